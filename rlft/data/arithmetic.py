@@ -1,0 +1,86 @@
+"""Sums and differences of whole numbers: procedural, seeded, with disjoint splits by construction."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlft.fields import NonNegativeInt, PositiveInt
+from rlft.types import Prompt, Split, UserError
+
+HELD_OUT_SHARE = 0.1
+
+
+def split_of(a: int, operation: str, b: int) -> Split:
+    """The split a problem belongs to: a hash of the problem itself, so no seed or size can make the two overlap."""
+    digest = hashlib.sha256(f"{a}{operation}{b}".encode()).digest()
+    return Split.held_out if digest[0] < 256 * HELD_OUT_SHARE else Split.train
+
+
+def question(a: int, operation: str, b: int) -> str:
+    return f"What is {a} {operation} {b}?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """Problems such as "What is 47 + 85?", answer "132".
+
+    difficulty: digits of the numbers, 1 to 9. The embedded model was taught 1 and 2.
+    operations: any of "+" and "-" (a difference is never negative).
+    size, held_out_size: prompts in each split; a split that has fewer distinct problems than asked is refused.
+    seed: order and choice of the problems, not their split.
+    """
+
+    difficulty: PositiveInt
+    operations: Sequence[str]
+    size: PositiveInt
+    held_out_size: PositiveInt
+    seed: NonNegativeInt
+
+    def load(self, split: Split) -> list[Prompt]:
+        self._check()
+        wanted = self.size if split is Split.train else self.held_out_size
+        prompts: dict[str, Prompt] = {}
+        for draws, (a, operation, b) in enumerate(self._problems(split), 1):
+            identity = f"{a}{operation}{b}"
+            if split_of(a, operation, b) is split and identity not in prompts:
+                answer = a + b if operation == "+" else a - b
+                messages = ({"role": "user", "content": question(a, operation, b)},)
+                prompts[identity] = Prompt(id=identity, messages=messages, answer=str(answer))
+            if len(prompts) == wanted:
+                return list(prompts.values())
+            if draws > 200 * wanted + 10_000:
+                break
+        key = "data.size" if split is Split.train else "data.held_out_size"
+        raise UserError(
+            key,
+            f"there are not that many distinct {split} problems of difficulty {self.difficulty}",
+            got=wanted,
+            remedy=f"use at most {len(prompts)}, or a higher data.difficulty",
+        )
+
+    def _problems(self, split: Split) -> Iterator[tuple[int, str, int]]:
+        rng = random.Random(f"{self.seed}-{split}")
+        low, high = (0 if self.difficulty == 1 else 10 ** (self.difficulty - 1)), 10**self.difficulty - 1
+        while True:
+            a, b = rng.randint(low, high), rng.randint(low, high)
+            operation = rng.choice(list(self.operations))
+            if operation == "-" and a < b:
+                a, b = b, a
+            yield a, operation, b
+
+    def _check(self) -> None:
+        if not 1 <= self.difficulty <= 9:
+            raise UserError(
+                "data.difficulty", "must be 1 to 9 digits", got=self.difficulty, remedy="try data.difficulty=2"
+            )
+        unknown = sorted(set(self.operations) - {"+", "-"})
+        if unknown or not self.operations:
+            raise UserError(
+                "data.operations",
+                "must be a list of + and -",
+                got=list(self.operations),
+                remedy='try data.operations=["+"]',
+            )

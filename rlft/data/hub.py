@@ -1,0 +1,191 @@
+"""Prompts from a set on the Hugging Face hub (through `datasets`), or from the same set lying in local files."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlft.data.jsonl import hash_split, rows, training
+from rlft.data.records import RecordKeys, Row, RowError
+from rlft.fields import PositiveFraction
+from rlft.types import Prompt, Split, UserError
+
+PROBE_SECONDS = 4.0
+"""How long the hub may take to answer at all. `datasets` by itself retries for 25 s before it gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub(RecordKeys):
+    """Prompts of a hub set, or of local files in its format. The keys of RecordKeys say which fields are what.
+
+    path: a hub id; or a folder with <train_split>.jsonl and <held_out_split>.jsonl (or the set's own parquet files, as
+        `hf download` leaves them); or one .jsonl file. What exists locally, or looks like a path (starts with / . ~ or
+        ends with .jsonl), is local.
+    subset: the set's configuration, None if it has one only. revision: branch, tag or commit on the hub.
+    train_split, held_out_split: names of the set's splits; questions that are in both are left out of training.
+    held_out_fraction: share held out of a single .jsonl file, chosen by a hash of the question.
+    """
+
+    path: str
+    subset: str | None
+    revision: str | None
+    train_split: str
+    held_out_split: str
+    held_out_fraction: PositiveFraction
+
+    def load(self, split: Split) -> list[Prompt]:
+        """The split's prompts, in the order of the set. Raises UserError."""
+        local = local_path(self.path)
+        if local is not None and local.is_file():
+            return hash_split(rows(local, self, "data.path"), split, self.held_out_fraction, local)
+        held_out = self._rows(self.held_out_split, "data.held_out_split", local)
+        if split is Split.held_out:
+            return [row.prompt for row in held_out]
+        return training(self._rows(self.train_split, "data.train_split", local), held_out, self.path)
+
+    def _rows(self, name: str, key: str, folder: Path | None) -> list[Row]:
+        if folder is None:
+            return self._parsed(self._download(name, key), name, self.path)
+        file = folder / f"{name}.jsonl"
+        if file.is_file():
+            return rows(file, self, "data.path")
+        tables = parquet_files(folder, self.subset, name)
+        if tables:
+            return self._parsed(_parquet_records(tables), name, str(folder))
+        raise UserError(
+            "data.path",
+            f"the folder has no {name}.jsonl",
+            got=self.path,
+            remedy=f"put {self.train_split}.jsonl and {self.held_out_split}.jsonl there, or give a .jsonl file",
+        )
+
+    def _parsed(self, records: Any, name: str, where: str) -> list[Row]:
+        found = []
+        for number, fields in enumerate(records):
+            try:
+                found.append(self.row(fields, f"{name}:{number}"))
+            except RowError as error:
+                raise UserError(
+                    "data.path", f"{where}, {name}, row {number}: {error}", remedy="name other fields (data.*_field)"
+                ) from None
+        if not found:
+            raise UserError("data.path", f"the split {name} is empty", got=where, remedy="choose another set or split")
+        return found
+
+    def _download(self, name: str, key: str) -> Any:
+        with offline_unless(hub_answers()) as online:
+            import datasets
+            from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+            try:
+                return datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision)
+            except DatasetNotFoundError as error:
+                if online:
+                    raise UserError(
+                        "data.path",
+                        "is no local path and not on the hub, or not yours to read",
+                        got=self.path,
+                        remedy=self._local_remedy(),
+                    ) from error
+                raise self._unreachable() from error
+            except (OSError, DatasetsError) as error:
+                if online and not isinstance(error, ConnectionError):
+                    raise UserError(
+                        "data.path", f"cannot be loaded ({error})", got=self.path, remedy=self._local_remedy()
+                    ) from error
+                raise self._unreachable() from error
+            except ValueError as error:
+                # "BuilderConfig 'x' not found. ...", "Config name is missing. ..." or 'Unknown split "x". ...'
+                wrong, got = ("data.subset", self.subset) if "onfig" in str(error) else (key, name)
+                problem = " ".join(str(error).split())[:300]
+                raise UserError(wrong, f"does not fit the set ({problem})", got=got, remedy="choose another") from error
+
+    def _unreachable(self) -> UserError:
+        return UserError(
+            "data.path",
+            "the hub cannot be reached and its cache here has no such set",
+            got=self.path,
+            remedy=self._local_remedy(),
+        )
+
+    def _local_remedy(self) -> str:
+        files = f"{self.train_split}.jsonl and {self.held_out_split}.jsonl, or a .jsonl file"
+        return f"use local copies: data.path=<folder with {files}>, and for the model model.path=<folder>"
+
+
+def local_path(path: str) -> Path | None:
+    """The local file or folder that `path` means, None for a hub id. Raises UserError where a local path is missing."""
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
+    if path.startswith(("/", ".", "~")) or path.endswith(".jsonl"):
+        raise UserError(
+            "data.path",
+            "there is no such file or folder",
+            got=path,
+            remedy="give an existing one, or the id of a hub set",
+        )
+    return None
+
+
+def parquet_files(folder: Path, subset: str | None, split: str) -> list[Path]:
+    """A split's parquet files where hub repositories have them: <split>-*.parquet in <subset>/, data/ or at the top."""
+    for place in (folder / (subset or "."), folder / "data", folder):
+        found = sorted([*place.glob(f"{split}-*.parquet"), *place.glob(f"{split}.parquet")])
+        if found:
+            return found
+    return []
+
+
+def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
+    """Whether the hub can be reached: any HTTP answer counts. A thread: a slow name server knows no limit."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+
+    def probe() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=seconds).close()
+        except urllib.error.HTTPError:
+            answered.set()
+        except (OSError, ValueError) as error:
+            # A certificate that Python's own store does not know: somebody did answer, `datasets` will say more.
+            if isinstance(getattr(error, "reason", None), ssl.SSLError):
+                answered.set()
+        else:
+            answered.set()
+
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answered.is_set()
+
+
+@contextlib.contextmanager
+def offline_unless(online: bool) -> Iterator[bool]:
+    """Where the hub does not answer, `datasets` looks into its cache at once instead of retrying."""
+    import datasets.config
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or not online
+    try:
+        yield not datasets.config.HF_HUB_OFFLINE
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _parquet_records(files: list[Path]) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet
+
+    for file in files:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            yield from batch.to_pylist()

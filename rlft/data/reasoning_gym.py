@@ -1,0 +1,214 @@
+"""Questions of any task of the reasoning-gym library, to be scored by its own verifiers (rlft/reward/reasoning_gym.py).
+
+Several of its generators walk over sets or draw from the global random state, so their questions change with Python's
+hash seed (measured in 0.1.x: isomorphic_strings, knight_swap, list_functions, polynomial_multiplication, ransom_note,
+word_ladder). A resumed run would meet other data. The questions are therefore made in a child process with a fixed hash
+seed, which also keeps the library's imports out of this one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+from rlft.data.records import chat, check_template, identity, split_of
+from rlft.fields import NonNegativeInt, PositiveInt
+from rlft.types import Prompt, Split, UserError
+
+HELD_OUT_SHARE = 0.1
+CHUNK = 2000
+"""Questions made from one seed; a task such as acre makes that many at once, and its questions depend on the number."""
+PATIENCE = 1000
+"""Draws in a row without a new question of the split after which a task is taken to have no more."""
+
+Entry = dict[str, Any]
+"""The library's own record: question, answer (a text, or None where only the verifier knows) and metadata."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningGym:
+    """Questions of one task of reasoning-gym; `metadata["reasoning_gym"]` holds what its verifier needs.
+
+    task: the task's name; `composite` mixes several, listed in options.datasets as {name, weight, config}.
+    options: the task's own options; `seed` and `size` are not among them.
+    size, held_out_size: prompts in each split; a task that has fewer distinct questions than asked is refused.
+    seed: choice and order of the questions, not their split: that is decided by the question's hash.
+    system_prompt: the first message, None for none. prompt_template: the user's message, {question} is the task's text.
+    """
+
+    task: str
+    options: Mapping[str, Any]
+    size: PositiveInt
+    held_out_size: PositiveInt
+    seed: NonNegativeInt
+    system_prompt: str | None
+    prompt_template: str
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt_template)
+
+    def load(self, split: Split) -> list[Prompt]:
+        """The split's prompts; the first call makes both splits. Raises UserError."""
+        check_installed("data", "reasoning_gym")
+        options = json.dumps(self.options, sort_keys=True)
+        made = make(self.task, options, self.size, self.held_out_size, self.seed)
+        return [self._prompt(number, entry) for number, entry in made[split]]
+
+    def _prompt(self, number: int, entry: Entry) -> Prompt:
+        return Prompt(
+            id=f"{self.task}:{number}",
+            messages=chat([{"role": "user", "content": entry["question"]}], self.system_prompt, self.prompt_template),
+            answer=entry["answer"] if isinstance(entry["answer"], str) else "",
+            metadata={"reasoning_gym": {"task": self.task, "options": dict(self.options), "entry": entry}},
+        )
+
+
+def check_installed(key: str, name: str) -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError(
+            key, "the reasoning-gym library is not installed", got=name, remedy="pip install 'rlft[reasoning-gym]'"
+        )
+
+
+@lru_cache(maxsize=4)
+def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> Mapping[Split, list[tuple[int, Entry]]]:
+    """(draw, entry) of each split in drawing order, made in a child process. `options` is JSON."""
+    request = {"task": task, "options": json.loads(options), "size": size, "held_out_size": held_out_size, "seed": seed}
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-m", "rlft.data.reasoning_gym"]
+    made: dict[Split, list[tuple[int, Entry]]] = {Split.train: [], Split.held_out: []}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(json.dumps(request).encode())
+            child.stdin.close()
+            for kind, value in _received(child.stdout):
+                if kind == "refused":
+                    raise UserError(value.pop("key"), value.pop("problem"), **value)
+                made[Split(kind)].append(value)
+        finally:
+            child.kill()
+    if len(made[Split.train]) < size or len(made[Split.held_out]) < held_out_size:
+        raise RuntimeError(f"the process that makes the questions of {task} ended early; its error stands above")
+    return made
+
+
+def draw(
+    task: str, options: Mapping[str, Any], size: int, held_out_size: int, seed: int
+) -> Iterator[tuple[Split, tuple[int, Entry]]]:
+    """(split, (draw, entry)) of every question that is new and still wanted, until both splits are full."""
+    wanted = {Split.train: size, Split.held_out: held_out_size}
+    found = dict.fromkeys(Split, 0)
+    seen: set[str] = set()
+    useless = 0
+    for number, entry in entries(task, options, seed):
+        name = identity([{"role": "user", "content": entry["question"]}])
+        split = split_of(name, HELD_OUT_SHARE)
+        useless += 1
+        if name not in seen and found[split] < wanted[split]:
+            seen.add(name)
+            found[split] += 1
+            useless = 0
+            yield split, (number, entry)
+        if found == wanted:
+            return
+        if useless > PATIENCE:
+            raise _too_few(task, wanted, found)
+
+
+def entries(task: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[int, Entry]]:
+    """(draw, entry) without end. Call it in a process with a fixed hash seed."""
+    import numpy as np
+
+    number = 0
+    while True:
+        # Tasks use seed + index: chunks follow each other, neighbouring data seeds share nothing. numpy wants < 2**32.
+        chunk_seed = (seed * 1_000_003 + number) % 2**31
+        questions = create(task, options, chunk_seed, CHUNK)
+        for index in range(CHUNK):
+            random.seed(chunk_seed + index)
+            np.random.seed(chunk_seed + index)
+            yield number, questions[index]
+            number += 1
+
+
+def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
+    """The library's data set. Raises UserError for an unknown task and for options that it refuses."""
+    import reasoning_gym
+    import reasoning_gym.composite
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        close = difflib.get_close_matches(task, DATASETS, n=3)
+        remedy = f"did you mean {', '.join(close)}?" if close else f"choose one of {', '.join(sorted(DATASETS))}"
+        raise UserError("data.task", "is no task of reasoning-gym", got=task, remedy=remedy)
+    ours = sorted({"seed", "size"} & set(options))
+    if ours:
+        raise UserError(
+            f"data.options.{ours[0]}", "is not the task's to choose", got=options[ours[0]], remedy=f"set data.{ours[0]}"
+        )
+    try:
+        if task == "composite":
+            parts = [reasoning_gym.composite.DatasetSpec(**part) for part in options.get("datasets", ())]
+            options = {**options, "datasets": parts}
+        return reasoning_gym.create_dataset(task, **options, seed=seed, size=size)
+    except (AssertionError, TypeError, ValueError) as error:
+        # The library checks options by assert; a misspelt one is a TypeError of its config class.
+        known = sorted(set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"})
+        problem = f"{task} refuses them ({str(error) or type(error).__name__})"
+        raise UserError(
+            "data.options", problem, got=dict(options), remedy=f"its options are {', '.join(known) or 'none'}"
+        ) from error
+
+
+def main() -> None:
+    """Reads a request (JSON) from stdin, and writes pickled (split, (draw, entry)) or ("refused", error) to stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends this process.
+    request = json.load(sys.stdin)
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as out:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the library prints must not get between the pickles
+        try:
+            for split, value in draw(**request):
+                _send(out, str(split), value)
+        except UserError as error:
+            told = {"key": error.key, "problem": error.problem, "got": error.got, "remedy": error.remedy}
+            _send(out, "refused", told)
+
+
+def _send(out: BinaryIO, kind: str, value: Any) -> None:
+    pickle.dump((kind, value), out)
+    out.flush()  # a parent that was killed is noticed at the next question
+
+
+def _received(stream: Any) -> Iterator[tuple[str, Any]]:
+    while True:
+        try:
+            yield pickle.load(stream)
+        except EOFError:
+            return
+
+
+def _too_few(task: str, wanted: Mapping[Split, int], found: Mapping[Split, int]) -> UserError:
+    split = Split.train if found[Split.train] < wanted[Split.train] else Split.held_out
+    key = "data.size" if split is Split.train else "data.held_out_size"
+    at_most = f"use at most {found[split]}, or " if found[split] else "use "
+    remedy = f"{at_most}options with more variety"
+    return UserError(
+        key, f"there are not that many distinct {split} questions of {task}", got=wanted[split], remedy=remedy
+    )
+
+
+if __name__ == "__main__":
+    main()

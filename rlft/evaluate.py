@@ -1,0 +1,82 @@
+"""A held-out set: sampled, scored, mean@k and pass@k with standard errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from rlft.seeds import sampling_seeds
+from rlft.types import Evaluation, Generator, Group, Prompt, Sampling, Scores
+
+
+def evaluate(
+    generator: Generator,
+    scorer: Callable[[Sequence[Group]], Scores],
+    prompts: Sequence[Prompt],
+    *,
+    step: int,
+    seed: int,
+    num_samples: int,
+    sampling: Sampling,
+    correct_at: float,
+    num_examples: int,
+) -> tuple[Evaluation, list[Group], Scores]:
+    """The first reward decides what is right (`correct_at` or more); the same prompts and seeds every time."""
+    seeds = sampling_seeds(seed, 0, len(prompts), num_samples, "evaluate")
+    groups = generator.sample(prompts, num_samples, seeds, sampling)
+    scores = scorer(groups)
+    evaluation = summarise(groups, scores, step=step, correct_at=correct_at, num_examples=num_examples)
+    return evaluation, groups, scores
+
+
+def summarise(groups: Sequence[Group], scores: Scores, *, step: int, correct_at: float, num_examples: int) -> Evaluation:
+    """Metrics of scored groups; errors are standard errors over prompts."""
+    primary = next(iter(scores.by_reward))
+    right = (scores.by_reward[primary] >= correct_at).tolist()
+    counts, k = [sum(row) for row in right], len(right[0])
+    accuracy, error = mean_and_error([count / k for count in counts])
+    metrics = {f"eval/{primary}": accuracy, f"eval/{primary}_se": error}
+    for size in pass_sizes(k):
+        mean, se = mean_and_error([pass_at(size, k, count) for count in counts])
+        metrics |= {f"eval/pass@{size}": mean, f"eval/pass@{size}_se": se}
+    for name, values in scores.by_reward.items():
+        metrics[f"eval/reward/{name}"] = values.float().mean().item()
+    completions = [r.completion for g in groups for r in g.rollouts]
+    metrics["eval/length/mean"] = sum(len(c.token_ids) for c in completions) / len(completions)
+    metrics["eval/length/truncated_fraction"] = sum(c.finish_reason == "length" for c in completions) / len(completions)
+    shown = groups[:num_examples]
+    return Evaluation(
+        step=step,
+        accuracy=accuracy,
+        accuracy_se=error,
+        metrics=metrics,
+        examples=tuple(g.rollouts[0] for g in shown),
+        example_scores=tuple(float(right[i][0]) for i in range(len(shown))),
+    )
+
+
+def pass_sizes(k: int) -> list[int]:
+    """1, 2, 4 .. up to and with k."""
+    return sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
+
+
+def pass_at(size: int, num_samples: int, num_right: int) -> float:
+    """Unbiased chance that at least one of `size` samples is right: 1 - C(n - c, size) / C(n, size) (arXiv 2107.03374).
+
+    >>> pass_at(1, 4, 1), pass_at(4, 4, 1), round(pass_at(2, 4, 1), 3)
+    (0.25, 1.0, 0.5)
+    """
+    return 1 - math.comb(num_samples - num_right, size) / math.comb(num_samples, size)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, standard error of the mean); the error of a single value is 0.
+
+    >>> mean_and_error([0.0, 1.0])
+    (0.5, 0.5)
+    """
+    n = len(values)
+    mean = sum(values) / n
+    if n == 1:
+        return mean, 0.0
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)

@@ -1,0 +1,110 @@
+"""Published adapters as folders, for engines that read files: a fresh folder a version, in memory where possible.
+
+A folder is never written twice: an engine that has seen a path may answer from what it remembers of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+from rlft.types import Adapter
+
+PREFIX = "rlft-adapters-"
+LOCK = "in-use"
+
+
+class AdapterFiles:
+    """Writes adapter versions into one private folder and removes it on close, at exit, or (after a crash) next time.
+
+    parent: where the private folder is made. None: `/dev/shm` where it is a writable memory file system, else the
+    system's temporary folder. The folder's name holds the process id for a person who looks. Whether its owner lives is
+    told by a file lock: the kernel drops that with the process, `kill -9` included, and no reused id can fool it.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = memory_folder() if parent is None else parent
+        remove_abandoned(parent)
+        self.root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+        lock = _lock(self.root)
+        assert lock is not None, "a folder that was just made is locked by nobody"
+        self._finalizer = weakref.finalize(self, _remove, self.root, lock, os.getpid())
+        self._count = 0
+
+    def write(self, adapter: Adapter) -> Path:
+        """A new folder with `adapter_model.safetensors` and `adapter_config.json`; `remove` it when out of use."""
+        from safetensors.torch import save_file
+
+        self._count += 1
+        folder = self.root / f"{self._count}-v{adapter.version}"
+        folder.mkdir()
+        # A clone each: the file format refuses tensors that share storage, and the trainer's may be views.
+        weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in adapter.weights.items()}
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(dict(adapter.config), default=_plain), encoding="utf-8")
+        return folder
+
+    def remove(self, folder: Path) -> None:
+        """Deletes one version's folder."""
+        assert folder.parent == self.root, folder
+        shutil.rmtree(folder)
+
+    def close(self) -> None:
+        """Deletes everything. Safe to call twice."""
+        self._finalizer()
+
+
+def memory_folder() -> Path:
+    """`/dev/shm` where it can be written to, else the folder for temporary files."""
+    shared_memory = Path("/dev/shm")
+    usable = shared_memory.is_dir() and os.access(shared_memory, os.W_OK | os.X_OK)
+    return shared_memory if usable else Path(tempfile.gettempdir())
+
+
+def remove_abandoned(parent: Path) -> list[Path]:
+    """Folders under `parent` that a killed process of this user left behind; they are deleted."""
+    removed = []
+    for folder in parent.glob(f"{PREFIX}*"):
+        # No lock file yet: its owner is just making it.
+        if not (folder / LOCK).exists() or folder.stat().st_uid != os.getuid():
+            continue
+        lock = _lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+            removed.append(folder)
+    return removed
+
+
+def _lock(folder: Path) -> int | None:
+    """The descriptor that holds the folder's lock; None if a live process has it or the folder is gone."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove(root: Path, lock: int, owner: int) -> None:
+    # A forked child inherits the finalizer; only the process that made the folder may delete it.
+    if os.getpid() == owner:
+        shutil.rmtree(root, ignore_errors=True)
+        os.close(lock)
+
+
+def _plain(value: object) -> Any:
+    """PEFT keeps some fields as sets."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise TypeError(f"adapter_config.json cannot hold a {type(value).__name__}: {value!r}")

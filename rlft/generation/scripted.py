@@ -1,0 +1,45 @@
+"""Canned answers instead of a model's: for tests of everything behind the generator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
+
+
+class ScriptedGenerator:
+    """answers: {prompt id, or "*" for every other prompt: texts}; completion i says text (seed + i) modulo their number.
+
+    In a text, `{answer}` stands for the prompt's reference answer. Log-probs are 0: nobody sampled anything.
+    """
+
+    def __init__(self, answers: Mapping[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.answers, self.tokenizer = answers, tokenizer
+        self.version: int | None = None
+
+    def load(self, adapter: Adapter) -> None:
+        self.version = adapter.version
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        return [
+            Group(prompt=p, rollouts=tuple(self._rollout(p, seed + i, sampling) for i in range(n)))
+            for p, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Nothing: there are no weights that could be stale."""
+        return []
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _rollout(self, prompt: Prompt, seed: int, sampling: Sampling) -> Rollout:
+        texts = self.answers.get(prompt.id) or self.answers["*"]
+        text = texts[seed % len(texts)].replace("{answer}", prompt.answer)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
+        finish = FinishReason.stop if len(ids) <= sampling.max_tokens else FinishReason.length
+        ids = ids[: sampling.max_tokens]
+        completion = Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=finish)
+        return Rollout(prompt=prompt, completion=completion, policy_version=self.version)

@@ -1,0 +1,204 @@
+"""Sampling with the trainer's own copy of the base: no second model, no server, any machine.
+
+Each prompt is prefilled once per group; its keys and values are then repeated for the G completions. Finished rows leave
+the batch. Every completion has its own stream of random numbers, so what it says depends on its seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedTokenizerBase
+
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
+
+COMPACT_AT = 0.25
+"""Finished rows are dropped from the cache when they are this share of it: dropping copies what stays."""
+
+
+class Slot(Protocol):
+    """The place on the trainer's base where the engine keeps its own copy of a published adapter (`Roles`)."""
+
+    def load_sampler(self, adapter: Adapter) -> None: ...
+
+    def using(self, role: str | None) -> AbstractContextManager[Any]: ...
+
+
+class TransformersGenerator:
+    """batch_size: completions decoded together at most; a group is never split."""
+
+    def __init__(self, slot: Slot, tokenizer: PreTrainedTokenizerBase, device: torch.device, batch_size: int) -> None:
+        self.slot, self.tokenizer, self.device, self.batch_size = slot, tokenizer, device, batch_size
+        self.version: int | None = None
+
+    def load(self, adapter: Adapter) -> None:
+        self.slot.load_sampler(adapter)
+        self.version = adapter.version
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        at_once = max(1, self.batch_size // n)
+        groups: list[Group] = []
+        with torch.no_grad(), self._active() as model:
+            for start in range(0, len(prompts), at_once):
+                chunk = slice(start, start + at_once)
+                groups += self._sample_chunk(model, prompts[chunk], n, seeds[chunk], sampling)
+        return groups
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        result = []
+        with torch.no_grad(), self._active() as model:
+            for ids in sequences:
+                input_ids = torch.tensor([list(ids)], device=self.device)
+                logprobs = model(input_ids=input_ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+                result.append(logprobs.gather(-1, input_ids[0, 1:, None])[:, 0].tolist())
+        return result
+
+    def close(self) -> None:
+        """Nothing of its own to end: it lives in the trainer's process, on the trainer's base."""
+
+    def _active(self) -> AbstractContextManager[Any]:
+        return self.slot.using(None if self.version is None else "sampler")
+
+    def _sample_chunk(
+        self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> list[Group]:
+        uniforms = _uniforms(seeds, n, sampling.max_tokens)
+        ends = end_tokens(model, self.tokenizer)
+        decoder = _Decoder(model, [p.token_ids for p in prompts], self.device)
+        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling)
+        rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        groups = []
+        for p, prompt in enumerate(prompts):
+            rollouts = []
+            for r in range(p * n, p * n + n):
+                completion = Completion(
+                    text=texts[r],
+                    token_ids=tuple(rows[r]),
+                    logprobs=tuple(logprobs_RT[r, : len(rows[r])].tolist()),
+                    finish_reason=FinishReason.stop if rows[r][-1] in ends else FinishReason.length,
+                )
+                rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=self.version))
+            groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
+        return groups
+
+
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends a completion: the generation config's (there may be several) and the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return frozenset(t for t in (*several, tokenizer.eos_token_id) if t is not None)
+
+
+def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
+    """float64 `[P * n, max_tokens]` in [0, 1): row r is drawn from its own seed, whatever else is in the batch."""
+    rows = [
+        torch.rand(max_tokens, generator=torch.Generator().manual_seed(seed + i), dtype=torch.float64)
+        for seed in seeds
+        for i in range(n)
+    ]
+    return torch.stack(rows)
+
+
+class _Decoder:
+    """The forward passes of one chunk: prompts once, then one token a row. Holds the keys and values."""
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.model, self.device = model, device
+        width = max(map(len, prompts))
+        ids = [[0] * (width - len(p)) + list(p) for p in prompts]  # left-padded: every row's next token is the last
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        self.ids = torch.tensor(ids, device=device)
+        self.mask = torch.tensor(mask, device=device)
+        self.cache = DynamicCache(config=model.config)
+
+    def prefill(self, n: int) -> Tensor:
+        """Logits `[P * n, V]` of the first completion token; each prompt has gone through the network once."""
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        logits = self._forward(self.ids, positions)
+        self.cache.batch_repeat_interleave(n)
+        self.mask = self.mask.repeat_interleave(n, 0)
+        return logits.repeat_interleave(n, 0)
+
+    def step(self, token_R: Tensor) -> Tensor:
+        """Logits `[R, V]` after one more token a row."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(token_R), 1)], dim=1)
+        return self._forward(token_R[:, None], self.mask.sum(1, keepdim=True) - 1)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops every other row from the batch."""
+        self.cache.batch_select_indices(rows)
+        self.mask = self.mask[rows]
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        output = self.model(
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+
+def _decode(
+    decoder: _Decoder, n: int, uniforms_RT: Tensor, ends: frozenset[int], sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """(token ids int64, log-probs float32), both `[P * n, max_tokens]`; after a row's end they hold -1 and 0."""
+    device = decoder.device
+    tokens_RT = torch.full(uniforms_RT.shape, -1, dtype=torch.int64)
+    logprobs_RT = torch.zeros(uniforms_RT.shape)
+    end_ids = torch.tensor(sorted(ends), device=device)
+    uniforms_RT = uniforms_RT.to(device)
+    rows = torch.arange(len(uniforms_RT), device=device)  # which completions are still in the batch
+    going = torch.ones_like(rows, dtype=torch.bool)  # of those, which have not ended
+    logits = decoder.prefill(n)
+    for t in range(sampling.max_tokens):
+        token, logprob = draw(logits, uniforms_RT[rows, t], sampling)
+        live = rows[going].cpu()
+        tokens_RT[live, t], logprobs_RT[live, t] = token[going].cpu(), logprob[going].cpu()
+        going = going & ~torch.isin(token, end_ids)
+        if t + 1 == sampling.max_tokens or not going.any():
+            break
+        if (~going).float().mean() >= COMPACT_AT:
+            kept = going.nonzero()[:, 0]
+            decoder.keep(kept)
+            rows, token, going = rows[kept], token[kept], going[kept]
+        logits = decoder.step(token)
+    return tokens_RT, logprobs_RT
+
+
+def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """(token int64 `[R]`, its log-prob float32 `[R]`), by inverting the cumulative distribution at `uniform_R`.
+
+    Temperature 0 takes the likeliest token and gives its log-prob at temperature 1.
+    """
+    logits_RV = logits_RV.float()
+    if sampling.temperature == 0:
+        logprobs_RV = logits_RV.log_softmax(-1)
+        token = logprobs_RV.argmax(-1)
+    else:
+        logprobs_RV = _keep_likeliest(logits_RV / sampling.temperature, sampling).log_softmax(-1)
+        # float64, because the sum over a vocabulary of 150,000 loses the tail in float32.
+        cumulative = logprobs_RV.double().exp().cumsum(-1)
+        threshold = uniform_R[:, None] * cumulative[:, -1:]
+        token = (cumulative <= threshold).sum(-1).clamp(max=logits_RV.shape[-1] - 1)
+    return token, logprobs_RV.gather(-1, token[:, None])[:, 0]
+
+
+def _keep_likeliest(logits_RV: Tensor, sampling: Sampling) -> Tensor:
+    """Sets logits outside top_k and top_p to -inf; the likeliest token always stays."""
+    if sampling.top_k > 0:
+        kth = logits_RV.topk(min(sampling.top_k, logits_RV.shape[-1])).values[:, -1:]
+        logits_RV = logits_RV.masked_fill(logits_RV < kth, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits_RV.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
+        logits_RV = logits_RV.masked_fill(drop, -torch.inf)
+    return logits_RV

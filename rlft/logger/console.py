@@ -1,0 +1,263 @@
+"""What a person sees while a run goes on: a live view on a terminal, plain lines in a pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.console import Group as Stack
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlft.fields import NonNegativeFloat
+from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
+from rlft.types import Evaluation, RunInfo, StepRecord
+
+STAGES = ("sample", "score", "credit", "update", "publish")
+PACE_STEPS = 20  # the ETA goes by the pace of the last steps, evaluations and checkpoints between them included
+TREND_WIDTH = 24
+REFRESHES_PER_SECOND = 4
+
+
+def open_terminal() -> Terminal:
+    """A console on stdout that survives text its encoding can't show, and reads no markup in what it prints."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    return Terminal(file=sys.stdout, markup=False, emoji=False, highlight=False)
+
+
+@dataclass(kw_only=True)
+class Console:
+    """Shows the start-up table, then the run: live where stdout is a terminal, else a line now and then.
+
+    live: False for plain lines on a terminal too. plain_seconds: least seconds between two plain step lines.
+    Neither frozen nor slotted: it remembers what it has shown, which is no key.
+    """
+
+    live: bool
+    plain_seconds: NonNegativeFloat
+
+    def __post_init__(self) -> None:
+        self.view: Any = None
+
+    def start(self, run: RunInfo) -> None:
+        terminal = open_terminal()
+        progress = Progress(run, glyphs_for(terminal.encoding))
+        # `isatty` rather than rich's word for it: FORCE_COLOR must not send cursor movements into a file.
+        in_place = self.live and sys.stdout.isatty() and not terminal.is_dumb_terminal
+        print_start(terminal, run)
+        self.view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, self.plain_seconds)
+
+    def stage(self, name: str) -> None:
+        self.view.progress.stage(name)
+
+    def step(self, record: StepRecord) -> None:
+        self.view.progress.step(record)
+        self.view.step()
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.view.progress.evaluation(evaluation)
+        self.view.print(Text(self.view.progress.evaluation_line()))
+
+    def note(self, text: str) -> None:
+        self.view.print(Text(f"note: {visible(text)}", style="yellow"))
+
+    def finish(self, status: str) -> None:
+        if self.view is not None:
+            self.view.close(visible(status))
+            self.view = None
+
+
+def print_start(terminal: Terminal, run: RunInfo) -> None:
+    """One table of every size."""
+    title = f"{visible(run.name)} in {run.folder}"
+    terminal.print(Text(title, style="bold"), soft_wrap=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(style="dim", overflow="fold")
+    for row in run.sizes:
+        table.add_row(*(Text(visible(str(cell))) for cell in row))
+    terminal.print(table)
+    if run.step:
+        terminal.print(Text(f"resumed after step {run.step} of {run.steps}"))
+
+
+class Progress:
+    """What is known of the run so far, as texts for either view. Times come from `time.monotonic`."""
+
+    def __init__(self, run: RunInfo, glyphs: Glyphs) -> None:
+        self.run, self.glyphs = run, glyphs
+        self.done = run.step
+        self.metrics: Mapping[str, float] = {}
+        self.rewards: list[float] = []
+        self.evaluations: list[Evaluation] = []
+        self.current = "starting"
+        self.started = time.monotonic()
+        self._turns: list[float] = []  # when the first stage began and when each step ended
+
+    def stage(self, name: str) -> None:
+        self.current = name
+        if name == STAGES[0] and not self._turns:
+            self._turns.append(time.monotonic())
+
+    def step(self, record: StepRecord) -> None:
+        self.done, self.metrics = record.step, record.metrics
+        self.rewards.append(record.metrics.get("reward/mean", 0.0))
+        self._turns = [*self._turns, time.monotonic()][-PACE_STEPS - 1 :]
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def seconds_left(self) -> float | None:
+        """By the pace of the last steps; None before the first one."""
+        turns = self._turns
+        if len(turns) < 2:
+            return None
+        pace = (turns[-1] - turns[0]) / (len(turns) - 1)
+        return max(0.0, pace * (self.run.steps - self.done) - (time.monotonic() - turns[-1]))
+
+    def eta(self) -> str:
+        left = self.seconds_left()
+        return "-:--" if left is None else duration(left)
+
+    def tokens_per_second(self) -> float | None:
+        """Completion tokens sampled, by the seconds of the whole step."""
+        tokens, seconds = self.metrics.get("tokens/completion"), self.metrics.get("time/step")
+        return None if tokens is None or not seconds else tokens / seconds
+
+    def trend(self, values: Sequence[float], width: int = TREND_WIDTH) -> str:
+        """First and last value with the curve between them."""
+        if not values:
+            return "-"
+        if len(values) == 1:
+            return f"{values[0]:.3f}"
+        arrow = f"{values[0]:.3f} {self.glyphs.arrow} {values[-1]:.3f}"
+        return f"{arrow}  {sparkline(values, width, self.glyphs.bars)}"
+
+    def evaluation_line(self) -> str:
+        """The latest evaluation, and the first one beside it."""
+        last, first = self.evaluations[-1], self.evaluations[0]
+        accuracy = f"{last.accuracy:.3f} {self.glyphs.plus_minus} {last.accuracy_se:.3f}"
+        line = f"step {last.step}: held-out accuracy {accuracy}"
+        return line if last is first else f"{line} (step {first.step}: {first.accuracy:.3f})"
+
+    def closing_line(self, status: str) -> str:
+        if status == "finished":
+            return f"finished {self.run.steps} steps in {duration(self.elapsed)}"
+        where = f"after step {self.done} of {self.run.steps}, {duration(self.elapsed)}"
+        return f"interrupted {where}" if status == "interrupted" else f"stopped {where}: {status}"
+
+
+class PlainView:
+    """One short line a step, no closer together than `seconds`; the first and the last step always have theirs."""
+
+    def __init__(self, terminal: Terminal, progress: Progress, seconds: float) -> None:
+        self.terminal, self.progress, self._seconds = terminal, progress, seconds
+        self._printed: float | None = None
+
+    def print(self, line: Text) -> None:
+        self.terminal.print(line, soft_wrap=True)
+        self.terminal.file.flush()
+
+    def step(self) -> None:
+        now = time.monotonic()
+        due = self._printed is None or now - self._printed >= self._seconds
+        if due or self.progress.done == self.progress.run.steps:
+            self._printed = now
+            self.print(Text(step_line(self.progress)))
+
+    def close(self, status: str) -> None:
+        self.print(Text(self.progress.closing_line(status)))
+
+
+def step_line(progress: Progress) -> str:
+    """`step  12/100  reward 0.620  length 41  3,412 tokens/s  2.1 s/step  elapsed 0:25  ETA 2:56`."""
+    metrics, steps = progress.metrics, progress.run.steps
+    parts = [f"step {progress.done:>{len(str(steps))}}/{steps}"]
+    parts += [f"reward {metrics['reward/mean']:.3f}"] if "reward/mean" in metrics else []
+    parts += [f"accuracy {progress.evaluations[-1].accuracy:.3f}"] if progress.evaluations else []
+    parts += [f"length {metrics['length/mean']:.0f}"] if "length/mean" in metrics else []
+    speed = progress.tokens_per_second()
+    parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
+    parts += [f"{seconds_text(metrics['time/step'])} s/step"] if "time/step" in metrics else []
+    return "  ".join([*parts, f"elapsed {duration(progress.elapsed)}", f"ETA {progress.eta()}"])
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
+
+
+class LiveView:
+    """A panel at the bottom that is redrawn in place; whatever is printed scrolls by above it and stays."""
+
+    def __init__(self, terminal: Terminal, progress: Progress) -> None:
+        self.terminal, self.progress = terminal, progress
+        self._live = Live(
+            get_renderable=self._panel,
+            console=terminal,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            vertical_overflow="crop",
+        )
+        self._live.start()
+
+    def print(self, line: Text) -> None:
+        self.terminal.print(line)
+
+    def step(self) -> None:
+        pass  # the view redraws itself, at a steady rate however fast the steps are
+
+    def close(self, status: str) -> None:
+        self.progress.current = status.partition("\n")[0]
+        self._live.stop()
+        self.terminal.print(Text(self.progress.closing_line(status)), soft_wrap=True)
+
+    def _panel(self) -> Panel:
+        progress = self.progress
+        head = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        for ratio in (None, 1, None):
+            head.add_column(ratio=ratio, no_wrap=True)
+        head.add_row(
+            f"step {progress.done}/{progress.run.steps}",
+            ProgressBar(total=progress.run.steps, completed=progress.done),
+            f"{duration(progress.elapsed)}  ETA {progress.eta()}",
+        )
+        body = Table.grid(padding=(0, 2, 0, 0))
+        body.add_column(style="dim", no_wrap=True)
+        body.add_column(overflow="fold")
+        for label, value in live_rows(progress):
+            body.add_row(label, Text(value))
+        title = Text(f" {visible(progress.run.name)} ", style="bold", overflow="ellipsis", no_wrap=True)
+        return Panel(Stack(head, body), title=title, title_align="left")
+
+
+def live_rows(progress: Progress) -> list[tuple[str, str]]:
+    """The lines of the live view, (label, text); all there from the start, so that the height stays."""
+    metrics = progress.metrics
+    accuracies = [evaluation.accuracy for evaluation in progress.evaluations]
+    by_name = [(name, value) for name, value in metrics.items() if name.startswith("reward/")]
+    parts = [f"{name[len('reward/') :]} {value:.2f}" for name, value in by_name if name[7:] not in {"mean", "std"}]
+    length = f"{metrics['length/mean']:.0f} tokens" if "length/mean" in metrics else "-"
+    truncated = metrics.get("length/truncated_fraction")
+    speed, seconds = progress.tokens_per_second(), metrics.get("time/step")
+    stages = [f"{stage} {seconds_text(metrics[f'time/{stage}'])}" for stage in STAGES if f"time/{stage}" in metrics]
+    return [
+        ("reward", progress.trend(progress.rewards)),
+        ("rewards", "  ".join(parts) or "-"),
+        ("accuracy", progress.trend(accuracies) if accuracies else "- (held out)"),
+        ("length", length if truncated is None else f"{length}, {truncated:.0%} truncated"),
+        ("speed", "-" if speed is None else f"{speed:,.0f} tokens/s, {seconds_text(seconds or 0.0)} s/step"),
+        ("seconds", "  ".join(stages) or "-"),
+        ("now", progress.current),
+    ]

@@ -1,0 +1,200 @@
+"""The page at the end of a run: reward curve, before and after, where things are, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.table import Table
+from rich.text import Text
+
+from rlft.logger.console import open_terminal
+from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.logger.text import ASCII, Glyphs, duration, glyphs_for, one_line, visible
+
+EXAMPLES = 4
+CURVE_HEIGHT = 14
+CURVE_WIDTH = 100  # a wider curve is no clearer
+SIDE_BY_SIDE_WIDTH = 72  # narrower terminals show before and after below each other
+COMPLETION_LENGTH = 180
+
+Line = Mapping[str, Any]
+_BOX_AS_ASCII = str.maketrans("┌┐└┘─│┤┬", "++++-|++")
+
+
+def print_summary(folder: Path, next_commands: Sequence[tuple[str, str]], terminal: Terminal | None = None) -> None:
+    """Prints the page of a run from its metrics.jsonl and eval.jsonl, so that it spans resumed runs too.
+
+    next_commands: (what it does, command). terminal: stdout unless given.
+    """
+    terminal = terminal or open_terminal()
+    glyphs = glyphs_for(terminal.encoding)
+    metrics, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
+    print_curve(terminal, metrics, evaluations, glyphs)
+    if evaluations:
+        print_examples(terminal, evaluations[0], evaluations[-1], glyphs)
+    terminal.print()
+    facts = Table.grid(padding=(0, 2))
+    for label, value in fact_rows(folder, metrics, evaluations, glyphs):
+        facts.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
+    terminal.print(facts)
+    print_commands(terminal, next_commands)
+
+
+def fact_rows(
+    folder: Path, metrics: Sequence[Line], evaluations: Sequence[Line], glyphs: Glyphs
+) -> list[tuple[str, str]]:
+    """(label, value): accuracy before and after with standard errors, seconds of training, the folder."""
+    rows = []
+    if evaluations:
+        accuracy = f" {glyphs.arrow} ".join(accuracy_text(line, glyphs) for line in ends(evaluations))
+        steps = f" {glyphs.arrow} ".join(str(line["step"]) for line in ends(evaluations))
+        rows.append(("held-out accuracy", f"{accuracy}  (step {steps})"))
+    seconds = sum(line.get("time/step") or 0.0 for line in metrics)
+    if seconds:
+        rows.append(("training", f"{duration(seconds)} for {metrics[-1]['step']} steps"))
+    return [*rows, ("run folder", str(folder))]
+
+
+def ends(lines: Sequence[Line]) -> Sequence[Line]:
+    """The first and the last line, or the only one."""
+    return lines if len(lines) < 2 else (lines[0], lines[-1])
+
+
+def accuracy_text(line: Line, glyphs: Glyphs) -> str:
+    accuracy, error = line["accuracy"], line["accuracy_se"]
+    text = "-" if accuracy is None else f"{accuracy:.3f}"
+    return text if error is None else f"{text} {glyphs.plus_minus} {error:.3f}"
+
+
+def print_commands(terminal: Terminal, next_commands: Sequence[tuple[str, str]]) -> None:
+    """One command a line, unwrapped, so that it can be copied."""
+    if not next_commands:
+        return
+    terminal.print("\nNext", style="bold")
+    for what, command in next_commands:
+        terminal.print(Text(f"  # {what}", style="dim"), soft_wrap=True)
+        terminal.print(Text(f"  {command}"), soft_wrap=True)
+
+
+def print_curve(terminal: Terminal, metrics: Sequence[Line], evaluations: Sequence[Line], glyphs: Glyphs) -> None:
+    """Mean reward over the steps as a line, held-out accuracy as circles on the same axes; nothing below two steps."""
+    rewards = points(metrics, "reward/mean")
+    if len(rewards) < 2:
+        return
+    accuracies = points(evaluations, "accuracy")
+    drawing = curve(rewards, accuracies, width=min(terminal.width, CURVE_WIDTH), ascii_only=glyphs is ASCII)
+    legend = "reward/mean per step (line)" + (", held-out accuracy (o)" if accuracies else "")
+    terminal.print(Text(legend, style="bold"))
+    text = Text(drawing, no_wrap=True, overflow="crop")
+    text.highlight_regex("(?<=[│| \u2800-\u28ff.])o", "bold green")
+    text.highlight_regex("[\u2800-\u28ff]+", "cyan")
+    terminal.print(text)
+
+
+def points(lines: Sequence[Line], key: str) -> list[tuple[int, float]]:
+    """(step, value) of the lines that hold the key."""
+    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+
+
+def curve(
+    rewards: Sequence[tuple[int, float]],
+    accuracies: Sequence[tuple[int, float]],
+    *,
+    width: int,
+    ascii_only: bool,
+) -> str:
+    """The drawing, without colours: rows of at most `width` characters."""
+    import plotext  # a quarter of a second, wanted only once a run
+
+    figure = plotext.figure  # the library's one figure, with whatever was drawn before
+    figure.clear()
+    figure.plot_size(width, CURVE_HEIGHT)
+    figure.draw(figure.signal(*unzip(rewards), marker="." if ascii_only else "braille").lines(True))
+    if accuracies:
+        figure.draw(figure.signal(*unzip(accuracies), marker="o"))
+    everything = [*rewards, *accuracies]
+    steps, values = unzip(everything)
+    low, high = value_range(values)
+    figure.ruler("y").lim(low, high)
+    ticks = [low + (high - low) * i / 4 for i in range(5)]
+    figure.ruler("y").ticks(ticks, [f"{tick:.2f}" for tick in ticks])
+    figure.ruler("x").ticks(step_ticks(min(steps), max(steps)))
+    drawing = figure.build().string(colorless=True)
+    return drawing.translate(_BOX_AS_ASCII).rstrip("\n") if ascii_only else drawing.rstrip("\n")
+
+
+def unzip(pairs: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def value_range(values: Sequence[float]) -> tuple[float, float]:
+    """Limits of the value axis: the values', and at least 0.1 apart so that noise is not drawn as a mountain."""
+    low, high = min(values), max(values)
+    missing = max(0.0, 0.1 - (high - low)) / 2
+    return low - missing, high + missing
+
+
+def step_ticks(first: int, last: int) -> list[int]:
+    """Round step numbers, at most seven, and the last step."""
+    span = max(1, last - first)
+    spacing = next(size for power in range(12) for base in (1, 2, 5) if span <= 5 * (size := base * 10**power))
+    inner = [tick for tick in range(-(-first // spacing) * spacing, last, spacing) if last - tick > spacing / 2]
+    return [*inner, last]
+
+
+def print_examples(terminal: Terminal, first: Line, last: Line, glyphs: Glyphs) -> None:
+    """The same held-out prompts at the first and the last evaluation, side by side where there is room."""
+    pairs = same_prompts(first["examples"], last["examples"])[:EXAMPLES]
+    if not pairs:
+        return
+    terminal.print()
+    if first is last or first["step"] == last["step"]:
+        headings = [f"step {last['step']}"]
+    else:
+        headings = [f"before (step {first['step']})", f"after (step {last['step']})"]
+    wide = terminal.width >= SIDE_BY_SIDE_WIDTH
+    table = Table(expand=True, show_lines=True) if wide else Table.grid(padding=(0, 1))
+    for heading in ["prompt", *headings] if wide else ["", ""]:
+        table.add_column(heading, overflow="fold", ratio=1 if heading == "prompt" else 2 if heading else None)
+    terminal.print(Text("held-out prompts" if len(headings) == 1 else "the same held-out prompts, before and after"))
+    for before, after in pairs:
+        told = [example_text(example, glyphs) for example in ([before, after] if len(headings) == 2 else [after])]
+        prompt = prompt_text(after)
+        if wide:
+            table.add_row(prompt, *told)
+            continue
+        table.add_row("", prompt)
+        for heading, text in zip(headings, told, strict=True):
+            table.add_row(Text(heading.split(" (")[0], style="dim"), text)
+    terminal.print(table)
+
+
+def same_prompts(before: Sequence[Line], after: Sequence[Line]) -> list[tuple[Line, Line]]:
+    """Examples of both evaluations paired by prompt, in the order of the later one."""
+    earlier = {example["prompt_id"]: example for example in reversed(before)}
+    later = {example["prompt_id"]: example for example in reversed(after)}
+    order = dict.fromkeys(example["prompt_id"] for example in after)
+    return [(earlier[prompt], later[prompt]) for prompt in order if prompt in earlier]
+
+
+def prompt_text(example: Line) -> Text:
+    question = Text(one_line(example["question"], COMPLETION_LENGTH))
+    return question.append(f"\nanswer: {one_line(str(example['answer']), 60)}", style="dim")
+
+
+def example_text(example: Line, glyphs: Glyphs) -> Text:
+    """A right or wrong mark, in words too, then the completion."""
+    score = example["score"]
+    if score is None:
+        mark, style = "", ""
+    elif score >= 1:
+        mark, style = f"{glyphs.right} right\n", "green"
+    elif score <= 0:
+        mark, style = f"{glyphs.wrong} wrong\n", "red"
+    else:
+        mark, style = f"score {score:.2f}\n", "yellow"
+    completion = one_line(example["completion"], COMPLETION_LENGTH, glyphs.cut)
+    return Text(mark, style=style).append(visible(completion), style="default")

@@ -1,0 +1,158 @@
+"""The frozen base model and its tokenizer: loaded once, never written to."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import rlft
+from rlft.model import attention
+from rlft.model.config import ModelConfig
+from rlft.types import UserError
+
+EMBEDDED = "embedded:"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_path(path: str) -> str:
+    """A folder or hub id that transformers understands: `embedded:<name>` is a model that ships with rlft."""
+    if not path.startswith(EMBEDDED):
+        return str(Path(path).expanduser()) if looks_local(path) else path
+    folder = Path(rlft.__file__).parent / "assets" / path.removeprefix(EMBEDDED)
+    if not folder.is_dir():
+        known = ", ".join(EMBEDDED + f.name for f in sorted(folder.parent.iterdir()) if f.is_dir())
+        raise UserError("model.path", "there is no such embedded model", got=path, remedy=f"use {known}, a folder or a hub id")
+    return str(folder)
+
+
+def looks_local(path: str) -> bool:
+    return path.startswith(("/", ".", "~")) or Path(path).exists()
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise UserError("model.device", "is not a device", got=device, remedy="use auto, cpu, cuda or cuda:<n>") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "model.device", "there is no CUDA device here", got=device, remedy="use model.device=cpu, or auto to take what is there"
+        )
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise UserError("model.device", f"this machine has {torch.cuda.device_count()}", got=device, remedy="use a lower number")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 on the CPU, where bfloat16 is slow on most machines."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise UserError("model.dtype", "is not a known dtype", got=dtype, remedy=f"use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def read_config(config: ModelConfig) -> Any:
+    """The model's config.json as a transformers config; cheap, no weights. An unreachable model is a UserError."""
+    path = resolve_path(config.path)
+    if looks_local(config.path) and not (Path(path) / "config.json").is_file():
+        raise UserError(
+            "model.path", "there is no config.json in that folder", got=config.path, remedy="point it at a Hugging Face model folder"
+        )
+    try:
+        return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            "model.path",
+            f"the model cannot be read ({first_line[:200]})",
+            got=config.path,
+            remedy="connect to the network, or set model.path to a local model folder (and data.path to local data)",
+        ) from None
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    path = resolve_path(config.path)
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "model.path",
+            f"its tokenizer cannot be read ({str(error).strip().splitlines()[0][:200]})",
+            got=config.path,
+            remedy="the folder needs tokenizer files beside config.json",
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backbone:
+    """`path` is the config's model.path, as the user wrote it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    path: str
+
+
+@functools.cache
+def load_backbone(config: ModelConfig) -> Backbone:
+    """Loads the base; jobs of a sweep that ask for the same one share it."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    extra: dict[str, Any] = {}
+    if config.quantization is not None:
+        from transformers import BitsAndBytesConfig
+
+        extra = {
+            "quantization_config": BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+            ),
+            "device_map": {"": device},
+        }
+    model = AutoModelForCausalLM.from_pretrained(
+        resolve_path(config.path),
+        revision=config.revision,
+        dtype=dtype,
+        attn_implementation=attention.NAME if config.attn_implementation == "auto" else config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        **extra,
+    )
+    if config.quantization is None:
+        model.to(device)
+    model.requires_grad_(False).eval()
+    _silence_dropout(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Backbone(model=model, tokenizer=load_tokenizer(config), device=device, path=config.path)
+
+
+def _silence_dropout(model: PreTrainedModel) -> None:
+    """The base's own dropout would make the policy's log-probs differ from those it sampled with."""
+    if hasattr(model.config, "attention_dropout"):
+        model.config.attention_dropout = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def fingerprint(config: ModelConfig) -> str:
+    """16 hex digits for what base this is: its config and, for a folder, the names and sizes of its weight files."""
+    fields = {k: v for k, v in read_config(config).to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    described = json.dumps(fields, sort_keys=True, default=str)
+    folder = Path(resolve_path(config.path))
+    if folder.is_dir():
+        described += "".join(f"{f.name}:{f.stat().st_size}" for f in sorted(folder.glob("*.safetensors")))
+    return hashlib.sha256(described.encode()).hexdigest()[:16]

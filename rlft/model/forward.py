@@ -1,0 +1,174 @@
+"""Log-probs and entropy of a Batch under whichever adapter is active.
+
+Two forwards with one meaning: `packed` (prompts once per group, no padding, the LM head on completion positions only, in
+chunks) and `padded` (the model's own forward on padded rows). A model the packed one cannot serve uses the padded one;
+`choose` says which and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlft.model.attention import NAME
+from rlft.model.packing import PackedRows, pack
+from rlft.types import Batch, Outputs
+
+LOGIT_CHUNK = 2**26
+"""Logits alive at a time, in elements: 256 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """How this model turns a Batch into Outputs. `reason` says in words why the layout is what it is."""
+
+    model: PreTrainedModel
+    packed: bool
+    reason: str
+
+    def __call__(self, batch: Batch, temperature: float, entropy: bool = False) -> Outputs:
+        """Outputs `[B, T]` float32, 0 outside the completions; logits are divided by `temperature` as in sampling."""
+        run = packed_forward if self.packed else padded_forward
+        return run(self.model, batch, temperature, entropy)
+
+    def real_tokens(self, batch: Batch) -> int:
+        """Tokens the network had to see for this batch: a shared prompt counts once where it is shared."""
+        return pack(batch).num_tokens if self.packed else int(batch.attention_mask.sum())
+
+    def network_tokens(self, batch: Batch) -> int:
+        """Tokens that enter the network for this batch, padding included where there is any."""
+        return pack(batch).num_tokens if self.packed else int(batch.attention_mask.sum(1).max()) * len(batch.rewards)
+
+
+def packed_forward(model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool) -> Outputs:
+    packed = pack(batch)
+    hidden_NH = _hidden(model, packed)
+    hidden_MH = hidden_NH.index_select(0, packed.predictor)
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module), "a causal language model has an output embedding"
+    logprobs_M, entropy_M = head_logprobs(head, hidden_MH, packed.target, temperature, entropy)
+    place = (packed.rows, packed.columns)
+    shape = batch.token_ids.shape
+    logprobs_BT = logprobs_M.new_zeros(shape).index_put(place, logprobs_M)
+    entropy_BT = None if entropy_M is None else entropy_M.new_zeros(shape).index_put(place, entropy_M)
+    return _masked(logprobs_BT, entropy_BT, batch)
+
+
+def _hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    """`[N, hidden]` of the packed row, after the final norm."""
+    # A 4-D mask is handed through untouched by every model; ours is never read, it only stops transformers from
+    # building the N x N mask that restarting positions would call for.
+    unread_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.token_ids.device)
+    output = model.base_model(
+        input_ids=packed.token_ids,
+        position_ids=packed.position_ids,
+        attention_mask=unread_mask,
+        use_cache=False,
+        packed=packed,
+    )
+    return output.last_hidden_state[0]
+
+
+def head_logprobs(
+    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(log-probs `[M]`, entropy `[M]` or None) in float32, computed in chunks whose logits are recomputed in backward."""
+    rows = max(1, LOGIT_CHUNK // head.weight.shape[0])  # type: ignore[union-attr, index]  # nn.Linear or Embedding-tied
+    if len(target_M) <= rows:
+        logprobs_M, entropy_M = _chunk(head, hidden_MH, target_M, temperature, entropy)
+        return logprobs_M, entropy_M if entropy else None
+    parts = [
+        checkpoint(_chunk, head, h, t, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
+        for h, t in zip(hidden_MH.split(rows), target_M.split(rows), strict=True)
+    ]
+    logprobs = torch.cat([part[0] for part in parts])
+    return logprobs, torch.cat([part[1] for part in parts]) if entropy else None
+
+
+def _chunk(head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    logits = head(hidden).float() / temperature
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, target[:, None])[:, 0] - normaliser
+    if not entropy:
+        return logprobs, logprobs.new_empty(0)
+    return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
+
+
+def padded_forward(model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool) -> Outputs:
+    """The plain way, for models the packed forward cannot serve; also what it is tested against."""
+    width = int(batch.attention_mask.sum(1).max())
+    ids_BT, mask_BT = batch.token_ids[:, :width], batch.attention_mask[:, :width]
+    # What lies under the padding must be a token id, whatever the caller left there.
+    logits_BTV = model(input_ids=ids_BT.where(mask_BT, 0), attention_mask=mask_BT.long(), use_cache=False).logits
+    logits_BTV = logits_BTV[:, :-1].float() / temperature
+    normaliser_BT = logits_BTV.logsumexp(-1)
+    logprobs_BT = logits_BTV.gather(-1, ids_BT.where(mask_BT, 0)[:, 1:, None])[..., 0] - normaliser_BT
+    pad = (1, batch.token_ids.shape[1] - width)
+    entropy_BT = None
+    if entropy:
+        entropy_BT = normaliser_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1)
+        entropy_BT = nn.functional.pad(entropy_BT, pad)
+    return _masked(nn.functional.pad(logprobs_BT, pad), entropy_BT, batch)
+
+
+def _masked(logprobs_BT: Tensor, entropy_BT: Tensor | None, batch: Batch) -> Outputs:
+    mask = batch.loss_mask
+    return Outputs(
+        logprobs=logprobs_BT.where(mask, 0.0), entropy=None if entropy_BT is None else entropy_BT.where(mask, 0.0)
+    )
+
+
+def choose(model: PreTrainedModel, say: Callable[[str], None] = lambda text: None) -> Forward:
+    """The packed forward where this model gives the same log-probs with it, else the padded one with the reason.
+
+    The comparison is run, not assumed: logit soft-capping, sliding windows, attention sinks and whatever the next
+    architecture brings would change the numbers, and are caught here.
+    """
+    reason = _refusal(model)
+    if reason is None:
+        with torch.no_grad():
+            batch = _probe(model)
+            gap = (packed_forward(model, batch, 1.0, False).logprobs - padded_forward(model, batch, 1.0, False).logprobs).abs().max()
+        tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.25
+        if gap.isfinite() and gap <= tolerance:
+            return Forward(model=model, packed=True, reason="packed rows, each prompt once per group")
+        reason = f"packed and padded log-probs differ by {gap:.1e} for {type(model).__name__}"
+    say(f"padded rows: {reason}")
+    return Forward(model=model, packed=False, reason=f"padded rows: {reason}")
+
+
+def _refusal(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    if config._attn_implementation != NAME:
+        return f"model.attn_implementation is {config._attn_implementation}"
+    if any("full_attention" != kind for kind in getattr(config, "layer_types", None) or ()):
+        return f"{type(model).__name__} mixes attention kinds (sliding window or linear layers)"
+    # Llama-like configs carry the window without layer types (Mistral); Qwen2's window is off unless it says so.
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        return f"{type(model).__name__} has a sliding window of {config.sliding_window} tokens"
+    return None
+
+
+def _probe(model: PreTrainedModel) -> Batch:
+    """Two groups of two short rows with unlike lengths, of tokens every vocabulary has."""
+    lengths = [(5, 4), (5, 2), (3, 6), (3, 1)]
+    width = max(p + c for p, c in lengths)
+    columns = torch.arange(width)
+    attention = torch.stack([columns < p + c for p, c in lengths])
+    completion = torch.stack([(columns >= p) & (columns < p + c) for p, c in lengths])
+    ids = torch.stack([(columns * (7 if i < 2 else 5) + (columns >= p) * i) % 97 + 1 for i, (p, _) in enumerate(lengths)])
+    device = model.device
+    zeros = torch.zeros(4, width, device=device)
+    return Batch(
+        token_ids=ids.to(device),
+        attention_mask=attention.to(device),
+        loss_mask=completion.to(device),
+        sampled_logprobs=zeros,
+        rewards=zeros[:, 0],
+        group_ids=torch.tensor([0, 0, 1, 1], device=device),
+    )

@@ -1,0 +1,39 @@
+"""From per-token losses to one number, the same however the optimizer batch is cut into micro-batches."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from torch import Tensor
+
+from rlft.ops.mask import row_mean, row_sum
+from rlft.types import LossScale
+
+
+class Aggregate(StrEnum):
+    """Which tokens weigh how much. Denominators are those of the whole optimizer batch."""
+
+    token_mean = "token_mean"
+    sequence_mean_token_mean = "sequence_mean_token_mean"
+    sequence_mean_token_sum = "sequence_mean_token_sum"
+    constant = "constant"
+
+
+def aggregate(values: Tensor, mask: Tensor, scale: LossScale, how: Aggregate) -> Tensor:
+    """This micro-batch's share `[]` of the optimizer batch's loss; the shares of all micro-batches add up to it.
+
+    `token_mean` sum / tokens; `sequence_mean_token_mean` mean over sequences of the mean over tokens;
+    `sequence_mean_token_sum` mean over sequences of the sum; `constant` sum / (sequences * longest allowed completion).
+    values `[B, T]`, mask bool `[B, T]`. A row with an empty mask contributes 0 (and still counts as a sequence).
+    """
+    assert values.shape == mask.shape, (values.shape, mask.shape)
+    num_tokens, num_sequences = max(scale.num_tokens, 1), max(scale.num_sequences, 1)
+    match how:
+        case Aggregate.token_mean:
+            return row_sum(values, mask).sum() / num_tokens
+        case Aggregate.sequence_mean_token_mean:
+            return row_mean(values, mask).sum() / num_sequences
+        case Aggregate.sequence_mean_token_sum:
+            return row_sum(values, mask).sum() / num_sequences
+        case Aggregate.constant:
+            return row_sum(values, mask).sum() / (num_sequences * max(scale.max_completion_tokens, 1))

@@ -1,0 +1,79 @@
+"""Estimates of KL(policy || reference) from the log-probs of sampled tokens, with d = lp - lp_ref.
+
+| estimator | value | its gradient as a loss, on-policy |
+|---|---|---|
+| k1 | unbiased | 0 in expectation |
+| k2 | biased | the reverse KL's |
+| k3 | unbiased, never negative | the forward KL's |
+| k3_unbiased | unbiased, also off-policy | the reverse KL's, also off-policy |
+
+A loss *adds* beta * KL (the objective subtracts it). Source: J. Schulman, "Approximating KL divergence" (2020).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from torch import Tensor
+
+from rlft.ops.ratio import LOG_RATIO_LIMIT, token_ratio
+
+
+class KLEstimator(StrEnum):
+    """How KL(policy || reference) is estimated; `auto`: k3 in the loss, k1 in the reward."""
+
+    auto = "auto"
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+    k3_unbiased = "k3_unbiased"
+
+
+class KLPlace(StrEnum):
+    """Where the KL penalty acts: a term of the loss, or a part of the score."""
+
+    loss = "loss"
+    reward = "reward"
+
+
+def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """The log-ratio d. `[B, T]`."""
+    return logprobs - reference_logprobs
+
+
+def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Half its square, d^2 / 2. `[B, T]`."""
+    return (logprobs - reference_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """The never negative exp(-d) - 1 + d. `[B, T]`.
+
+    d is clamped to at least -20, so value and gradient stay finite. There is no clamp at +20: exp(-d) is harmless
+    there, and the gradient, 1, is what pulls a policy back that has drifted that far.
+    """
+    d = (logprobs - reference_logprobs).clamp(min=-LOG_RATIO_LIMIT)
+    return d + (-d).expm1()  # expm1: exp(-d) - 1 would lose all digits (and the sign) at small d
+
+
+def k3_unbiased(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Importance-weighted k3: r * k3 with r = exp(lp - lp_old) and gradient through r too. `[B, T]`.
+
+    The gradient is r * d * grad lp, the score-function form of the reverse KL's, for samples of `old`. DeepSeek-V3.2.
+    """
+    return token_ratio(logprobs, old_logprobs) * k3(logprobs, reference_logprobs)
+
+
+def kl(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """The chosen estimate of KL(policy || reference) at each token, `[B, T]`. `auto` must have been resolved."""
+    match estimator:
+        case KLEstimator.k1:
+            return k1(logprobs, reference_logprobs)
+        case KLEstimator.k2:
+            return k2(logprobs, reference_logprobs)
+        case KLEstimator.k3:
+            return k3(logprobs, reference_logprobs)
+        case KLEstimator.k3_unbiased:
+            return k3_unbiased(logprobs, reference_logprobs, old_logprobs)
+        case KLEstimator.auto:
+            raise ValueError("kl: `auto` depends on where the KL acts; pass k1, k2, k3 or k3_unbiased")

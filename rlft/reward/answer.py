@@ -1,0 +1,169 @@
+"""The answer inside a completion, and numbers inside an answer: one place for every reward that compares answers.
+
+Completions are hostile text: an optimiser writes them. So everything here is linear in the length of the text
+(str.find, and patterns without nested repetition), digits are ASCII digits, and a completion that commits to several
+answers has none unless the config says which one counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import StrEnum
+
+from rlft.types import UserError
+
+MAX_ANSWER_CHARS = 2000
+MAX_NUMBER_CHARS = 100
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
+
+
+class AnswerIn(StrEnum):
+    """Where a completion puts its answer."""
+
+    tag = "tag"
+    boxed = "boxed"
+    hashes = "hashes"
+    text = "text"
+    pattern = "pattern"
+
+
+class Which(StrEnum):
+    """What several answers in one completion are worth: none of them counts, or the last one does."""
+
+    only = "only"
+    last = "last"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerKeys:
+    """The config keys of every reward that looks for an answer.
+
+    answer_in: `tag` for <answer>18</answer>, `boxed` for \\boxed{18}, `hashes` for GSM8K's "#### 18", `text` for the
+        whole completion, `pattern` for the first group of a regular expression.
+    tag: name of the tag (answer_in: tag). pattern: the regular expression (answer_in: pattern), else None.
+    which: `only` takes an answer given once; `last` takes the last of several.
+    """
+
+    answer_in: AnswerIn
+    tag: str
+    pattern: str | None
+    which: Which
+
+    def __post_init__(self) -> None:
+        if self.answer_in == AnswerIn.pattern:
+            _check_pattern(self.pattern)
+
+    def extract(self, text: str) -> str | None:
+        """The answer, stripped, or None where the completion gives none (or several, or an absurdly long one)."""
+        if self.which == Which.only and self.answer_in == AnswerIn.tag and not _each_once(text, self.tag):
+            return None
+        answers = list(self._answers(text))
+        if not answers or (self.which == Which.only and len(answers) > 1):
+            return None
+        answer = answers[-1].strip()
+        return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
+
+    def _answers(self, text: str) -> Iterator[str]:
+        match self.answer_in:
+            case AnswerIn.tag:
+                return tagged(text, self.tag)
+            case AnswerIn.boxed:
+                return boxed(text)
+            case AnswerIn.hashes:
+                return hashed(text)
+            case AnswerIn.pattern:
+                return (match[1] or "" for match in re.finditer(self.pattern or "", text))
+            case _:
+                return iter((text,))
+
+
+def tagged(text: str, tag: str) -> Iterator[str]:
+    """What stands in each `<tag>...</tag>`; an opening tag inside a block starts the block anew.
+
+    >>> list(tagged("<answer>17</answer> no, <answer> 18 </answer>", "answer"))
+    ['17', ' 18 ']
+    >>> list(tagged("<answer>17 <answer>18</answer></answer>", "answer"))
+    ['18']
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    start = 0
+    while (end := text.find(closing, start)) != -1:
+        begin = text.rfind(opening, start, end)
+        if begin != -1:
+            yield text[begin + len(opening) : end]
+        start = end + len(closing)
+
+
+def boxed(text: str) -> Iterator[str]:
+    r"""What stands in each `\boxed{...}`, with balanced braces; a box that is never closed is none.
+
+    >>> list(boxed(r"so \boxed{\frac{1}{2}} and \boxed{3"))
+    ['\\frac{1}{2}']
+    """
+    opening = "\\boxed{"
+    start = 0
+    while (begin := text.find(opening, start)) != -1:
+        end = _closing_brace(text, begin + len(opening))
+        if end is None:
+            return
+        yield text[begin + len(opening) : end]
+        start = end + 1
+
+
+def hashed(text: str) -> Iterator[str]:
+    """What follows each `####` on its line, as in GSM8K's own solutions.
+
+    >>> list(hashed("48 + 24 = 72" + chr(10) + "#### 72"))
+    ['72']
+    """
+    for line in text.splitlines():
+        before, marker, after = line.partition("####")
+        if marker and not before.strip():
+            yield after.strip()
+
+
+def plain_number(text: str) -> Decimal | None:
+    """The value of a plain decimal number, else None: ASCII digits, thousands separated properly or not at all.
+
+    >>> plain_number("1,000") == plain_number("1000.0") == plain_number("+1000")
+    True
+    >>> [plain_number(text) for text in ("1,00", "1e3", "18 apples", "$18", "18.", "")]
+    [None, None, None, None, None, None]
+    """
+    if len(text) > MAX_NUMBER_CHARS or not text.strip("+-.,") or not _NUMBER.fullmatch(text):
+        return None
+    return Decimal(text.replace(",", ""))
+
+
+def reference_answer(answer: str, prompt_id: str) -> str:
+    """The prompt's reference answer, stripped. ValueError where there is none: nothing could be scored rightly."""
+    if not answer.strip():
+        raise ValueError(f"prompt {prompt_id!r} has no reference answer to compare with")
+    return answer.strip()
+
+
+def _each_once(text: str, tag: str) -> bool:
+    return text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 1
+    for brace in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+def _check_pattern(pattern: str | None) -> None:
+    remedy = r"write a regular expression with one group, such as 'Answer: ([0-9]+)'"
+    try:
+        groups = re.compile(pattern or "").groups
+    except re.error as error:
+        raise UserError("pattern", f"is no regular expression ({error})", got=pattern, remedy=remedy) from None
+    if groups == 0:
+        raise UserError("pattern", "has no group for the answer", got=pattern, remedy=remedy)

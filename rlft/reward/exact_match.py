@@ -1,0 +1,43 @@
+"""1 where the answer equals the reference answer, else 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlft.reward.answer import AnswerKeys, plain_number, reference_answer
+from rlft.types import Group
+
+
+def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) -> bool:
+    """Whether two answers are the same text (runs of white space count as one space) or, if asked, the same number.
+
+    >>> matches("1,000", "1000", numeric=True, ignore_case=False)
+    True
+    >>> matches("18 apples", "18", numeric=True, ignore_case=False)
+    False
+    """
+    if numeric and (value := plain_number(answer)) is not None and value == plain_number(reference):
+        return True
+    answer, reference = " ".join(answer.split()), " ".join(reference.split())
+    return answer.casefold() == reference.casefold() if ignore_case else answer == reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactMatch(AnswerKeys):
+    """1.0 for each completion whose answer is the reference answer, else 0.0.
+
+    numeric: plain decimal numbers are compared by value (1,000 = 1000.0).
+    ignore_case: letters are compared without case.
+    The other keys say where the answer stands (AnswerKeys).
+    """
+
+    numeric: bool
+    ignore_case: bool
+
+    def __call__(self, group: Group) -> list[float]:
+        reference = reference_answer(group.prompt.answer, group.prompt.id)
+        return [float(self._is_right(rollout.completion.text, reference)) for rollout in group.rollouts]
+
+    def _is_right(self, text: str, reference: str) -> bool:
+        answer = self.extract(text)
+        return answer is not None and matches(answer, reference, numeric=self.numeric, ignore_case=self.ignore_case)

@@ -1,0 +1,217 @@
+"""Where rewards run: worker processes that may hang, crash or be killed, without the run hanging or crashing with them.
+
+No threads: the calling thread deals the tasks out over one pipe a worker and waits with a deadline. So a dead worker
+says at once which task it had, a lock cannot be left taken by one that was killed, and the workers' parent (whose end
+they share) is the thread that made the pool: make it where the loop runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from rlft.reward.spec import RewardSpec
+from rlft.reward.worker import (
+    NOWHERE,
+    READY,
+    Cause,
+    Failure,
+    Progress,
+    Reply,
+    Task,
+    answer,
+    load,
+    out_of_time,
+    pack,
+    serve,
+)
+
+START_LIMIT_S = 300.0
+GRACE_S = 1.0  # the worker's own limit comes first, because it knows more; the pool's is for code that ignores signals
+POLL_S = 1.0
+
+StopWhen = Callable[[Reply], bool]
+
+
+class RewardError(RuntimeError):
+    """A reward failed and the run is not to go on without it: which one, where, and what to do."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """A worker process, the parent's end of its pipe, and the task it is at. deadline: of the task or of starting."""
+
+    process: BaseProcess
+    pipe: connection.Connection
+    progress: Progress
+    deadline: float
+    ready: bool = False
+    task: Task | None = None
+
+
+class WorkerPool:
+    """Runs tasks in `num_workers` processes, which start in the background. timeout_s: seconds a group and reward."""
+
+    def __init__(self, specs: Sequence[RewardSpec], num_workers: int, timeout_s: float) -> None:
+        self._specs, self._num_workers, self._timeout_s = tuple(specs), num_workers, timeout_s
+        self._workers: list[Worker] = []
+        self._fill()
+        atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
+
+    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
+        """Each task with its reply, in order of completion; after a reply that stops it no further task is begun.
+
+        A reply lacks the rewards that a killed worker had not come to. Raises RewardError where workers cannot start.
+        """
+        self._discard([worker for worker in self._workers if worker.task])  # left by a run that was interrupted
+        waiting = deque(tasks)
+        while waiting or any(worker.task for worker in self._workers):
+            self._fill()
+            self._deal(waiting)
+            for worker in self._awake():
+                task, reply = worker.task, self._hear(worker)
+                if task is not None and reply is not None:
+                    if stop_when(reply):
+                        waiting.clear()
+                    yield task, reply
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are at. Safe to call twice."""
+        atexit.unregister(self.close)
+        self._discard(list(self._workers))
+
+    def _fill(self) -> None:
+        while len(self._workers) < self._num_workers:
+            self._workers.append(start_worker(self._specs, self._timeout_s))
+
+    def _deal(self, waiting: deque[Task]) -> None:
+        for worker in [worker for worker in self._workers if worker.ready and not worker.task]:
+            if not waiting:
+                return
+            try:
+                worker.pipe.send_bytes(_packed(waiting[0]))
+            except OSError:  # it died while idle, which is no task's fault: the next one gets it
+                self._discard([worker])
+                continue
+            worker.task = waiting.popleft()
+            worker.deadline = time.monotonic() + self._timeout_s * len(worker.task.rewards) + GRACE_S
+
+    def _awake(self) -> list[Worker]:
+        """The workers that have something to say, have died, or are out of time; waits for the first."""
+        concerned = [worker for worker in self._workers if worker.task or not worker.ready]
+        left = min((worker.deadline for worker in concerned), default=0.0) - time.monotonic()
+        pipes = [worker.pipe for worker in concerned]
+        ended = [worker.process.sentinel for worker in concerned]
+        heard = connection.wait([*pipes, *ended], timeout=max(0.0, min(left, POLL_S)))
+        now = time.monotonic()
+        return [
+            worker
+            for worker in concerned
+            if worker.pipe in heard or worker.deadline <= now or not worker.process.is_alive()
+        ]
+
+    def _hear(self, worker: Worker) -> Reply | None:
+        """The reply to the worker's task; None from one that has just started."""
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+            if worker.pipe.poll():
+                message = worker.pipe.recv()
+                if message == READY:
+                    worker.ready = True
+                    return None
+                worker.task = None
+                return message
+        task, late = worker.task, worker.process.is_alive() and worker.deadline <= time.monotonic()
+        self._discard([worker])
+        how = "took too long to start" if late else f"ended {_how(worker.process.exitcode)}"
+        if task is None:
+            remedy = "see its output above; a script that scores needs an `if __name__ == '__main__'` guard"
+            raise RewardError(f"a reward worker {how} before its first task; {remedy}")
+        reward, completion = worker.progress[0], worker.progress[1]
+        at = None if completion == NOWHERE else completion
+        failure = Failure(
+            cause=Cause.died, problem=f"{how.replace('ended', 'ended its worker process', 1)},", completion=at
+        )
+        return {task.rewards[max(0, reward)]: out_of_time(self._timeout_s, at) if late else failure}
+
+    def _discard(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self._workers.remove(worker)
+            kill(worker.process)
+            worker.pipe.close()
+
+
+class InProcess:
+    """The same without workers: for looking into a reward with a debugger, and for tiny tests. Nothing is isolated."""
+
+    def __init__(self, specs: Sequence[RewardSpec], timeout_s: float) -> None:
+        self._rewards, self._timeout_s = load(specs), timeout_s
+
+    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
+        for task in tasks:
+            reply = answer(task, self._rewards, self._timeout_s, [NOWHERE, NOWHERE])
+            yield task, reply
+            if stop_when(reply):
+                return
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def start_worker(specs: Sequence[RewardSpec], timeout_s: float) -> Worker:
+    """A worker process on its way up; returns before it is ready.
+
+    Spawned, not forked: the parent has torch's and the engine's threads, whose locks a fork would copy in any state.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    progress: Any = context.RawArray("i", [NOWHERE, NOWHERE])
+    process = context.Process(
+        target=serve, args=(theirs, specs, timeout_s, progress, os.getpid()), name="rlft-reward-worker"
+    )
+    # A Ctrl-C while Python starts would print a traceback: the mask is inherited until the worker ignores the signal.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    theirs.close()
+    return Worker(process=process, pipe=ours, progress=progress, deadline=time.monotonic() + START_LIMIT_S)
+
+
+def kill(process: BaseProcess) -> None:
+    """Ends a worker and the programs its reward started, if need be against their will."""
+    pid = process.pid
+    with contextlib.suppress(ProcessLookupError):
+        if pid is not None and os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+    process.kill()
+    process.join(10)
+
+
+def _packed(task: Task) -> bytes:
+    try:
+        return pack(task)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        prompt = task.group.prompt.id
+        raise RewardError(
+            f"prompt {prompt!r} cannot be sent to a reward worker ({error}); keep its metadata to plain data, "
+            "or score in the trainer's process with scoring.workers=0"
+        ) from error
+
+
+def _how(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        cause = ", perhaps by the system for want of memory" if exitcode == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-exitcode).name}{cause}"
+    return f"with exit code {exitcode}"

@@ -1,0 +1,77 @@
+"""The score that reasoning-gym's own verifier gives, for prompts made by `data=reasoning_gym`.
+
+Verifiers grade as the library does: mostly 0 to 1, some give a little for any answer. A few read lists by `eval`
+(binary_matrix, spiral_matrix, string_insertion in 0.1.x): there completions run as code, so use a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rlft.reward.answer import AnswerKeys
+from rlft.types import Group, Prompt, UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningGym(AnswerKeys):
+    """The verifier's score of each completion; 0.0 without an answer. The keys say where it stands (AnswerKeys)."""
+
+    def start(self) -> None:
+        """Loads the library, a second or two, before any time limit runs."""
+        _library()
+
+    def __call__(self, group: Group) -> list[float]:
+        task = _task(group.prompt)
+        verifier = _verifier(task["task"], json.dumps(task["options"], sort_keys=True))
+        return [score(verifier, self.extract(rollout.completion.text), task["entry"]) for rollout in group.rollouts]
+
+
+def score(verifier: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
+    """The verifier's score. Where it raises although it accepts the reference answer, the answer is malformed: 0.0."""
+    if answer is None:
+        return 0.0
+    try:
+        return float(verifier.score_answer(answer, entry))
+    except Exception:
+        # Verifiers parse what the model wrote and fail in their own ways. If the reference answer fails too, the fault
+        # is not the completion's, and that error is raised.
+        verifier.score_answer(entry["answer"], entry)
+        return 0.0
+
+
+def _task(prompt: Prompt) -> Mapping[str, Any]:
+    if "reasoning_gym" not in prompt.metadata:
+        raise UserError(
+            "reward",
+            "the verifiers of reasoning-gym know only its own questions",
+            got="reasoning_gym",
+            remedy="set data=reasoning_gym",
+        )
+    return prompt.metadata["reasoning_gym"]
+
+
+@lru_cache(maxsize=16)
+def _verifier(task: str, options: str) -> Any:
+    library = _library()
+    given = json.loads(options)
+    if task == "composite":
+        given["datasets"] = [library.composite.DatasetSpec(**part) for part in given["datasets"]]
+    return library.create_dataset(task, **given, seed=0, size=1)
+
+
+def _library() -> Any:
+    try:
+        import reasoning_gym
+        import reasoning_gym.composite
+    except ImportError as error:
+        raise UserError(
+            "reward",
+            f"the reasoning-gym library cannot be imported ({error})",
+            got="reasoning_gym",
+            remedy="pip install 'rlft[reasoning-gym]'",
+        ) from None
+    return reasoning_gym

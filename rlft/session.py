@@ -1,0 +1,298 @@
+"""A run put together: the parts the loop works with, and what happens around a step.
+
+`open_session` builds every part from the config in the order in which a user's mistakes are cheapest to find: config,
+data, engine, and only then weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlft import check, runfolder
+from rlft.algorithm.protocol import Algorithm
+from rlft.config import RunConfig, build, instantiate
+from rlft.engine import Engines
+from rlft.evaluate import evaluate
+from rlft.freshness import Freshness
+from rlft.interrupt import Interrupt
+from rlft.logger.hints import Hints
+from rlft.logger.loggers import Loggers
+from rlft.model.backbone import Backbone, fingerprint, load_backbone, load_tokenizer, read_config
+from rlft.model.config import Old
+from rlft.model.roles import Roles
+from rlft.prompts import PromptSet, prompts_for_step, scan
+from rlft.reward.scorer import Scorer, specs
+from rlft.sizes import size_rows
+from rlft.trainer import checkpoint
+from rlft.trainer.checkpoint import Checkpoint
+from rlft.trainer.optimizer import Optimizer
+from rlft.types import Batch, Evaluation, Generator, Group, Prompt, RunInfo, Scores, Split, StepRecord
+
+
+class BrokenRunError(RuntimeError):
+    """The numbers are no longer numbers; nothing of this step was saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What the loop carries from step to step; all else derives from it, the config and the adapters."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything known before a weight is loaded. `plain` is the resolved config as dicts and lists."""
+
+    config: RunConfig
+    plain: Mapping[str, Any]
+    algorithm: Algorithm
+    engine: str
+    engine_reason: str
+    train_prompts: PromptSet
+    held_out: PromptSet | None
+    fingerprints: Mapping[str, str]
+
+
+def make_plan(plain: Mapping[str, Any]) -> Plan:
+    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    Raises:
+        UserError: for whatever a user can mend.
+    """
+    config = build(plain)
+    algorithm = check_components(config)
+    engine, reason = check.choose_engine(config)
+    check.check_context(config, read_config(config.model))
+    tokenizer = load_tokenizer(config.model)
+    data = instantiate(config.data, "data")
+    limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
+    train_prompts = scan(data.load(Split.train), tokenizer, limit, over_limit, Split.train)
+    held_out = None
+    if config.eval.every:
+        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out)
+    return Plan(
+        config=config,
+        plain=plain,
+        algorithm=algorithm,
+        engine=engine,
+        engine_reason=reason,
+        train_prompts=train_prompts,
+        held_out=held_out,
+        fingerprints={"data_fingerprint": train_prompts.fingerprint, "base_fingerprint": fingerprint(config.model)},
+    )
+
+
+def check_components(config: RunConfig) -> Algorithm:
+    """The algorithm, after every rule that needs neither model nor data; rewards and loggers are resolved too."""
+    algorithm = instantiate(config.algorithm, "algorithm")
+    check.check(config, algorithm)
+    specs(config.reward)
+    for name, logger in config.logger.items():
+        instantiate(logger, f"logger.{name}")
+    return algorithm
+
+
+class Session:
+    """The parts of one run, alive. Made by `open_session`, which also ends them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        backbone: Backbone,
+        roles: Roles,
+        generator: Generator,
+        scorer: Scorer,
+        logger: Loggers,
+        interrupt: Interrupt,
+    ) -> None:
+        self.plan, self.config, self.algorithm, self.folder = plan, plan.config, plan.algorithm, folder
+        self.backbone, self.roles, self.generator, self.scorer = backbone, roles, generator, scorer
+        self.logger, self.interrupt, self.hints = logger, interrupt, Hints()
+        self.optimizer = Optimizer(roles.named_parameters(), self.config.trainer)
+        self.freshness = Freshness(fixed_sequences(plan.train_prompts, backbone), self._threshold, self.config.freshness.every)
+
+    # -- what the loop asks --------------------------------------------------------------------------------------------
+    @property
+    def interrupted(self) -> bool:
+        return self.interrupt.requested
+
+    @cached_property
+    def needs_old(self) -> bool:
+        """`snapshot.old: auto` recomputes only where old is not simply the current policy of the one update."""
+        several = self.config.updates_per_step > 1
+        return self.config.snapshot.old is Old.auto and (several or self.algorithm.needs_old_in_credit)
+
+    def prompts_at(self, step: int) -> list[Prompt]:
+        """The prompts of the turn that begins after `step` steps: a function of (seed, step), no cursor to lose."""
+        prompts = self.plan.train_prompts.prompts
+        chosen = prompts_for_step(len(prompts), self.config.prompts_per_step, self.config.seed, step)
+        return [prompts[i] for i in chosen]
+
+    def begin(self) -> State:
+        """Restores the newest checkpoint of a resumed run, publishes the policy, and evaluates a new one."""
+        saved = None
+        if self.config.resume is not None:
+            saved = checkpoint.load_newest(runfolder.checkpoints(self.folder), self.logger_note)
+        if saved is not None:
+            self.roles.restore(saved.adapters)
+            self.optimizer.restore(saved.optimizer)
+        state = State(step=0 if saved is None else saved.step)
+        self.logger.start(self._info(state.step))
+        for note in self._notes(saved):
+            self.logger.note(note)
+        self.publish(state.step)
+        if state.step == 0:
+            self.evaluate_if_due(0)
+        return state
+
+    def publish(self, version: int) -> None:
+        """The engine gets the policy, and proves that it has it."""
+        self.generator.load(self.roles.publish(version))
+        self.freshness.check(version, self.generator, self.roles)
+
+    def record(
+        self, step: int, metrics: dict[str, float], groups: Sequence[Group], scores: Scores, batch: Batch
+    ) -> None:
+        """Hands a finished step to the loggers and stops the run if its numbers are broken."""
+        shape = scores.total.shape
+        advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
+        mean_B = advantages.where(batch.loss_mask, 0.0).sum(1) / batch.loss_mask.sum(1).clamp(min=1)
+        record = StepRecord(
+            step=step,
+            metrics=metrics,
+            groups=groups,
+            rewards={name: values.tolist() for name, values in scores.by_reward.items()},
+            total_rewards=scores.total.tolist(),
+            advantages=mean_B.view(shape).tolist(),
+        )
+        hints = self.hints.check(record)
+        self.logger.step(record)
+        for hint in hints:
+            if hint.fatal:
+                raise BrokenRunError(hint.text)
+            self.logger.note(hint.text)
+
+    def evaluate_if_due(self, step: int) -> None:
+        every, held_out = self.config.eval.every, self.plan.held_out
+        if held_out is None or (step % every and step != self.config.steps):
+            return
+        self.logger.stage("evaluate")
+        evaluation, _, _ = self.evaluate(held_out.prompts[: self.config.eval.num_prompts], step)
+        self.logger.evaluation(evaluation)
+
+    def evaluate(self, prompts: Sequence[Prompt], step: int) -> tuple[Evaluation, list[Group], Scores]:
+        settings, sampling = self.config.eval, self.config.generation.sampling
+        if settings.temperature is not None:
+            sampling = replace(sampling, temperature=settings.temperature)
+        return evaluate(
+            self.generator,
+            self.scorer,
+            prompts,
+            step=step,
+            seed=self.config.seed,
+            num_samples=settings.num_samples,
+            sampling=sampling,
+            correct_at=settings.correct_at,
+            num_examples=settings.num_examples,
+        )
+
+    def checkpoint_if_due(self, state: State) -> None:
+        every, last = self.config.checkpoint.every, state.step == self.config.steps
+        if not (last or self.interrupted or (every and state.step % every == 0)):
+            return
+        self.logger.stage("checkpoint")
+        config = self.roles.adapter_config()
+        saved = Checkpoint(
+            step=state.step,
+            adapters={role: self.roles.weights(role) for role in self.roles.moving},
+            adapter_configs=dict.fromkeys(self.roles.moving, config),
+            optimizer=self.optimizer.state(),
+            state={"seed": self.config.seed, **self.plan.fingerprints},
+        )
+        checkpoint.save(runfolder.checkpoints(self.folder), saved, self.config.checkpoint.keep)
+
+    # -- details -------------------------------------------------------------------------------------------------------
+    @property
+    def _threshold(self) -> float:
+        """nats; two float32 computations agree to 1e-5, bfloat16 ones to a few hundredths."""
+        if self.config.freshness.threshold != "auto":
+            return self.config.freshness.threshold
+        return 1e-3 if self.backbone.model.dtype == torch.float32 else 0.5
+
+    def logger_note(self, text: str) -> None:
+        self._early_notes = [*getattr(self, "_early_notes", []), text]
+
+    def _notes(self, saved: Checkpoint | None) -> Iterator[str]:
+        yield from getattr(self, "_early_notes", [])
+        if self.config.resume is not None:
+            yield f"resumed after step {saved.step}" if saved else "resumed from the start: there was no checkpoint yet"
+        for split, prompts in (("train", self.plan.train_prompts), ("held-out", self.plan.held_out)):
+            if prompts is not None and prompts.num_dropped:
+                limit = self.config.prompts.max_tokens
+                yield f"{prompts.num_dropped} {split} prompts are longer than prompts.max_tokens={limit} and were dropped"
+        if self.plan.train_prompts.note:
+            yield self.plan.train_prompts.note
+        if not self.roles.forward.packed:
+            yield self.roles.forward.reason
+
+    def _info(self, step: int) -> RunInfo:
+        return RunInfo(
+            folder=self.folder,
+            name=self.config.name,
+            config=self.plan.plain,
+            step=step,
+            steps=self.config.steps,
+            sizes=size_rows(self),
+        )
+
+
+def fixed_sequences(prompts: PromptSet, backbone: Backbone) -> list[list[int]]:
+    """Two prompts with their answers as token ids: what freshness checks are scored on, the same all through a run."""
+    tokenizer = backbone.tokenizer
+    return [
+        [*p.token_ids, *tokenizer(p.answer, add_special_tokens=False)["input_ids"]][-256:] for p in prompts.prompts[:2]
+    ]
+
+
+@contextlib.contextmanager
+def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Iterator[Session]:
+    """The session of this plan in this folder; on leaving, what it opened is closed (engines: by their owner).
+
+    An interrupted or failed run is told to the loggers by its reason before the exception goes on.
+    """
+    config = plan.config
+    with contextlib.ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt(say))
+        scorer = Scorer(specs(config.reward), config.scoring.workers, config.scoring.timeout, config.scoring.on_error)
+        stack.callback(scorer.close)
+        backbone = load_backbone(config.model)
+        roles = Roles(
+            backbone,
+            config.lora,
+            config.snapshot,
+            temperature=config.generation.temperature,
+            token_budget=config.token_budget,
+            seed=config.seed,
+        )
+        stack.callback(roles.close)
+        generator = engines.open(plan.engine, config, roles, backbone)
+        logger = Loggers(instantiate(c, f"logger.{name}") for name, c in config.logger.items())
+        session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt)
+        status = "interrupted"
+        try:
+            yield session
+            status = "interrupted" if session.interrupted else "finished"
+        except Exception as error:
+            status = f"stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            raise
+        finally:
+            logger.finish(status)

@@ -1,0 +1,155 @@
+"""Checkpoints: adapter-sized, whole or not there, checked before they are trusted. Nothing pickled is read or written.
+
+    checkpoints/step_000100/
+      policy/ reference/ ..   PEFT adapters: adapter_config.json, adapter_model.safetensors
+      optimizer.safetensors   moments by parameter name
+      state.json              step and everything else that moves
+      MANIFEST                sha256 of each file above, one a line, as `sha256sum -c` reads it
+
+A checkpoint is written to a temporary folder beside its place, flushed to disk and renamed; so a kill at any moment leaves
+either the whole checkpoint or none, and the one before untouched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlft.types import UserError
+
+MANIFEST = "MANIFEST"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """adapters: {role: {PEFT name: tensor}}; adapter_configs: {role: fields of adapter_config.json}."""
+
+    step: int
+    adapters: Mapping[str, Mapping[str, Tensor]]
+    adapter_configs: Mapping[str, Mapping[str, Any]]
+    optimizer: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Writes `root/step_N` and then removes all but the newest `keep`. Returns the folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    final = root / folder_name(checkpoint.step)
+    temporary = root / f".writing_{folder_name(checkpoint.step)}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for role, weights in checkpoint.adapters.items():
+        (temporary / role).mkdir()
+        contiguous = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
+        save_file(contiguous, temporary / role / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_json(temporary / role / "adapter_config.json", checkpoint.adapter_configs[role])
+    save_file({name: tensor.contiguous().cpu() for name, tensor in checkpoint.optimizer.items()}, temporary / "optimizer.safetensors")
+    _write_json(temporary / "state.json", {"step": checkpoint.step, **checkpoint.state})
+    lines = [f"{_sha256(f)}  {f.relative_to(temporary)}" for f in _files(temporary)]
+    (temporary / MANIFEST).write_text("\n".join(lines) + "\n")
+    for file in [*_files(temporary), temporary / MANIFEST, temporary]:
+        _flush(file)
+    if final.exists():
+        # Only a step that is being done again (its checkpoint was found damaged) gets here.
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _flush(root)
+    for old in finished(root)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def finished(root: Path) -> list[Path]:
+    """Checkpoint folders by step, oldest first. What a kill left half written is not among them."""
+    return sorted(p for p in root.glob("step_*") if p.is_dir())
+
+
+def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is whole; damaged ones are named through `say` and passed over. None if there is none.
+
+    Raises:
+        UserError: there are checkpoints and every one is damaged.
+    """
+    folders = finished(root)
+    for folder in reversed(folders):
+        damage = find_damage(folder)
+        if damage is None:
+            return load(folder)
+        say(f"checkpoint {folder.name} is damaged ({damage}); going back to the one before")
+    if folders:
+        raise UserError("resume", "every checkpoint of this run is damaged", got=root, remedy="start the run again in a new folder")
+    return None
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in words; None if its manifest holds."""
+    try:
+        lines = (folder / MANIFEST).read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return f"{MANIFEST} cannot be read"
+    if not lines:
+        return f"{MANIFEST} is empty"
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _sha256(file) != digest:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def load(folder: Path) -> Checkpoint:
+    state = json.loads((folder / "state.json").read_text())
+    roles = sorted(p.parent.name for p in folder.glob("*/adapter_model.safetensors"))
+    return Checkpoint(
+        step=state.pop("step"),
+        adapters={role: load_file(folder / role / "adapter_model.safetensors") for role in roles},
+        adapter_configs={role: json.loads((folder / role / "adapter_config.json").read_text()) for role in roles},
+        optimizer=load_file(folder / "optimizer.safetensors"),
+        state=state,
+    )
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """The file holds either what it held before or all of `text`."""
+    temporary = file.with_name(f".{file.name}.writing")
+    temporary.write_text(text)
+    _flush(temporary)
+    temporary.replace(file)
+    _flush(file.parent)
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Waits until the file, or the names in the folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

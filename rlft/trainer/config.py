@@ -1,0 +1,32 @@
+"""Typed sections of the config that concern training. Defaults and their meaning are in configs/train.yaml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlft.fields import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class Schedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    lr: PositiveFloat
+    schedule: Schedule
+    warmup: NonNegativeInt
+    beta1: Decay
+    beta2: Decay
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+    max_grad_norm: PositiveFloat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    every: NonNegativeInt
+    keep: PositiveInt

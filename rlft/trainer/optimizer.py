@@ -1,0 +1,69 @@
+"""AdamW over one role's parameters, with a state that saves to safetensors under the parameters' names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rlft.trainer.config import TrainerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class NonFiniteGradientError(RuntimeError):
+    """The gradient holds NaN or infinity; it was not applied."""
+
+
+class Optimizer:
+    """Gradients start at zero, not at None: an update in which nothing taught anything still counts as one."""
+
+    def __init__(self, parameters: Sequence[tuple[str, Parameter]], config: TrainerConfig) -> None:
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.max_grad_norm = config.max_grad_norm
+        self.adamw = torch.optim.AdamW(
+            self.parameters,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+
+    def update(self, lr: float) -> float:
+        """One step at this rate with the gradients that are there; returns their norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: before any parameter is touched.
+        """
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm).item()
+        if not math.isfinite(norm):
+            raise NonFiniteGradientError(
+                f"policy/grad_norm is {norm}: stopped before it reached the weights; the newest checkpoint is good. "
+                "Lower trainer.lr or use model.dtype=float32"
+            )
+        self.adamw.param_groups[0]["lr"] = lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """{"<moment>/<parameter name>": tensor}; empty before the first update."""
+        return {
+            f"{moment}/{name}": self.adamw.state[p][moment].detach().clone()
+            for name, p in zip(self.names, self.parameters, strict=True)
+            if p in self.adamw.state
+            for moment in MOMENTS
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        for name, p in zip(self.names, self.parameters, strict=True):
+            if f"step/{name}" in state:
+                moments = {moment: state[f"{moment}/{name}"].clone() for moment in MOMENTS}
+                self.adamw.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in moments.items()}

@@ -1,0 +1,260 @@
+"""The nouns of rlft: what each stage of the loop hands to the next.
+
+P prompts, G completions per prompt, B = P * G sequences, T tokens. One alignment law: `logprobs[b, t]` belongs to
+`token_ids[b, t]`. Rows are right-padded; what lies under the padding never matters. Token ids go in and out of the
+generator; text is never tokenised again.
+
+This file imports no torch at run time, so that data and rule rewards (and their worker processes) stay light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Message = Mapping[str, str]
+"""One chat turn: {"role": "system" | "user" | "assistant", "content": text}."""
+
+
+class Split(StrEnum):
+    train = "train"
+    held_out = "held_out"
+
+
+class FinishReason(StrEnum):
+    stop = "stop"
+    length = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (rlft/prompts.py)."""
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str
+    token_ids: tuple[int, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine returned: `token_ids` include the end token where there is one; `text` shows no special tokens.
+
+    `logprobs` are the sampling policy's, natural log, temperature applied, one per token id.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A completion and the version of the policy adapter that sampled it (`None`: the bare base model)."""
+
+    prompt: Prompt
+    completion: Completion
+    policy_version: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """G siblings: completions of one prompt."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Rewards of a step: `total [P, G]` is the weighted sum; `by_reward` holds each reward unweighted."""
+
+    total: Tensor
+    by_reward: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The algorithm's view of a step, `[B, T]` float32 unless said; the later fields are None until a stage adds them."""
+
+    token_ids: Tensor  # int64
+    attention_mask: Tensor  # bool: prompt and completion tokens
+    loss_mask: Tensor  # bool: completion tokens
+    sampled_logprobs: Tensor
+    rewards: Tensor  # [B]
+    group_ids: Tensor  # int64 [B]
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    token_rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """The current policy on a batch, `[B, T]`, with grad. `entropy` and `values` are there when the algorithm needs them."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """Sizes of the whole optimizer batch, so that any split into micro-batches gives the same gradient."""
+
+    num_tokens: int
+    num_sequences: int
+    max_completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """`total []` to call backward on, and `metrics {name: []}`.
+
+    Metrics add up over micro-batches (they are already divided by the whole optimizer batch), except names ending in
+    `_max`, which combine by maximum.
+    """
+
+    total: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """One published version of the policy: PEFT's own tensor names, and the fields of its adapter_config.json."""
+
+    version: int
+    weights: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How completions are drawn. `top_k = 0` and `top_p = 1` mean the full distribution."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+class Generator(Protocol):
+    """A generation engine: holds the base model and at most one adapter version at a time."""
+
+    def load(self, adapter: Adapter) -> None:
+        """Use this adapter version for all sampling from now on."""
+        ...
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        """n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1) of every token but the first, by the adapter in use: the freshness check."""
+        ...
+
+    def close(self) -> None:
+        """End the engine and every process it started. Safe to call twice."""
+        ...
+
+
+class Reward(Protocol):
+    """Scores the completions of one group, in order. Runs in a worker process; must not import torch if rule-based."""
+
+    def __call__(self, group: Group) -> list[float]: ...
+
+
+class Data(Protocol):
+    """A source of prompts; the two splits never share a prompt."""
+
+    def load(self, split: Split) -> Sequence[Prompt]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A sampled and scored evaluation set: one line of eval.jsonl, plus a few completions to look at.
+
+    metrics: `eval/<primary reward>` is mean@k, `eval/<primary reward>_se` its standard error over prompts, `eval/pass@<k>`
+    and `eval/pass@<k>_se`; `eval/reward/<name>` and `eval/length/mean`, `eval/length/truncated_fraction`.
+    accuracy: the headline number in [0, 1] (mean@k of the primary reward). examples: the same prompts every time;
+    example_scores: the primary reward of each, in the same order.
+    """
+
+    step: int
+    accuracy: float
+    accuracy_se: float
+    metrics: Mapping[str, float]
+    examples: tuple[Rollout, ...]
+    example_scores: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What a finished step hands to the loggers. `step` counts finished steps, from 1.
+
+    scores and advantages are `[P, G]` nested lists: of each reward unweighted, of the weighted total, and the mean
+    advantage over a completion's tokens.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    groups: Sequence[Group]
+    rewards: Mapping[str, Sequence[Sequence[float]]]
+    total_rewards: Sequence[Sequence[float]]
+    advantages: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What loggers are told at the start. `step` is 0, or the finished steps of the checkpoint a resumed run goes on from.
+
+    sizes: rows of the start-up table, (what, value, explanation).
+    """
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    step: int
+    steps: int
+    sizes: Sequence[tuple[str, str, str]]
+
+
+class Logger(Protocol):
+    """Where a run's numbers go. Calls come in order: start, then stage/step/evaluation, then finish exactly once."""
+
+    def start(self, run: RunInfo) -> None: ...
+
+    def stage(self, name: str) -> None:
+        """The loop enters a stage: sample, score, credit, update, publish, evaluate, checkpoint."""
+        ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, evaluation: Evaluation) -> None: ...
+
+    def note(self, text: str) -> None:
+        """A plain-word hint or warning for the person watching."""
+        ...
+
+    def finish(self, status: str) -> None:
+        """`finished`, `interrupted`, or the reason why the run stopped."""
+        ...
+
+
+class UserError(Exception):
+    """A mistake the user can mend, told as `<key>: <what is wrong>, got <value>; <what to do>`. The CLI exits with 2."""
+
+    def __init__(self, key: str, problem: str, *, got: object = None, remedy: str) -> None:
+        self.key, self.problem, self.got, self.remedy = key, problem, got, remedy
+        value = "" if got is None else f", got {got}"
+        super().__init__(f"{key}: {problem}{value}; {remedy}")

@@ -1,0 +1,108 @@
+"""What the tests of all algorithms share: building one from its YAML, and batches to try it on."""
+
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+from pydantic import TypeAdapter
+
+from rlft.types import Batch, LossScale, Outputs
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="session")
+def make():
+    """Builds the algorithm of a YAML with some keys overridden, as `rlft.load_algorithm` does."""
+
+    @cache
+    def keys_of(name):
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return OmegaConf.to_container(compose(overrides=[f"+algorithm={name}"]).algorithm)
+
+    def load(name, **overrides):
+        target, keys = keys_of(name)["_target_"], {k: v for k, v in keys_of(name).items() if k != "_target_"}
+        return TypeAdapter(get_class(target)).validate_python(keys | overrides)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def hand_batch():
+    """Builds a batch in which every token has log-prob -1 for old policy, sampler and reference."""
+
+    def build(lengths, rewards, group_ids, *, prompt=1, padding=1, advantages=None):
+        mask = torch.zeros(len(lengths), prompt + max(lengths) + padding, dtype=torch.bool)
+        for row, length in enumerate(lengths):
+            mask[row, prompt : prompt + length] = True
+        attention = mask.clone()
+        attention[:, :prompt] = True
+        minus_one = torch.full(mask.shape, -1.0, dtype=torch.float64)
+        return Batch(
+            token_ids=torch.ones(mask.shape, dtype=torch.int64),
+            attention_mask=attention,
+            loss_mask=mask,
+            sampled_logprobs=minus_one,
+            rewards=torch.tensor(rewards, dtype=torch.float64),
+            group_ids=torch.tensor(group_ids),
+            old_logprobs=minus_one,
+            reference_logprobs=minus_one,
+            advantages=None if advantages is None else torch.tensor(advantages, dtype=torch.float64)[:, None] * mask,
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def random_step(hand_batch):
+    """Builds (outputs, batch): 3 groups of 3 (one of equal rewards, one with an empty completion) and a row alone."""
+
+    def build(seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        batch = hand_batch(
+            [5, 1, 3, 4, 2, 5, 0, 2, 3, 4],
+            [1.0, 0.0, 0.3, 0.1, 0.1, 0.1, 2.0, -1.0, 0.5, 0.7],
+            [4, 9, 4, 7, 7, 7, 9, 9, 4, -2],
+        )
+
+        def noise(scale):
+            return scale * torch.randn(batch.loss_mask.shape, generator=generator, dtype=torch.float64)
+
+        sampled = -1.5 + noise(0.3)
+        old = sampled + noise(0.5)
+        batch = replace(batch, sampled_logprobs=sampled, old_logprobs=old, reference_logprobs=old + noise(0.4))
+        outputs = Outputs(logprobs=(old + noise(0.4)).requires_grad_(), entropy=(1.5 + noise(0.5)).requires_grad_())
+        return outputs, batch
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def scale_of():
+    """Counts the sizes of a whole optimizer batch whose longest allowed completion is 6 tokens."""
+
+    def scale(batch):
+        return LossScale(
+            num_tokens=int(batch.loss_mask.sum()), num_sequences=len(batch.rewards), max_completion_tokens=6
+        )
+
+    return scale
+
+
+@pytest.fixture(scope="session")
+def rows_of():
+    """Takes some rows of a batch or of outputs, as a micro-batch holds them. Outputs become fresh leaves."""
+
+    def rows(whole, index):
+        picked = {f.name: getattr(whole, f.name) for f in fields(whole)}
+        picked = {name: None if value is None else value[index] for name, value in picked.items()}
+        if isinstance(whole, Outputs):
+            picked = {k: None if v is None else v.detach().clone().requires_grad_() for k, v in picked.items()}
+        return replace(whole, **picked)
+
+    return rows

@@ -1,0 +1,529 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlft.ops.advantage import Std
+from rlft.ops.aggregate import Aggregate
+from rlft.ops.kl import KLEstimator, KLPlace
+from rlft.ops.mismatch import Mismatch
+from rlft.ops.ratio import RatioLevel
+from rlft.types import LossScale, Outputs, UserError
+
+nan, inf = float("nan"), float("inf")
+
+# Together these use every switch at least once, and the pairs that touch each other.
+VARIANTS = {
+    "paper": {"kl_coef": 0.04},
+    "token_mean": {"aggregate": "token_mean", "clip_high": 0.28},
+    "token_sum": {"aggregate": "sequence_mean_token_sum", "std": "population", "dual_clip": 1.5},
+    "constant": {"aggregate": "constant", "std": "none", "kl_coef": 0.1, "kl_estimator": "k2"},
+    "sequence": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.06, "mismatch": "sequence_mask"},
+    "sequence_token": {"ratio": "sequence_token", "mismatch": "token_mask", "kl_coef": 0.1, "kl_estimator": "k1"},
+    "unbiased": {"kl_coef": 0.1, "kl_estimator": "k3_unbiased", "mismatch": "token_truncate", "mismatch_high": 1.2},
+    "reward": {"kl_coef": 0.1, "kl_in": "reward", "std": "batch", "mismatch": "sequence_truncate"},
+    "entropy": {"entropy_coef": 0.01, "aggregate": "token_mean"},
+}
+variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def close(value, expected, tol=1e-12):
+    torch.testing.assert_close(value, torch.as_tensor(expected, dtype=torch.float64), rtol=tol, atol=tol)
+
+
+def loss_of(algorithm, outputs, batch, scale):
+    """Loss, and its gradients in the log-probs and in the entropy (0 where it isn't used)."""
+    loss = algorithm.loss(outputs, batch, scale)
+    inputs = [outputs.logprobs] + ([] if outputs.entropy is None else [outputs.entropy])
+    gradients = torch.autograd.grad(loss.total, inputs, allow_unused=True, materialize_grads=True)
+    return loss, gradients
+
+
+# --- credit ---------------------------------------------------------------------------------------------------------
+
+
+def test_advantages_are_the_group_zscore_on_every_completion_token_and_0_elsewhere(make, hand_batch):
+    # Group 5: rewards 1, 2, 6, mean 3, deviations -2, -1, 3, sample variance 14/2. Group 8: 0, 4, sample variance 8/1.
+    batch = hand_batch([2, 1, 0, 2, 1], [1, 0, 2, 4, 6], [5, 8, 5, 8, 5])
+    a, b = math.sqrt(7) + 1e-6, math.sqrt(8) + 1e-6
+    advantages = make("grpo").credit(batch).advantages
+    close(
+        advantages,
+        [
+            [0, -2 / a, -2 / a, 0],
+            [0, -2 / b, 0, 0],
+            [0, 0, 0, 0],
+            [0, 2 / b, 2 / b, 0],
+            [0, 3 / a, 0, 0],
+        ],
+    )
+
+
+def test_advantages_have_the_dtype_of_the_batch(make, hand_batch):
+    batch = hand_batch([1, 1], [0, 1], [0, 0])
+    batch = replace(batch, sampled_logprobs=batch.sampled_logprobs.float())
+    assert make("grpo").credit(batch).advantages.dtype == torch.float32
+
+
+@pytest.mark.parametrize("std", Std)
+def test_equal_groups_and_singletons_get_advantage_0_exactly(make, hand_batch, std):
+    batch = hand_batch([2, 2, 2, 2, 2], [0.1, 0.1, 0.1, 9.0, -9.0], [0, 0, 0, 1, 2])
+    assert (make("grpo", std=std, eps=0.0).credit(batch).advantages == 0).all()
+
+
+def test_kl_in_the_reward_is_part_of_the_score_before_the_zscore(make, hand_batch):
+    # Two siblings of equal reward 1, beta 0.5. Row 0: old - reference = 0.4 on one token, score 1 - 0.2 = 0.8.
+    # Row 1: 0.1 + 0.3 on two tokens and garbage outside, the same score in total; then 0.6 + 0.4, score 1 - 0.5 = 0.5.
+    batch = hand_batch([1, 2], [1, 1], [0, 0])
+    algorithm = make("grpo", kl_coef=0.5, kl_in="reward", std="none")
+    for gap, advantages in (([0.1, 0.3], [0.0, 0.0]), ([0.6, 0.4], [0.15, -0.15])):
+        reference = torch.tensor([[nan, -1.4, 7, 7], [inf, -1 - gap[0], -1 - gap[1], nan]], dtype=torch.float64)
+        credited = algorithm.credit(replace(batch, reference_logprobs=reference)).advantages
+        close(credited, [[0, advantages[0], 0, 0], [0, advantages[1], advantages[1], 0]])
+
+
+def test_kl_in_the_reward_can_use_another_estimator(make, hand_batch):
+    # d = 0.4 on row 0's only token: k2 = 0.08, score 1 - 0.5 * 0.08 = 0.96; row 1: 1. Advantages -+0.02.
+    batch = hand_batch([1, 1], [1, 1], [0, 0])
+    reference = batch.reference_logprobs - torch.tensor([[0.4], [0.0]], dtype=torch.float64)
+    algorithm = make("grpo", kl_coef=0.5, kl_in="reward", kl_estimator="k2", std="none")
+    credited = algorithm.credit(replace(batch, reference_logprobs=reference)).advantages
+    close(credited[:, 1], [-0.02, 0.02])
+
+
+# --- loss by hand ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_rows(hand_batch):
+    """Row 0: A = 1, token ratios 3 and 1.1. Row 1: A = -2, token ratio 0.5, 1.5 and 1."""
+    batch = hand_batch([2, 3], [0, 0], [0, 0], advantages=[1, -2])
+    r = torch.tensor([[1, 3, 1.1, 1, 1], [1, 0.5, 1.5, 1, 1]], dtype=torch.float64)
+    return Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_()), batch
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "w0", "w1"),
+    [
+        # The weight of a token of row 0 (2 tokens) and of row 1 (3 tokens).
+        ("sequence_mean_token_mean", 1 / 4, 1 / 6),
+        ("token_mean", 1 / 5, 1 / 5),
+        ("sequence_mean_token_sum", 1 / 2, 1 / 2),
+        ("constant", 1 / 12, 1 / 12),  # 2 sequences * 6 tokens
+    ],
+)
+def test_loss_and_gradient_by_hand(make, two_rows, scale_of, aggregate, w0, w1):
+    outputs, batch = two_rows
+    loss, (gradient, *_) = loss_of(make("grpo", aggregate=aggregate), outputs, batch, scale_of(batch))
+    # -min(3, 1.2) = -1.2, -1.1; -min(-2 * 0.5, -2 * 0.8) = 1.6, -(-2 * 1.5) = 3, 2. Gradient: -r A where not clipped.
+    close(loss.total.detach(), w0 * (-1.2 - 1.1) + w1 * (1.6 + 3 + 2))
+    close(gradient, [[0, 0, -1.1 * w0, 0, 0], [0, 0, 3 * w1, 2 * w1, 0]])
+    close(loss.metrics["ratio/clip_high_fraction"], 1 / 5)
+    close(loss.metrics["ratio/clip_low_fraction"], 1 / 5)
+
+
+def test_dual_clip_by_hand(make, hand_batch, scale_of):
+    batch = hand_batch([2], [0], [0], advantages=[-2])
+    r = torch.tensor([[1, 10, 2, 1]], dtype=torch.float64)
+    outputs = Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_())
+    loss, (gradient, *_) = loss_of(make("grpo", dual_clip=3.0), outputs, batch, scale_of(batch))
+    # Token 1: at most 3 * 2 = 6, no gradient; token 2: 2 * 2 = 4, gradient 4; mean over 2 tokens.
+    close(loss.total.detach(), 5.0)
+    close(gradient, [[0, 0, 2, 0]])
+    close(loss.metrics["ratio/dual_clip_fraction"], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        # At d = log 2, with ratio r = 2 to the old policy: value, and gradient in lp.
+        ("k1", math.log(2), 1),
+        ("k2", math.log(2) ** 2 / 2, math.log(2)),
+        ("k3", math.log(2) - 0.5, 0.5),
+        ("auto", math.log(2) - 0.5, 0.5),
+        ("k3_unbiased", 2 * (math.log(2) - 0.5), 2 * math.log(2)),
+    ],
+)
+def test_kl_in_the_loss_is_added_with_a_plus(make, hand_batch, scale_of, estimator, value, slope):
+    batch = hand_batch([2], [0], [0], advantages=[0])
+    outputs = Outputs(logprobs=(batch.old_logprobs + math.log(2)).requires_grad_())
+    algorithm = make("grpo", kl_coef=0.5, kl_estimator=estimator)
+    loss, (gradient, *_) = loss_of(algorithm, outputs, batch, scale_of(batch))
+    close(loss.total.detach(), 0.5 * value)
+    close(loss.metrics["loss/kl"], 0.5 * value)
+    close(gradient, [[0, 0.5 * slope / 2, 0.5 * slope / 2, 0]])
+    close(loss.metrics["kl/reference"], math.log(2) - 0.5)  # always k3
+    # KL(old || current) at lp_old - lp = -log 2: exp(log 2) - 1 - log 2.
+    close(loss.metrics["kl/old"], 1 - math.log(2))
+
+
+def test_entropy_bonus_lowers_the_loss(make, hand_batch, scale_of):
+    batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[0, 0])
+    entropy = torch.tensor([[nan, 1, 3, nan], [inf, 5, nan, nan]], dtype=torch.float64, requires_grad=True)
+    outputs = Outputs(logprobs=batch.old_logprobs.clone().requires_grad_(), entropy=entropy)
+    loss, (_, gradient) = loss_of(make("grpo", entropy_coef=0.1), outputs, batch, scale_of(batch))
+    # Mean over 2 sequences of (1 + 3)/2 and 5: 3.5; over 3 tokens: 3.
+    close(loss.total.detach(), -0.35)
+    close(loss.metrics["loss/entropy"], -0.35)
+    close(loss.metrics["policy/entropy"], 3.0)
+    close(gradient, [[0, -0.025, -0.025, 0], [0, -0.05, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "dropped"),
+    [
+        # Trainer over generator: 4 and 1 on row 0 (geometric mean 2), 0.25 on row 1.
+        ("off", [1, 1, 1], 0),
+        ("token_truncate", [3, 1, 0.25], 0),
+        ("token_mask", [0, 1, 0], 2 / 3),
+        ("sequence_truncate", [2, 2, 0.25], 0),
+        ("sequence_mask", [2, 2, 0], 1 / 3),
+    ],
+)
+def test_mismatch_weight_multiplies_the_policy_term_only(make, hand_batch, scale_of, mode, weights, dropped):
+    batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[1, -2])
+    w = torch.tensor([[1, 4, 1, 1], [1, 0.25, 1, 1]], dtype=torch.float64)
+    batch = replace(batch, sampled_logprobs=batch.old_logprobs - w.log())
+    outputs = Outputs(logprobs=batch.old_logprobs.clone().requires_grad_())
+    algorithm = make("grpo", mismatch=mode, mismatch_high=3.0, kl_coef=0.5, kl_estimator="k1", aggregate="token_mean")
+    loss, (gradient, *_) = loss_of(algorithm, outputs, batch, scale_of(batch))
+    a, b, c = weights
+    # At the old policy, -w A a token; the KL is 0 with gradient 0.5, unweighted.
+    close(loss.total.detach(), (-a - b + 2 * c) / 3)
+    close(gradient, [[0, (0.5 - a) / 3, (0.5 - b) / 3, 0], [0, (0.5 + 2 * c) / 3, 0, 0]])
+    close(loss.metrics["waste/importance_dropped_fraction"], dropped)
+    # Gaps: |log 4|, 0, |log 0.25|.
+    close(loss.metrics["sampler/logprob_gap_mean"], 2 * math.log(4) / 3)
+    close(loss.metrics["sampler/logprob_gap_max"], math.log(4))
+
+
+def test_capped_share_is_told_apart_from_the_dropped(make, hand_batch, scale_of):
+    batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[1, -2])
+    batch = replace(batch, sampled_logprobs=batch.old_logprobs - math.log(4))
+    loss = make("grpo", mismatch="token_truncate").loss(
+        Outputs(logprobs=batch.old_logprobs.clone().requires_grad_()), batch, scale_of(batch)
+    )
+    close(loss.metrics["sampler/importance_capped_fraction"], 1.0)
+    close(loss.metrics["waste/importance_dropped_fraction"], 0.0)
+
+
+def test_the_random_step_reaches_every_branch_that_the_properties_below_are_about(make, random_step, scale_of):
+    outputs, batch = random_step()
+    seen = {}
+    for keys in VARIANTS.values():
+        algorithm = make("grpo", **keys)
+        for name, value in algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch)).metrics.items():
+            seen[name] = max(seen.get(name, 0.0), value.item())
+    for name in ("clip_low_fraction", "clip_high_fraction", "dual_clip_fraction"):
+        assert seen[f"ratio/{name}"] > 0
+    assert seen["waste/importance_dropped_fraction"] > 0
+    assert seen["sampler/importance_capped_fraction"] > 0
+
+
+# --- properties -----------------------------------------------------------------------------------------------------
+
+
+# The stop-gradient of sequence_token is not what differences see: it is compared with the sequence ratio below.
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "sequence_token"])
+def test_gradient_agrees_with_central_differences(make, random_step, scale_of, variant):
+    outputs, batch = random_step()
+    algorithm = make("grpo", **VARIANTS[variant])
+    batch, scale = algorithm.credit(batch), scale_of(batch)
+    _, gradients = loss_of(algorithm, outputs, batch, scale)
+    inputs = (outputs.logprobs.detach(), outputs.entropy.detach())
+
+    def total(logprobs, entropy):
+        return algorithm.loss(Outputs(logprobs=logprobs, entropy=entropy), batch, scale).total
+
+    # Fourth-order central differences: step 1e-3 leaves 1e-3^4 / 30 times the fifth derivative, about 1e-13.
+    h = 1e-3
+    for which, gradient in enumerate(gradients):
+        for position in torch.ones_like(inputs[which]).nonzero():
+            step = torch.zeros_like(inputs[which])
+            step[tuple(position)] = h
+
+            def at(k, which=which, step=step):
+                return total(*(x + k * step if i == which else x for i, x in enumerate(inputs)))
+
+            difference = (8 * (at(1) - at(-1)) - (at(2) - at(-2))) / (12 * h)
+            close(gradient[tuple(position)], difference, tol=1e-9)
+
+
+@pytest.mark.parametrize("level", RatioLevel)
+@pytest.mark.parametrize("aggregate", Aggregate)
+def test_at_the_old_policy_every_clipped_loss_has_the_policy_gradient(make, random_step, scale_of, level, aggregate):
+    outputs, batch = random_step()
+    algorithm = make("grpo", ratio=level, aggregate=aggregate, clip_low=3e-4, clip_high=4e-4)
+    batch = algorithm.credit(replace(batch, old_logprobs=outputs.logprobs.detach()))
+    scale = scale_of(batch)
+    _, (gradient, _) = loss_of(algorithm, outputs, batch, scale)
+
+    n = batch.loss_mask.sum(-1, keepdim=True).clamp(min=1).double()
+    weight = {
+        "token_mean": 1 / scale.num_tokens,
+        "sequence_mean_token_mean": 1 / (n * scale.num_sequences),
+        "sequence_mean_token_sum": 1 / scale.num_sequences,
+        "constant": 1 / (scale.num_sequences * scale.max_completion_tokens),
+    }[aggregate]
+    close(gradient, -batch.advantages * weight)
+
+
+@variants
+def test_without_old_logprobs_the_current_policy_stands_in_detached(make, random_step, scale_of, variant):
+    outputs, batch = random_step()
+    algorithm = make("grpo", **VARIANTS[variant])
+    batch = algorithm.credit(batch)
+    given, wanted = loss_of(algorithm, outputs, replace(batch, old_logprobs=outputs.logprobs.detach()), scale_of(batch))
+    absent, gradients = loss_of(algorithm, outputs, replace(batch, old_logprobs=None), scale_of(batch))
+    assert torch.equal(absent.total, given.total)
+    assert all(map(torch.equal, gradients, wanted))
+    assert {k: v.item() for k, v in absent.metrics.items()} == {k: v.item() for k, v in given.metrics.items()}
+
+
+@pytest.mark.parametrize("mismatch", ["off", "sequence_mask"])
+def test_sequence_and_sequence_token_ratio_give_the_same_loss_and_gradient(make, random_step, scale_of, mismatch):
+    outputs, batch = random_step()
+    sequence, token = (make("grpo", ratio=level, mismatch=mismatch) for level in ("sequence", "sequence_token"))
+    batch = sequence.credit(batch)
+    one, gradients_one = loss_of(sequence, outputs, batch, scale_of(batch))
+    two, gradients_two = loss_of(token, outputs, batch, scale_of(batch))
+    close(two.total.detach(), one.total.detach())
+    close(gradients_two[0], gradients_one[0])
+
+
+@variants
+@pytest.mark.parametrize("seed", range(3))
+def test_any_split_into_micro_batches_leaves_loss_gradient_and_metrics_unchanged(
+    make, random_step, scale_of, rows_of, variant, seed
+):
+    outputs, batch = random_step()
+    algorithm = make("grpo", **VARIANTS[variant])
+    batch = algorithm.credit(batch)
+    scale = scale_of(batch)
+    whole, gradients = loss_of(algorithm, outputs, batch, scale)
+
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(seed))
+    sizes = ([1] * 10, [3, 1, 6], [4, 0, 6])[seed]  # a micro-batch of no rows does no harm either
+    total, pieces, metrics = 0.0, [torch.zeros_like(g) for g in gradients], {}
+    for index in order.split(sizes):
+        part, part_gradients = loss_of(algorithm, rows_of(outputs, index), rows_of(batch, index), scale)
+        total += part.total.item()
+        for piece, gradient in zip(pieces, part_gradients, strict=True):
+            piece[index] += gradient
+        for name, value in part.metrics.items():
+            before = metrics.get(name, 0.0)
+            metrics[name] = max(before, value.item()) if name.endswith("_max") else before + value.item()
+
+    assert total == pytest.approx(whole.total.item(), abs=1e-9)
+    for piece, gradient in zip(pieces, gradients, strict=True):
+        close(piece, gradient, tol=1e-9)
+    assert metrics == pytest.approx({name: value.item() for name, value in whole.metrics.items()}, abs=1e-9)
+
+
+@variants
+def test_leaving_out_inert_rows_leaves_loss_and_gradient_unchanged(make, random_step, scale_of, rows_of, variant):
+    outputs, batch = random_step()
+    algorithm = make("grpo", **VARIANTS[variant])
+    inert = algorithm.inert(batch)
+    batch = algorithm.credit(batch)
+    whole, gradients = loss_of(algorithm, outputs, batch, scale_of(batch))
+    live = (~inert).nonzero().squeeze(-1)
+    part, part_gradients = loss_of(algorithm, rows_of(outputs, live), rows_of(batch, live), scale_of(batch))
+    close(part.total.detach(), whole.total.detach())
+    for some, every in zip(part_gradients, gradients, strict=True):
+        close(some, every[live])
+        assert (every[inert] == 0).all()
+
+
+def test_inert_rows_are_those_of_equal_groups_when_nothing_else_acts_on_them(make, random_step):
+    _, batch = random_step()
+    bare = replace(batch, old_logprobs=None, reference_logprobs=None, advantages=None)
+    equal_or_alone = [False, False, False, True, True, True, False, False, False, True]
+    assert make("grpo").inert(bare).tolist() == equal_or_alone
+    assert not make("grpo", kl_coef=0.1).inert(bare).any()
+    assert not make("grpo", kl_coef=0.1, kl_in="reward").inert(bare).any()
+    assert not make("grpo", entropy_coef=0.1).inert(bare).any()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@variants
+def test_what_lies_outside_the_completions_does_not_matter(make, random_step, scale_of, variant):
+    outputs, batch = random_step()
+    algorithm = make("grpo", **VARIANTS[variant])
+    outside = ~batch.loss_mask
+    clean, clean_gradients = loss_of(algorithm, outputs, algorithm.credit(batch), scale_of(batch))
+
+    def dirty(tensor):
+        junk = torch.tensor([nan, inf, -inf, 1e308, -7.0], dtype=torch.float64)
+        tensor = tensor.detach().clone()
+        tensor[outside] = junk[torch.arange(int(outside.sum())) % 5]
+        return tensor
+
+    names = ("sampled_logprobs", "old_logprobs", "reference_logprobs")
+    credited = algorithm.credit(replace(batch, **{name: dirty(getattr(batch, name)) for name in names}))
+    soiled = replace(credited, advantages=dirty(credited.advantages))
+    outputs = Outputs(
+        logprobs=dirty(outputs.logprobs).requires_grad_(), entropy=dirty(outputs.entropy).requires_grad_()
+    )
+    with torch.autograd.detect_anomaly():  # not even inside the backward pass does a NaN appear
+        loss, gradients = loss_of(algorithm, outputs, soiled, scale_of(batch))
+    assert torch.equal(loss.total, clean.total)
+    assert {k: v.item() for k, v in loss.metrics.items()} == {k: v.item() for k, v in clean.metrics.items()}
+    for gradient, wanted in zip(gradients, clean_gradients, strict=True):
+        assert torch.equal(gradient, wanted)
+        assert (gradient[outside] == 0).all()
+
+
+@variants
+def test_no_gradient_flows_into_the_batch(make, random_step, scale_of, variant):
+    outputs, batch = random_step()
+    algorithm = make("grpo", **VARIANTS[variant])
+    data = {
+        name: getattr(batch, name).clone().requires_grad_()
+        for name in ("sampled_logprobs", "old_logprobs", "reference_logprobs")
+    }
+    batch = algorithm.credit(replace(batch, **data))
+    assert not batch.advantages.requires_grad
+    into = torch.autograd.grad(
+        algorithm.loss(outputs, batch, scale_of(batch)).total, list(data.values()), allow_unused=True
+    )
+    assert all(gradient is None for gradient in into)
+
+
+@variants
+def test_log_probs_100_nats_apart_give_no_nan_and_no_inf(make, random_step, scale_of, variant):
+    _, batch = random_step()
+    far = 100.0 * (torch.arange(batch.loss_mask.numel()) % 2 * 2 - 1).reshape(batch.loss_mask.shape).double()
+    algorithm = make("grpo", **VARIANTS[variant])
+    for sign in (1, -1):
+        batch = replace(batch, reference_logprobs=batch.old_logprobs + sign * far)
+        outputs = Outputs(
+            logprobs=(batch.old_logprobs - sign * far).requires_grad_(),
+            entropy=torch.zeros_like(far, requires_grad=True),
+        )
+        loss, gradients = loss_of(algorithm, outputs, algorithm.credit(batch), scale_of(batch))
+        assert loss.total.isfinite()
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert all(value.isfinite() for value in loss.metrics.values())
+
+
+@variants
+def test_batches_that_teach_nothing_give_exactly_0_with_gradient_0(make, hand_batch, variant):
+    algorithm = make("grpo", **VARIANTS[variant])
+    for batch in (
+        hand_batch([2, 3, 1], [0.1, 0.1, 0.1], [0, 0, 0]),  # equal rewards
+        hand_batch([2], [5.0], [3]),  # a row alone
+        hand_batch([0, 0], [0, 1], [0, 0]),  # no tokens
+    ):
+        # Old, current, sampler and reference agree, and the entropy is 0: nothing is left that could act.
+        zero = torch.zeros_like(batch.old_logprobs, requires_grad=True)
+        outputs = Outputs(logprobs=batch.old_logprobs.clone().requires_grad_(), entropy=zero)
+        scale = LossScale(num_tokens=6, num_sequences=3, max_completion_tokens=4)
+        loss, gradients = loss_of(algorithm, outputs, algorithm.credit(batch), scale)
+        assert loss.total == 0
+        if algorithm.kl_estimator != "k1":  # k1's gradient in a token's log-prob is 1 everywhere
+            assert (gradients[0] == 0).all()
+        assert not any(value.isnan() for value in loss.metrics.values())
+
+
+@variants
+def test_float32_works_and_stays_float32(make, random_step, scale_of, variant):
+    outputs, batch = random_step()
+    algorithm = make("grpo", **VARIANTS[variant])
+    exact = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch)).total.item()
+    names = ("sampled_logprobs", "old_logprobs", "reference_logprobs", "rewards")
+    single = algorithm.credit(replace(batch, **{name: getattr(batch, name).float() for name in names}))
+    loss = algorithm.loss(
+        Outputs(logprobs=outputs.logprobs.float(), entropy=outputs.entropy.float()), single, scale_of(batch)
+    )
+    assert single.advantages.dtype == loss.total.dtype == torch.float32
+    assert all(value.dtype == torch.float32 for value in loss.metrics.values())
+    assert loss.total.item() == pytest.approx(exact, abs=1e-5)
+
+
+# --- what it reports and asks for -----------------------------------------------------------------------------------
+
+
+@variants
+def test_loss_metrics_are_the_terms_of_the_total_and_carry_no_gradient(make, random_step, scale_of, variant):
+    outputs, batch = random_step()
+    algorithm = make("grpo", **VARIANTS[variant])
+    loss = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch))
+    terms = [value for name, value in loss.metrics.items() if name.startswith("loss/") and name != "loss/total"]
+    close(sum(terms), loss.total.detach())
+    close(loss.metrics["loss/total"], loss.total.detach())
+    assert not any(value.requires_grad for value in loss.metrics.values())
+    assert all(value.shape == () for value in loss.metrics.values())
+
+
+def test_metrics_of_what_is_not_there_are_absent(make, random_step, scale_of):
+    outputs, batch = random_step()
+    algorithm = make("grpo")
+    batch = replace(algorithm.credit(batch), reference_logprobs=None)
+    metrics = algorithm.loss(Outputs(logprobs=outputs.logprobs), batch, scale_of(batch)).metrics
+    assert set(metrics) == {
+        "loss/total",
+        "loss/policy",
+        "ratio/clip_low_fraction",
+        "ratio/clip_high_fraction",
+        "kl/old",
+        "sampler/logprob_gap_mean",
+        "sampler/logprob_gap_max",
+        "waste/importance_dropped_fraction",
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reference", "entropy", "old_in_credit"),
+    [
+        ({}, False, False, False),
+        ({"kl_coef": 0.1}, True, False, False),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, True, False, True),
+        ({"kl_in": "reward", "entropy_coef": 0.1}, False, True, False),
+    ],
+)
+def test_it_asks_only_for_what_its_coefficients_use(make, overrides, reference, entropy, old_in_credit):
+    algorithm = make("grpo", **overrides)
+    assert algorithm.needs_reference is reference
+    assert algorithm.needs_entropy is entropy
+    assert algorithm.needs_old_in_credit is old_in_credit
+    assert algorithm.needs_values is False
+    assert algorithm.min_group_size == 2
+
+
+def test_mismatch_correction_asks_for_undistorted_sampling(make):
+    assert not make("grpo").corrects_mismatch
+    assert make("grpo", mismatch="token_mask").corrects_mismatch
+
+
+def test_a_missing_tensor_is_named(make, random_step, scale_of):
+    outputs, batch = random_step()
+    scale = scale_of(batch)
+    with pytest.raises(ValueError, match="advantages is None"):
+        make("grpo").loss(outputs, batch, scale)
+    without = replace(make("grpo").credit(batch), reference_logprobs=None)
+    with pytest.raises(ValueError, match="reference_logprobs is None"):
+        make("grpo", kl_coef=0.1).loss(outputs, without, scale)
+    with pytest.raises(ValueError, match="entropy is None"):
+        make("grpo", entropy_coef=0.1).loss(Outputs(logprobs=outputs.logprobs), without, scale)
+    with pytest.raises(ValueError, match="old_logprobs is None"):
+        make("grpo", kl_coef=0.1, kl_in="reward").credit(replace(batch, old_logprobs=None))
+
+
+@pytest.mark.parametrize("overrides", [{"dual_clip": 1.1}, {"mismatch_low": 1.5}, {"mismatch_high": 0.9}])
+def test_contradictory_bounds_are_refused_with_key_value_and_remedy(make, overrides):
+    with pytest.raises(UserError, match=r"^algorithm\.\w+: .*, got .*; use"):
+        make("grpo", **overrides)
+
+
+def test_yaml_defaults_are_those_of_the_maths_page(make):
+    grpo = make("grpo")
+    assert (grpo.std, grpo.eps, grpo.ratio, grpo.aggregate) == (
+        Std.sample,
+        1e-6,
+        RatioLevel.token,
+        Aggregate.sequence_mean_token_mean,
+    )
+    assert (grpo.clip_low, grpo.clip_high, grpo.dual_clip, grpo.kl_coef) == (0.2, 0.2, None, 0.0)
+    assert (grpo.kl_in, grpo.kl_estimator, grpo.mismatch) == (KLPlace.loss, KLEstimator.auto, Mismatch.off)

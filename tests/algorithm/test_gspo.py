@@ -1,0 +1,39 @@
+import math
+
+import torch
+
+from rlft.types import Outputs
+
+
+def loss_at(algorithm, batch, scale, moved):
+    outputs = Outputs(logprobs=(batch.old_logprobs + torch.tensor(moved, dtype=torch.float64)).requires_grad_())
+    loss = algorithm.loss(outputs, batch, scale)
+    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
+    return loss, gradient
+
+
+def test_gspo_ratio_is_constant_within_a_sequence(make, hand_batch, scale_of):
+    # Log-ratios 1e-4 and 3e-4: s = exp(2e-4), inside the range. Loss -s A; gradient -s A / 2 on both tokens alike.
+    batch = hand_batch([2], [0], [0], advantages=[3])
+    loss, gradient = loss_at(make("gspo"), batch, scale_of(batch), [[9, 1e-4, 3e-4, 9]])
+    s = math.exp(2e-4)
+    expected = torch.tensor([[0, -1.5 * s, -1.5 * s, 0]], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert abs(loss.total.item() + 3 * s) < 1e-12
+
+
+def test_gspo_clips_whole_sequences_at_its_own_small_range(make, hand_batch, scale_of):
+    # Row 0: mean log-ratio 5e-4, A > 0: s = 1.0005 > 1.0004, clipped, though one of its tokens did not move at all.
+    # Row 1: mean -4e-4, A < 0: s = 0.9996 < 0.9997, clipped. Row 2: mean 5e-4, A < 0: not clipped.
+    batch = hand_batch([2, 2, 1], [0, 0, 0], [0, 0, 0], advantages=[1, -1, -1])
+    moved = [[0, 0, 1e-3, 0], [0, -4e-4, -4e-4, 0], [0, 5e-4, 0, 0]]
+    loss, gradient = loss_at(make("gspo"), batch, scale_of(batch), moved)
+    assert abs(loss.total.item() - (-1.0004 + 0.9997 + math.exp(5e-4)) / 3) < 1e-12
+    assert (gradient[:2] == 0).all()
+    assert abs(gradient[2, 1].item() - math.exp(5e-4) / 3) < 1e-12
+    assert abs(loss.metrics["ratio/clip_high_fraction"].item() - 2 / 5) < 1e-12
+    assert abs(loss.metrics["ratio/clip_low_fraction"].item() - 2 / 5) < 1e-12
+
+
+def test_gspo_differs_from_grpo_in_three_keys_only(make):
+    assert make("gspo") == make("grpo", ratio="sequence", clip_low=3e-4, clip_high=4e-4)

@@ -1,0 +1,62 @@
+import pytest
+
+from rlft.data.arithmetic import Arithmetic, split_of
+from rlft.types import Split, UserError
+
+KEYS = {"difficulty": 2, "operations": ["+", "-"], "size": 300, "held_out_size": 60, "seed": 0}
+
+
+def make(**overrides) -> Arithmetic:
+    return Arithmetic(**{**KEYS, **overrides})
+
+
+def test_the_splits_share_no_problem_whatever_the_seeds() -> None:
+    train = {p.id for p in make(size=3000).load(Split.train)}
+    for seed in (0, 1, 2):
+        held_out = {p.id for p in make(seed=seed, held_out_size=300).load(Split.held_out)}
+        assert len(held_out) == 300
+        assert not train & held_out
+
+
+def test_the_same_keys_give_the_same_prompts_and_another_seed_gives_others() -> None:
+    assert make().load(Split.train) == make().load(Split.train)
+    assert make().load(Split.train) != make(seed=1).load(Split.train)
+
+
+def test_a_smaller_set_is_the_start_of_a_larger_one() -> None:
+    assert make(size=100).load(Split.train) == make(size=300).load(Split.train)[:100]
+
+
+def test_answers_are_right_and_never_negative() -> None:
+    for prompt in make().load(Split.train):
+        a, operation, b = prompt.messages[0]["content"].removeprefix("What is ").removesuffix("?").split()
+        assert int(prompt.answer) == (int(a) + int(b) if operation == "+" else int(a) - int(b)) >= 0
+
+
+def test_the_split_of_a_problem_is_fixed() -> None:
+    # The embedded model was trained on the training side: moving the boundary would leak held-out problems into it.
+    # sha256("16+98") starts with 0x08 = 8 < 25.6; sha256("12+34") with 0x75 = 117.
+    assert split_of(16, "+", 98) is Split.held_out
+    assert split_of(12, "+", 34) is Split.train
+
+
+@pytest.mark.parametrize(
+    ("overrides", "split", "key"),
+    [
+        ({"difficulty": 0}, Split.train, "data.difficulty"),
+        ({"difficulty": 10}, Split.train, "data.difficulty"),
+        ({"operations": []}, Split.train, "data.operations"),
+        ({"operations": ["*"]}, Split.train, "data.operations"),
+        ({"difficulty": 1, "size": 200}, Split.train, "data.size"),  # 100 sums + 55 differences of one digit
+        ({"difficulty": 1, "held_out_size": 100}, Split.held_out, "data.held_out_size"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(overrides, split: Split, key: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        make(**overrides).load(split)
+    assert refusal.value.key == key
+
+
+def test_the_config_gives_the_documented_sizes(make_data) -> None:
+    data = make_data("arithmetic")
+    assert (len(data.load(Split.train)), len(data.load(Split.held_out))) == (4096, 256)

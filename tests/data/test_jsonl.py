@@ -1,0 +1,171 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from rlft.types import Split, UserError
+
+
+def write(path: Path, *rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sums(count: int) -> list[dict]:
+    return [{"prompt": f"{i} + {i} = ?", "answer": 2 * i} for i in range(count)]
+
+
+def test_a_row_becomes_a_prompt(make_data, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"q": "7 + 7?", "a": 14, "more": [1]}, {"q": "8 + 8?", "a": " 16 "})
+    data = make_data(
+        "jsonl",
+        path=str(file),
+        held_out_path=str(write(tmp_path / "b.jsonl", {"q": "9 + 9?", "a": "18"})),
+        prompt_field="q",
+        answer_field="a",
+        system_prompt="Be brief.",
+        prompt_template=r"Q: {question} Use \boxed{}.",
+    )
+    first, second = data.load(Split.train)
+    assert first.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": r"Q: 7 + 7? Use \boxed{}."},
+    )
+    assert (first.id, first.answer, second.answer) == ("a.jsonl:1", "14", "16")
+    assert [p.id for p in data.load(Split.held_out)] == ["b.jsonl:1"]
+
+
+def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, tmp_path: Path) -> None:
+    turns = [
+        {"role": "system", "content": "own"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    file = write(tmp_path / "a.jsonl", {"chat": [*turns, {"role": "assistant", "content": "d"}], "gold": 5})
+    other = write(tmp_path / "b.jsonl", {"chat": turns[1:2], "gold": 6})
+    keys = {"path": str(file), "held_out_path": str(other), "messages_field": "chat", "system_prompt": "ours"}
+    (prompt,) = make_data("jsonl", **keys, answer_field="gold").load(Split.train)
+    assert prompt.messages == tuple(turns)  # its own system message stays
+    assert prompt.answer == "5"
+    (held_out,) = make_data("jsonl", **keys, answer_field="gold").load(Split.held_out)
+    assert held_out.messages == ({"role": "system", "content": "ours"}, {"role": "user", "content": "a"})
+    (last,) = make_data("jsonl", **keys | {"held_out_path": None, "held_out_fraction": 1.0}, answer_field=None).load(
+        Split.held_out
+    )
+    assert (last.messages, last.answer) == (tuple(turns), "d")
+
+
+def test_the_pattern_takes_the_last_match_and_its_first_group(make_data, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "answer": f"#### 1\nso\n#### {i},000"} for i in range(50)]
+    keys = {"path": str(write(tmp_path / "a.jsonl", *rows)), "held_out_fraction": 0.5}
+    data = make_data("jsonl", **keys, answer_pattern=r"#### ([\d,]+)", answer_remove=",")
+    for prompt in data.load(Split.train):
+        assert int(prompt.answer) == 1000 * int(prompt.messages[0]["content"])
+    whole_match = make_data("jsonl", **keys, answer_pattern=r"[\d,]+").load(Split.train)[0]
+    assert whole_match.answer == f"{whole_match.messages[0]['content']},000"
+
+
+def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make_data, tmp_path: Path) -> None:
+    rows = sums(2000)
+    # The same question twice, once with other white space, must not be on both sides.
+    rows += [{"prompt": f"  {row['prompt'].replace(' ', '  ')}", "answer": 0} for row in rows]
+    data = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)), held_out_fraction=0.25)
+    asked = {split: [" ".join(p.messages[0]["content"].split()) for p in data.load(split)] for split in Split}
+    assert not set(asked[Split.train]) & set(asked[Split.held_out])
+    assert len(asked[Split.train]) + len(asked[Split.held_out]) == 4000
+    # Binomial(2000, 0.25): 500 +- 19.4; five standard deviations.
+    assert abs(len(set(asked[Split.held_out])) - 500) < 97
+
+
+def test_the_split_of_a_question_does_not_depend_on_the_rest_of_the_file_or_the_template(make_data, tmp_path: Path) -> None:
+    rows = sums(200)
+    one = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)))
+    two = make_data("jsonl", path=str(write(tmp_path / "b.jsonl", *rows[::-2])), prompt_template="?{question}")
+    held_out = {p.messages[0]["content"] for p in one.load(Split.held_out)}
+    for prompt in two.load(Split.train):
+        assert prompt.messages[0]["content"].removeprefix("?") not in held_out
+
+
+def test_training_questions_that_are_held_out_are_left_out(make_data, tmp_path: Path, caplog) -> None:
+    file, other = write(tmp_path / "a.jsonl", *sums(10)), write(tmp_path / "b.jsonl", *sums(3))
+    data = make_data("jsonl", path=str(file), held_out_path=str(other))
+    with caplog.at_level(logging.WARNING):
+        assert [p.id for p in data.load(Split.train)] == [f"a.jsonl:{i}" for i in range(4, 11)]
+    assert "3 training questions are also held out" in caplog.text
+
+
+GOOD = '{"prompt": "1?", "answer": "1"}'
+MESSAGES = {"messages_field": "m", "answer_field": None}
+BROKEN = {
+    "not JSON": (b"{", {}, "is not JSON"),
+    "not an object": (b"[1, 2]", {}, "must be a JSON object, it is list"),
+    "not UTF-8": (b'{"prompt": "\xff", "answer": "1"}', {}, "is not UTF-8 text"),
+    "no prompt": (b'{"question": "1?", "answer": "1"}', {}, "there is no field 'prompt', only 'question', 'answer'"),
+    "no answer": (b'{"prompt": "1?"}', {}, "there is no field 'answer', only 'prompt'"),
+    "prompt of another type": (b'{"prompt": 1, "answer": "1"}', {}, "field 'prompt' must be a text, it is a number"),
+    "prompt null": (b'{"prompt": null, "answer": "1"}', {}, "field 'prompt' must be a text, it is null"),
+    "prompt empty": (b'{"prompt": " ", "answer": "1"}', {}, "field 'prompt' is empty"),
+    "answer of another type": (b'{"prompt": "1?", "answer": ["1"]}', {}, "must be a text or number, it is a list"),
+    "answer a boolean": (b'{"prompt": "1?", "answer": true}', {}, "must be a text or number, it is a boolean"),
+    "answer empty": (b'{"prompt": "1?", "answer": ""}', {}, "field 'answer' is empty"),
+    "answer without the pattern": (b'{"prompt": "1?", "answer": "one"}', {"answer_pattern": "[0-9]+"}, "has no match"),
+    "answer emptied": (b'{"prompt": "1?", "answer": ",,"}', {"answer_remove": ","}, "the answer is empty"),
+    "chat not a list": (b'{"m": "hello"}', MESSAGES, "field 'm' must be a list of messages, it is a text"),
+    "chat empty": (b'{"m": []}', MESSAGES, "it is an empty list"),
+    "chat with a strange role": (b'{"m": [{"role": "bot", "content": "a"}]}', MESSAGES, "message 0 of field 'm'"),
+    "chat without content": (b'{"m": [{"role": "user"}]}', MESSAGES, "message 0 of field 'm'"),
+    "chat without answer": (b'{"m": [{"role": "user", "content": "a"}]}', MESSAGES, "does not end with an assistant"),
+    "chat without question": (b'{"m": [{"role": "assistant", "content": "a"}]}', MESSAGES, "holds no user message"),
+}
+
+
+@pytest.mark.parametrize(("line", "keys", "problem"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_line_is_named_by_file_and_line(make_data, tmp_path: Path, line: bytes, keys, problem: str) -> None:
+    good = b'{"m": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}]}' if keys is MESSAGES else GOOD.encode()
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(good + b"\n\n" + line + b"\n" + good)
+    with pytest.raises(UserError) as refusal:
+        make_data("jsonl", path=str(file), **keys).load(Split.train)
+    assert refusal.value.key == "data.path"
+    assert f"{file}:3: " in str(refusal.value)
+    assert problem in str(refusal.value)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(make_data, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "1?", "answer": "1"}\r\n' * 2)
+    data = make_data("jsonl", path=str(file), held_out_fraction=1.0)
+    assert [p.id for p in data.load(Split.held_out)] == ["a.jsonl:1", "a.jsonl:2"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"path": "missing.jsonl"}, "data.path"),
+        ({"path": "."}, "data.path"),
+        ({"path": "empty.jsonl"}, "data.path"),
+        ({"path": "blank.jsonl"}, "data.path"),
+        ({"held_out_path": "missing.jsonl"}, "data.held_out_path"),
+        ({"held_out_path": "./good.jsonl"}, "data.held_out_path"),
+        ({"held_out_fraction": 1.0}, "data.held_out_fraction"),  # nothing left to train on
+        ({"held_out_fraction": 0.0}, "data.held_out_fraction"),
+        ({"held_out_fraction": 1.5}, "data.held_out_fraction"),
+        ({"held_out_path": "same_questions.jsonl"}, "data.path"),
+        ({"answer_pattern": "("}, "data.answer_pattern"),
+        ({"answer_field": None}, "data.answer_field"),
+        ({"prompt_template": "{qestion}"}, "data.prompt_template"),
+        ({"promt_field": "x"}, "data.promt_field"),
+        ({"prompt_field": 3}, "data.prompt_field"),
+    ],
+)
+def test_files_and_keys_that_cannot_work_are_refused(make_data, tmp_path: Path, monkeypatch, keys, key: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "good.jsonl", *sums(5))
+    write(tmp_path / "same_questions.jsonl", *sums(9))
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "blank.jsonl").write_text("\n \n")
+    with pytest.raises(UserError) as refusal:
+        make_data("jsonl", **{"path": "good.jsonl"} | keys).load(Split.train)
+    assert refusal.value.key == key

@@ -1,0 +1,114 @@
+"""Adapter folders: what is written, and that nothing stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlft.generation.adapter_files import PREFIX, AdapterFiles, memory_folder, remove_abandoned
+from rlft.types import Adapter
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def adapter(version: int, value: float) -> Adapter:
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": {"q_proj", "k_proj"}}
+    return Adapter(version=version, weights={NAME: torch.full((2, 3), value)}, config=config)
+
+
+def test_an_adapter_is_written_under_the_names_peft_reads(tmp_path: Path) -> None:
+    files = AdapterFiles(tmp_path)
+    folder = files.write(adapter(17, 0.5))
+    torch.testing.assert_close(load_file(folder / "adapter_model.safetensors")[NAME], torch.full((2, 3), 0.5))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config == {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["k_proj", "q_proj"]}
+    files.close()
+
+
+def test_no_path_is_used_twice_even_for_the_same_version(tmp_path: Path) -> None:
+    files = AdapterFiles(tmp_path)
+    first = files.write(adapter(0, 1.0))
+    files.remove(first)
+    assert files.write(adapter(0, 2.0)) != first
+    files.close()
+
+
+def test_views_of_one_storage_and_transposed_weights_can_be_written(tmp_path: Path) -> None:
+    files, storage = AdapterFiles(tmp_path), torch.arange(6.0)
+    weights = {"a": storage.view(2, 3), "b": storage.view(2, 3).T}
+    written = load_file(files.write(Adapter(version=0, weights=weights, config={})) / "adapter_model.safetensors")
+    assert written["b"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    files.close()
+
+
+def test_a_config_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    files = AdapterFiles(tmp_path)
+    with pytest.raises(TypeError, match=r"adapter_config\.json cannot hold a Tensor"):
+        files.write(Adapter(version=0, weights={}, config={"r": torch.ones(2)}))
+    files.close()
+
+
+def test_close_removes_the_folder_and_may_be_called_twice(tmp_path: Path) -> None:
+    files = AdapterFiles(tmp_path)
+    files.write(adapter(0, 1.0))
+    files.close()
+    files.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_goes_when_the_process_ends_with_an_exception(tmp_path: Path) -> None:
+    process = run_holder(tmp_path, "raise RuntimeError")
+    assert process.wait(timeout=60) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_kept(tmp_path: Path) -> None:
+    live, dead = run_holder(tmp_path, "sys.stdin.read()"), run_holder(tmp_path, "sys.stdin.read()")
+    dead.send_signal(signal.SIGKILL)
+    dead.wait(timeout=60)
+    removed = remove_abandoned(tmp_path)
+    assert [folder.name.split("-")[2] for folder in removed] == [str(dead.pid)]
+    assert [folder.name.split("-")[2] for folder in tmp_path.iterdir()] == [str(live.pid)]
+    live.communicate("", timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
+    process = run_holder(tmp_path, "pid = os.fork(); pid and (os.waitpid(pid, 0), sys.stdin.read())")
+    # The parent waits for its child before it reads; its folder is still there then.
+    assert process.stdin is not None
+    while (Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children").read_text():
+        os.sched_yield()
+    assert len(list(tmp_path.iterdir())) == 1
+    process.communicate("", timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_are_made_in_memory_where_there_is_a_memory_file_system() -> None:
+    files = AdapterFiles()
+    assert files.root.parent == memory_folder()
+    assert files.root.name.startswith(f"{PREFIX}{os.getpid()}-")
+    files.close()
+
+
+def run_holder(parent: Path, then: str) -> subprocess.Popen[str]:
+    """A process that holds adapter files under `parent` and goes on with `then`; it has made its folder on return."""
+    code = f"""
+import os, sys
+from pathlib import Path
+from rlft.generation.adapter_files import AdapterFiles
+files = AdapterFiles(Path({str(parent)!r}))
+print("ready", flush=True)
+{then}
+"""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process

@@ -1,0 +1,432 @@
+"""The real vLLM engine in this process, beside a trainer's model with the same adapters.
+
+One engine is started for the module, one more in a process of its own to be killed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rlft
+from rlft.generation import vllm as vllm_generation
+from rlft.generation.adapter_files import AdapterFiles, remove_abandoned
+from rlft.generation.vllm import VLLMGenerator, available, engine_rank
+from rlft.types import Adapter, FinishReason, Group, Prompt, Sampling, UserError
+
+MODEL = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
+HOT = Sampling(max_tokens=24, temperature=1.0)
+TOLERANCE = 1e-4
+"""Natural log. Both sides compute in float32 with other kernels; seen: 1e-5."""
+
+
+# -- without an engine -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (300, 320), (512, 512)])
+def test_a_rank_is_rounded_up_to_one_the_engine_takes(rank: int, allowed: int) -> None:
+    assert engine_rank(rank) == allowed
+
+
+def test_a_rank_above_512_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^lora\.rank: .*, got 513; "):
+        engine_rank(513)
+
+
+def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not available()
+    with pytest.raises(UserError, match=r"^generation\.engine: vLLM is not installed, got vllm; pip install"):
+        new_generator()
+
+
+def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch() -> None:
+    code = "import sys; from rlft.generation.vllm import available, engine_rank; engine_rank(8), available(); "
+    code += "print({'vllm', 'torch'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
+
+
+# -- with the engine -------------------------------------------------------------------------------------------------
+def process_state() -> dict[str, Any]:
+    """What the trainer relies on in its process."""
+    numbers = numpy.random.get_state()
+    return {
+        "threads": torch.get_num_threads(),
+        "set_num_threads": torch.set_num_threads,
+        "affinity": os.sched_getaffinity(0),
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "torch random": torch.get_rng_state().tolist(),
+        "numpy random": (numbers[1].tolist(), numbers[2]),  # type: ignore[index,union-attr]  # the legacy tuple
+        "python random": random.getstate(),
+        "excepthook": sys.excepthook,
+        "signals": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
+        "children": psutil.Process().children(recursive=True),
+        "environment": {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTEST"))},
+    }
+
+
+def new_generator() -> VLLMGenerator:
+    return VLLMGenerator(
+        model_path=MODEL,
+        dtype="float32",
+        trust_remote_code=False,
+        revision=None,
+        quantization=None,
+        max_lora_rank=6,  # rounded up to 8
+        max_sequence_tokens=256,
+        max_num_seqs=64,
+        gpu_memory_utilization=0.3,
+        sleep=True,
+        enforce_eager=True,
+        seed=0,
+    )
+
+
+class Trainer:
+    """The base with one LoRA adapter on all linear layers, as transformers and PEFT compute it."""
+
+    def __init__(self) -> None:
+        base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        config = LoraConfig(r=6, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.model = get_peft_model(base, config).eval()
+
+    def adapter(self, version: int) -> Adapter:
+        """Sets random weights, different for each version, and publishes them."""
+        generator = torch.Generator().manual_seed(version)
+        for name, parameter in self.model.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        state = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
+        return Adapter(version=version, weights=state, config=self.model.peft_config["default"].to_dict())
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        tokens = torch.tensor([list(ids)])
+        logprobs = (self.model(tokens).logits[0, :-1] / temperature).log_softmax(-1)
+        return logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
+
+    def gap(self, groups: Sequence[Group], temperature: float) -> float:
+        """The largest difference of a sampled token's log-prob between engine and trainer."""
+        worst = 0.0
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            prompt, completion = rollout.prompt.token_ids, rollout.completion
+            assert len(completion.logprobs) == len(completion.token_ids) > 0
+            expected = self.score([*prompt, *completion.token_ids], temperature)[len(prompt) - 1 :]
+            worst = max(worst, *(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)))
+        return worst
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    generator: VLLMGenerator
+    trainer: Trainer
+    prompts: list[Prompt]
+    before: dict[str, Any]
+    after_start: dict[str, Any]
+    base_groups: list[Group]
+    base_scores: list[list[float]]
+    after_sampling: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    trainer = Trainer()
+    # 40 and more tokens: at least one full block of 32 for the prefix cache.
+    prompts = [
+        Prompt(id=f"p{i}", messages=(), answer="", token_ids=tuple(10 + (7 * i + j) % 200 for j in range(40 + i)))
+        for i in range(6)
+    ]
+    before = process_state()
+    generator = new_generator()
+    after_start = process_state()
+    base_groups = generator.sample(prompts, 2, seeds(prompts, 2), HOT)
+    base_scores = generator.score([prompt.token_ids for prompt in prompts])
+    yield Bench(
+        generator=generator,
+        trainer=trainer,
+        prompts=prompts,
+        before=before,
+        after_start=after_start,
+        base_groups=base_groups,
+        base_scores=base_scores,
+        after_sampling=process_state(),
+    )
+    generator.close()
+
+
+def seeds(prompts: Sequence[Prompt], n: int) -> list[int]:
+    return [1000 + n * i for i in range(len(prompts))]
+
+
+def ids(groups: Sequence[Group]) -> list[list[Sequence[int]]]:
+    return [[rollout.completion.token_ids for rollout in group.rollouts] for group in groups]
+
+
+def load(bench: Bench, version: int) -> None:
+    bench.generator.load(bench.trainer.adapter(version))
+
+
+def test_the_trainers_process_is_as_it_was_before_the_engine(bench: Bench) -> None:
+    assert bench.after_start == bench.before
+    assert bench.after_sampling == bench.before
+
+
+def test_torch_can_still_be_told_how_many_threads_to_use(bench: Bench) -> None:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(num_threads)
+    assert torch.get_num_threads() == num_threads
+    # All of its threads, the workers of the pool too, may run on every core.
+    assert {frozenset(os.sched_getaffinity(t.id)) for t in psutil.Process().threads()} == {
+        frozenset(os.sched_getaffinity(0))
+    }
+
+
+def test_without_an_adapter_it_samples_and_scores_the_base(bench: Bench) -> None:
+    assert {rollout.policy_version for group in bench.base_groups for rollout in group.rollouts} == {None}
+    with bench.trainer.model.disable_adapter():
+        assert bench.trainer.gap(bench.base_groups, 1.0) < TOLERANCE
+        for prompt, scores in zip(bench.prompts, bench.base_scores, strict=True):
+            assert scores == pytest.approx(bench.trainer.score(prompt.token_ids), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_logprobs_are_those_of_the_trainer_with_the_same_adapter(bench: Bench, temperature: float) -> None:
+    load(bench, 1)
+    sampling = Sampling(max_tokens=24, temperature=temperature)
+    groups = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), sampling)
+    assert [group.prompt for group in groups] == bench.prompts
+    assert {len(group.rollouts) for group in groups} == {4}
+    assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {1}
+    assert bench.trainer.gap(groups, temperature) < TOLERANCE
+
+
+def test_a_new_version_is_in_use_at_once_for_prompts_the_engine_has_seen(bench: Bench) -> None:
+    for version in (1, 2, 1):  # a version number that comes again, with its own weights
+        load(bench, version)
+        groups = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+        groups += bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)  # from the prefix cache
+        assert bench.trainer.gap(groups, 1.0) < TOLERANCE
+        bench.trainer.adapter(3 - version)  # the other version would have been noticed
+        assert bench.trainer.gap(groups, 1.0) > 0.1
+
+
+def test_only_the_version_in_use_has_a_folder(bench: Bench) -> None:
+    load(bench, 3)
+    load(bench, 4)
+    assert [folder.name.split("-")[-1] for folder in bench.generator._files.root.iterdir() if folder.is_dir()] == ["v4"]
+
+
+def test_scores_are_the_trainers_and_follow_each_version(bench: Bench) -> None:
+    sequences = [prompt.token_ids for prompt in bench.prompts]
+    for version in (5, 6):
+        load(bench, version)
+        bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), HOT)  # fills the prefix cache
+        for sequence, scores in zip(sequences, bench.generator.score(sequences), strict=True):
+            assert scores == pytest.approx(bench.trainer.score(sequence), abs=TOLERANCE)
+
+
+def test_a_planted_stale_adapter_answers_with_the_old_weights(bench: Bench) -> None:
+    """What the freshness check is for: new weights under an old id are silently not read."""
+    from vllm.lora.request import LoRARequest
+
+    load(bench, 7)
+    sequence, generator = bench.prompts[0].token_ids, bench.generator
+    old = bench.trainer.score(sequence)
+    files = AdapterFiles()
+    folder = files.write(bench.trainer.adapter(8))
+    new = bench.trainer.score(sequence)
+    used = generator._lora
+    assert used is not None
+    planted = LoRARequest(used.lora_name, used.lora_int_id, str(folder))
+    generator._llm.llm_engine.add_lora(planted)
+    generator._lora = planted
+    scores = generator.score([sequence])[0]
+    files.close()
+    generator._lora = used
+    assert scores == pytest.approx(old, abs=TOLERANCE)
+    assert max(abs(a - b) for a, b in zip(scores, new, strict=True)) > 0.1
+
+
+def test_the_same_seeds_give_the_same_completions_and_others_do_not(bench: Bench) -> None:
+    load(bench, 1)
+    first = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
+    assert ids(bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)) == ids(first)
+    others = bench.generator.sample(bench.prompts, 4, [seed + 10**6 for seed in seeds(bench.prompts, 4)], HOT)
+    assert all(a != b for a, b in zip(ids(first), ids(others), strict=True))
+    # Siblings differ too: four copies of one completion would teach nothing.
+    assert all(len(set(map(tuple, group))) > 1 for group in ids(first))
+
+
+def test_a_completion_depends_on_its_own_seed_and_not_on_the_batch(bench: Bench) -> None:
+    load(bench, 1)
+    together = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
+    for p in (0, 5):
+        for i in (0, 3):  # child i of prompt p has seed seeds[p] + i
+            alone = bench.generator.sample([bench.prompts[p]], 1, [seeds(bench.prompts, 4)[p] + i], HOT)
+            assert ids(alone)[0][0] == ids(together)[p][i]
+
+
+def test_stopped_completions_end_with_the_end_token_and_truncated_ones_do_not(bench: Bench) -> None:
+    load(bench, 9)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    end = tokenizer.eos_token_id
+    groups = bench.generator.sample(bench.prompts, 8, seeds(bench.prompts, 8), Sampling(max_tokens=40, temperature=1.5))
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    assert {completion.finish_reason for completion in completions} == set(FinishReason)
+    for completion in completions:
+        stopped = completion.finish_reason == FinishReason.stop
+        assert (completion.token_ids[-1] == end) == stopped
+        assert end not in completion.token_ids[:-1]
+        assert stopped or len(completion.token_ids) == 40
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        assert tokenizer.eos_token not in completion.text
+
+
+def test_at_temperature_0_all_siblings_are_the_most_likely_completion(bench: Bench) -> None:
+    load(bench, 1)
+    greedy = Sampling(max_tokens=8, temperature=0.0)
+    groups = bench.generator.sample(bench.prompts[:2], 3, [0, 3], greedy)
+    for group in groups:
+        row = list(group.prompt.token_ids)
+        for _ in group.rollouts[0].completion.token_ids:
+            with torch.no_grad():
+                row.append(int(bench.trainer.model(torch.tensor([row])).logits[0, -1].argmax()))
+        assert [rollout.completion for rollout in group.rollouts] == [group.rollouts[0].completion] * 3
+        assert list(group.rollouts[0].completion.token_ids) == row[len(group.prompt.token_ids) :]
+    assert bench.trainer.gap(groups, 1.0) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.005, "max_tokens": 8}, "not at 0.005"),
+        ({"temperature": 1.0, "max_tokens": 217}, r"p0: 40 tokens and 217 to come; .* 256 together"),
+    ],
+)
+def test_requests_the_engine_would_quietly_change_are_refused(
+    bench: Bench, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), Sampling(**changes))
+
+
+def test_an_adapter_the_engine_cannot_hold_is_refused_and_the_old_one_stays(bench: Bench) -> None:
+    load(bench, 1)
+    adapter = bench.trainer.adapter(1)
+    with pytest.raises(UserError, match=r"^generation\.engine: vLLM refuses the adapter: .*DoRA"):
+        bench.generator.load(Adapter(version=2, weights=adapter.weights, config={**adapter.config, "use_dora": True}))
+    groups = bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), HOT)
+    assert groups[0].rollouts[0].policy_version == 1
+    assert bench.trainer.gap(groups, 1.0) < TOLERANCE
+
+
+def test_an_interrupted_call_leaves_nothing_for_the_next_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(bench, 1)
+    expected = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+    engine = bench.generator._llm.llm_engine
+    steps, step = iter(range(3)), engine.step
+
+    def interrupted() -> Any:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.generator.sample(bench.prompts[3:], 8, [1, 9, 17], HOT)
+    monkeypatch.undo()
+    assert ids(bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)) == ids(expected)
+
+
+def test_sleep_is_harmless_on_a_cpu(bench: Bench) -> None:
+    load(bench, 1)
+    bench.generator.sleep()
+    bench.generator.wake()
+    assert bench.trainer.gap(bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), HOT), 1.0) < TOLERANCE
+
+
+def test_ctrl_c_reaches_the_program_and_a_kill_leaves_no_process(bench: Bench, tmp_path: Path) -> None:
+    files = AdapterFiles(tmp_path)
+    folder = files.write(bench.trainer.adapter(1))
+    script = Path(__file__).parent / "vllm_holder.py"
+    command = [sys.executable, str(script), str(MODEL), str(folder)]
+    pipe, root = subprocess.PIPE, str(Path(rlft.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    process = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True, bufsize=1
+    )
+    try:
+        assert process.stdout is not None
+        facts = json.loads(process.stdout.readline())
+        assert facts["stage"] == "ready"
+        assert session_of(process.pid) == {process.pid}
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert json.loads(process.stdout.readline()) == {"stage": "interrupted"}
+        assert json.loads(process.stdout.readline()) == {"stage": "still working", "completions": 2}
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+    assert session_of(process.pid) == set()
+    left = Path(facts["folders"][0])
+    assert left.exists()  # kill -9 gives nobody a chance to clean up, so the next engine does
+    remove_abandoned(left.parent)
+    assert not left.exists()
+    files.close()
+
+
+def test_closing_ends_the_engine_and_leaves_no_process_and_no_folder(bench: Bench) -> None:
+    load(bench, 1)
+    root = bench.generator._files.root
+    assert root.exists()
+    bench.generator.close()
+    bench.generator.close()
+    assert psutil.Process().children(recursive=True) == []
+    assert not root.exists()
+    with pytest.raises(ValueError, match="closed"):
+        bench.generator.score([[5, 6, 7]])
+
+
+def test_another_engine_can_be_started_after_the_first_is_closed(bench: Bench) -> None:
+    bench.generator.close()
+    second = new_generator()
+    try:
+        second.load(bench.trainer.adapter(2))
+        groups = second.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+        assert bench.trainer.gap(groups, 1.0) < TOLERANCE
+    finally:
+        second.close()
+    assert vllm_generation.available()
+
+
+def session_of(leader: int) -> set[int]:
+    """Processes of the session that `leader` was started in, zombies left out."""
+    found = set()
+    for process in psutil.process_iter(["pid", "status"]):
+        try:
+            if os.getsid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+        except ProcessLookupError:
+            continue
+    return found

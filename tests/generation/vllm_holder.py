@@ -1,0 +1,52 @@
+"""Holds a vLLM engine until it is told to go; test_vllm.py interrupts it with Ctrl-C, then kills it.
+
+Usage: python vllm_holder.py <model folder> <adapter folder>. Prints a line of JSON at each stage.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from rlft.generation.vllm import VLLMGenerator
+from rlft.types import Adapter, Prompt, Sampling
+
+
+def say(stage: str, **facts: object) -> None:
+    print(json.dumps({"stage": stage, **facts}), flush=True)
+
+
+def main(model_path: str, adapter_path: str) -> None:
+    from safetensors.torch import load_file
+
+    generator = VLLMGenerator(
+        model_path=model_path,
+        dtype="float32",
+        trust_remote_code=False,
+        revision=None,
+        quantization=None,
+        max_lora_rank=8,
+        max_sequence_tokens=256,
+        max_num_seqs=64,
+        gpu_memory_utilization=0.3,
+        sleep=False,
+        enforce_eager=True,
+        seed=0,
+    )
+    weights = load_file(Path(adapter_path) / "adapter_model.safetensors")
+    config = json.loads((Path(adapter_path) / "adapter_config.json").read_text())
+    generator.load(Adapter(version=0, weights=weights, config=config))
+    prompts = [Prompt(id=str(i), messages=(), answer="", token_ids=(5, 6, 7, i)) for i in range(10, 40)]
+    say("ready", pid=os.getpid(), folders=[str(generator._files.root)])
+    try:
+        while True:
+            generator.sample(prompts, 8, range(0, 8 * len(prompts), 8), Sampling(max_tokens=64, temperature=1.0))
+    except KeyboardInterrupt:
+        say("interrupted")
+    groups = generator.sample(prompts[:1], 2, [3], Sampling(max_tokens=8, temperature=1.0))
+    say("still working", completions=len(groups[0].rollouts))
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

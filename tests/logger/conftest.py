@@ -1,0 +1,58 @@
+"""Runs, steps and evaluations made up for the loggers' tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlft.types import Completion, Evaluation, FinishReason, Group, Prompt, Rollout, RunInfo, StepRecord
+
+
+def rollout(name: str, text: str, version: int | None = 0) -> Rollout:
+    prompt = Prompt(id=name, messages=({"role": "user", "content": f"What is {name}?"},), answer="3")
+    completion = Completion(text=text, token_ids=(5, 6), logprobs=(-0.5, -0.25), finish_reason=FinishReason.stop)
+    return Rollout(prompt=prompt, completion=completion, policy_version=version)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., RunInfo]:
+    def make(step: int = 0, steps: int = 6, folder: Path = tmp_path / "run") -> RunInfo:
+        sizes = [("prompts per step", "2", "prompts sampled in a step"), ("engine", "scripted", "as asked")]
+        return RunInfo(folder=folder, name="tiny", config={"seed": 0}, step=step, steps=steps, sizes=sizes)
+
+    return make
+
+
+@pytest.fixture
+def make_step() -> Callable[..., StepRecord]:
+    """A step of one prompt with two completions; `text` is the first one's. Keywords are metrics, `__` for `/`."""
+
+    def make(step: int, text: str = "2", rewards: tuple[float, ...] = (0.0, 1.0), **metrics: float) -> StepRecord:
+        rollouts = tuple(rollout("1+2", t, step - 1) for t in (text, *["3"] * (len(rewards) - 1)))
+        return StepRecord(
+            step=step,
+            metrics={name.replace("__", "/"): value for name, value in metrics.items()} or {"reward/mean": 0.5 + step},
+            groups=[Group(prompt=rollouts[0].prompt, rollouts=rollouts)],
+            rewards={"exact_match": [list(rewards)], "custom": [[0.25] * len(rewards)]},
+            total_rewards=[list(rewards)],
+            advantages=[[-1.0, 1.0, *[0.0] * (len(rewards) - 2)][: len(rewards)]],
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_evaluation() -> Callable[..., Evaluation]:
+    def make(step: int, accuracy: float = 0.5, texts: tuple[str, ...] = ("3", "4")) -> Evaluation:
+        examples = tuple(rollout(f"1+2+{i}*0", text, step) for i, text in enumerate(texts))
+        scores = tuple(float(text.endswith("3")) for text in texts)
+        return Evaluation(
+            step=step,
+            accuracy=accuracy,
+            accuracy_se=0.01,
+            metrics={"eval/pass@4": 0.75, "eval/exact_match": accuracy},
+            examples=examples,
+            example_scores=scores,
+        )
+
+    return make

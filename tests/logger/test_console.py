@@ -1,0 +1,205 @@
+"""The live view in a real pseudo-terminal, and plain lines in a pipe."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from rlft.logger.console import Console, Progress, step_line
+from rlft.logger.text import UNICODE
+
+ROOT = Path(__file__).parents[2]
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+NASTY = "[bold]x[/bold] :smile: \x1b[2J\u202e 答"
+
+RUN = """
+import sys, time
+from pathlib import Path
+from rlft.logger.console import Console
+from rlft.types import Evaluation, RunInfo, StepRecord
+sizes = [("prompts per step", "2", "prompts sampled in a step"), ("engine", "scripted", "as asked " * 12)]
+console = Console(live=True, plain_seconds=float(sys.argv[1]) if sys.argv[1] != "slow" else 0.0)
+console.start(RunInfo(folder=Path("runs/x"), name="tiny", config={}, step=0, steps=4, sizes=sizes))
+for step in range(1, 5):
+    for stage in ("sample", "update"):
+        console.stage(stage)
+        time.sleep(0.3 if step == 1 and sys.argv[1:] == ["slow"] else 0.01)
+    metrics = {"reward/mean": step / 4, "reward/exact": 0.5, "length/mean": 41.0, "length/truncated_fraction": 0.1,
+               "tokens/completion": 1000.0, "time/step": 0.5, "time/sample": 0.3, "time/update": 0.2}
+    console.step(StepRecord(step=step, metrics=metrics, groups=[], rewards={}, total_rewards=[], advantages=[]))
+    if step == 2:
+        console.note(%r)
+    if step == 3:
+        print("printed by someone else")
+    if step %% 2 == 0:
+        console.evaluation(Evaluation(step=step, accuracy=step / 8, accuracy_se=0.02, metrics={}, examples=()))
+console.finish(%r)
+"""
+
+
+def environment(**changes):
+    hidden = {"NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "PYTHONIOENCODING"}
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PYTHONUTF8": "1"} | changes
+
+
+def on_terminal(columns, **variables):
+    """Everything a terminal of that width is sent; the first stages are slow enough to be seen."""
+    command = ["-c", RUN % (NASTY, "finished"), "slow"]
+    child = pexpect.spawn(
+        sys.executable, command, env=environment(**variables), dimensions=(40, columns), encoding="utf-8", timeout=30
+    )
+    sent = child.read()
+    child.close()
+    assert child.exitstatus == 0, sent
+    return sent
+
+
+def in_pipe(seconds="0", status="finished", **variables):
+    command = [sys.executable, "-c", RUN % (NASTY, status), seconds]
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, timeout=30, check=True)
+    assert done.stderr == b""
+    return done.stdout.decode("utf-8")
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    return on_terminal(60, NO_COLOR="1")
+
+
+def test_the_live_view_shows_where_the_run_is(narrow):
+    text = ESCAPE.sub("", narrow)
+    for words in ("step 4/4", "ETA", "reward", "0.250 → 1.000", "0.250 → 0.500", "41 tokens, 10% truncated"):
+        assert words in text
+    assert "2,000 tokens/s, 0.50 s/step" in text  # 1000 completion tokens in half a second
+    assert "sample 0.30  update 0.20" in text
+    assert {line.split()[2] for line in text.splitlines() if line.startswith("│ now")} >= {
+        "sample",
+        "update",
+        "finished",
+    }
+
+
+def test_the_live_view_fits_sixty_columns(narrow):
+    lines = ESCAPE.sub("", narrow).replace("\r", "\n").split("\n")
+    assert max(map(len, lines)) <= 60
+    assert "\x1b[?7l" not in narrow  # nothing relies on cutting by the terminal
+
+
+def test_the_view_moves_only_within_its_own_lines_and_gives_the_cursor_back(narrow):
+    codes = set(ESCAPE.findall(narrow))
+    assert codes <= {
+        "\x1b[1A",
+        "\x1b[2K",
+        "\x1b[?25l",
+        "\x1b[?25h",
+        "\x1b[0m",
+        "\x1b[1m",
+        "\x1b[2m",
+    }  # no clear, no blink
+    assert narrow.rindex("\x1b[?25h") > narrow.rindex("\x1b[?25l")
+
+
+def test_no_color_is_respected_and_colour_used_without_it(narrow):
+    assert not re.search(r"\x1b\[3\d", narrow)
+    assert re.search(r"\x1b\[3\d", on_terminal(100))
+
+
+def test_notes_are_shown_as_text_once_and_stay(narrow):
+    text = ESCAPE.sub("", narrow)
+    assert text.count("note: [bold]x[/bold] :smile:") == 1
+    assert r"\x1b[2J\u202e" in text
+    assert "\x1b[2J" not in narrow
+    assert text.count("printed by someone else") == 1
+
+
+def test_a_pipe_gets_plain_lines_with_the_table_first():
+    lines = in_pipe().splitlines()
+    assert lines[0] == "tiny in runs/x"
+    assert lines[1].split() == ["prompts", "per", "step", "2", "prompts", "sampled", "in", "a", "step"]
+    steps = [line for line in lines if re.match(r"step \d/4", line)]
+    assert len(steps) == 4
+    assert re.fullmatch(
+        r"step 4/4  reward 1\.000  accuracy 0\.250  length 41  2,000 tokens/s  0\.50 s/step  elapsed 0:0\d  ETA 0:00",
+        steps[-1],
+    )
+    assert "step 4: held-out accuracy 0.500 ± 0.020 (step 2: 0.250)" in lines
+    assert r"note: [bold]x[/bold] :smile: \x1b[2J\u202e 答" in lines
+    assert lines[-1].startswith("finished 4 steps in 0:0")
+
+
+def test_a_pipe_gets_no_escape_sequences_even_when_colour_is_forced():
+    assert "\x1b[1A" not in in_pipe(FORCE_COLOR="1")
+    assert "\x1b" not in in_pipe()
+
+
+def test_long_runs_do_not_flood_a_pipe():
+    steps = [line for line in in_pipe("60").splitlines() if re.match(r"step \d/4", line)]
+    assert [line[:8] for line in steps] == ["step 1/4", "step 4/4"]
+
+
+def test_a_stream_without_unicode_gets_ascii():
+    output = in_pipe(PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+    assert output.isascii()
+    assert r"\x1b[2J\u202e \u7b54" in output
+    assert "0.500 +- 0.020" in output
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    sent = on_terminal(80, TERM="dumb")
+    assert "\x1b" not in sent
+    assert "\nstep 1/4  reward 0.250" in sent
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("interrupted", "interrupted after step 4 of 4"),
+        ("loss is \x1b[31mNaN", r"stopped after step 4 of 4, 0:00: loss is \x1b"),
+    ],
+)
+def test_the_last_line_says_how_it_ended(status, words):
+    assert words in in_pipe(status=status).splitlines()[-1]
+
+
+def test_the_eta_follows_the_pace_of_the_last_steps(make_run, make_step, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = Progress(make_run(steps=50), UNICODE)
+    assert progress.eta() == "-:--"
+    progress.stage("evaluate")
+    now[0] = 110.0  # a slow start is no step
+    progress.stage("sample")
+    for step in range(1, 31):
+        now[0] += 9.0 if step <= 10 else 2.0
+        progress.step(make_step(step))
+        progress.stage("sample")
+    # the last 20 steps took 2 s each: 20 more take 40 s
+    assert progress.seconds_left() == pytest.approx(40.0, abs=1e-9)
+    now[0] += 1.5
+    assert progress.seconds_left() == pytest.approx(38.5, abs=1e-9)
+
+
+def test_a_resumed_run_counts_on_from_its_step(make_run, make_step, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = Progress(make_run(step=40, steps=50), UNICODE)
+    progress.stage("sample")
+    now[0] = 2.0
+    progress.stage("update")
+    now[0] = 3.0
+    progress.step(make_step(41))
+    assert progress.seconds_left() == pytest.approx(27.0, abs=1e-9)  # one step took 3 s, nine are left
+    assert step_line(progress) == "step 41/50  reward 41.500  elapsed 0:03  ETA 0:27"
+
+
+def test_finish_before_start_does_no_harm(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    Console(live=True, plain_seconds=0.0).finish("failed early")
+    assert sys.stdout.getvalue() == ""

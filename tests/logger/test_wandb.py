@@ -1,0 +1,157 @@
+"""Weights & Biases offline, without an account and without a network."""
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from rlft.logger.wandb import Wandb, WandbMode, choose_mode, has_account, run_id
+from rlft.types import UserError
+
+KEYS = {"project": "rlft", "entity": None, "init_seconds": 30.0, "finish_seconds": 5.0}
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+
+
+def test_importing_the_logger_does_not_import_the_library():
+    import subprocess
+
+    code = "import sys, rlft.logger.wandb; assert 'wandb' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["nothing", "a folder called wandb"])
+def test_wandb_that_is_not_installed_is_refused_with_the_remedy(spec, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(UserError, match=r"^logger.wandb: .*not installed; pip install 'rlft\[wandb\]'"):
+        Wandb(mode=WandbMode.auto, **KEYS)
+
+
+def test_a_resumed_run_continues_its_run_id_offline(make_run, make_step, make_evaluation, capfd):
+    for first, last in ((0, 2), (2, 3)):
+        logger = Wandb(mode=WandbMode.auto, **KEYS)
+        logger.start(make_run(step=first))
+        assert logger.run.settings.console == "off"  # the live view's stream stays ours
+        logger.evaluation(make_evaluation(first))
+        for step in range(first + 1, last + 1):
+            logger.step(make_step(step, loss__total=float("nan")))
+        logger.finish("interrupted" if last == 2 else "finished")
+    folder = make_run().folder
+    identity = (folder / "wandb_id.txt").read_text().strip()
+    parts = list((folder / "wandb").glob("offline-run-*"))
+    assert len(parts) == 2
+    assert all((part / f"run-{identity}.wandb").stat().st_size > 0 for part in parts)
+    captured = capfd.readouterr()
+    told = captured.err.splitlines()
+    assert len(told) == 2
+    assert all(line.startswith("wandb: offline, no account is set up; upload with `wandb sync ") for line in told)
+    assert captured.out == ""
+
+
+class Service:
+    """Stands in for a run whose service is gone."""
+
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def log(self, metrics, step):
+        self.calls += 1
+        raise self.error
+
+    def finish(self, exit_code):
+        raise self.error
+
+
+def errors():
+    import wandb
+
+    return [wandb.Error("service down"), ConnectionResetError("Connection lost")]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_failing_service_is_told_once_and_stops_nothing(index, make_step, capsys):
+    logger = Wandb(mode=WandbMode.offline, **KEYS)
+    logger.run = service = Service(errors()[index])
+    for step in (1, 2, 3):
+        logger.step(make_step(step))
+    logger.finish("finished")
+    assert service.calls == 1
+    assert capsys.readouterr().err.count("wandb: stopped logging at step 1") == 1
+
+
+def test_an_error_at_the_end_stops_nothing(capsys):
+    logger = Wandb(mode=WandbMode.offline, **KEYS)
+    logger.run = Service(errors()[0])
+    logger.finish("finished")
+    assert "could not close the run" in capsys.readouterr().err
+
+
+def test_a_bug_of_ours_is_not_swallowed(make_step):
+    logger = Wandb(mode=WandbMode.offline, **KEYS)
+    logger.run = Service(TypeError("wrong argument"))
+    with pytest.raises(TypeError):
+        logger.step(make_step(1))
+
+
+def test_online_that_does_not_work_goes_on_offline(make_run, monkeypatch, capsys):
+    import wandb
+
+    tried = []
+
+    class Opened:
+        dir, url = "x/wandb/offline-run/files", None
+
+    def init(mode, **keys):
+        tried.append((mode, keys["id"], keys["resume"]))
+        if mode == "online":
+            raise wandb.errors.CommError("no route")
+        return Opened()
+
+    monkeypatch.setattr(wandb, "init", init)
+    logger = Wandb(mode=WandbMode.online, **KEYS)
+    logger.start(make_run())
+    identity = run_id(make_run().folder)
+    assert tried == [("online", identity, "allow"), ("offline", identity, None)]
+    assert "could not start online (no route)" in capsys.readouterr().err
+
+
+def test_wandb_that_cannot_start_at_all_lets_the_run_go_on(make_run, make_step, monkeypatch, capsys):
+    import wandb
+
+    def init(**keys):
+        raise wandb.Error("broken")
+
+    monkeypatch.setattr(wandb, "init", init)
+    logger = Wandb(mode=WandbMode.offline, **KEYS)
+    logger.start(make_run())
+    logger.step(make_step(1))
+    logger.finish("finished")
+    assert capsys.readouterr().err == "wandb: could not start offline (broken)\nwandb: going on without it\n"
+
+
+def test_the_mode_follows_the_key_then_the_environment_then_the_account():
+    account = {"WANDB_API_KEY": "x" * 40}
+    assert choose_mode(WandbMode.offline, account) == ("offline", "logger.wandb.mode=offline")
+    assert choose_mode(WandbMode.auto, account | {"WANDB_MODE": "disabled"}) == ("disabled", "WANDB_MODE=disabled")
+    assert choose_mode(WandbMode.auto, account) == ("online", "an account is set up")
+    assert choose_mode(WandbMode.auto, {"NETRC": "/nowhere"}) == ("offline", "no account is set up")
+
+
+def test_an_account_is_found_where_wandb_login_puts_it(tmp_path):
+    path = tmp_path / "netrc"
+    assert not has_account({"NETRC": str(path)})
+    path.write_text("machine elsewhere.example login user password secret\n")
+    path.chmod(0o600)
+    assert not has_account({"NETRC": str(path)})
+    path.write_text("machine api.wandb.ai login user password secret\n")
+    assert has_account({"NETRC": str(path)})
+    assert not has_account({"NETRC": str(path), "WANDB_BASE_URL": "https://wandb.example:8080"})
+    path.write_text("no netrc at all\n")  # broken: as good as none
+    assert not has_account({"NETRC": str(path)})

@@ -1,0 +1,54 @@
+import math
+
+import pytest
+import torch
+
+from rlft.ops.mismatch import Mismatch, mismatch_correction
+
+# The trainer finds the sampled tokens 4, 1 and 0.25 times as likely as the generator did (geometric mean 1), and in the
+# second row 4, 4 times (geometric mean 4). Junk outside the mask.
+SAMPLED = torch.tensor([[-3.0, -3.0, -3.0], [-3.0, -3.0, 9.0]], dtype=torch.float64)
+OLD = SAMPLED + torch.tensor([[4.0, 1.0, 0.25], [4.0, 4.0, 1e6]], dtype=torch.float64).log()
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+
+
+def correct(mode, old=OLD, sampled=SAMPLED, mask=MASK):
+    return mismatch_correction(old, sampled, mask, mode, low=0.5, high=2.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weight", "dropped", "capped"),
+    [
+        (Mismatch.off, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        (Mismatch.token_truncate, [2, 1, 0.25, 2, 2], [0, 0, 0, 0, 0], [1, 0, 0, 1, 1]),
+        (Mismatch.token_mask, [0, 1, 0, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]),
+        (Mismatch.sequence_truncate, [1, 1, 1, 2, 2], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]),
+        (Mismatch.sequence_mask, [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
+    ],
+)
+def test_weights_by_hand(mode, weight, dropped, capped):
+    correction = correct(mode)
+    assert correction.weight[MASK].tolist() == pytest.approx(weight, abs=1e-12)
+    assert correction.dropped[MASK].tolist() == dropped
+    assert correction.capped[MASK].tolist() == capped
+    assert not correction.dropped[~MASK].any()
+    assert not correction.capped[~MASK].any()
+
+
+def test_a_kept_weight_inside_the_bounds_is_not_rounded_to_1():
+    old = SAMPLED + math.log(1.5)
+    for mode in (Mismatch.token_mask, Mismatch.sequence_mask, Mismatch.token_truncate, Mismatch.sequence_truncate):
+        assert correct(mode, old=old).weight[MASK].tolist() == pytest.approx([1.5] * 5, abs=1e-12)
+
+
+def test_a_long_row_with_a_small_gap_on_every_token_is_not_dropped_by_the_sequence_modes():
+    # 0.01 nat on each of 1000 tokens: the product is e^10 = 22026, the geometric mean e^0.01 = 1.01005.
+    sampled = torch.full((1, 1000), -1.0, dtype=torch.float64)
+    correction = correct(Mismatch.sequence_mask, sampled + 0.01, sampled, torch.ones(1, 1000, dtype=torch.bool))
+    assert not correction.dropped.any()
+    assert correction.weight[0, 0].item() == pytest.approx(math.exp(0.01), abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", Mismatch)
+def test_no_gradient_flows_through_the_weight(mode):
+    assert not correct(mode, old=OLD.clone().requires_grad_()).weight.requires_grad

@@ -1,0 +1,97 @@
+import doctest
+import importlib
+import time
+
+import pytest
+
+from rlft.reward.answer import AnswerIn, AnswerKeys, Which
+from rlft.types import UserError
+
+
+def keys(answer_in=AnswerIn.tag, tag="answer", pattern=None, which=Which.only) -> AnswerKeys:
+    return AnswerKeys(answer_in=answer_in, tag=tag, pattern=pattern, which=which)
+
+
+@pytest.mark.parametrize("module", ["answer", "exact_match", "format", "math", "scorer", "spec", "worker"])
+def test_the_examples_in_the_docstrings_hold(module):
+    result = doctest.testmod(importlib.import_module(f"rlft.reward.{module}"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "only", "last"),
+    [
+        ("<think>8 + 10</think><answer>18</answer>", "18", "18"),
+        ("<answer>\n 18 </answer> and more", "18", "18"),
+        ("<answer>17</answer><answer>18</answer>", None, "18"),
+        ("<answer>18</answer>" * 50, None, "18"),
+        ("<answer>17 <answer>18</answer>", None, "18"),
+        ("<answer>18</answer></answer>", None, "18"),
+        ("<answer>18</answer><answer>", None, "18"),
+        ("<answer>18", None, None),
+        ("</answer>18<answer>", None, None),
+        ("<answer></answer>", None, None),
+        ("<answer> \n </answer>", None, None),
+        ("<ANSWER>18</ANSWER>", None, None),
+        ("< answer >18</ answer >", None, None),
+        ("<answer>" + "1" * 3000 + "</answer>", None, None),
+        ("18", None, None),
+        ("", None, None),
+    ],
+)
+def test_a_tag_gives_one_answer_or_none(text, only, last):
+    assert keys(which=Which.only).extract(text) == only
+    assert keys(which=Which.last).extract(text) == last
+
+
+@pytest.mark.parametrize(
+    ("text", "only", "last"),
+    [
+        (r"so \boxed{18}", "18", "18"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"\boxed{17} or \boxed{18}", None, "18"),
+        (r"\boxed{18", None, None),
+        ("boxed{18}", None, None),
+    ],
+)
+def test_a_box_gives_one_answer_or_none(text, only, last):
+    assert keys(AnswerIn.boxed, which=Which.only).extract(text) == only
+    assert keys(AnswerIn.boxed, which=Which.last).extract(text) == last
+
+
+@pytest.mark.parametrize(
+    ("text", "only", "last"),
+    [
+        ("48 / 2 = 24\n#### 72", "72", "72"),
+        ("#### 17\n#### 18\n", None, "18"),
+        ("the sign #### 18", None, None),
+        ("####", None, None),
+    ],
+)
+def test_hashes_give_the_rest_of_their_line(text, only, last):
+    assert keys(AnswerIn.hashes, which=Which.only).extract(text) == only
+    assert keys(AnswerIn.hashes, which=Which.last).extract(text) == last
+
+
+def test_text_and_pattern_are_the_other_places():
+    assert keys(AnswerIn.text).extract("  18\n") == "18"
+    assert keys(AnswerIn.pattern, pattern=r"Answer: ([0-9]+)").extract("Answer: 18.") == "18"
+    assert keys(AnswerIn.pattern, pattern=r"Answer: ([0-9]+)").extract("Answer: 17. Answer: 18.") is None
+
+
+@pytest.mark.parametrize("pattern", [None, "[0-9]+", "(unclosed"])
+def test_a_pattern_without_a_group_is_refused(pattern):
+    with pytest.raises(UserError, match="pattern"):
+        keys(AnswerIn.pattern, pattern=pattern)
+
+
+@pytest.mark.parametrize("answer_in", [AnswerIn.tag, AnswerIn.boxed, AnswerIn.hashes, AnswerIn.text])
+@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<answer></answer>", r"\boxed{", "#### ", "####\n", "{", "9", "\n"])
+def test_a_million_characters_take_no_time(answer_in, piece):
+    # A quadratic search would need about 1e10 steps, minutes; a linear one stays far under a second.
+    text = piece * (1_000_000 // len(piece))
+    start = time.monotonic()
+    for which in Which:
+        keys(answer_in, which=which).extract(text)
+    assert time.monotonic() - start < 2

@@ -1,0 +1,86 @@
+import pytest
+
+from rlft.reward.answer import AnswerIn, Which
+from rlft.reward.exact_match import ExactMatch
+
+
+def exact_match(**keys) -> ExactMatch:
+    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
+    return ExactMatch(**{**defaults, "numeric": True, "ignore_case": False, **keys})
+
+
+# What counts as the answer when the reference is a number: the number itself, plainly written, and nothing beside it.
+VERDICTS = [
+    ("18", "18", True, "the answer"),
+    (" 18\n", "18", True, "white space around it"),
+    ("1,000", "1000", True, "thousands separated"),
+    ("1000", "1,000", True, "in the reference too"),
+    ("1,234,567.50", "1234567.5", True, "and with decimals"),
+    ("18.0", "18", True, "trailing zeros"),
+    ("+18", "18", True, "a sign"),
+    ("018", "18", True, "leading zeros"),
+    ("-0", "0", True, "minus zero"),
+    (".5", "0.5", True, "no digit before the point"),
+    ("1,00", "100", False, "separator in the wrong place"),
+    ("10,00", "1000", False, "separator in the wrong place"),
+    ("1 000", "1000", False, "a space is no separator"),
+    ("1_000", "1000", False, "Python's separator"),
+    ("1e3", "1000", False, "scientific notation: exact_match wants a plain number"),
+    ("1e999999999", "1000", False, "an exponent that would be expensive"),
+    ("18 apples", "18", False, "a unit"),
+    ("$18", "18", False, "a currency"),
+    ("18%", "18", False, "a percent sign"),
+    ("18.", "18", False, "a full stop"),
+    ("17, 18", "18", False, "two answers"),
+    ("17 or 18", "18", False, "two answers"),
+    ("18 18", "18", False, "the answer twice"),
+    ("8+10", "18", False, "a sum still to be done"),
+    ("36/2", "18", False, "a quotient still to be done"),
+    ("0x12", "18", False, "hexadecimal"),
+    ("１８", "18", False, "full-width digits"),
+    ("١٨", "18", False, "Arabic-Indic digits"),
+    ("−18", "-18", False, "a typographic minus"),
+    ("--18", "18", False, "two signs"),
+    ("18.000001", "18", False, "almost"),
+    ("nan", "nan", True, "text that is equal is equal"),
+    ("inf", "18", False, "no number"),
+    ("1" * 500, "18", False, "absurdly long"),
+]
+
+
+@pytest.mark.parametrize(("answer", "reference", "right", "why"), VERDICTS)
+def test_verdicts_on_numbers(group, answer, reference, right, why):
+    scores = exact_match()(group([f"<think>hm</think><answer>{answer}</answer>"], answer=reference))
+    assert scores == [float(right)], why
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("<answer>18</answer>", True),
+        ("<answer>17</answer><answer>18</answer>", False),
+        ("<answer>18</answer>" * 50, False),
+        ("18", False),
+        ("<think>18</think>", False),
+        ("<answer>18", False),
+        ("", False),
+    ],
+)
+def test_verdicts_on_where_the_answer_stands(group, text, right):
+    assert exact_match()(group([text])) == [float(right)]
+
+
+def test_numbers_are_text_where_they_are_not_compared_by_value(group):
+    texts = ["<answer>18</answer>", "<answer>18.0</answer>"]
+    assert exact_match(numeric=False)(group(texts)) == [1.0, 0.0]
+
+
+def test_words_are_compared_with_runs_of_space_as_one(group):
+    texts = ["<answer>New \n York</answer>", "<answer>new york</answer>", "<answer>NewYork</answer>"]
+    assert exact_match()(group(texts, answer="New York")) == [1.0, 0.0, 0.0]
+    assert exact_match(ignore_case=True)(group(texts, answer="New York")) == [1.0, 1.0, 0.0]
+
+
+def test_a_prompt_without_an_answer_is_an_error_not_a_zero(group):
+    with pytest.raises(ValueError, match="'p0' has no reference answer"):
+        exact_match()(group(["<answer></answer>"], answer=" "))
