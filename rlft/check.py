@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlft.config import RunConfig
-from rlft.types import UserError
+from rlft.reward.spec import RewardSpec, locate
+from rlft.types import Prompt, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -150,6 +152,16 @@ def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
             got=config.generation.max_tokens,
             remedy=f"use at most {max(0, context - config.prompts.max_tokens)}, or lower prompts.max_tokens",
         )
+
+
+def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
+    """A reward that reads the prompt's metadata (its `needs_metadata`) must find it there."""
+    for name, spec in rewards.items():
+        needed = getattr(locate(spec.target, f"reward.{name}"), "needs_metadata", None)
+        if needed is not None and needed not in prompt.metadata:
+            raise UserError(
+                f"reward.{name}", f"scores prompts of data={needed} only", got=f"prompt {prompt.id}", remedy=f"use data={needed}, or another reward"
+            )
 
 
 def choose_engine(config: RunConfig) -> tuple[str, str]:

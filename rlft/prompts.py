@@ -97,7 +97,7 @@ def prompts_for_step(num_prompts: int, prompts_per_step: int, seed: int, step: i
     A pure function of its arguments: a resumed run needs no other cursor than its step.
 
     >>> prompts_for_step(4, 2, seed=0, step=0), prompts_for_step(4, 2, seed=0, step=1)
-    ([2, 3], [1, 0])
+    ([3, 1], [0, 2])
     """
     if num_prompts < 1 or prompts_per_step < 1 or step < 0:
         raise ValueError(

@@ -33,7 +33,7 @@ from rlft.sizes import size_rows
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
-from rlft.types import Batch, Evaluation, Generator, Group, Prompt, RunInfo, Scores, Split, StepRecord
+from rlft.types import Batch, Evaluation, Generator, Group, Logger, Prompt, RunInfo, Scores, Split, StepRecord
 
 
 class BrokenRunError(RuntimeError):
@@ -58,6 +58,7 @@ class Plan:
     engine_reason: str
     train_prompts: PromptSet
     held_out: PromptSet | None
+    loggers: tuple[Logger, ...]
     fingerprints: Mapping[str, str]
 
 
@@ -68,7 +69,7 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
         UserError: for whatever a user can mend.
     """
     config = build(plain)
-    algorithm = check_components(config)
+    algorithm, loggers = check_components(config)
     engine, reason = check.choose_engine(config)
     check.check_context(config, read_config(config.model))
     tokenizer = load_tokenizer(config.model)
@@ -78,6 +79,7 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
     held_out = None
     if config.eval.every:
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out)
+    check.check_metadata(specs(config.reward), train_prompts.prompts[0])
     return Plan(
         config=config,
         plain=plain,
@@ -86,18 +88,17 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
         engine_reason=reason,
         train_prompts=train_prompts,
         held_out=held_out,
+        loggers=loggers,
         fingerprints={"data_fingerprint": train_prompts.fingerprint, "base_fingerprint": fingerprint(config.model)},
     )
 
 
-def check_components(config: RunConfig) -> Algorithm:
-    """The algorithm, after every rule that needs neither model nor data; rewards and loggers are resolved too."""
+def check_components(config: RunConfig) -> tuple[Algorithm, tuple[Logger, ...]]:
+    """The algorithm and the loggers, after every rule that needs neither model nor data; rewards are resolved too."""
     algorithm = instantiate(config.algorithm, "algorithm")
     check.check(config, algorithm)
     specs(config.reward)
-    for name, logger in config.logger.items():
-        instantiate(logger, f"logger.{name}")
-    return algorithm
+    return algorithm, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
 
 
 class Session:
@@ -117,6 +118,8 @@ class Session:
         self.plan, self.config, self.algorithm, self.folder = plan, plan.config, plan.algorithm, folder
         self.backbone, self.roles, self.generator, self.scorer = backbone, roles, generator, scorer
         self.logger, self.interrupt, self.hints = logger, interrupt, Hints()
+        self._failures_told = 0
+        self.early_notes: list[str] = []  # said before the loggers have started
         self.optimizer = Optimizer(roles.named_parameters(), self.config.trainer)
         self.freshness = Freshness(fixed_sequences(plan.train_prompts, backbone), self._threshold, self.config.freshness.every)
 
@@ -141,7 +144,7 @@ class Session:
         """Restores the newest checkpoint of a resumed run, publishes the policy, and evaluates a new one."""
         saved = None
         if self.config.resume is not None:
-            saved = checkpoint.load_newest(runfolder.checkpoints(self.folder), self.logger_note)
+            saved = checkpoint.load_newest(runfolder.checkpoints(self.folder), self.early_notes.append)
         if saved is not None:
             self.roles.restore(saved.adapters)
             self.optimizer.restore(saved.optimizer)
@@ -176,6 +179,9 @@ class Session:
         )
         hints = self.hints.check(record)
         self.logger.step(record)
+        if self.scorer.num_failures > self._failures_told:
+            self._failures_told = self.scorer.num_failures
+            self.logger.note(f"step {step}: {self.scorer.num_failures} completions so far got a fixed score: {self.scorer.last_failure}")
         for hint in hints:
             if hint.fatal:
                 raise BrokenRunError(hint.text)
@@ -228,11 +234,8 @@ class Session:
             return self.config.freshness.threshold
         return 1e-3 if self.backbone.model.dtype == torch.float32 else 0.5
 
-    def logger_note(self, text: str) -> None:
-        self._early_notes = [*getattr(self, "_early_notes", []), text]
-
     def _notes(self, saved: Checkpoint | None) -> Iterator[str]:
-        yield from getattr(self, "_early_notes", [])
+        yield from self.early_notes
         if self.config.resume is not None:
             yield f"resumed after step {saved.step}" if saved else "resumed from the start: there was no checkpoint yet"
         for split, prompts in (("train", self.plan.train_prompts), ("held-out", self.plan.held_out)):
@@ -285,7 +288,7 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
         )
         stack.callback(roles.close)
         generator = engines.open(plan.engine, config, roles, backbone)
-        logger = Loggers(instantiate(c, f"logger.{name}") for name, c in config.logger.items())
+        logger = Loggers(plan.loggers)
         session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt)
         status = "interrupted"
         try:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ssl
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +11,8 @@ from typing import Any
 from rlft.data.jsonl import hash_split, rows, training
 from rlft.data.records import RecordKeys, Row, RowError
 from rlft.fields import PositiveFraction
+from rlft.hub import hub_answers
 from rlft.types import Prompt, Split, UserError
-
-PROBE_SECONDS = 4.0
-"""How long the hub may take to answer at all. `datasets` by itself retries for 25 s before it gives up."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub(RecordKeys):
@@ -142,32 +135,6 @@ def parquet_files(folder: Path, subset: str | None, split: str) -> list[Path]:
         if found:
             return found
     return []
-
-
-def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
-    """Whether the hub can be reached: any HTTP answer counts. A thread: a slow name server knows no limit."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    answered = threading.Event()
-
-    def probe() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=seconds).close()
-        except urllib.error.HTTPError:
-            answered.set()
-        except (OSError, ValueError) as error:
-            # A certificate that Python's own store does not know: somebody did answer, `datasets` will say more.
-            if isinstance(getattr(error, "reason", None), ssl.SSLError):
-                answered.set()
-        else:
-            answered.set()
-
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answered.is_set()
 
 
 @contextlib.contextmanager

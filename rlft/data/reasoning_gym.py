@@ -8,6 +8,7 @@ seed, which also keeps the library's imports out of this one.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import json
@@ -41,14 +42,14 @@ class ReasoningGym:
     """Questions of one task of reasoning-gym; `metadata["reasoning_gym"]` holds what its verifier needs.
 
     task: the task's name; `composite` mixes several, listed in options.datasets as {name, weight, config}.
-    options: the task's own options; `seed` and `size` are not among them.
+    options: the task's own options, None for its defaults; `seed` and `size` are not among them.
     size, held_out_size: prompts in each split; a task that has fewer distinct questions than asked is refused.
     seed: choice and order of the questions, not their split: that is decided by the question's hash.
     system_prompt: the first message, None for none. prompt_template: the user's message, {question} is the task's text.
     """
 
     task: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] | None
     size: PositiveInt
     held_out_size: PositiveInt
     seed: NonNegativeInt
@@ -61,7 +62,7 @@ class ReasoningGym:
     def load(self, split: Split) -> list[Prompt]:
         """The split's prompts; the first call makes both splits. Raises UserError."""
         check_installed("data", "reasoning_gym")
-        options = json.dumps(self.options, sort_keys=True)
+        options = json.dumps(self.options or {}, sort_keys=True)
         made = make(self.task, options, self.size, self.held_out_size, self.seed)
         return [self._prompt(number, entry) for number, entry in made[split]]
 
@@ -70,7 +71,7 @@ class ReasoningGym:
             id=f"{self.task}:{number}",
             messages=chat([{"role": "user", "content": entry["question"]}], self.system_prompt, self.prompt_template),
             answer=entry["answer"] if isinstance(entry["answer"], str) else "",
-            metadata={"reasoning_gym": {"task": self.task, "options": dict(self.options), "entry": entry}},
+            metadata={"reasoning_gym": {"task": self.task, "options": dict(self.options or {}), "entry": entry}},
         )
 
 
@@ -92,8 +93,9 @@ def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> M
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(json.dumps(request).encode())
-            child.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it died at once: told below
+                child.stdin.write(json.dumps(request).encode())
+                child.stdin.close()
             for kind, value in _received(child.stdout):
                 if kind == "refused":
                     raise UserError(value.pop("key"), value.pop("problem"), **value)

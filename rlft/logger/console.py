@@ -86,8 +86,6 @@ def print_start(terminal: Terminal, run: RunInfo) -> None:
     for row in run.sizes:
         table.add_row(*(Text(visible(str(cell))) for cell in row))
     terminal.print(table)
-    if run.step:
-        terminal.print(Text(f"resumed after step {run.step} of {run.steps}"))
 
 
 class Progress:
@@ -157,7 +155,11 @@ class Progress:
         if status == "finished":
             return f"finished {self.run.steps} steps in {duration(self.elapsed)}"
         where = f"after step {self.done} of {self.run.steps}, {duration(self.elapsed)}"
-        return f"interrupted {where}" if status == "interrupted" else f"stopped {where}: {status}"
+        return (
+            f"interrupted {where}"
+            if status == "interrupted"
+            else f"stopped {where}: {status.removeprefix('stopped: ')}"
+        )
 
 
 class PlainView:

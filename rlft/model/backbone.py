@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import rlft
+from rlft.hub import hub_answers
 from rlft.model import attention
 from rlft.model.config import ModelConfig
 from rlft.types import UserError
@@ -63,6 +64,20 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def source(config: ModelConfig) -> dict[str, Any]:
+    """Where from and with what rights transformers may load: its keyword arguments for config, tokenizer and weights.
+
+    Without a hub that answers, only its cache on this machine is looked at, instead of half a minute of retries.
+    """
+    path = resolve_path(config.path)
+    return {
+        "pretrained_model_name_or_path": path,
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": Path(path).is_dir() or not hub_answers(),
+    }
+
+
 def read_config(config: ModelConfig) -> Any:
     """The model's config.json as a transformers config; cheap, no weights. An unreachable model is a UserError."""
     path = resolve_path(config.path)
@@ -71,21 +86,20 @@ def read_config(config: ModelConfig) -> Any:
             "model.path", "there is no config.json in that folder", got=config.path, remedy="point it at a Hugging Face model folder"
         )
     try:
-        return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        return AutoConfig.from_pretrained(**source(config))
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
             "model.path",
             f"the model cannot be read ({first_line[:200]})",
             got=config.path,
-            remedy="connect to the network, or set model.path to a local model folder (and data.path to local data)",
+            remedy="connect to the network, or use local copies: model.path=<folder>, and for the data data.path=<folder or .jsonl>",
         ) from None
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    path = resolve_path(config.path)
     try:
-        return AutoTokenizer.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        return AutoTokenizer.from_pretrained(**source(config))
     except (OSError, ValueError) as error:
         raise UserError(
             "model.path",
@@ -121,11 +135,9 @@ def load_backbone(config: ModelConfig) -> Backbone:
             "device_map": {"": device},
         }
     model = AutoModelForCausalLM.from_pretrained(
-        resolve_path(config.path),
-        revision=config.revision,
+        **source(config),
         dtype=dtype,
         attn_implementation=attention.NAME if config.attn_implementation == "auto" else config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
         **extra,
     )
     if config.quantization is None:

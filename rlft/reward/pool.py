@@ -38,6 +38,7 @@ from rlft.reward.worker import (
 )
 
 START_LIMIT_S = 300.0
+MAX_FAILED_STARTS = 3  # in a row, without one that came up
 GRACE_S = 1.0  # the worker's own limit comes first, because it knows more; the pool's is for code that ignores signals
 POLL_S = 1.0
 
@@ -66,6 +67,7 @@ class WorkerPool:
     def __init__(self, specs: Sequence[RewardSpec], num_workers: int, timeout_s: float) -> None:
         self._specs, self._num_workers, self._timeout_s = tuple(specs), num_workers, timeout_s
         self._workers: list[Worker] = []
+        self._failed_starts = 0
         self._fill()
         atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
 
@@ -127,22 +129,28 @@ class WorkerPool:
             if worker.pipe.poll():
                 message = worker.pipe.recv()
                 if message == READY:
-                    worker.ready = True
+                    worker.ready, self._failed_starts = True, 0
                     return None
                 worker.task = None
                 return message
-        task, late = worker.task, worker.process.is_alive() and worker.deadline <= time.monotonic()
+        return self._bury(worker)
+
+    def _bury(self, worker: Worker) -> Reply | None:
+        """What a worker that died or is out of time leaves: the failure of the reward it was at."""
+        late = worker.process.is_alive() and worker.deadline <= time.monotonic()
         self._discard([worker])
-        how = "took too long to start" if late else f"ended {_how(worker.process.exitcode)}"
-        if task is None:
-            remedy = "see its output above; a script that scores needs an `if __name__ == '__main__'` guard"
-            raise RewardError(f"a reward worker {how} before its first task; {remedy}")
+        ended = _how(worker.process.exitcode)
+        if worker.task is None:
+            self._failed_starts += 1
+            if self._failed_starts == MAX_FAILED_STARTS:
+                what = "took too long to start" if late else f"{ended} before their first task"
+                remedy = "see their output above; a script that scores needs an `if __name__ == '__main__'` guard"
+                raise RewardError(f"{MAX_FAILED_STARTS} reward workers in a row {what}; {remedy}")
+            return None
         reward, completion = worker.progress[0], worker.progress[1]
         at = None if completion == NOWHERE else completion
-        failure = Failure(
-            cause=Cause.died, problem=f"{how.replace('ended', 'ended its worker process', 1)},", completion=at
-        )
-        return {task.rewards[max(0, reward)]: out_of_time(self._timeout_s, at) if late else failure}
+        died = Failure(cause=Cause.died, problem=f"took its worker process with it, which {ended},", completion=at)
+        return {worker.task.rewards[max(0, reward)]: out_of_time(self._timeout_s, at) if late else died}
 
     def _discard(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
@@ -213,5 +221,5 @@ def _packed(task: Task) -> bytes:
 def _how(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
         cause = ", perhaps by the system for want of memory" if exitcode == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-exitcode).name}{cause}"
-    return f"with exit code {exitcode}"
+        return f"was killed by {signal.Signals(-exitcode).name}{cause}"
+    return f"ended with exit code {exitcode}"

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from rlft.reward.answer import AnswerKeys
 from rlft.types import Group, Prompt, UserError
@@ -19,6 +19,9 @@ from rlft.types import Group, Prompt, UserError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym(AnswerKeys):
     """The verifier's score of each completion; 0.0 without an answer. The keys say where it stands (AnswerKeys)."""
+
+    needs_metadata: ClassVar[str] = "reasoning_gym"
+    """The key that every prompt's metadata must hold, so that other data can be refused before the run starts."""
 
     def start(self) -> None:
         """Loads the library, a second or two, before any time limit runs."""
@@ -44,14 +47,14 @@ def score(verifier: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
 
 
 def _task(prompt: Prompt) -> Mapping[str, Any]:
-    if "reasoning_gym" not in prompt.metadata:
+    if ReasoningGym.needs_metadata not in prompt.metadata:
         raise UserError(
             "reward",
             "the verifiers of reasoning-gym know only its own questions",
             got="reasoning_gym",
             remedy="set data=reasoning_gym",
         )
-    return prompt.metadata["reasoning_gym"]
+    return prompt.metadata[ReasoningGym.needs_metadata]
 
 
 @lru_cache(maxsize=16)

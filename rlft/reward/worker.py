@@ -46,8 +46,8 @@ class Cause(StrEnum):
 class Failure:
     """A reward that failed on a group.
 
-    problem: a phrase for the user, such as "raised ValueError: ...". completion: index of the completion it was at, a
-    first guess, or None. scores: for a reward that returned, its scores, None where one is unusable.
+    problem: a phrase for the user, such as "raised ValueError: ...". completion: index of the completion it looked at
+    last, which need not be the one at fault, or None. scores: for a reward that returned, its scores, None where one is unusable.
     """
 
     cause: Cause
@@ -192,7 +192,6 @@ class WatchedRollouts(tuple[Rollout, ...]):
         for index, rollout in enumerate(super().__iter__()):
             self.progress[1] = index
             yield rollout
-        self.progress[1] = NOWHERE  # whoever collects the texts first and scores them later is at none of them
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):

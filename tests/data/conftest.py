@@ -12,7 +12,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def make_data() -> Make:
-    """make_data("gsm8k", path="x"): the component of configs/data/gsm8k.yaml with these keys overridden."""
+    """Makes the component of configs/data/<name>.yaml with some keys overridden."""
 
     def make(name: str, **overrides: Any) -> Any:
         keys = yaml.safe_load((config_folder() / "data" / f"{name}.yaml").read_text())

@@ -35,9 +35,9 @@ def test_answers_are_right_and_never_negative() -> None:
 
 def test_the_split_of_a_problem_is_fixed() -> None:
     # The embedded model was trained on the training side: moving the boundary would leak held-out problems into it.
-    # sha256("16+98") starts with 0x08 = 8 < 25.6; sha256("12+34") with 0x75 = 117.
-    assert split_of(16, "+", 98) is Split.held_out
-    assert split_of(12, "+", 34) is Split.train
+    # The first byte of sha256("12+59") is 25 < 0.1 * 256 = 25.6, that of sha256("12+83") is 26.
+    assert split_of(12, "+", 59) is Split.held_out
+    assert split_of(12, "+", 83) is Split.train
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent / "gsm8k_mini"
-PROBLEMS = [json.loads(line) for name in ("train", "test") for line in (HERE / f"{name}.jsonl").read_text().splitlines()]
+PROBLEMS = [
+    json.loads(line) for name in ("train", "test") for line in (HERE / f"{name}.jsonl").read_text().splitlines()
+]
 
 
 def value(expression: str) -> Fraction:
-    """Products and quotients from the left, then sums; exact. Subtraction after a number only, as the problems write it."""
+    """The exact value of numbers joined by + - * and /."""
     assert re.fullmatch(r"-?[0-9.]+([-+*/][0-9.]+)*", expression)
     return eval(re.sub(r"[0-9.]+", lambda number: f"Fraction('{number[0]}')", expression), {"Fraction": Fraction})
 

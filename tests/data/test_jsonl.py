@@ -79,7 +79,9 @@ def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make
     assert abs(len(set(asked[Split.held_out])) - 500) < 97
 
 
-def test_the_split_of_a_question_does_not_depend_on_the_rest_of_the_file_or_the_template(make_data, tmp_path: Path) -> None:
+def test_the_split_of_a_question_does_not_depend_on_the_rest_of_the_file_or_the_template(
+    make_data, tmp_path: Path
+) -> None:
     rows = sums(200)
     one = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)))
     two = make_data("jsonl", path=str(write(tmp_path / "b.jsonl", *rows[::-2])), prompt_template="?{question}")
@@ -123,7 +125,11 @@ BROKEN = {
 
 @pytest.mark.parametrize(("line", "keys", "problem"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_line_is_named_by_file_and_line(make_data, tmp_path: Path, line: bytes, keys, problem: str) -> None:
-    good = b'{"m": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}]}' if keys is MESSAGES else GOOD.encode()
+    good = (
+        b'{"m": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}]}'
+        if keys is MESSAGES
+        else GOOD.encode()
+    )
     file = tmp_path / "bad.jsonl"
     file.write_bytes(good + b"\n\n" + line + b"\n" + good)
     with pytest.raises(UserError) as refusal:

@@ -80,11 +80,10 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_kept(
 
 
 def test_a_forked_child_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
-    process = run_holder(tmp_path, "pid = os.fork(); pid and (os.waitpid(pid, 0), sys.stdin.read())")
-    # The parent waits for its child before it reads; its folder is still there then.
-    assert process.stdin is not None
-    while (Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children").read_text():
-        os.sched_yield()
+    fork = "pid = os.fork(); pid or sys.exit(); os.waitpid(pid, 0); print('child gone', flush=True); sys.stdin.read()"
+    process = run_holder(tmp_path, fork)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "child gone\n"
     assert len(list(tmp_path.iterdir())) == 1
     process.communicate("", timeout=60)
     assert list(tmp_path.iterdir()) == []

@@ -161,7 +161,7 @@ def test_a_dumb_terminal_gets_plain_lines():
     ("status", "words"),
     [
         ("interrupted", "interrupted after step 4 of 4"),
-        ("loss is \x1b[31mNaN", r"stopped after step 4 of 4, 0:00: loss is \x1b"),
+        ("stopped: loss is \x1b[31mNaN", r"stopped after step 4 of 4, 0:00: loss is \x1b"),
     ],
 )
 def test_the_last_line_says_how_it_ended(status, words):
@@ -190,13 +190,15 @@ def test_a_resumed_run_counts_on_from_its_step(make_run, make_step, monkeypatch)
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress = Progress(make_run(step=40, steps=50), UNICODE)
+    progress.stage("evaluate")
+    now[0] = 100.0  # the evaluation before the first step says nothing of the steps' pace
     progress.stage("sample")
-    now[0] = 2.0
+    now[0] = 102.0
     progress.stage("update")
-    now[0] = 3.0
+    now[0] = 103.0
     progress.step(make_step(41))
     assert progress.seconds_left() == pytest.approx(27.0, abs=1e-9)  # one step took 3 s, nine are left
-    assert step_line(progress) == "step 41/50  reward 41.500  elapsed 0:03  ETA 0:27"
+    assert step_line(progress) == "step 41/50  reward 41.500  elapsed 1:43  ETA 0:27"
 
 
 def test_finish_before_start_does_no_harm(monkeypatch):

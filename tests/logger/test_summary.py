@@ -124,7 +124,7 @@ def test_any_rewards_can_be_drawn(values):
 
 def test_two_drawings_do_not_mix():
     first = curve([(1, 0.0), (2, 1.0)], [(1, 0.5)], width=60, ascii_only=False)
-    curve([(1, 5.0), (9, 9.0)], [], width=60, ascii_only=False)
+    curve([(1, 0.9), (2, 0.2)], [], width=60, ascii_only=False)
     assert curve([(1, 0.0), (2, 1.0)], [(1, 0.5)], width=60, ascii_only=False) == first
 
 

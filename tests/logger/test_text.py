@@ -29,8 +29,8 @@ def test_sparkline_goes_from_lowest_to_highest():
 
 
 def test_sparkline_averages_neighbours_when_there_is_no_room():
-    # five values in three columns: means of (0), (2, 4), (4, 8): 0, 3, 6; the middle is 3 / 6 * 4 -> bar 2
-    assert sparkline([0.0, 2.0, 4.0, 4.0, 8.0], 3, "01234") == "024"
+    # five values in three columns: means of (4), (0, 0), (1, 1): 4, 0, 1
+    assert sparkline([4.0, 0.0, 0.0, 1.0, 1.0], 3, "01234") == "401"
 
 
 def test_sparkline_of_equal_or_missing_values_is_flat_or_empty():

@@ -48,6 +48,16 @@ def naughty(group):
     return [misbehave(rollout.completion.text) for rollout in group.rollouts]
 
 
+def diary(group, path):
+    """Writes down each completion it comes to, then misbehaves."""
+    scores = []
+    for rollout in group.rollouts:
+        with open(path, "a") as file:
+            file.write(f"{rollout.completion.text} ")
+        scores.append(misbehave(rollout.completion.text))
+    return scores
+
+
 def naughty_later(group):
     """Collects the texts first, so that watching the rollouts cannot tell which one is at fault."""
     texts = [rollout.completion.text for rollout in group.rollouts]

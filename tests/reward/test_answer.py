@@ -87,7 +87,9 @@ def test_a_pattern_without_a_group_is_refused(pattern):
 
 
 @pytest.mark.parametrize("answer_in", [AnswerIn.tag, AnswerIn.boxed, AnswerIn.hashes, AnswerIn.text])
-@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<answer></answer>", r"\boxed{", "#### ", "####\n", "{", "9", "\n"])
+@pytest.mark.parametrize(
+    "piece", ["<answer>", "</answer>", "<answer></answer>", r"\boxed{", "#### ", "####\n", "{", "9", "\n"]
+)
 def test_a_million_characters_take_no_time(answer_in, piece):
     # A quadratic search would need about 1e10 steps, minutes; a linear one stays far under a second.
     text = piece * (1_000_000 // len(piece))

@@ -1,0 +1,203 @@
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import rlft
+from rlft.data import hub
+from rlft.hub import PROBE_SECONDS
+from rlft.data.hub import local_path, parquet_files
+from rlft.types import Split, UserError
+
+NOBODY_LISTENS = "http://127.0.0.1:9"
+"""The discard port: refused at once on any ordinary machine, so tests never leave it."""
+
+
+def load_in_a_fresh_process(folder: Path, endpoint: str, **keys: object) -> tuple[float, subprocess.CompletedProcess]:
+    """Seconds and result of loading data=gsm8k as a new program would, with an empty cache below `folder`."""
+    code = f"""
+import yaml
+from rlft.config import config_folder, instantiate
+from rlft.types import Split
+keys = yaml.safe_load((config_folder() / "data/gsm8k.yaml").read_text()) | {keys!r}
+prompts = instantiate(keys, "data").load(Split.train)
+print(len(prompts), prompts[0].answer)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    environment |= {"HF_HOME": str(folder), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(Path(rlft.__file__).parents[1])}
+    start = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    return time.monotonic() - start, ended
+
+
+def test_gsm8k_recipe_keys_read_a_folder_in_its_format(make_data, gsm8k_mini: Path) -> None:
+    data = make_data("gsm8k", path=str(gsm8k_mini))
+    train, held_out = data.load(Split.train), data.load(Split.held_out)
+    assert (len(train), len(held_out)) == (24, 8)
+    assert [p.answer for p in train[:2]] == ["33", "1470"]  # "#### 1,470" without its comma
+    assert train[22].answer == "-5"
+    assert [m["role"] for m in train[0].messages] == ["system", "user"]
+    assert "<think>" in train[0].messages[0]["content"]
+    assert train[0].messages[1]["content"].startswith("Ines bakes 4 trays")
+
+
+def test_one_file_is_split_by_the_hash_of_its_questions(make_data, gsm8k_mini: Path) -> None:
+    data = make_data("gsm8k", path=str(gsm8k_mini / "train.jsonl"), held_out_fraction=0.3)
+    train, held_out = data.load(Split.train), data.load(Split.held_out)
+    assert len(train) + len(held_out) == 24
+    assert len(held_out) > 0
+    assert not {p.id for p in train} & {p.id for p in held_out}
+
+
+@pytest.mark.parametrize("place", [".", "main", "data"])
+def test_the_sets_own_parquet_files_are_read(make_data, gsm8k_mini: Path, tmp_path: Path, place: str) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / place).mkdir(exist_ok=True)
+    for name in ("train", "test"):
+        records = [json.loads(line) for line in (gsm8k_mini / f"{name}.jsonl").read_text().splitlines()]
+        half = len(records) // 2
+        for i, part in enumerate((records[:half], records[half:])):
+            pyarrow.parquet.write_table(
+                pyarrow.Table.from_pylist(part), tmp_path / place / f"{name}-0000{i}-of-00002.parquet"
+            )
+    assert len(parquet_files(tmp_path, "main", "train")) == 2
+    ours, theirs = (make_data("gsm8k", path=str(path)).load(Split.train) for path in (tmp_path, gsm8k_mini))
+    assert [(p.messages, p.answer) for p in ours] == [(p.messages, p.answer) for p in theirs]
+
+
+def test_what_looks_like_a_path_or_exists_is_local(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert local_path("openai/gsm8k") is None
+    Path("openai/gsm8k").mkdir(parents=True)
+    assert local_path("openai/gsm8k") == Path("openai/gsm8k")
+    for missing in ("/no/such/folder", "./no", "../no", "~/no/such", "no.jsonl", "no/such.jsonl"):
+        with pytest.raises(UserError, match=r"^data\.path: there is no such file or folder, got "):
+            local_path(missing)
+
+
+def test_a_folder_without_the_files_is_refused(make_data, gsm8k_mini: Path, tmp_path: Path) -> None:
+    shutil.copy(gsm8k_mini / "train.jsonl", tmp_path)
+    with pytest.raises(UserError, match=r"^data\.path: the folder has no test\.jsonl") as refusal:
+        make_data("gsm8k", path=str(tmp_path)).load(Split.train)
+    assert "put train.jsonl and test.jsonl there" in str(refusal.value)
+
+
+def test_a_local_line_without_a_final_answer_is_named(make_data, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"question": "1?", "answer": "#### 1"}\n{"question": "2?", "answer": "2"}\n')
+    with pytest.raises(UserError, match=r"mine\.jsonl:2: the answer has no match of data\.answer_pattern"):
+        make_data("gsm8k", path=str(tmp_path / "mine.jsonl")).load(Split.train)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so 9 * 2 = 18\n#### 18", "18"),
+        ("#### -5", "-5"),
+        ("#### 1,234,567", "1234567"),
+        ("#### $20", "20"),
+        ("#### 2.50", "2.50"),
+        ("#### .5", ".5"),
+        ("####7.", "7"),
+        ("#### 1\n#### 2", "2"),
+    ],
+)
+def test_gsm8k_answers(make_data, tmp_path: Path, text: str, answer: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "?", "answer": text}))
+    data = make_data("gsm8k", path=str(tmp_path / "a.jsonl"), held_out_fraction=1.0)
+    assert data.load(Split.held_out)[0].answer == answer
+
+
+def test_without_network_and_files_it_stops_in_time_naming_both_keys(tmp_path: Path) -> None:
+    seconds, ended = load_in_a_fresh_process(tmp_path, NOBODY_LISTENS)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "data.path: the hub cannot be reached" in last
+    assert "got openai/gsm8k; use local copies: data.path=<folder" in last
+    assert "model.path=<folder>" in last
+    assert seconds < 15
+
+
+def test_a_hub_that_never_answers_costs_the_probe_only(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        seconds, ended = load_in_a_fresh_process(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert "data.path: the hub cannot be reached" in ended.stderr
+    assert PROBE_SECONDS <= seconds < 15
+
+
+def test_a_cached_set_works_offline(gsm8k_mini: Path, tmp_path: Path, monkeypatch) -> None:
+    import datasets
+
+    # The cache's layout for openai/gsm8k, main: made from the local files, then given the hub set's name.
+    files = {name: str(gsm8k_mini / f"{name}.jsonl") for name in ("train", "test")}
+    datasets.load_dataset("json", data_files=files, cache_dir=str(tmp_path / "made"))
+    (made,) = (tmp_path / "made" / "json").glob("default-*/*/*/")
+    cached = tmp_path / "datasets" / "openai___gsm8k" / "main" / "0.0.0" / made.name
+    shutil.copytree(made, cached)
+    for file in cached.glob("json-*.arrow"):
+        file.rename(cached / file.name.replace("json-", "gsm8k-"))
+    info = cached / "dataset_info.json"
+    told = json.loads(info.read_text()) | {"dataset_name": "gsm8k", "config_name": "main"}
+    info.write_text(json.dumps(told))
+
+    seconds, ended = load_in_a_fresh_process(tmp_path, NOBODY_LISTENS)
+    assert ended.stdout.split() == ["24", "33"], ended.stderr
+    assert seconds < 15
+
+
+@pytest.mark.parametrize(
+    ("error", "key", "problem"),
+    [
+        ("DatasetNotFoundError", "data.path", "not on the hub"),
+        ("DataFilesNotFoundError", "data.path", "cannot be loaded"),
+        ("ConnectionError", "data.path", "cannot be reached"),
+        (ValueError("BuilderConfig 'man' not found. Available: ['main']"), "data.subset", "Available: ['main']"),
+        (
+            ValueError("Unknown split \"tset\". Should be one of ['train']."),
+            "data.held_out_split",
+            'Unknown split "tset"',
+        ),
+    ],
+)
+def test_what_the_hub_refuses_is_told_by_its_key(make_data, monkeypatch, error, key: str, problem: str) -> None:
+    import datasets
+
+    if isinstance(error, str):
+        error = getattr(datasets.exceptions, error, ConnectionError)("said the library")
+
+    def load_dataset(*arguments: object, **keys: object) -> None:
+        raise error
+
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(UserError) as refusal:
+        make_data("gsm8k").load(Split.train)
+    assert refusal.value.key == key
+    assert problem in str(refusal.value)
+
+
+def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, monkeypatch) -> None:
+    import datasets
+
+    sets = {
+        "test": [{"question": "1?", "answer": "#### 1"}],
+        "train": [{"question": "2?", "answer": "#### 2"}, {"q": 3}],
+    }
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split, revision: sets[split])
+    data = make_data("gsm8k")
+    assert [(p.id, p.answer) for p in data.load(Split.held_out)] == [("test:0", "1")]
+    with pytest.raises(UserError, match="openai/gsm8k, train, row 1: there is no field 'question'"):
+        data.load(Split.train)
+    sets["train"] = [{"question": "1?", "answer": "#### 1"}]
+    with pytest.raises(UserError, match="every training question is also held out"):
+        data.load(Split.train)
+    sets["train"] = []
+    with pytest.raises(UserError, match="the split train is empty"):
+        data.load(Split.train)

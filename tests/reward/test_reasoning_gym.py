@@ -1,0 +1,77 @@
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import yaml
+
+from rlft.config import config_folder, instantiate
+from rlft.data.reasoning_gym import ReasoningGym as Data
+from rlft.reward.reasoning_gym import ReasoningGym, score
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Split, UserError
+
+
+def load(task: str, **options) -> list[Prompt]:
+    keys = {"size": 4, "held_out_size": 1, "seed": 0, "system_prompt": None, "prompt_template": "{question}"}
+    return Data(task=task, options=options, **keys).load(Split.train)
+
+
+def group(prompt: Prompt, *texts: str) -> Group:
+    completions = [Completion(text=t, token_ids=(1,), logprobs=(0.0,), finish_reason=FinishReason.stop) for t in texts]
+    return Group(
+        prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in completions)
+    )
+
+
+@pytest.fixture
+def reward() -> ReasoningGym:
+    keys = yaml.safe_load((config_folder() / "reward" / "reasoning_gym.yaml").read_text())["reasoning_gym"]
+    return instantiate({k: v for k, v in keys.items() if k not in ("weight", "on_error")}, "reward.reasoning_gym")
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "gsm_symbolic", "countdown", "spell_backward"])
+def test_the_reference_answer_is_right_and_no_answer_is_worth_nothing(reward: ReasoningGym, task: str) -> None:
+    for prompt in load(task):
+        right = f"<think>so</think><answer> {prompt.answer} </answer>"
+        assert reward(group(prompt, right, "no tags", f"{prompt.answer}", "")) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_verifier_accepts_another_right_answer_than_the_reference(reward: ReasoningGym) -> None:
+    # countdown asks for any expression over the numbers that reaches the target; white space makes it another text.
+    prompt = load("countdown")[0]
+    other = f"<answer>(({prompt.answer}))</answer>"
+    assert reward(group(prompt, other)) == [1.0]
+
+
+def test_options_reach_the_verifier(reward: ReasoningGym) -> None:
+    assert reward(group(load("chain_sum", min_terms=2, max_terms=2)[0], "<answer>x</answer>"))[0] < 1.0
+
+
+def test_a_spawned_worker_can_score(reward: ReasoningGym) -> None:
+    prompt = load("gsm_symbolic")[0]  # its metadata hold fractions
+    asked = pickle.loads(pickle.dumps(group(prompt, f"<answer>{prompt.answer}</answer>")))
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert pool.submit(reward, asked).result(timeout=120) == [1.0]
+
+
+class Verifier:
+    """Raises for answers that are not numbers, and for entries without an answer."""
+
+    def score_answer(self, answer: str | None, entry) -> float:
+        return float(int(answer) == int(entry["answer"]))  # type: ignore[arg-type]
+
+
+def test_an_answer_that_the_verifier_cannot_parse_is_wrong() -> None:
+    assert score(Verifier(), "3", {"answer": "3"}) == 1.0
+    assert score(Verifier(), "three", {"answer": "3"}) == 0.0
+    assert score(Verifier(), None, {"answer": "3"}) == 0.0
+
+
+def test_a_verifier_that_fails_on_its_own_answer_is_told() -> None:
+    with pytest.raises(TypeError):
+        score(Verifier(), "three", {"answer": None})
+
+
+def test_other_data_are_refused(reward: ReasoningGym) -> None:
+    with pytest.raises(UserError, match="set data=reasoning_gym"):
+        reward(group(Prompt(id="a", messages=({"role": "user", "content": "?"},), answer="1"), "<answer>1</answer>"))

@@ -1,0 +1,91 @@
+"""The reward group composes as DESIGN promises: through Hydra, under a primary config that has nothing else."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from rlft.reward.spec import specs
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+PRIMARY = """
+defaults:
+  - reward: [exact_match, format]
+  - _self_
+hydra:
+  searchpath: [file://{configs}]
+"""
+RECIPE = """
+# @package _global_
+defaults:
+  - override /reward: [math, format]
+reward:
+  format:
+    weight: 0.5
+"""
+MINE = """
+# A reward from outside the tree.
+mine:
+  _target_: naughty.Bonus
+  weight: 2.0
+  bonus: 1.5
+"""
+
+
+@pytest.fixture
+def composed(tmp_path):
+    """Composes: `composed(*overrides)` is the `reward` section as plain data."""
+    (tmp_path / "train.yaml").write_text(PRIMARY.format(configs=CONFIGS))
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mathematics.yaml").write_text(RECIPE)
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "mine.yaml").write_text(MINE)
+
+    def compose_reward(*overrides):
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            return OmegaConf.to_container(compose("train", list(overrides)).reward, resolve=True)
+
+    return compose_reward
+
+
+def test_the_defaults_list_names_several_rewards(composed):
+    assert list(composed()) == ["exact_match", "format"]
+
+
+def test_the_command_line_chooses_and_weighs_them(composed):
+    reward = composed("reward=[math,format]", "reward.format.weight=0.3")
+    assert list(reward) == ["math", "format"]
+    assert reward["format"]["weight"] == 0.3
+
+
+def test_a_single_reward_needs_no_brackets(composed):
+    assert list(composed("reward=format")) == ["format"]
+
+
+def test_a_recipe_overrides_the_group(composed):
+    reward = composed("+recipe=mathematics")
+    assert list(reward) == ["math", "format"]
+    assert reward["format"]["weight"] == 0.5
+
+
+def test_the_command_line_goes_before_the_recipe(composed):
+    reward = composed("+recipe=mathematics", "reward=[exact_match,format]", "reward.format.weight=0.1")
+    assert list(reward) == ["exact_match", "format"]
+    assert reward["format"]["weight"] == 0.1
+
+
+def test_a_reward_from_outside_the_tree_joins_in(composed):
+    built = specs(composed("reward=[exact_match,mine]", "reward.mine.bonus=4.0"))
+    assert list(built) == ["exact_match", "mine"]
+    assert built["mine"].weight == 2.0
+    assert built["mine"].kwargs == {"bonus": 4.0}
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "reward").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_builds_its_namesake(composed, path):
+    assert path.read_text().startswith("# ")
+    spec = specs(composed(f"reward={path.stem}"))[path.stem]
+    assert spec.target.startswith(f"rlft.reward.{path.stem}.")
+    spec.build()
