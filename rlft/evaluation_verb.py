@@ -39,7 +39,7 @@ def find(path: Path) -> Place:
     return Place(run=run, config=config, checkpoint=path if is_checkpoint else None)
 
 
-def run(plain: dict[str, Any], place: Place | None) -> None:
+def run(plain: dict[str, Any], place: Place | None) -> Evaluation:
     """Evaluates and prints; the file lies in the run's folder, or under runs/eval for a bare model."""
     from rlft.cli import _say
     from rlft.engine import Engines
@@ -67,6 +67,7 @@ def run(plain: dict[str, Any], place: Place | None) -> None:
     what = plan.config.model.path if saved is None else f"{place.run if place else ''} after step {saved.step}"
     file = write(folder, evaluation, groups, scores)
     print_table(what, evaluation, len(prompts), plan.config.eval.num_samples, file)
+    return evaluation
 
 
 def _load_one(folder: Path) -> Any:

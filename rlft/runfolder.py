@@ -63,8 +63,24 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
     Raises:
         UserError: naming every key that changed, with both values.
     """
+    check_same_config(folder, config)
+    origin = read(folder).get(ORIGIN, {})
+    # Held-out data have no fingerprint where eval.every=0.
+    for what, noun, key, remedy in (
+        ("data", "training data", "data.path", "put the data back as they were, or start a new run"),
+        ("held_out", "held-out data", "data.path", "put the data back as they were, or start a new run"),
+        ("base", "base", "model.path", "point model.path at the same base"),
+    ):
+        before, now = origin.get(f"{what}_fingerprint"), fingerprints.get(f"{what}_fingerprint")
+        if before and now and before != now:
+            problem = f"the {noun} changed since the run began (fingerprint {before[:12]} then)"
+            raise UserError(key, problem, got=now[:12], remedy=remedy)
+
+
+def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuses a config that differs, in a key that matters, from the one the run in this folder was begun with."""
     saved = read(folder)
-    origin = saved.pop(ORIGIN, {})
+    saved.pop(ORIGIN, None)
     before, now = flatten(saved), flatten(config)
     free = FREE if before.get("trainer.schedule") == "constant" else tuple(k for k in FREE if k != "steps")
     changed = [
@@ -76,15 +92,6 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
         raise UserError(
             "resume", f"the config differs from the run's ({'; '.join(changed)})", got=folder, remedy="leave these keys as they were, or start a new run"
         )
-    for what, remedy in (("data", "put the data back as they were, or start a new run"), ("base", "point model.path at the same base")):
-        name = f"{what}_fingerprint"
-        if name in origin and origin[name] != fingerprints.get(name):
-            raise UserError(
-                f"{what if what == 'data' else 'model'}.path",
-                f"the {what} changed since the run began (fingerprint {origin[name][:12]} then)",
-                got=fingerprints.get(name, "")[:12],
-                remedy=remedy,
-            )
 
 
 _ABSENT = object()

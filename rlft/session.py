@@ -89,7 +89,11 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
         train_prompts=train_prompts,
         held_out=held_out,
         loggers=loggers,
-        fingerprints={"data_fingerprint": train_prompts.fingerprint, "base_fingerprint": fingerprint(config.model)},
+        fingerprints={
+            "data_fingerprint": train_prompts.fingerprint,
+            **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
+            "base_fingerprint": fingerprint(config.model),
+        },
     )
 
 
@@ -118,16 +122,14 @@ class Session:
         self.plan, self.config, self.algorithm, self.folder = plan, plan.config, plan.algorithm, folder
         self.backbone, self.roles, self.generator, self.scorer = backbone, roles, generator, scorer
         self.logger, self.interrupt, self.hints = logger, interrupt, Hints()
+        # Read once a step, where the step is saved: a signal that comes later is the next step's, which is then saved.
+        self.interrupted = False
         self._failures_told = 0
         self.early_notes: list[str] = []  # said before the loggers have started
         self.optimizer = Optimizer(roles.named_parameters(), self.config.trainer)
         self.freshness = Freshness(fixed_sequences(plan.train_prompts, backbone), self._threshold, self.config.freshness.every)
 
     # -- what the loop asks --------------------------------------------------------------------------------------------
-    @property
-    def interrupted(self) -> bool:
-        return self.interrupt.requested
-
     @cached_property
     def needs_old(self) -> bool:
         """`snapshot.old: auto` recomputes only where old is not simply the current policy of the one update."""
@@ -153,7 +155,8 @@ class Session:
         for note in self._notes(saved):
             self.logger.note(note)
         self.publish(state.step)
-        if state.step == 0:
+        self.interrupted = self.interrupt.requested
+        if state.step == 0 and not self.interrupted:
             self.evaluate_if_due(0)
         return state
 
@@ -213,6 +216,7 @@ class Session:
 
     def checkpoint_if_due(self, state: State) -> None:
         every, last = self.config.checkpoint.every, state.step == self.config.steps
+        self.interrupted = self.interrupt.requested
         if not (last or self.interrupted or (every and state.step % every == 0)):
             return
         self.logger.stage("checkpoint")

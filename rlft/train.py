@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rlft.collate import collate, select
 from rlft.metrics import Clock, UpdateMetrics, peak_memory_bytes, rollout_metrics
-from rlft.model.packing import micro_batches
 from rlft.seeds import derive, sampling_seeds
 from rlft.session import Session, State
 from rlft.trainer.schedule import learning_rate
@@ -55,7 +54,7 @@ def update(session: Session, batch: Batch, inert_B: Tensor, step: int) -> dict[s
             scale = loss_scale(select(batch, rows), run.generation.max_tokens)
             live = rows[~inert_B[rows]]
             share = int(batch.loss_mask[live].sum()) / scale.num_tokens
-            for part in micro_batches(batch, live, run.token_budget):
+            for part in roles.forward.micro_batches(batch, live, run.token_budget):
                 micro = roles.to_device(select(batch, part))
                 loss = algorithm.loss(roles.outputs(micro, algorithm.needs_entropy), micro, scale)
                 loss.total.backward()

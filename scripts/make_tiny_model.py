@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from rlft import config, evaluation_verb
 from rlft.data.arithmetic import question, split_of
 from rlft.types import Split
 
@@ -57,7 +58,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    config = Qwen2Config(
+    shape = Qwen2Config(
         vocab_size=math.ceil(len(tokenizer) / 16) * 16,
         hidden_size=128,
         intermediate_size=384,
@@ -70,7 +71,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return Qwen2ForCausalLM(config)
+    return Qwen2ForCausalLM(shape)
 
 
 def working(a: int, operation: str, b: int) -> str:
@@ -177,6 +178,40 @@ def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
             print(f"step {step:5d}/{total}  loss {loss.item():.4f}  {time.monotonic() - start:6.1f} s", flush=True)
 
 
+def measure(folder: Path) -> dict[str, float]:
+    """Held-out metrics at temperature 1, 8 samples of each of 256 problems, as `rlft eval` gives them."""
+    plain = config.compose(
+        [
+            f"model.path={folder}",
+            "generation=transformers",
+            "generation.max_tokens=48",
+            "prompts.max_tokens=64",
+            "eval.num_prompts=256",
+            "eval.num_samples=8",
+        ]
+    )
+    return dict(evaluation_verb.run(plain, None).metrics)
+
+
+def write_readme(args: argparse.Namespace, seconds: float, metrics: dict[str, float]) -> None:
+    options = f"--seed {args.seed} --steps {args.steps} --mixture-steps {args.mixture_steps} --batch {args.batch} --lr {args.lr}"
+    (args.out / "README.md").write_text(
+        f"""# tiny-arithmetic
+
+A Qwen2-shaped byte-level model of 0.8M parameters that answers two-digit sums and differences as
+`<think>..</think><answer>..</answer>`, often but not always right and not always in that format: something for
+reinforcement learning to improve. Made from nothing by
+
+    python scripts/make_tiny_model.py {options}
+
+in {seconds / 60:.0f} minutes on two CPU cores. Held-out problems at temperature 1, 256 x 8 samples: right
+{metrics["eval/exact_match"]:.1%}, pass@8 {metrics["eval/pass@8"]:.1%}, format right {metrics["eval/reward/format"]:.1%}.
+Apache-2.0, like the rest of rlft; no data of anybody else's went into it.
+""",
+        encoding="utf-8",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).parents[1] / "rlft" / "assets" / "tiny-arithmetic"
@@ -187,14 +222,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=192, help="rows a step")
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
+    start = time.monotonic()
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
     train(model, tokenizer, args)
+    seconds = time.monotonic() - start
     model.generation_config.do_sample = True
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
+    for file in args.out.iterdir():
+        file.chmod(0o644)
+    write_readme(args, seconds, measure(args.out))
 
 
 if __name__ == "__main__":

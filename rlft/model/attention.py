@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -74,6 +74,27 @@ def _completion_mask(packed: PackedRows) -> Tensor:
 def _flatten(x_RHCD: Tensor) -> Tensor:
     """`[R * C, H, D]`."""
     return x_RHCD.transpose(1, 2).flatten(0, 1)
+
+
+def install(model: PreTrainedModel) -> None:
+    """Gives the model this attention, or leaves it the one that is right for it (`obstacle`)."""
+    if obstacle(model) is None:
+        model.set_attn_implementation(NAME)
+    elif model._can_set_attn_implementation():
+        # transformers' SDPA leaves out what it does not know, without a word; eager is always complete.
+        model.set_attn_implementation("eager")
+
+
+def obstacle(model: PreTrainedModel) -> str | None:
+    """Why plain scaled dot-product attention would give this model wrong numbers; None where it gives the right ones."""
+    name, cap = type(model).__name__, getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is not None:
+        return f"{name} caps its attention logits (attn_logit_softcapping={cap:g})"
+    if not model._can_set_attn_implementation():
+        return f"{name} has an attention of its own"
+    if not model._supports_sdpa:
+        return f"{name} needs more than scaled dot-product attention"
+    return None
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -119,7 +119,7 @@ class Backbone:
     path: str
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # a sweep over models must not hold them all
 def load_backbone(config: ModelConfig) -> Backbone:
     """Loads the base; jobs of a sweep that ask for the same one share it."""
     device = resolve_device(config.device)
@@ -137,9 +137,11 @@ def load_backbone(config: ModelConfig) -> Backbone:
     model = AutoModelForCausalLM.from_pretrained(
         **source(config),
         dtype=dtype,
-        attn_implementation=attention.NAME if config.attn_implementation == "auto" else config.attn_implementation,
+        attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
         **extra,
     )
+    if config.attn_implementation == "auto":
+        attention.install(model)
     if config.quantization is None:
         model.to(device)
     model.requires_grad_(False).eval()

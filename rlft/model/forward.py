@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rlft.model.attention import NAME
-from rlft.model.packing import PackedRows, pack
+from rlft.model.attention import NAME, obstacle
+from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches
 from rlft.types import Batch, Outputs
 
 LOGIT_CHUNK = 2**26
@@ -32,17 +32,22 @@ class Forward:
     reason: str
 
     def __call__(self, batch: Batch, temperature: float, entropy: bool = False) -> Outputs:
-        """Outputs `[B, T]` float32, 0 outside the completions; logits are divided by `temperature` as in sampling."""
+        """Outputs `[B, T]` float32 (float64 of a float64 model), 0 outside the completions; logits are divided by `temperature` as in sampling."""
         run = packed_forward if self.packed else padded_forward
         return run(self.model, batch, temperature, entropy)
 
+    def micro_batches(self, batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
+        """Splits rows (int64 `[N]`) so that at most `token_budget` tokens enter the network at a time."""
+        split = micro_batches if self.packed else padded_micro_batches
+        return split(batch, rows, token_budget)
+
     def real_tokens(self, batch: Batch) -> int:
         """Tokens the network had to see for this batch: a shared prompt counts once where it is shared."""
-        return pack(batch).num_tokens if self.packed else int(batch.attention_mask.sum())
+        return num_packed_tokens(batch) if self.packed else int(batch.attention_mask.sum())
 
     def network_tokens(self, batch: Batch) -> int:
         """Tokens that enter the network for this batch, padding included where there is any."""
-        return pack(batch).num_tokens if self.packed else int(batch.attention_mask.sum(1).max()) * len(batch.rewards)
+        return num_packed_tokens(batch) if self.packed else int(batch.attention_mask.sum(1).max()) * len(batch.rewards)
 
 
 def packed_forward(model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool) -> Outputs:
@@ -77,7 +82,7 @@ def _hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
 def head_logprobs(
     head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs `[M]`, entropy `[M]` or None) in float32, computed in chunks whose logits are recomputed in backward."""
+    """(log-probs `[M]`, entropy `[M]` or None), float32 or wider, computed in chunks whose logits are recomputed in backward."""
     rows = max(1, LOGIT_CHUNK // head.weight.shape[0])  # type: ignore[union-attr, index]  # nn.Linear or Embedding-tied
     if len(target_M) <= rows:
         logprobs_M, entropy_M = _chunk(head, hidden_MH, target_M, temperature, entropy)
@@ -91,7 +96,7 @@ def head_logprobs(
 
 
 def _chunk(head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperature
+    logits = _widened(head(hidden)) / temperature
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, target[:, None])[:, 0] - normaliser
     if not entropy:
@@ -105,7 +110,7 @@ def padded_forward(model: PreTrainedModel, batch: Batch, temperature: float, ent
     ids_BT, mask_BT = batch.token_ids[:, :width], batch.attention_mask[:, :width]
     # What lies under the padding must be a token id, whatever the caller left there.
     logits_BTV = model(input_ids=ids_BT.where(mask_BT, 0), attention_mask=mask_BT.long(), use_cache=False).logits
-    logits_BTV = logits_BTV[:, :-1].float() / temperature
+    logits_BTV = _widened(logits_BTV[:, :-1]) / temperature
     normaliser_BT = logits_BTV.logsumexp(-1)
     logprobs_BT = logits_BTV.gather(-1, ids_BT.where(mask_BT, 0)[:, 1:, None])[..., 0] - normaliser_BT
     pad = (1, batch.token_ids.shape[1] - width)
@@ -114,6 +119,11 @@ def padded_forward(model: PreTrainedModel, batch: Batch, temperature: float, ent
         entropy_BT = normaliser_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1)
         entropy_BT = nn.functional.pad(entropy_BT, pad)
     return _masked(nn.functional.pad(logprobs_BT, pad), entropy_BT, batch)
+
+
+def _widened(logits: Tensor) -> Tensor:
+    """At least float32: a softmax over a vocabulary in 16 bits would be noise."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _masked(logprobs_BT: Tensor, entropy_BT: Tensor | None, batch: Batch) -> Outputs:
@@ -126,8 +136,8 @@ def _masked(logprobs_BT: Tensor, entropy_BT: Tensor | None, batch: Batch) -> Out
 def choose(model: PreTrainedModel, say: Callable[[str], None] = lambda text: None) -> Forward:
     """The packed forward where this model gives the same log-probs with it, else the padded one with the reason.
 
-    The comparison is run, not assumed: logit soft-capping, sliding windows, attention sinks and whatever the next
-    architecture brings would change the numbers, and are caught here.
+    Known obstacles go by their name. Beyond those the comparison is run, not assumed: scaled logits, parallel blocks and
+    whatever the next architecture brings between hidden states and log-probs would change the numbers.
     """
     reason = _refusal(model)
     if reason is None:
@@ -144,6 +154,9 @@ def choose(model: PreTrainedModel, say: Callable[[str], None] = lambda text: Non
 
 def _refusal(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
+    known = obstacle(model)
+    if known is not None:
+        return known
     if config._attn_implementation != NAME:
         return f"model.attn_implementation is {config._attn_implementation}"
     if any("full_attention" != kind for kind in getattr(config, "layer_types", None) or ()):
@@ -161,7 +174,10 @@ def _probe(model: PreTrainedModel) -> Batch:
     columns = torch.arange(width)
     attention = torch.stack([columns < p + c for p, c in lengths])
     completion = torch.stack([(columns >= p) & (columns < p + c) for p, c in lengths])
-    ids = torch.stack([(columns * (7 if i < 2 else 5) + (columns >= p) * i) % 97 + 1 for i, (p, _) in enumerate(lengths)])
+    known = min(97, model.config.get_text_config().vocab_size - 1)
+    ids = torch.stack(
+        [(columns * (7 if i < 2 else 5) + (columns >= p) * i) % known + 1 for i, (p, _) in enumerate(lengths)]
+    )
     device = model.device
     zeros = torch.zeros(4, width, device=device)
     return Batch(

@@ -54,34 +54,48 @@ def prompt_lengths(batch: Batch) -> Tensor:
 def micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
     """Splits rows into micro-batches of at most `token_budget` packed tokens, whole groups together where they fit.
 
-    rows: int64 `[N]`, siblings next to each other. A row that alone exceeds the budget stands by itself.
+    rows: int64 `[N]`. Groups come in the order of their first row. A row that alone exceeds the budget stands by itself.
     """
     prompts_B = prompt_lengths(batch).tolist()
     lengths_B = batch.attention_mask.sum(1).tolist()
     groups_B = batch.group_ids.tolist()
+    siblings_of: dict[int, list[int]] = {}
+    for b in rows.tolist():
+        siblings_of.setdefault(groups_B[b], []).append(b)
     result: list[list[int]] = []
     current: list[int] = []
-    used, group = 0, None
-    remaining = rows.tolist()
-    while remaining:
-        siblings = [b for b in remaining if groups_B[b] == groups_B[remaining[0]]]
+    used = 0
+    for siblings in siblings_of.values():
         whole = prompts_B[siblings[0]] + sum(lengths_B[b] - prompts_B[b] for b in siblings)
         if current and used + whole > token_budget:
             result.append(current)
             current, used = [], 0
-        group = None
+        prompt_is_in = False
         for b in siblings:
-            cost = lengths_B[b] - (prompts_B[b] if group is not None else 0)
+            cost = lengths_B[b] - (prompts_B[b] if prompt_is_in else 0)
             if current and used + cost > token_budget:
                 result.append(current)
                 current, used, cost = [], 0, lengths_B[b]
             current.append(b)
             used += cost
-            group = groups_B[b]
-        taken = set(siblings)
-        remaining = [b for b in remaining if b not in taken]
+            prompt_is_in = True
     if current:
         result.append(current)
+    return [torch.tensor(part) for part in result]
+
+
+def padded_micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
+    """The same for padded rows, which all cost as much as the longest of their micro-batch: rows stay in order."""
+    lengths_B = batch.attention_mask.sum(1).tolist()
+    result: list[list[int]] = []
+    longest = 0
+    for b in rows.tolist():
+        longest = max(longest, lengths_B[b])
+        if result and (len(result[-1]) + 1) * longest <= token_budget:
+            result[-1].append(b)
+        else:
+            result.append([b])
+            longest = lengths_B[b]
     return [torch.tensor(part) for part in result]
 
 
@@ -89,16 +103,8 @@ def pack(batch: Batch) -> PackedRows:
     """The packed form of every row of the batch. Siblings share a prompt when the tokens are really the same."""
     prompts_B = prompt_lengths(batch).tolist()
     lengths_B = batch.attention_mask.sum(1).tolist()
-    groups_B = batch.group_ids.tolist()
-    tokens = batch.token_ids
-    place_of: dict[tuple[int, bytes], int] = {}
-    members: list[list[int]] = []
-    for b, length in enumerate(prompts_B):
-        key = (groups_B[b], tokens[b, :length].cpu().numpy().tobytes())
-        unit = place_of.setdefault(key, len(members))
-        if unit == len(members):
-            members.append([])
-        members[unit].append(b)
+    tokens = batch.token_ids.cpu()
+    members = _sharing(tokens, prompts_B, batch.group_ids.tolist())
 
     ids, positions, predictor, target, rows, columns = [], [], [], [], [], []
     prompt_places, completion_places, owner = [], [], []
@@ -128,7 +134,7 @@ def pack(batch: Batch) -> PackedRows:
     real = torch.cat([prompt_mask.flatten(), completion_mask.flatten()])
     unpack = torch.empty(offset, dtype=torch.int64)
     unpack[flat[real]] = torch.arange(len(flat))[real]
-    device = tokens.device
+    device = batch.token_ids.device
     empty = torch.empty(0, dtype=torch.int64)
     packed = {
         "token_ids": torch.cat(ids)[None],
@@ -140,11 +146,27 @@ def pack(batch: Batch) -> PackedRows:
         "owner": torch.tensor(owner),
         "unpack": unpack,
         "predictor": torch.cat([empty, *predictor]),
-        "target": torch.cat([empty.to(device), *target]),
+        "target": torch.cat([empty, *target]),
         "rows": torch.cat([empty, *rows]),
         "columns": torch.cat([empty, *columns]),
     }
     return PackedRows(**{name: value.to(device) for name, value in packed.items()})
+
+
+def num_packed_tokens(batch: Batch) -> int:
+    """The length of `pack(batch)`, without making it."""
+    prompts_B = prompt_lengths(batch).tolist()
+    members = _sharing(batch.token_ids.cpu(), prompts_B, batch.group_ids.tolist())
+    repeated = sum(prompts_B[siblings[0]] * (len(siblings) - 1) for siblings in members)
+    return int(batch.attention_mask.sum()) - repeated
+
+
+def _sharing(tokens_BT: Tensor, prompts_B: list[int], groups_B: list[int]) -> list[list[int]]:
+    """Rows that share one prompt, in the order of their first row."""
+    members: dict[tuple[int, bytes], list[int]] = {}
+    for b, length in enumerate(prompts_B):
+        members.setdefault((groups_B[b], tokens_BT[b, :length].numpy().tobytes()), []).append(b)
+    return list(members.values())
 
 
 def _pad(places: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ from rlft.collate import select
 from rlft.model.backbone import Backbone
 from rlft.model.config import LoraSettings, Old, SnapshotConfig
 from rlft.model.forward import Forward, choose
-from rlft.model.packing import micro_batches
 from rlft.types import Adapter, Batch, Outputs, UserError
 
 POLICY, REFERENCE, SAMPLER = "policy", "reference", "sampler"
@@ -139,7 +138,7 @@ class Roles:
         """float32 `[B, T]` on the batch's device."""
         logprobs_BT = torch.zeros_like(batch.sampled_logprobs)
         with torch.no_grad(), self.using(role):
-            for part in micro_batches(batch, rows, self.token_budget):
+            for part in self.forward.micro_batches(batch, rows, self.token_budget):
                 logprobs_BT[part] = self.forward(self.to_device(select(batch, part)), self.temperature).logprobs.to(logprobs_BT)
         return logprobs_BT
 

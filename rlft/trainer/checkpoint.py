@@ -27,6 +27,9 @@ from torch import Tensor
 from rlft.types import UserError
 
 MANIFEST = "MANIFEST"
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+WRITING = ".writing_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,29 +48,33 @@ def folder_name(step: int) -> str:
 
 
 def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Writes `root/step_N` and then removes all but the newest `keep`. Returns the folder."""
+    """Writes `root/step_N`, which is then the newest; of the others the newest `keep` - 1 stay. Returns the folder."""
     root.mkdir(parents=True, exist_ok=True)
     final = root / folder_name(checkpoint.step)
-    temporary = root / f".writing_{folder_name(checkpoint.step)}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for left_by_a_kill in root.glob(f"{WRITING}*"):
+        shutil.rmtree(left_by_a_kill)
+    temporary = root / f"{WRITING}{final.name}"
     temporary.mkdir()
     for role, weights in checkpoint.adapters.items():
         (temporary / role).mkdir()
         contiguous = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
         save_file(contiguous, temporary / role / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_json(temporary / role / "adapter_config.json", checkpoint.adapter_configs[role])
-    save_file({name: tensor.contiguous().cpu() for name, tensor in checkpoint.optimizer.items()}, temporary / "optimizer.safetensors")
-    _write_json(temporary / "state.json", {"step": checkpoint.step, **checkpoint.state})
+    save_file({name: tensor.contiguous().cpu() for name, tensor in checkpoint.optimizer.items()}, temporary / OPTIMIZER)
+    _write_json(temporary / STATE, {"step": checkpoint.step, **checkpoint.state})
     lines = [f"{_sha256(f)}  {f.relative_to(temporary)}" for f in _files(temporary)]
     (temporary / MANIFEST).write_text("\n".join(lines) + "\n")
-    for file in [*_files(temporary), temporary / MANIFEST, temporary]:
-        _flush(file)
+    for path in [*temporary.rglob("*"), temporary]:
+        _flush(path)
     if final.exists():
         # Only a step that is being done again (its checkpoint was found damaged) gets here.
         shutil.rmtree(final)
     temporary.rename(final)
     _flush(root)
-    for old in finished(root)[:-keep]:
+    others = [folder for folder in finished(root) if folder != final]
+    before, beyond = [f for f in others if f < final], [f for f in others if f > final]
+    # Beyond this step lies only what was found damaged when the run went back to here: it must not push out a good one.
+    for old in [*beyond, *before[: max(0, len(before) - keep + 1)]]:
         shutil.rmtree(old)
     return final
 
@@ -100,10 +107,12 @@ def find_damage(folder: Path) -> str | None:
         lines = (folder / MANIFEST).read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return f"{MANIFEST} cannot be read"
-    if not lines:
-        return f"{MANIFEST} is empty"
-    for line in lines:
-        digest, _, name = line.partition("  ")
+    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    # Not only what is listed: a manifest cut short would let the files it no longer names pass unseen.
+    unlisted = {STATE, OPTIMIZER, *(str(f.relative_to(folder)) for f in _files(folder))} - digests.keys()
+    if unlisted:
+        return f"{MANIFEST} does not list {min(unlisted)}"
+    for name, digest in digests.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
@@ -113,13 +122,13 @@ def find_damage(folder: Path) -> str | None:
 
 
 def load(folder: Path) -> Checkpoint:
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads((folder / STATE).read_text())
     roles = sorted(p.parent.name for p in folder.glob("*/adapter_model.safetensors"))
     return Checkpoint(
         step=state.pop("step"),
         adapters={role: load_file(folder / role / "adapter_model.safetensors") for role in roles},
         adapter_configs={role: json.loads((folder / role / "adapter_config.json").read_text()) for role in roles},
-        optimizer=load_file(folder / "optimizer.safetensors"),
+        optimizer=load_file(folder / OPTIMIZER),
         state=state,
     )
 
