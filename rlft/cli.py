@@ -197,6 +197,7 @@ def _job(composed: Any) -> None:
     plain = configs.plain(composed)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN and runfolder.config_file(folder).exists():
+        runfolder.check_same_config(folder, plain)
         if is_finished(folder, plain["steps"]):
             print(f"job {HydraConfig.get().job.num} is finished already: {folder}")
             return
@@ -207,11 +208,11 @@ def _job(composed: Any) -> None:
         folder = Path(plain["resume"])
     try:
         _train(plain, folder)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         # Hydra made the folder before anything was checked; a refusal leaves nothing behind.
         with suppress(OSError):
-            folder.rmdir()
-            folder.parent.rmdir()
+            for place in (folder, *list(folder.parents)[:2]):
+                place.rmdir()
         raise
 
 
@@ -242,13 +243,19 @@ def _train(plain: dict[str, Any], folder: Path) -> None:
                 got=folder,
                 remedy=f"raise steps to go on (rlft resume {folder} steps={2 * plan.config.steps}), or rlft eval run={folder}",
             )
-    with ExitStack() as stack:
-        engines = _engines if _engines is not None else stack.enter_context(Engines())
-        session = stack.enter_context(open_session(plan, folder, engines, _say))
-        state = loop(session)
-        interrupted = session.interrupted and state.step < plan.config.steps
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(runfolder.held(folder))
+            runfolder.go_on(folder, plain)
+            engines = _engines if _engines is not None else stack.enter_context(Engines())
+            session = stack.enter_context(open_session(plan, folder, engines, _say))
+            state = loop(session)
+            interrupted = session.interrupted and state.step < plan.config.steps
+    except KeyboardInterrupt:
+        _say(f"stopped at once; go on from the newest checkpoint with: rlft resume {folder}")
+        raise
     if interrupted:
-        _say(f"stopped after step {state.step}, saved; go on with: rlft resume {folder}")
+        _say(f"stopped after step {state.step}, {'saved' if state.step else 'before the first one'}; go on with: rlft resume {folder}")
         raise KeyboardInterrupt
     if "console" in plan.config.logger and _engines is None:
         from rlft.logger.summary import print_summary
@@ -290,7 +297,7 @@ def _sweep(arguments: list[str]) -> int:
     config_dir = _config_dir(arguments)
     for number, overrides in enumerate(jobs):
         try:
-            _check_job(overrides, config_dir)
+            _check_job(number, overrides, config_dir)
         except UserError as error:
             raise UserError(error.key, f"{error.problem} (job {number}: {' '.join(overrides)})", got=error.got, remedy=error.remedy) from None
     folders: list[Path] = []
@@ -302,8 +309,13 @@ def _sweep(arguments: list[str]) -> int:
         if not folders:
             folders.append(Path(os.path.relpath(hydra_config.sweep.dir)))
             _say(f"sweep of {len(jobs)} jobs in {folders[0]}; if it is stopped, repeat it with hydra.sweep.dir={folders[0]}")
-        _say(f"job {hydra_config.job.num}: {' '.join(jobs[int(hydra_config.job.num)])}")
-        _job(composed)
+        number = hydra_config.job.num
+        _say(f"job {number}: {' '.join(jobs[int(number)])}")
+        try:
+            _job(composed)
+        except Exception as error:
+            _say(f"job {number} failed: {error}")  # only the first failure of a sweep is raised at its end
+            raise
 
     try:
         with Engines() as _engines:
@@ -339,10 +351,11 @@ def _config_dir(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _check_job(overrides: Sequence[str], config_dir: str | None) -> None:
+def _check_job(number: int, overrides: Sequence[str], config_dir: str | None) -> None:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from rlft import runfolder
     from rlft.session import check_components
 
     try:
@@ -350,6 +363,9 @@ def _check_job(overrides: Sequence[str], config_dir: str | None) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error) or error from None
     check_components(configs.build(composed))
+    for folder in (Path(o.partition("=")[2]) / str(number) for o in overrides if o.startswith("hydra.sweep.dir=")):
+        if runfolder.config_file(folder).exists():  # a sweep that is repeated: its results must not get other labels
+            runfolder.check_same_config(folder, composed)
 
 
 # -- the other verbs -----------------------------------------------------------------------------------------------------

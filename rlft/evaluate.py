@@ -51,7 +51,7 @@ def summarise(groups: Sequence[Group], scores: Scores, *, step: int, correct_at:
         accuracy_se=error,
         metrics=metrics,
         examples=tuple(g.rollouts[0] for g in shown),
-        example_scores=tuple(float(right[i][0]) for i in range(len(shown))),
+        example_scores=tuple(scores.by_reward[primary][: len(shown), 0].tolist()),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -67,7 +68,7 @@ class UpdateMetrics:
         for name, value in metrics.items():
             before, number = self.sums.get(name, 0.0), value.item()
             if name.endswith("_max"):
-                self.sums[name] = max(before, number)
+                self.sums[name] = number if math.isnan(number) else max(before, number)
             else:
                 self.sums[name] = before + (number if name.startswith("loss/") else number / share)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,7 @@ def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
             remedy=f"go on with it by `rlft resume {folder}`, or choose another folder",
         )
     origin = {"rlft": rlft.__version__, "commit": commit(), "python": platform.python_version(), **versions(), **fingerprints}
-    text = yaml.safe_dump({**config, ORIGIN: origin}, sort_keys=False, allow_unicode=True)
-    checkpoint.write_atomically(config_file(folder), text)
+    checkpoint.write_atomically(config_file(folder), _yaml({**config, ORIGIN: origin}))
 
 
 def read(folder: Path, key: str = "resume") -> dict[str, Any]:
@@ -55,6 +57,31 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
         return yaml.safe_load(config_file(folder).read_text())
     except OSError:
         raise UserError(key, f"there is no run in that folder ({CONFIG} is missing)", got=folder, remedy="point it at a folder under runs/") from None
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Inside, no other process trains in this folder. The kernel lets go of it with the process, `kill -9` included.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError("resume", "the run is going on in another process", got=folder, remedy="wait for that one, or stop it first") from None
+    finally:
+        os.close(handle)
+
+
+def go_on(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes what a resume changed (`steps`, say) into config.yaml, so that the next resume need not be told again."""
+    saved = read(folder)
+    changed = {**saved, **config, "resume": saved["resume"]}
+    if changed != saved:
+        checkpoint.write_atomically(config_file(folder), _yaml(changed))
 
 
 def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
@@ -95,6 +122,10 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 _ABSENT = object()
+
+
+def _yaml(config: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -90,11 +90,11 @@ def write_csv(folder: Path, table: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def is_finished(folder: Path, steps: int) -> bool:
-    """Whether the run in this folder has the checkpoint of its last step."""
+    """Whether the run in this folder has a checkpoint of its last step, or of a later one."""
     from rlft.trainer import checkpoint
 
     folders = checkpoint.finished(runfolder.checkpoints(folder))
-    return bool(folders) and folders[-1].name == checkpoint.folder_name(steps) and checkpoint.find_damage(folders[-1]) is None
+    return any(f.name >= checkpoint.folder_name(steps) and checkpoint.find_damage(f) is None for f in folders)
 
 
 def print_table(table: Sequence[Mapping[str, Any]], file: Path) -> None:

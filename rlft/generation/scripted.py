@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 
 class ScriptedGenerator:
@@ -36,10 +36,19 @@ class ScriptedGenerator:
         """Nothing to end."""
 
     def _rollout(self, prompt: Prompt, seed: int, sampling: Sampling) -> Rollout:
-        texts = self.answers.get(prompt.id) or self.answers["*"]
+        texts = self.answers.get(prompt.id) or self.answers.get("*")
+        if not texts:
+            raise UserError(
+                "generation.scripted.answers",
+                'has no answers for this prompt and none for "*"',
+                got=prompt.id,
+                remedy='add "*": [text, ..] for every other prompt',
+            )
         text = texts[seed % len(texts)].replace("{answer}", prompt.answer)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
-        finish = FinishReason.stop if len(ids) <= sampling.max_tokens else FinishReason.length
-        ids = ids[: sampling.max_tokens]
+        finish = FinishReason.stop
+        if len(ids) > sampling.max_tokens:
+            finish, ids = FinishReason.length, ids[: sampling.max_tokens]
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
         completion = Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=finish)
         return Rollout(prompt=prompt, completion=completion, policy_version=self.version)

@@ -40,6 +40,9 @@ CPU_BLOCK_SIZE = 32
 CPU_CACHE_BYTES = 4 * 2**30
 """The KV cache on a CPU is as large as `max_num_seqs` full sequences need, but at most this."""
 
+CPU_BATCHED_TOKENS = 8192
+"""Tokens of one forward pass on a CPU, as far as one sequence and one token of every sequence fit in."""
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: kill -9 leaves nothing behind
     "VLLM_NO_USAGE_STATS": "1",
@@ -137,7 +140,14 @@ class VLLMGenerator:
             on_cpu = _on_cpu()
             if on_cpu:
                 cache = _cpu_cache_bytes(options)
-                options |= {"enforce_eager": True, "block_size": CPU_BLOCK_SIZE, "kv_cache_memory_bytes": cache}
+                options |= {
+                    "enforce_eager": True,
+                    "block_size": CPU_BLOCK_SIZE,
+                    "kv_cache_memory_bytes": cache,
+                    # A prompt prefilled in two parts makes vLLM rewind the request's generator, which CPU ones cannot do.
+                    "enable_chunked_prefill": False,
+                    "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_sequence_tokens, max_num_seqs),
+                }
             else:
                 options |= {
                     "enforce_eager": enforce_eager,

@@ -8,8 +8,9 @@ every no-grad pass is made before the policy's forward, and `check_gradients` lo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,26 +40,28 @@ class Roles:
         self.backbone, self.snapshot = backbone, snapshot
         self.temperature, self.token_budget = temperature, token_budget
         self.forward: Forward = choose(backbone.model)
-        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         self.lora = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT annotates int, and scales by any number
             lora_dropout=lora.dropout,
-            target_modules=targets,
+            target_modules=target_modules(backbone, lora.target_modules),
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = PeftModel(backbone.model, self.lora, adapter_name=POLICY)
+        with ExitStack() as undo:
+            undo.callback(self.close)  # a refused adapter must not leave its wrapping on a base that others use
+            if lora.path is not None:
+                self._warm_start(lora.path)
             if self.has_moving_reference:
                 self.model.add_adapter(REFERENCE, self.lora)
-        if lora.path is not None:
-            self._restore(POLICY, load_adapter(lora.path, "lora.path"))
-        if self.has_moving_reference:
-            self._restore(REFERENCE, self.weights(POLICY))
-        elif snapshot.reference not in ("none", "base"):
-            self.model.load_adapter(snapshot.reference, REFERENCE, is_trainable=False)
-        self._activate(POLICY)
+                self._restore(REFERENCE, self.weights(POLICY))
+            elif snapshot.reference not in ("none", "base"):
+                self.model.load_adapter(snapshot.reference, REFERENCE, is_trainable=False)
+            self._activate(POLICY)
+            self.model.eval()  # PEFT's new modules come in training mode, with dropout
+            undo.pop_all()
 
     # -- what the checkpoint keeps -----------------------------------------------------------------------------------
     @property
@@ -72,7 +75,8 @@ class Roles:
 
     def weights(self, role: str) -> dict[str, Tensor]:
         """The adapter's tensors under PEFT's names, detached copies."""
-        state = get_peft_model_state_dict(self.model, adapter_name=role)
+        # PEFT would ask the hub about the base's vocabulary to decide on embeddings; they are frozen and never saved.
+        state = get_peft_model_state_dict(self.model, adapter_name=role, save_embedding_layers=False)
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def restore(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -159,6 +163,7 @@ class Roles:
         if SAMPLER not in self.model.peft_config:
             self.model.add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
             self._activate(POLICY)
+            self.model.eval()
         self._restore(SAMPLER, adapter.weights)
 
     @contextmanager
@@ -177,13 +182,51 @@ class Roles:
             self._activate(POLICY)
 
     def close(self) -> None:
+        """Takes every adapter off; the base is what it was before. Safe to call twice."""
         self.model.base_model.unload()
+        self.backbone.model.disable_input_require_grads()  # PEFT's hook for gradient checkpointing
 
     def _activate(self, role: str) -> None:
         self.model.base_model.set_adapter(role, inference_mode=role != POLICY)
 
+    def _warm_start(self, path: str) -> None:
+        """The policy starts from this adapter: the same tensors, or a refusal. PEFT would leave out what does not fit."""
+        weights, fresh = load_adapter(path, "lora.path"), self.weights(POLICY)
+        odd = sorted(n for n in weights.keys() | fresh.keys() if _shape(weights, n) != _shape(fresh, n))
+        if odd:
+            raise UserError(
+                "lora.path",
+                f"{len(odd)} of its tensors do not fit lora.rank and lora.target_modules, e.g. {odd[0]}: "
+                f"{_shape(weights, odd[0])} there, {_shape(fresh, odd[0])} here",
+                got=path,
+                remedy="set both as in its adapter_config.json",
+            )
+        self._restore(POLICY, weights)
+
     def _restore(self, role: str, weights: Mapping[str, Tensor]) -> None:
         set_peft_model_state_dict(self.model, dict(weights), adapter_name=role)
+
+
+def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(weights[name].shape) if name in weights else None
+
+
+def target_modules(backbone: Backbone, names: str | Sequence[str]) -> str | list[str]:
+    """What PEFT is told to adapt: `all-linear`, a pattern for full module names, or names that all exist."""
+    modules = [name for name, _ in backbone.model.named_modules()]
+    if isinstance(names, str):
+        unknown = [] if names == "all-linear" or any(re.fullmatch(names, m) for m in modules) else [names]
+    else:
+        unknown = [name for name in names if not any(f".{m}".endswith(f".{name}") for m in modules)]
+    if unknown or not names:
+        ends = sorted({name.rpartition(".")[2] for name, m in backbone.model.named_modules() if isinstance(m, torch.nn.Linear)})
+        raise UserError(
+            "lora.target_modules",
+            f"the model has no module called {', '.join(unknown) or 'so'}",
+            got=names,
+            remedy=f"use all-linear or a list of names among {', '.join(ends)}",
+        )
+    return names if isinstance(names, str) else list(names)
 
 
 def score_sequence(model: Any, ids: list[int], device: torch.device) -> list[float]:

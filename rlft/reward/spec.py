@@ -79,7 +79,8 @@ def locate(target: Any, key: str) -> Any:
 def _spec(name: str, config: Any) -> RewardSpec:
     key = f"reward.{name}"
     if not isinstance(config, Mapping) or "_target_" not in config:
-        remedy = f"its YAML must read `{name}:` and, indented below, `_target_: module.Name` and `weight: 1.0`"
+        # Most often a recipe or an override that sets a key of a reward which is not chosen.
+        remedy = f"choose it with reward=[...,{name}], leave it out with ~reward.{name}, or give its YAML a _target_"
         raise UserError(key, "has no _target_", got=config, remedy=remedy)
     found = locate(config["_target_"], key)
     kwargs = {k: v for k, v in config.items() if k not in SCORER_KEYS}

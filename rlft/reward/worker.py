@@ -46,8 +46,9 @@ class Cause(StrEnum):
 class Failure:
     """A reward that failed on a group.
 
-    problem: a phrase for the user, such as "raised ValueError: ...". completion: index of the completion it looked at
-    last, which need not be the one at fault, or None. scores: for a reward that returned, its scores, None where one is unusable.
+    problem: a phrase for the user, such as "raised ValueError: ...".
+    completion: index of the completion it looked at last, which need not be the one at fault, or None.
+    scores: of a reward that returned, None where one is unusable.
     """
 
     cause: Cause

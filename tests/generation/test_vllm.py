@@ -303,6 +303,16 @@ def test_stopped_completions_end_with_the_end_token_and_truncated_ones_do_not(be
         assert tokenizer.eos_token not in completion.text
 
 
+def test_more_prompt_tokens_than_one_forward_takes_are_sampled_with_their_seeds(bench: Bench) -> None:
+    # 64 x 200 = 12,800 prompt tokens against 8,192 a forward: a prompt cut in two makes vLLM fail on CPU generators.
+    prompts = [
+        Prompt(id=f"long{i}", messages=(), answer="", token_ids=tuple(10 + (i * 31 + j * (i + 1)) % 200 for j in range(200)))
+        for i in range(64)
+    ]
+    groups = bench.generator.sample(prompts, 1, seeds(prompts, 1), Sampling(max_tokens=2, temperature=1.0))
+    assert [group.prompt.id for group in groups] == [prompt.id for prompt in prompts]
+
+
 def test_at_temperature_0_all_siblings_are_the_most_likely_completion(bench: Bench) -> None:
     load(bench, 1)
     greedy = Sampling(max_tokens=8, temperature=0.0)

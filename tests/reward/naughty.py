@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 
 def length(group):
@@ -52,7 +53,7 @@ def diary(group, path):
     """Writes down each completion it comes to, then misbehaves."""
     scores = []
     for rollout in group.rollouts:
-        with open(path, "a") as file:
+        with Path(path).open("a") as file:
             file.write(f"{rollout.completion.text} ")
         scores.append(misbehave(rollout.completion.text))
     return scores

@@ -45,6 +45,7 @@ def parent(tmp_path):
         process = subprocess.Popen(
             [sys.executable, str(script)],
             env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -76,10 +77,10 @@ def test_workers_die_with_a_parent_that_is_killed(parent, order):
 
 
 def test_workers_end_with_a_parent_that_forgets_to_close(parent):
-    process, children = parent("pass")
-    assert process.wait(10) == 0
+    process, children = parent("sys.stdin.readline()")
+    out, err = process.communicate("that will do\n", timeout=10)
+    assert (process.returncode, out, err) == (0, "", "")
     assert gone(children, within_s=5)
-    assert process.communicate()[1] == ""
 
 
 def test_workers_say_nothing_at_ctrl_c_and_go_on(parent):
@@ -125,4 +126,6 @@ def test_a_script_without_a_main_guard_is_told_and_does_not_hang(tmp_path):
         timeout=30,
     )
     assert run.returncode == 1
-    assert "if __name__ == '__main__'" in run.stderr.splitlines()[-1]
+    told = [line for line in run.stderr.splitlines() if "RewardError" in line]  # beside the workers' own tracebacks
+    assert len(told) == 1, run.stderr
+    assert "needs an `if __name__ == '__main__'` guard" in told[0]

@@ -1,0 +1,126 @@
+"""What tests all over the tree share: the embedded model, roles on it, typed configs, and batches from token lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlft
+from rlft.config import RunConfig, build, compose
+from rlft.model.backbone import Backbone, load_backbone
+from rlft.model.config import LoraSettings, ModelConfig, Old, SnapshotConfig
+from rlft.model.roles import Roles
+from rlft.types import Batch, Prompt
+
+Row = tuple[int, Sequence[int], Sequence[int]]
+"""(group, prompt ids, completion ids); a negative completion id is that token with its loss mask off."""
+
+
+@pytest.fixture(scope="session")
+def tiny_path() -> Path:
+    """The folder of the embedded model."""
+    return Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
+
+
+@pytest.fixture(scope="session")
+def model_config() -> Callable[..., ModelConfig]:
+    """Builds the config of the embedded model in float32 on the CPU, with some keys changed."""
+
+    def build_config(**keys: Any) -> ModelConfig:
+        fixed: dict[str, Any] = {
+            "path": "embedded:tiny-arithmetic",
+            "revision": None,
+            "dtype": "float32",
+            "device": "cpu",
+            "attn_implementation": "auto",
+            "gradient_checkpointing": False,
+            "quantization": None,
+            "trust_remote_code": False,
+        }
+        return ModelConfig(**fixed | keys)
+
+    return build_config
+
+
+@pytest.fixture(scope="session")
+def backbone(model_config: Callable[..., ModelConfig]) -> Backbone:
+    """The embedded model, loaded once. Tests leave it as they found it."""
+    return load_backbone(model_config())
+
+
+@pytest.fixture
+def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
+    """Builds roles on the embedded model (or another `backbone`) and takes them off again, newest first.
+
+    `noise` is the standard deviation of what is added to the policy's weights: a fresh LoRA changes nothing.
+    """
+    opened: list[Roles] = []
+
+    def make(noise: float = 0.0, **keys: Any) -> Roles:
+        lora = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "path": None}
+        snapshot = {"reference": "none", "refresh_every": 0, "old": Old.auto}
+        others = {"backbone": backbone, "temperature": 1.0, "token_budget": 10**6, "seed": 0}
+        for group in (lora, snapshot, others):
+            group.update({name: keys.pop(name) for name in list(keys) if name in group})
+        assert not keys
+        roles = Roles(lora=LoraSettings(**lora), snapshot=SnapshotConfig(**snapshot), **others)
+        opened.append(roles)
+        generator = torch.Generator().manual_seed(1)
+        for _, parameter in roles.named_parameters():
+            added = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.data += noise * added
+        return roles
+
+    yield make
+    for roles in reversed(opened):
+        roles.close()
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> Callable[..., Batch]:
+    """Builds a Batch from rows `(group, prompt ids, completion ids)`; see `Row`."""
+
+    def build_batch(rows: Sequence[Row], rewards: Sequence[float] | None = None, dtype: Any = torch.float32) -> Batch:
+        shape = len(rows), max(len(prompt) + len(completion) for _, prompt, completion in rows)
+        token_ids = torch.zeros(shape, dtype=torch.int64)
+        attention_mask, loss_mask = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        for b, (_, prompt, completion) in enumerate(rows):
+            ids = torch.tensor([*prompt, *completion], dtype=torch.int64)
+            token_ids[b, : len(ids)] = ids.abs()
+            attention_mask[b, : len(ids)] = True
+            loss_mask[b, : len(ids)] = ids > 0
+            loss_mask[b, : len(prompt)] = False
+        return Batch(
+            token_ids=token_ids,
+            attention_mask=attention_mask,
+            loss_mask=loss_mask,
+            sampled_logprobs=torch.where(loss_mask, -1.0, 0.0).to(dtype),
+            rewards=torch.zeros(len(rows)) if rewards is None else torch.tensor(rewards),
+            group_ids=torch.tensor([group for group, _, _ in rows]),
+        )
+
+    return build_batch
+
+
+@pytest.fixture(scope="session")
+def make_prompt(backbone: Backbone) -> Callable[..., Prompt]:
+    """Builds a tokenised prompt of the embedded model from a question."""
+
+    def build_prompt(question: str, answer: str = "0") -> Prompt:
+        messages = ({"role": "user", "content": question},)
+        ids = backbone.tokenizer.apply_chat_template(
+            [dict(m) for m in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return Prompt(id=question, messages=messages, answer=answer, token_ids=tuple(ids))
+
+    return build_prompt
+
+
+@pytest.fixture(scope="session")
+def run_config() -> Callable[..., RunConfig]:
+    """Builds the typed config that command-line overrides give."""
+    return lambda *overrides: build(compose(list(overrides)))

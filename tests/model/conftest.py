@@ -1,0 +1,127 @@
+"""Small random models of many architectures, and the plainest forward there is to hold the others to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlft.model import attention
+from rlft.types import Batch
+
+VOCABULARY = 120
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SIZES_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama_one_kv_head": ("LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 16, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "sliding_window": 4},
+    ),
+    "gemma2_full": (
+        "Gemma2Config",
+        {"head_dim": 16, "attn_logit_softcapping": 0.5, "layer_types": ["full_attention"] * 3},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral_window": ("MistralConfig", {"sliding_window": 4}),
+    "granite": ("GraniteConfig", {"logits_scaling": 3.0}),
+    "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "falcon": ("FalconConfig", {}),
+    "gpt2": ("GPT2Config", SIZES_GPT),
+}
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable[..., PreTrainedModel]:
+    """Builds a random, frozen model with the attention that `load_backbone` would give it."""
+
+    def build(kind: str, dtype: torch.dtype = torch.float32, **keys: Any) -> PreTrainedModel:
+        name, more = CONFIGS[kind]
+        config = getattr(transformers, name)(**SIZES | more | keys)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # norms and biases, so that none of them is a bystander
+                    parameter.data += 0.1 * torch.randn_like(parameter)
+        attention.install(model)
+        return model.requires_grad_(False).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def with_lora() -> Callable[[PreTrainedModel], list[torch.nn.Parameter]]:
+    """Puts a LoRA adapter that does something on every linear layer; returns its parameters."""
+
+    def wrap(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            config = LoraConfig(r=2, lora_alpha=2, target_modules="all-linear", init_lora_weights=False)
+            wrapped = get_peft_model(model, config).eval()
+        return [p for p in wrapped.parameters() if p.requires_grad]
+
+    return wrap
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[..., tuple[Tensor, Tensor]]:
+    """(log-probs, entropy) `[B, T]`, a row at a time: no padding, no packing, eager attention, no chunks."""
+
+    def forward(model: PreTrainedModel, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        mine = model.config._attn_implementation
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation("eager")
+        logprobs, entropy = [], []
+        for ids, real, mask in zip(batch.token_ids, batch.attention_mask, batch.loss_mask, strict=True):
+            logits = model(input_ids=ids[real][None], use_cache=False).logits[0, :-1] / temperature
+            log_p = logits.log_softmax(-1)
+            taken = log_p.gather(-1, ids[real][1:, None])[:, 0]
+            row = torch.stack([taken, -(log_p.exp() * log_p).sum(-1)])
+            row = torch.nn.functional.pad(row, (1, len(ids) - int(real.sum()))) * mask
+            logprobs.append(row[0])
+            entropy.append(row[1])
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation(mine)
+        return torch.stack(logprobs), torch.stack(entropy)
+
+    return forward
+
+
+@pytest.fixture(scope="session")
+def awkward_batch(make_batch: Callable[..., Batch]) -> Batch:
+    """Three groups of unlike lengths: masked tokens inside a completion, an empty completion, a row alone."""
+    one, two, three = [3, 17, 5, 99, 42, 8], [11, 4], [7, 7, 7, 23]
+    return make_batch(
+        [
+            (5, one, [9, 30, 31, 2]),
+            (5, one, [9, 30, -55, -56, 57, 58, 59, 2]),
+            (2, two, []),
+            (5, one, [61]),
+            (2, two, [70, 71, 72]),
+            (9, three, [80, 81, 82, 83, 84, 85, 86, 87, 88]),
+        ]
+    )

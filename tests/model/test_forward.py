@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlft.collate import select
+from rlft.model import forward
+from rlft.model.attention import NAME
+from rlft.model.forward import choose, packed_forward, padded_forward
+from rlft.model.packing import micro_batches
+
+PACKED = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "gemma", "mistral", "gpt2"]
+PADDED = ["mistral_window", "qwen2_window", "gemma2", "gemma2_full", "granite", "gpt_oss", "falcon"]
+REASONS = {
+    "mistral_window": "MistralForCausalLM has a sliding window of 4 tokens",
+    "qwen2_window": "Qwen2ForCausalLM mixes attention kinds (sliding window or linear layers)",
+    "gemma2": "Gemma2ForCausalLM caps its attention logits (attn_logit_softcapping=0.5)",
+    "gemma2_full": "Gemma2ForCausalLM caps its attention logits (attn_logit_softcapping=0.5)",
+    "gpt_oss": "GptOssForCausalLM needs more than scaled dot-product attention",
+    "falcon": "FalconForCausalLM has an attention of its own",
+}
+
+def close(value, expected, tolerance):
+    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+
+
+def weighted(logprobs, entropy, batch):
+    """A loss in which every token has its own weight, so that no error can cancel another."""
+    weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return (weights.to(logprobs) * logprobs).sum() + (weights.flip(1).to(logprobs) * entropy).sum()
+
+
+def results(run, batch, parameters):
+    """(log-probs, entropy, gradients of the adapter) of one forward."""
+    outputs = run(batch)
+    logprobs, entropy = outputs if isinstance(outputs, tuple) else (outputs.logprobs, outputs.entropy)
+    gradients = torch.autograd.grad(weighted(logprobs, entropy, batch), parameters)
+    return logprobs.detach(), entropy.detach(), gradients
+
+
+# -- exactness -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_rows_have_the_logprobs_entropies_and_gradients_of_rows_run_one_by_one(
+    kind, temperature, random_model, with_lora, plain, awkward_batch
+):
+    model = random_model(kind)
+    parameters = with_lora(model)
+    assert choose(model).packed
+    expected = results(lambda batch: plain(model, batch, temperature), awkward_batch, parameters)
+    packed = results(lambda batch: packed_forward(model, batch, temperature, True), awkward_batch, parameters)
+    assert all(g.abs().max() > 0.01 for g in expected[2])  # or equal gradients would say nothing
+    scale = max(g.abs().max() for g in expected[2])
+    close(packed[:2], expected[:2], 1e-5)
+    close([g / scale for g in packed[2]], [g / scale for g in expected[2]], 1e-5)
+
+
+@pytest.mark.parametrize("kind", PACKED + PADDED)
+def test_padded_rows_have_the_logprobs_entropies_and_gradients_of_rows_run_one_by_one(
+    kind, random_model, with_lora, plain, awkward_batch
+):
+    model = random_model(kind)
+    parameters = with_lora(model)
+    expected = results(lambda batch: plain(model, batch, 0.6), awkward_batch, parameters)
+    padded = results(lambda batch: padded_forward(model, batch, 0.6, True), awkward_batch, parameters)
+    scale = max(g.abs().max() for g in expected[2])
+    close(padded[:2], expected[:2], 1e-5)
+    close([g / scale for g in padded[2]], [g / scale for g in expected[2]], 1e-5)
+
+
+def test_a_float64_model_gives_float64_logprobs(random_model, plain, awkward_batch):
+    # GPT-2 has no operation that transformers computes in float32 whatever the model's dtype (RMSNorm, rotary).
+    model = random_model("gpt2", torch.float64)
+    outputs = packed_forward(model, awkward_batch, 0.6, True)
+    expected = plain(model, awkward_batch, 0.6)
+    assert outputs.logprobs.dtype == torch.float64
+    close((outputs.logprobs, outputs.entropy), expected, 1e-12)
+
+
+def test_outputs_are_0_wherever_the_loss_mask_is_off(random_model, awkward_batch):
+    model = random_model("llama")
+    for run in (packed_forward, padded_forward):
+        outputs = run(model, awkward_batch, 1.0, True)
+        for values in (outputs.logprobs, outputs.entropy):
+            assert (values[~awkward_batch.loss_mask] == 0).all()
+            assert (values[awkward_batch.loss_mask] != 0).all()
+
+
+def test_masking_tokens_inside_a_completion_changes_no_other_token(random_model, make_batch):
+    model = random_model("llama")
+    seen, masked = (
+        make_batch([(0, [3, 4, 5], [10, 11, sign * 12, sign * 13, 14]), (0, [3, 4, 5], [20, 21])]) for sign in (1, -1)
+    )
+    for run in (packed_forward, padded_forward):
+        with_them, without = run(model, seen, 1.0, False).logprobs, run(model, masked, 1.0, False).logprobs
+        assert (without == with_them.where(masked.loss_mask, 0.0)).all()
+        assert (without[0, 5:7] == 0).all()
+
+
+@pytest.mark.parametrize("run", [packed_forward, padded_forward])
+def test_what_lies_under_the_padding_does_not_matter(run, random_model, awkward_batch):
+    model = random_model("qwen2")
+    garbage = torch.where(awkward_batch.attention_mask, awkward_batch.token_ids, -(10**9))
+    clean = run(model, awkward_batch, 1.0, True)
+    dirty = run(model, replace(awkward_batch, token_ids=garbage), 1.0, True)
+    assert torch.equal(clean.logprobs, dirty.logprobs)
+    assert torch.equal(clean.entropy, dirty.entropy)
+
+
+def test_more_padding_columns_change_nothing(random_model, awkward_batch):
+    model = random_model("llama")
+    wide = replace(
+        awkward_batch,
+        **{
+            name: torch.nn.functional.pad(getattr(awkward_batch, name), (0, 5))
+            for name in ("token_ids", "attention_mask", "loss_mask", "sampled_logprobs")
+        },
+    )
+    for run in (packed_forward, padded_forward):
+        narrow_logprobs = run(model, awkward_batch, 1.0, False).logprobs
+        assert torch.equal(run(model, wide, 1.0, False).logprobs, torch.nn.functional.pad(narrow_logprobs, (0, 5)))
+
+
+@pytest.mark.parametrize("budget", [1, 17, 25])
+def test_micro_batches_of_any_size_give_the_same_logprobs_and_gradients(budget, random_model, with_lora, awkward_batch):
+    model = random_model("llama")
+    parameters = with_lora(model)
+    whole = packed_forward(model, awkward_batch, 1.0, False).logprobs
+    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(4))
+    gradients = torch.autograd.grad((weights * whole).sum(), parameters)
+    sums = [torch.zeros_like(p) for p in parameters]
+    parts = micro_batches(awkward_batch, torch.arange(6), budget)
+    assert len(parts) > 1
+    for part in parts:
+        logprobs = packed_forward(model, select(awkward_batch, part), 1.0, False).logprobs
+        close(logprobs, whole[part], 1e-5)
+        for total, g in zip(sums, torch.autograd.grad((weights[part] * logprobs).sum(), parameters), strict=True):
+            total += g
+    scale = max(g.abs().max() for g in gradients)
+    close([g / scale for g in sums], [g / scale for g in gradients], 1e-5)
+
+
+def test_rows_of_a_group_whose_prompts_differ_do_not_share_them(random_model, plain, make_batch):
+    # The second row's completion starts with a masked token, so its tokens before the first trained one are longer.
+    batch = make_batch([(0, [3, 4, 5], [10, 11]), (0, [3, 4, 5], [-12, 13]), (0, [3, 4, 6], [10, 11])])
+    model = random_model("llama")
+    close(packed_forward(model, batch, 1.0, False).logprobs, plain(model, batch)[0], 1e-5)
+
+
+def test_groups_with_the_same_prompt_stay_apart(random_model, plain, make_batch):
+    batch = make_batch([(0, [3, 4, 5], [10, 11]), (1, [3, 4, 5], [12]), (0, [3, 4, 5], [13, 14, 15])])
+    model = random_model("llama")
+    close(packed_forward(model, batch, 1.0, False).logprobs, plain(model, batch)[0], 1e-5)
+
+
+def test_a_batch_of_empty_completions_only_has_gradient_0(random_model, with_lora, make_batch):
+    model = random_model("llama")
+    parameters = with_lora(model)
+    batch = make_batch([(0, [3, 4], []), (0, [3, 4], [])])
+    outputs = packed_forward(model, batch, 1.0, True)
+    gradients = torch.autograd.grad(outputs.logprobs.sum() + outputs.entropy.sum(), parameters)
+    assert all((g == 0).all() for g in gradients)
+
+
+# -- the head --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tokens_at_once", [1, 7])
+def test_the_size_of_logit_chunks_changes_nothing(tokens_at_once, random_model, with_lora, awkward_batch, monkeypatch):
+    model = random_model("llama")
+    parameters = with_lora(model)
+    whole = results(lambda b: packed_forward(model, b, 0.6, True), awkward_batch, parameters)
+    monkeypatch.setattr(forward, "LOGIT_CHUNK", tokens_at_once * 120 + 1)
+    sizes = []
+    head = model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    chunked = results(lambda b: packed_forward(model, b, 0.6, True), awkward_batch, parameters)
+    hook.remove()
+    assert max(sizes) == tokens_at_once
+    close(chunked, whole, 1e-6)
+    with torch.no_grad():
+        close(packed_forward(model, awkward_batch, 0.6, False).logprobs, whole[0], 1e-6)
+
+
+def test_only_completion_positions_reach_the_head_and_only_packed_tokens_the_network(random_model, awkward_batch):
+    model = random_model("llama")
+    seen = {}
+    hooks = [
+        model.get_output_embeddings().register_forward_hook(lambda m, args, out: seen.update(head=len(out))),
+        model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.update(network=out.shape[1])),
+    ]
+    choose(model)(awkward_batch, 1.0)
+    for hook in hooks:
+        hook.remove()
+    # Completions 4 + 8 + 0 + 1 + 3 + 9 = 25 tokens; prompts 6 + 2 + 4 = 12, each once.
+    assert seen == {"head": 25, "network": 37}
+
+
+def test_entropy_is_computed_only_when_asked_for(random_model, awkward_batch):
+    model = random_model("llama")
+    for run in (packed_forward, padded_forward):
+        assert run(model, awkward_batch, 1.0, False).entropy is None
+
+
+# -- which forward ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", PACKED)
+def test_these_models_are_packed(kind, random_model):
+    said = []
+    chosen = choose(random_model(kind), said.append)
+    assert (chosen.packed, chosen.reason, said) == (True, "packed rows, each prompt once per group", [])
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_a_model_that_cannot_be_packed_is_padded_for_a_reason_that_names_why(kind, random_model):
+    said = []
+    chosen = choose(random_model(kind), said.append)
+    assert not chosen.packed
+    assert chosen.reason == f"padded rows: {REASONS[kind]}"
+    assert said == [chosen.reason]
+
+
+def test_a_model_that_does_something_after_its_head_is_found_out_by_its_numbers(random_model):
+    chosen = choose(random_model("granite"))  # divides its logits by 3
+    assert not chosen.packed
+    assert chosen.reason.startswith("padded rows: packed and padded log-probs differ by ")
+    assert chosen.reason.endswith(" for GraniteForCausalLM")
+
+
+def test_an_attention_the_user_asked_for_is_kept(random_model):
+    model = random_model("llama")
+    model.set_attn_implementation("sdpa")
+    assert choose(model).reason == "padded rows: model.attn_implementation is sdpa"
+
+
+def test_a_tiny_vocabulary_is_enough_for_the_probe(random_model):
+    assert choose(random_model("llama", vocab_size=5)).packed
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_the_chosen_padded_forward_is_exact(kind, random_model, plain, awkward_batch):
+    model = random_model(kind)
+    chosen = choose(model)
+    assert not chosen.packed
+    with torch.no_grad():
+        close(chosen(awkward_batch, 0.6).logprobs, plain(model, awkward_batch, 0.6)[0], 1e-5)
+
+
+def test_token_counts_say_what_enters_the_network(random_model, awkward_batch):
+    # Rows are 10, 14, 2, 7, 5 and 13 tokens long, 51 in all; packed, 37 (see above).
+    packed, padded = choose(random_model("llama")), choose(random_model("mistral_window"))
+    assert (packed.real_tokens(awkward_batch), packed.network_tokens(awkward_batch)) == (37, 37)
+    assert (padded.real_tokens(awkward_batch), padded.network_tokens(awkward_batch)) == (51, 6 * 14)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+def test_micro_batches_keep_to_the_budget_in_tokens_that_enter_the_network(kind, random_model, awkward_batch):
+    chosen = choose(random_model(kind))
+    parts = chosen.micro_batches(awkward_batch, torch.arange(6), 28)
+    assert sorted(torch.cat(parts).tolist()) == list(range(6))
+    assert all(chosen.network_tokens(select(awkward_batch, part)) <= 28 for part in parts)
+    assert len(parts) < 6
+
+
+def test_without_packed_rows_the_registered_attention_is_plain_sdpa(random_model):
+    model = random_model("llama")
+    assert model.config._attn_implementation == NAME
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    mine = model(input_ids=ids).logits
+    plain_model = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa")
+    plain_model.load_state_dict(model.state_dict())
+    assert torch.equal(mine, plain_model.eval()(input_ids=ids).logits)
