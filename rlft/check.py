@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlft.config import RunConfig
-from rlft.reward.spec import RewardSpec, locate
+from rlft.reward.spec import RewardSpec
+from rlft.targets import locate
 from rlft.types import Prompt, UserError
 
 if TYPE_CHECKING:
@@ -25,8 +27,14 @@ def check(config: RunConfig, algorithm: Algorithm) -> None:
     Raises:
         UserError: with the key, what is wrong and the way out.
     """
-    for rule in (_sizes, _sampling, _snapshots, _adapters, _model):
+    for rule in (_name, _sizes, _sampling, _engine, _snapshots, _adapters, _model):
         rule(config, algorithm)
+
+
+def _name(config: RunConfig, algorithm: Algorithm) -> None:
+    if not config.name.strip() or config.name == ".." or Path(config.name).name != config.name:
+        problem = "names a folder under runs/, and must be one plain word or several"
+        raise UserError("name", problem, got=config.name or "nothing", remedy="leave out slashes, for instance name=first_try")
 
 
 def _sizes(config: RunConfig, algorithm: Algorithm) -> None:
@@ -80,10 +88,15 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
         )
     if config.eval.temperature is not None and config.eval.temperature < 0:
         raise UserError("eval.temperature", "must not be negative", got=config.eval.temperature, remedy="use 0 for the likeliest token")
-    engine = generation.engine
+
+
+def _engine(config: RunConfig, algorithm: Algorithm) -> None:
+    engine, answers = config.generation.engine, config.generation.scripted.answers
     if engine not in ("auto", *ENGINES) and "." not in engine:
         raise UserError("generation.engine", "is not an engine", got=engine, remedy=f"use auto, {', '.join(ENGINES)} or module.Class")
-    if engine == "scripted" and not generation.scripted.answers:
+    if "." in engine:
+        locate(engine, "generation.engine")
+    if engine == "scripted" and not answers:
         raise UserError("generation.scripted.answers", "is empty", got="{}", remedy='give for instance {"*": ["yes", "no"]}')
 
 
@@ -114,8 +127,12 @@ def _adapters(config: RunConfig, algorithm: Algorithm) -> None:
             raise UserError(
                 "lora.rank", f"the adapter at lora.path has rank {saved.get('r')}", got=config.lora.rank, remedy=f"set lora.rank={saved.get('r')}"
             )
-    if config.snapshot.reference not in ("none", "base", "copy"):
-        check_adapter_folder(config.snapshot.reference, "snapshot.reference")
+    reference = config.snapshot.reference
+    if reference not in ("none", "base", "copy"):
+        if not Path(reference).expanduser().is_dir():
+            problem = "is neither none, base or copy nor a folder that is there"
+            raise UserError("snapshot.reference", problem, got=reference or "nothing", remedy="use one of these")
+        check_adapter_folder(reference, "snapshot.reference")
 
 
 def _model(config: RunConfig, algorithm: Algorithm) -> None:
@@ -123,6 +140,8 @@ def _model(config: RunConfig, algorithm: Algorithm) -> None:
 
     from rlft.model.backbone import resolve_device, resolve_dtype
 
+    if not config.model.path:
+        raise UserError("model.path", "is empty", remedy="give a model folder, a hub id or embedded:tiny-arithmetic")
     device = resolve_device(config.model.device)
     resolve_dtype(config.model.dtype, device)
     if config.model.attn_implementation not in ("auto", "eager", *AttentionInterface().valid_keys()):
@@ -154,10 +173,29 @@ def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
         )
 
 
+def check_targets(config: RunConfig, model: PreTrainedConfig) -> None:
+    """Every name in lora.target_modules must be that of a linear layer; looked up in a model that has no weights."""
+    targets = config.lora.target_modules
+    if targets == "all-linear":
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model, trust_remote_code=config.model.trust_remote_code)
+    layers = [name for name, module in empty.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = sorted({name.rpartition(".")[2] for name in layers} - {"lm_head"})
+    for target in [targets] if isinstance(targets, str) else targets:
+        # As PEFT reads it: a text is a regular expression over whole names, a list holds ends of names.
+        if not any(re.fullmatch(target, n) if isinstance(targets, str) else f".{n}".endswith(f".{target}") for n in layers):
+            remedy = f"use all-linear, or a list of {', '.join(names)}"
+            raise UserError("lora.target_modules", "the model has no linear layer of that name", got=target, remedy=remedy)
+
+
 def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
     """A reward that reads the prompt's metadata (its `needs_metadata`) must find it there."""
     for name, spec in rewards.items():
-        needed = getattr(locate(spec.target, f"reward.{name}"), "needs_metadata", None)
+        needed = getattr(locate(spec.target, f"reward.{name}._target_"), "needs_metadata", None)
         if needed is not None and needed not in prompt.metadata:
             raise UserError(
                 f"reward.{name}", f"scores prompts of data={needed} only", got=f"prompt {prompt.id}", remedy=f"use data={needed}, or another reward"

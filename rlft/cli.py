@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -16,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import rlft
+from rlft import catalog
 from rlft import config as configs
+from rlft.arguments import Arguments, parse
 from rlft.types import UserError
 
 USAGE = """\
@@ -30,6 +31,12 @@ rlft: fine-tune language models with reinforcement learning on the hardware you 
 
 First: rlft train +recipe=grpo_arithmetic         two minutes on a CPU, nothing to download
 """
+RESUME_USAGE = """\
+usage: rlft resume <run> [<key>=<value>] ...
+
+Goes on from the newest checkpoint, exactly as if never stopped. Keys that would change the run are refused.
+  rlft resume runs/grpo_arithmetic/<time>
+  rlft resume runs/grpo_arithmetic/<time> steps=80"""
 
 
 def main() -> None:
@@ -50,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         if verb not in verbs:
             close = difflib.get_close_matches(verb, verbs, n=1)
             remedy = f"did you mean rlft {close[0]}?" if close else f"use one of {', '.join(verbs)}"
-            raise UserError("rlft", "there is no such verb", got=verb, remedy=remedy)
+            raise UserError(verb, "there is no such verb", remedy=remedy)
         with ExitStack() as stack:
             _quiet()
             return _stopped(stack, verbs[verb], rest)
@@ -94,14 +101,27 @@ def _quiet() -> None:
 # -- train -------------------------------------------------------------------------------------------------------------
 def train(arguments: list[str]) -> int:
     """`rlft train`, one job or with -m a sweep."""
-    sweep = any(a in ("-m", "--multirun") for a in arguments)
-    asks = any(a in ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version") for a in arguments)
-    overrides = [a for a in arguments if not a.startswith("-") and "=" in a]
-    _check_resume_argument(overrides)
-    if not sweep or asks:
+    asked = parse(arguments)
+    _make_importable(asked.config_dir)
+    _check_resume_argument(asked)
+    if asked.asks:
         _hydra(arguments, _job)
-        return 0
-    return _sweep(arguments)
+    elif asked.sweep:
+        return _sweep(asked)
+    else:
+        run = configs.compose_run(asked.overrides, asked.config_dir)
+        _train(run.plain, Path(os.path.relpath(run.folder)))
+    return 0
+
+
+def _make_importable(config_dir: Path | None) -> None:
+    """A user's own modules are found beside where rlft runs and beside their YAML; reward workers inherit the path.
+
+    Last on the path: a folder of theirs named `datasets` must not hide the library.
+    """
+    for folder in (Path.cwd(), config_dir):
+        if folder is not None and str(folder.resolve()) not in sys.path:
+            sys.path.append(str(folder.resolve()))
 
 
 def _hydra(arguments: Sequence[str], job: Callable[[Any], None]) -> None:
@@ -109,7 +129,7 @@ def _hydra(arguments: Sequence[str], job: Callable[[Any], None]) -> None:
 
     configs.register_resolvers()
     sys.argv = ["rlft train", *arguments]
-    folder = str(configs.config_folder().resolve())
+    folder = str(catalog.config_folder().resolve())
     failures: list[Exception] = []
 
     def guarded(composed: Any) -> None:
@@ -122,95 +142,49 @@ def _hydra(arguments: Sequence[str], job: Callable[[Any], None]) -> None:
     try:
         hydra.main(config_path=folder, config_name="train", version_base="1.3")(guarded)()
     except Exception as error:
-        told = _explain(error)
+        told = configs.explain(error)
         if told is None:
             raise
         raise told from None
+    except SystemExit as end:  # how Hydra ends after --help
+        if end.code:
+            raise
     if failures:
         raise failures[0]
 
 
-def _explain(error: BaseException) -> UserError | None:
-    """Hydra's errors about the command line, in our words; None for anything else."""
-    from hydra.errors import HydraException, MissingConfigException
-    from omegaconf.errors import OmegaConfBaseException
-
-    if isinstance(error, MissingConfigException) and (match := re.search(r"[Cc]ould not (?:find|load) '([^']+)'", str(error))):
-        group, _, name = match[1].rpartition("/")
-        choices = configs.choices(group)
-        close = difflib.get_close_matches(name, choices, n=1)
-        hint = f"did you mean {close[0]}? All: " if close else "choose one of "
-        key = f"+{group}" if group == "recipe" else group
-        return UserError(key, "is not one of its choices", got=name, remedy=hint + ", ".join(choices))
-    if isinstance(error, OSError) and error.filename is not None:
-        problem = f"cannot be written ({error.strerror})"
-        return UserError("hydra.run.dir", problem, got=error.filename, remedy="choose another folder")
-    if not isinstance(error, (HydraException, OmegaConfBaseException)):
-        return None
-    text = str(error)
-    if match := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^'=@]+)", text):
-        return _unknown_key(match[1])
-    if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'", text):
-        remedy = "sweep with rlft train -m, or quote a list as '[a,b]'"
-        return UserError(match[1], "has several values but this is no sweep", got=match[2], remedy=remedy)
-    if match := re.search(r"Multiple values for (\S+)\.", text):
-        return UserError(match[1], "is given twice", remedy="give it once")
-    first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    return UserError("command line", f"cannot be understood ({first.strip()})", remedy="see rlft train --help")
-
-
-def _unknown_key(key: str) -> UserError:
-    defaults = configs.compose([])
-    from rlft.runfolder import flatten
-
-    groups = [p.name for p in configs.config_folder().iterdir() if p.is_dir()]
-    known = [*flatten(defaults), *groups]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    suggestion = f"+{close[0]}" if close and close[0] == "recipe" else close[0] if close else None
-    remedy = f"did you mean {suggestion}?" if suggestion else "see rlft train --cfg job for every key"
-    return UserError(key, "there is no such key", remedy=remedy)
-
-
-def _check_resume_argument(overrides: Sequence[str]) -> None:
-    """Before Hydra makes a folder of it: resume=<run> must name a run."""
-    given = dict(o.split("=", 1) for o in overrides)
-    resumed = given.get("resume", "null")
-    if resumed == "null":
+def _check_resume_argument(asked: Arguments) -> None:
+    """resume=<run> must name a run, and goes on in its folder."""
+    resumed, folder = asked.value("resume"), asked.value("hydra.run.dir")
+    if resumed is None:
         return
     from rlft import runfolder
 
     runfolder.read(Path(resumed))
-    if "hydra.run.dir" in given and Path(given["hydra.run.dir"]).resolve() != Path(resumed).resolve():
-        raise UserError(
-            "resume", "a resumed run goes on in its own folder, not in hydra.run.dir", got=resumed, remedy="take hydra.run.dir out"
-        )
+    if folder is not None and Path(folder).resolve() != Path(resumed).resolve():
+        problem = "a resumed run goes on in its own folder, not in hydra.run.dir"
+        raise UserError("resume", problem, got=resumed, remedy="take hydra.run.dir out")
 
 
 def _job(composed: Any) -> None:
-    """One training job with the config Hydra composed, in the folder Hydra made."""
+    """One job of a sweep with the config Hydra composed, in the folder Hydra made."""
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
     from rlft import runfolder
     from rlft.sweep import is_finished
 
     plain = configs.plain(composed)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    if HydraConfig.get().mode == RunMode.MULTIRUN and runfolder.config_file(folder).exists():
+    folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
+    if runfolder.config_file(folder).exists():
         runfolder.check_same_config(folder, plain)
         if is_finished(folder, plain["steps"]):
             print(f"job {HydraConfig.get().job.num} is finished already: {folder}")
             return
         plain["resume"] = str(folder)
-    if plain.get("resume") is None:
-        folder = Path(os.path.relpath(folder))
-    else:
-        folder = Path(plain["resume"])
     try:
         _train(plain, folder)
     except (UserError, KeyboardInterrupt):
-        # Hydra made the folder before anything was checked; a refusal leaves nothing behind.
-        with suppress(OSError):
+        with suppress(OSError):  # nothing is left of a job that was refused or stopped before it began
             for place in (folder, *list(folder.parents)[:2]):
                 place.rmdir()
         raise
@@ -264,14 +238,23 @@ def _train(plain: dict[str, Any], folder: Path) -> None:
 
 
 def _next_commands(folder: Path, config: dict[str, Any]) -> list[tuple[str, str]]:
-    recipe = f"+recipe={config['name']} " if (configs.recipe_folder() / f"{config['name']}.yaml").exists() else ""
+    rlft_command = _program()
+    recipe = f"+recipe={config['name']} " if (catalog.recipe_folder() / f"{config['name']}.yaml").exists() else ""
     lr, steps = config["trainer"]["lr"], config["steps"]
     return [
-        ("evaluate with more samples", f"rlft eval run={folder} eval.num_samples=8"),
-        ("train on", f"rlft resume {folder} steps={2 * steps}"),
-        ("sweep", f"rlft train -m {recipe}trainer.lr={lr:g},{lr / 3:.2g} seed=0,1"),
-        ("the main job, on a GPU", "rlft train +recipe=grpo_gsm8k"),
+        ("evaluate with more samples", f"{rlft_command} eval run={folder} eval.num_samples=8"),
+        ("train on", f"{rlft_command} resume {folder} steps={2 * steps}"),
+        ("sweep", f"{rlft_command} train -m {recipe}trainer.lr={lr:g},{lr / 3:.2g} seed=0,1"),
+        ("the main job, on a GPU", f"{rlft_command} train +recipe=grpo_gsm8k"),
     ]
+
+
+def _program() -> str:
+    """How the user can call rlft again from here: `rlft` where it is on PATH, else this environment's command."""
+    import shutil
+
+    command = Path(sys.prefix) / "bin" / "rlft"
+    return "rlft" if shutil.which("rlft") or not command.exists() else os.path.relpath(command)
 
 
 def _say(text: str) -> None:
@@ -286,20 +269,15 @@ def _quiet_transformers() -> None:
 
 
 # -- sweep -------------------------------------------------------------------------------------------------------------
-def _sweep(arguments: list[str]) -> int:
+def _sweep(asked: Arguments) -> int:
     """Every job is checked before the first one trains; afterwards the table, whatever became of them."""
     global _engines
     from rlft import sweep
     from rlft.engine import Engines
 
-    jobs = _expand(arguments)
+    jobs = _expand(asked.overrides)
     sweep.check_jobs(jobs)
-    config_dir = _config_dir(arguments)
-    for number, overrides in enumerate(jobs):
-        try:
-            _check_job(number, overrides, config_dir)
-        except UserError as error:
-            raise UserError(error.key, f"{error.problem} (job {number}: {' '.join(overrides)})", got=error.got, remedy=error.remedy) from None
+    _check_jobs(jobs, asked.config_dir)
     folders: list[Path] = []
 
     def job(composed: Any) -> None:
@@ -319,7 +297,7 @@ def _sweep(arguments: list[str]) -> int:
 
     try:
         with Engines() as _engines:
-            _hydra(arguments, job)
+            _hydra([*asked.options, *asked.overrides], job)
     finally:
         _engines = None
         if folders:
@@ -328,44 +306,45 @@ def _sweep(arguments: list[str]) -> int:
     return 0
 
 
-def _expand(arguments: Sequence[str]) -> list[list[str]]:
+def _expand(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of each job, in Hydra's own order."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    overrides = [a for i, a in enumerate(arguments) if not a.startswith("-") and arguments[i - 1] not in ("--config-dir", "-cd")]
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
-        raise _explain(error) or error from None
+        raise configs.explain(error) or error from None
     return [list(job) for batch in BasicSweeper.split_arguments(parsed, max_batch_size=None) for job in batch]
 
 
-def _config_dir(arguments: Sequence[str]) -> str | None:
-    for i, argument in enumerate(arguments):
-        if argument in ("--config-dir", "-cd") and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if argument.startswith("--config-dir="):
-            return argument.partition("=")[2]
-    return None
+def _check_jobs(jobs: Sequence[Sequence[str]], config_dir: Path | None) -> None:
+    """All that can be refused in any job; data that several jobs have in common are scanned once."""
+    from rlft.session import check_components, make_plan
+
+    scanned: list[Any] = []
+    for number, overrides in enumerate(jobs):
+        try:
+            plain = configs.compose([o for o in overrides if not o.startswith("hydra.")], config_dir)
+            check_components(configs.build(plain))
+            of_the_data = [plain[key] for key in ("model", "data", "prompts", "generation", "reward", "lora")]
+            if of_the_data not in scanned:
+                make_plan(plain)
+                scanned.append(of_the_data)
+            _check_repeated(number, overrides, plain)
+        except UserError as error:
+            problem = f"{error.problem} (job {number}: {' '.join(overrides)})"
+            raise UserError(error.key, problem, got=error.got, remedy=error.remedy) from None
 
 
-def _check_job(number: int, overrides: Sequence[str], config_dir: str | None) -> None:
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
+def _check_repeated(number: int, overrides: Sequence[str], plain: dict[str, Any]) -> None:
+    """A sweep that is repeated in its folder: what a job reached there must not get another job's label."""
     from rlft import runfolder
-    from rlft.session import check_components
 
-    try:
-        composed = configs.compose([o for o in overrides if not o.startswith("hydra.")], config_dir)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _explain(error) or error from None
-    check_components(configs.build(composed))
     for folder in (Path(o.partition("=")[2]) / str(number) for o in overrides if o.startswith("hydra.sweep.dir=")):
-        if runfolder.config_file(folder).exists():  # a sweep that is repeated: its results must not get other labels
-            runfolder.check_same_config(folder, composed)
+        if runfolder.config_file(folder).exists():
+            runfolder.check_same_config(folder, plain)
 
 
 # -- the other verbs -----------------------------------------------------------------------------------------------------
@@ -373,34 +352,19 @@ def resume(arguments: list[str]) -> int:
     """`rlft resume <run> [key=value ..]`: the run's own config, with changes that do not change the run."""
     from rlft import runfolder
 
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: rlft resume <run> [<key>=<value>] ...\n\nGoes on from the newest checkpoint, exactly as if never stopped.")
-        return 0 if arguments else 2
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(RESUME_USAGE)
+        return 0
+    if not arguments or not arguments[0].removeprefix("run="):
+        raise UserError("resume", "names no run", remedy="write rlft resume runs/<name>/<time>")
     folder = Path(arguments[0].removeprefix("run="))
+    asked = _only_overrides(arguments[1:])
     plain = runfolder.read(folder)
     plain.pop(runfolder.ORIGIN, None)
-    plain = _override(plain, arguments[1:])
+    plain = _override(plain, asked.overrides, asked.config_dir)
     plain["resume"] = str(folder)
     _train(plain, folder)
     return 0
-
-
-def _override(plain: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The plain config with `key=value` changes; only keys that are there."""
-    from omegaconf import OmegaConf
-
-    changed = OmegaConf.create(plain)
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise UserError("command line", "must be <key>=<value>", got=override, remedy="for instance steps=200")
-        if OmegaConf.select(changed, key, default=_MISSING) is _MISSING:
-            raise _unknown_key(key)
-        OmegaConf.update(changed, key, OmegaConf.create(f"v: {value}").v)
-    return configs.plain(changed)
-
-
-_MISSING = object()
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -410,34 +374,65 @@ def evaluate(arguments: list[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(evaluation_verb.USAGE)
         return 0
-    given = dict(a.split("=", 1) for a in arguments if "=" in a)
-    if bad := [a for a in arguments if "=" not in a]:
-        raise UserError("command line", "must be <key>=<value>", got=bad[0], remedy=f"for instance run={bad[0]}")
-    place = given.pop("run", None) or given.pop("checkpoint", None)
-    changes = [f"{key}={value}" for key, value in given.items()]
-    if place is None:
-        from hydra.errors import HydraException
-
-        try:
-            plain, where = configs.compose(changes), None
-        except HydraException as error:
-            raise _explain(error) or error from None
+    if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
+        arguments = [f"run={arguments[0]}", *arguments[1:]]
+    asked = _only_overrides(arguments)
+    place = asked.value("run") or asked.value("checkpoint")
+    changes = [o for o in asked.overrides if o.partition("=")[0] not in ("run", "checkpoint")]
+    if not place and len(changes) < len(asked.overrides):
+        raise UserError("run", "is empty", remedy="write run=runs/<name>/<time>")
+    if not place and not any(asked.value(key) for key in ("model.path", "recipe")):
+        raise UserError("run", "is missing: there is nothing to evaluate", remedy="give run=<run>, model.path=<model> or +recipe=<name>")
+    if not place:
+        plain, where = configs.compose(changes, asked.config_dir), None
     else:
         where = evaluation_verb.find(Path(place))
-        plain = _override(where.config, changes)
+        plain = _override(where.config, changes, asked.config_dir)
     _quiet_transformers()
     evaluation_verb.run(plain, where)
     return 0
 
 
+def _only_overrides(arguments: Sequence[str]) -> Arguments:
+    """The words of a verb that neither sweeps nor prints the config; its own modules are made importable."""
+    asked = parse(arguments)
+    if asked.sweep or asked.asks:
+        raise UserError("command line", "this verb has no such option", got=asked.options[0], remedy="give it to rlft train")
+    _make_importable(asked.config_dir)
+    return asked
+
+
+def _override(plain: dict[str, Any], overrides: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
+    """A run's config with `key=value` changes, of keys that are there; `data=<choice>` changes the whole section."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    changed = OmegaConf.create(plain)
+    for override in sorted(overrides, key=lambda o: o.partition("=")[0] not in catalog.groups()):
+        key = override.partition("=")[0]
+        if key in catalog.groups() and key in plain:
+            changed[key] = configs.compose([override], config_dir).get(key, {})
+        elif OmegaConf.select(changed, key, default=_MISSING) is _MISSING:
+            raise configs.unknown_key(key)
+        else:
+            try:
+                OmegaConf.update(changed, key, OverridesParser.create().parse_override(override).value())
+            except HydraException as error:
+                raise configs.explain(error) or error from None
+    return configs.plain(changed)
+
+
+_MISSING = object()
+
+
 def recipes(arguments: list[str]) -> int:
     """`rlft recipes`: names with the first comment line of their YAML."""
-    files = sorted(configs.recipe_folder().glob("*.yaml"))
-    width = max(len(f.stem) for f in files)
-    for file in files:
-        comments = (line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#"))
-        first = next((line for line in comments if not line.startswith("@")), "")
-        print(f"{file.stem:<{width}}  {first}")
+    if arguments and arguments[0] not in ("-h", "--help"):
+        raise UserError("recipes", "takes no more words", got=arguments[0], remedy="write rlft recipes")
+    names = catalog.choices("recipe")
+    for name in names:
+        print(f"{name:<{max(map(len, names))}}  {catalog.first_comment(catalog.recipe_folder() / f'{name}.yaml')}")
     print("\nrlft train +recipe=<name>")
     return 0
 

@@ -6,23 +6,20 @@ the rules between parts. This file and cli.py are the only ones that know Hydra 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import importlib
-import inspect
-import types
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rlft
+from rlft import catalog
+from rlft.catalog import config_folder
 from rlft.fields import NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.generation.config import GenerationConfig
 from rlft.model.config import LoraSettings, ModelConfig, SnapshotConfig
+from rlft.targets import from_mapping, instantiate
 from rlft.trainer.config import CheckpointConfig, TrainerConfig
 from rlft.types import UserError
 
@@ -96,32 +93,45 @@ class RunConfig:
         return self.epochs * self.minibatches
 
 
-def config_folder() -> Path:
-    """Where the YAML lives: inside the installed package, or at the top of a checkout."""
-    installed = Path(rlft.__file__).parent / "configs"
-    return installed if installed.is_dir() else Path(rlft.__file__).parents[1] / "configs"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """A plain, resolved config, and the folder that hydra.run.dir gives the run."""
+
+    plain: dict[str, Any]
+    folder: Path
 
 
-def recipe_folder() -> Path:
-    return config_folder() / "recipe"
+def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> dict[str, Any]:
+    """The plain, resolved config that these command-line overrides give.
+
+    Raises:
+        UserError: for whatever Hydra refuses in them.
+    """
+    return compose_run(overrides, config_dir).plain
 
 
-def choices(group: str) -> list[str]:
-    """Names of the YAML files of a config group."""
-    return sorted(f.stem for f in (config_folder() / group).glob("*.yaml"))
-
-
-def compose(overrides: Sequence[str], config_dir: str | None = None) -> dict[str, Any]:
-    """The plain, resolved config that these command-line overrides give."""
+def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None) -> Composed:
+    """As `compose`, with the run's folder, which is not made."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import open_dict
 
     register_resolvers()
     GlobalHydra.instance().clear()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    with initialize_config_dir(str(config_folder().resolve()), version_base="1.3"):
-        return plain(hydra_compose("train", [*overrides, *search]))
+    try:
+        with initialize_config_dir(str(config_folder().resolve()), version_base="1.3"):
+            composed = hydra_compose("train", [*overrides, *search], return_hydra_config=True)
+        folder = Path(composed.hydra.run.dir)
+        with open_dict(composed):
+            del composed["hydra"]
+    except Exception as error:
+        told = explain(error)
+        if told is None:
+            raise
+        raise told from None
+    return Composed(plain=plain(composed), folder=folder)
 
 
 def register_resolvers() -> None:
@@ -144,13 +154,23 @@ def plain(composed: Any) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "config"
-        raise UserError(str(key), str(error).splitlines()[0], remedy="give it a value") from None
+        raise explain(error) or error from None
 
 
 def build(config: Mapping[str, Any]) -> RunConfig:
     """The typed root from a plain config; refuses unknown keys, wrong types and values out of bounds."""
-    return from_mapping(RunConfig, config, "")
+    # `+recpie=x` is a new key to Hydra; `recipe` itself is a group, not a key.
+    for key in config:
+        if isinstance(config[key], Mapping) and key == "recipe":
+            problem = "its keys stay below `recipe` and would set nothing"
+            raise UserError("+recipe", problem, remedy="make `# @package _global_` the first line of the recipe's file")
+        if key not in RunConfig.__slots__ and difflib.get_close_matches(key, [*RunConfig.__slots__, "recipe"], 1) == ["recipe"]:
+            raise UserError(key, "there is no such key", got=config[key], remedy=f"did you mean +recipe={config[key]}?")
+    for group in ("algorithm", "data"):
+        if group not in config:
+            raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
+    # An empty list of rewards or loggers composes to no section at all.
+    return from_mapping(RunConfig, {"reward": {}, "logger": {}, **config}, "")
 
 
 def load_algorithm(name: str, **overrides: Any) -> Algorithm:
@@ -159,128 +179,79 @@ def load_algorithm(name: str, **overrides: Any) -> Algorithm:
     >>> rlft.load_algorithm("grpo", clip_high=0.28).clip_high
     0.28
     """
-    from hydra.errors import MissingConfigException
-
-    try:
-        composed = compose([f"algorithm={name}"])
-    except MissingConfigException:
-        raise UserError("algorithm", "is not known", got=name, remedy=f"choose one of {', '.join(choices('algorithm'))}") from None
-    return instantiate({**composed["algorithm"], **overrides}, "algorithm")
+    return instantiate({**compose([f"algorithm={name}"])["algorithm"], **overrides}, "algorithm")
 
 
-# -- components: `_target_` and its keys -----------------------------------------------------------------------------
-def locate(target: Any, key: str) -> Any:
-    """The class or function that `_target_` names."""
-    if not isinstance(target, str) or "." not in target:
-        raise UserError(f"{key}._target_", "must be module.Name of a class or function", got=target, remedy="name one that can be imported")
-    module, _, name = target.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"{key}._target_", f"cannot be imported ({error})", got=target, remedy="check the spelling and that its folder is on PYTHONPATH"
-        ) from None
-    if not callable(found):
-        raise UserError(f"{key}._target_", "is not callable", got=target, remedy="name a class or a function")
-    return found
+# -- Hydra's errors in our words -------------------------------------------------------------------------------------
+def explain(error: BaseException) -> UserError | None:
+    """What a user got wrong when Hydra, OmegaConf or the YAML parser complains; None for anything else."""
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+    from yaml import MarkedYAMLError
+
+    text = str(error)
+    if isinstance(error, MissingConfigException) and (match := re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)):
+        return _unknown_choice(*match[1].rpartition("/")[::2])
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        place = f"line {error.problem_mark.line + 1}"
+        return UserError(error.problem_mark.name, f"{place} is not YAML ({error.problem})", remedy="mend that line")
+    if isinstance(error, OSError) and error.filename is not None:
+        problem = f"cannot be written ({error.strerror})"
+        return UserError("hydra.run.dir", problem, got=error.filename, remedy="choose another folder")
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+        return None
+    key = getattr(error, "full_key", None)
+    if isinstance(error, MissingMandatoryValue) and key:
+        told = catalog.meaning(key)
+        remedy = f"give {key}=<value>" + (f" ({told.comment})" if told and told.comment else "")
+        return UserError(key, "has no value yet", remedy=remedy)
+    if isinstance(error, InterpolationKeyError):
+        absent = match[1] if (match := re.search(r"'([^']+)' not found", text)) else "?"
+        return UserError(str(key or "config"), f"refers to a key that is not there, ${{{absent}}}", remedy="name a key that is")
+    if match := re.search(r"Could not override[^']*'([^'=@]+)", text):
+        return unknown_key(match[1])
+    if match := re.search(r"Could not append to config[^']*'([^'=@]+)|Could not append '([^'=@]+)", text):
+        given = match[1] or match[2]
+        return UserError(f"+{given}", "a plus adds a key, and this one is there", remedy=f"write {given}=<value>")
+    if match := re.search(r"Could not delete[^']*'([^'=@]+)", text):
+        return unknown_key(match[1])
+    if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'", text):
+        remedy = "sweep with rlft train -m, or write a list as '[a,b]'"
+        return UserError(match[1], "has several values but this is no sweep", got=match[2], remedy=remedy)
+    if match := re.search(r"Multiple values for (\S+?)\.? ", text):
+        return UserError(f"+{match[1]}", "a plus adds, and one is chosen already", remedy=f"write {match[1]}=<choice>")
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        remedy = f"""if it is a text, quote it twice: "{key}='{value}'\" """.strip()
+        return UserError(key.lstrip("+~"), "the value cannot be read", got=value, remedy=remedy)
+    first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return UserError(str(key or "command line"), f"cannot be understood ({first.strip()})", remedy="see rlft train --help")
 
 
-def instantiate(config: Any, key: str) -> Any:
-    """The component a `_target_` config describes; a dataclass has its fields' types and bounds checked."""
-    return call(locate(component_target(config, key), key), {k: v for k, v in config.items() if k != "_target_"}, key)
+def _unknown_choice(group: str, name: str) -> UserError:
+    known = catalog.choices(group)
+    if not known:
+        return unknown_key(group)
+    close = difflib.get_close_matches(name, known, n=1)
+    remedy = (f"did you mean {close[0]}? All: " if close else "choose one of ") + ", ".join(known)
+    return UserError(f"+{group}" if group == "recipe" else group, "is not one of its choices", got=name or "nothing", remedy=remedy)
 
 
-def component_target(config: Any, key: str) -> Any:
-    if not isinstance(config, Mapping) or "_target_" not in config:
-        raise UserError(key, "has no _target_", got=config, remedy=f"choose one of the {key.split('.')[0]} configs (rlft train --help)")
-    return config["_target_"]
-
-
-def call(target: Any, keys: Mapping[str, Any], key: str) -> Any:
-    if dataclasses.is_dataclass(target):
-        return from_mapping(target, keys, key)
-    try:
-        inspect.signature(target).bind(**keys)
-    except TypeError as error:
-        raise UserError(key, f"its keys do not fit {target.__name__} ({error})", got=sorted(keys), remedy="check its YAML") from None
-    return target(**keys)
-
-
-def from_mapping(cls: Any, values: Any, prefix: str) -> Any:
-    """A dataclass from a mapping: unknown and missing keys, types and bounds are refused by their full key."""
-    if not isinstance(values, Mapping):
-        raise UserError(prefix, "must be a section of keys", got=values, remedy=f"set {prefix}.<key> instead")
-    names = [f.name for f in dataclasses.fields(cls)]
-    for key in values:
-        if key not in names:
-            # `+recpie=x` is a new key to Hydra; `recipe` itself is a group, not a key.
-            close = difflib.get_close_matches(str(key), names if prefix else [*names, "recipe"], n=1)
-            wanted = "+recipe=<name>" if close == ["recipe"] else _join(prefix, close[0]) if close else ""
-            remedy = f"did you mean {wanted}?" if close else f"known here: {', '.join(names)}"
-            raise UserError(_join(prefix, key), "there is no such key", got=_short(values[key]), remedy=remedy)
-    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
-    for name in required:
-        if name not in values:
-            raise UserError(_join(prefix, name), "is missing", remedy="give it a value")
-    hints = _hints(cls)
-    converted = {name: convert(hints[name], value, _join(prefix, name)) for name, value in values.items()}
-    return cls(**converted)
-
-
-def convert(hint: Any, value: Any, key: str) -> Any:
-    """The value as its field's type, checked by pydantic in strict mode (no "5" for 5, no True for 1)."""
-    if dataclasses.is_dataclass(hint):
-        return from_mapping(hint, value, key)
-    from pydantic import ValidationError
-
-    enums = [kind for kind in _options(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
-    for kind in enums:
-        if value in [member.value for member in kind]:
-            return kind(value)
-    try:
-        validated = _adapter(hint).validate_python(value, strict=True)
-    except ValidationError as error:
-        problem = "; ".join(dict.fromkeys(_sentence(e) for e in error.errors()))
-        choices = [str(m.value) for kind in enums for m in kind]
-        remedy = f"choose one of {', '.join(choices)}" if choices else _remedy(hint)
-        raise UserError(key, "is not one of its choices" if choices else problem, got=_short(value), remedy=remedy) from None
-    if isinstance(validated, float) and not abs(validated) < float("inf"):
-        raise UserError(key, "must be finite", got=value, remedy="give a finite number")
-    return tuple(validated) if isinstance(validated, list) else validated
-
-
-@cache
-def _adapter(hint: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(hint)
-
-
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _sentence(error: Any) -> str:
-    message = str(error["msg"])
-    return message.replace("Input should be", "must be").replace("Input should", "must")
-
-
-def _remedy(hint: Any) -> str:
-    literal = [str(v) for kind in _options(hint) if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
-    if literal:
-        return f"use {' or '.join(literal)}" + (" or a number" if len(_options(hint)) > 1 else "")
-    return "see configs/train.yaml for its meaning"
-
-
-def _join(prefix: str, key: object) -> str:
-    return f"{prefix}.{key}" if prefix else str(key)
-
-
-def _short(value: object) -> str:
-    text = repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def unknown_key(key: str) -> UserError:
+    """The refusal of a key that the composed config doesn't have, with the most likely cure."""
+    group, _, rest = key.partition(".")
+    problem = "there is no such key"
+    if group in catalog.groups() and rest:
+        known = catalog.keys(group)
+        if key in known and group in ("reward", "logger"):
+            name = rest.partition(".")[0]
+            return UserError(key, f"{group} has no {name} here", remedy=f"put it in: {group}=[...,{name}]")
+        if key in known:
+            has = " and ".join(f"{group}={choice}" for choice in known[key])
+            return UserError(key, f"the {group} chosen here has no such key", remedy=f"it belongs to {has}")
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    else:
+        known = [*catalog.entries(config_folder() / "train.yaml"), *catalog.groups()]
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    remedy = f"did you mean {'+' if close == ['recipe'] else ''}{close[0]}?" if close else "`rlft train --cfg job` shows every key"
+    return UserError(key, problem, remedy=remedy)

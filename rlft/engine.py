@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from rlft.config import RunConfig, locate
+from rlft.config import RunConfig
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone, resolve_path
 from rlft.model.roles import Roles
+from rlft.targets import locate
 from rlft.types import Generator
 
 

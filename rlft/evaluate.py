@@ -29,7 +29,9 @@ def evaluate(
     return evaluation, groups, scores
 
 
-def summarise(groups: Sequence[Group], scores: Scores, *, step: int, correct_at: float, num_examples: int) -> Evaluation:
+def summarise(
+    groups: Sequence[Group], scores: Scores, *, step: int, correct_at: float, num_examples: int
+) -> Evaluation:
     """Metrics of scored groups; errors are standard errors over prompts."""
     primary = next(iter(scores.by_reward))
     right = (scores.by_reward[primary] >= correct_at).tolist()

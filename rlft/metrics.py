@@ -63,7 +63,7 @@ class UpdateMetrics:
     def add(self, metrics: Mapping[str, Tensor], share: float) -> None:
         """share: of the optimizer batch's completion tokens, those in rows that are forwarded at all.
 
-        What a metric says of tokens (entropy, KL, clip fractions) is of the forwarded ones; losses are of the whole batch.
+        What a metric says of tokens (entropy, KL, clip fractions) is of those; losses are of the whole batch.
         """
         for name, value in metrics.items():
             before, number = self.sums.get(name, 0.0), value.item()

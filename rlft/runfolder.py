@@ -142,8 +142,12 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
-    return {name: installed[name] for name in PACKAGES if name in installed}
+    """Of the packages that decide what a run computes, those that are installed."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def commit() -> str:

@@ -17,7 +17,7 @@ import torch
 
 from rlft import check, runfolder
 from rlft.algorithm.protocol import Algorithm
-from rlft.config import RunConfig, build, instantiate
+from rlft.config import RunConfig, build
 from rlft.engine import Engines
 from rlft.evaluate import evaluate
 from rlft.freshness import Freshness
@@ -30,6 +30,7 @@ from rlft.model.roles import Roles
 from rlft.prompts import PromptSet, prompts_for_step, scan
 from rlft.reward.scorer import Scorer, specs
 from rlft.sizes import size_rows
+from rlft.targets import instantiate
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
@@ -71,7 +72,9 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
     config = build(plain)
     algorithm, loggers = check_components(config)
     engine, reason = check.choose_engine(config)
-    check.check_context(config, read_config(config.model))
+    model_config = read_config(config.model)
+    check.check_context(config, model_config)
+    check.check_targets(config, model_config)
     tokenizer = load_tokenizer(config.model)
     data = instantiate(config.data, "data")
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
@@ -118,6 +121,7 @@ class Session:
         scorer: Scorer,
         logger: Loggers,
         interrupt: Interrupt,
+        say: Callable[[str], None],
     ) -> None:
         self.plan, self.config, self.algorithm, self.folder = plan, plan.config, plan.algorithm, folder
         self.backbone, self.roles, self.generator, self.scorer = backbone, roles, generator, scorer
@@ -125,7 +129,7 @@ class Session:
         # Read once a step, where the step is saved: a signal that comes later is the next step's, which is then saved.
         self.interrupted = False
         self._failures_told = 0
-        self.early_notes: list[str] = []  # said before the loggers have started
+        self.say = say  # before the loggers have started
         self.optimizer = Optimizer(roles.named_parameters(), self.config.trainer)
         self.freshness = Freshness(fixed_sequences(plan.train_prompts, backbone), self._threshold, self.config.freshness.every)
 
@@ -146,7 +150,7 @@ class Session:
         """Restores the newest checkpoint of a resumed run, publishes the policy, and evaluates a new one."""
         saved = None
         if self.config.resume is not None:
-            saved = checkpoint.load_newest(runfolder.checkpoints(self.folder), self.early_notes.append)
+            saved = checkpoint.load_newest(runfolder.checkpoints(self.folder), self.say)
         if saved is not None:
             self.roles.restore(saved.adapters)
             self.optimizer.restore(saved.optimizer)
@@ -239,7 +243,6 @@ class Session:
         return 1e-3 if self.backbone.model.dtype == torch.float32 else 0.5
 
     def _notes(self, saved: Checkpoint | None) -> Iterator[str]:
-        yield from self.early_notes
         if self.config.resume is not None:
             yield f"resumed after step {saved.step}" if saved else "resumed from the start: there was no checkpoint yet"
         for split, prompts in (("train", self.plan.train_prompts), ("held-out", self.plan.held_out)):
@@ -293,7 +296,7 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
         stack.callback(roles.close)
         generator = engines.open(plan.engine, config, roles, backbone)
         logger = Loggers(plan.loggers)
-        session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt)
+        session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say)
         status = "interrupted"
         try:
             yield session

@@ -23,7 +23,9 @@ def train(session: Session) -> State:
         clock = Clock(session.logger.stage)
         seeds = sampling_seeds(run.seed, state.step, run.prompts_per_step, run.group_size)
         with clock("sample"):
-            groups = session.generator.sample(session.prompts_at(state.step), run.group_size, seeds, run.generation.sampling)
+            groups = session.generator.sample(
+                session.prompts_at(state.step), run.group_size, seeds, run.generation.sampling
+            )
         with clock("score"):
             scores = session.scorer(groups)
         with clock("credit"):
@@ -50,7 +52,9 @@ def update(session: Session, batch: Batch, inert_B: Tensor, step: int) -> dict[s
     torch.manual_seed(derive(run.seed, step, "dropout"))
     trained = network = 0
     with roles.training():
-        for i, rows in enumerate(minibatches(batch, run.epochs, run.minibatches, derive(run.seed, step, "minibatches"))):
+        for i, rows in enumerate(
+            minibatches(batch, run.epochs, run.minibatches, derive(run.seed, step, "minibatches"))
+        ):
             scale = loss_scale(select(batch, rows), run.generation.max_tokens)
             live = rows[~inert_B[rows]]
             share = int(batch.loss_mask[live].sum()) / scale.num_tokens

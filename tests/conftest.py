@@ -54,7 +54,7 @@ def backbone(model_config: Callable[..., ModelConfig]) -> Backbone:
 
 @pytest.fixture
 def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
-    """Builds roles on the embedded model (or another `backbone`) and takes them off again, newest first.
+    """Builds roles on the embedded model (or another `backbone`) in place of those built before; takes them off again.
 
     `noise` is the standard deviation of what is added to the policy's weights: a fresh LoRA changes nothing.
     """
@@ -67,6 +67,8 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
         for group in (lora, snapshot, others):
             group.update({name: keys.pop(name) for name in list(keys) if name in group})
         assert not keys
+        for roles in opened:
+            roles.close()
         roles = Roles(lora=LoraSettings(**lora), snapshot=SnapshotConfig(**snapshot), **others)
         opened.append(roles)
         generator = torch.Generator().manual_seed(1)
@@ -76,7 +78,7 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
         return roles
 
     yield make
-    for roles in reversed(opened):
+    for roles in opened:
         roles.close()
 
 

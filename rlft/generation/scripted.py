@@ -10,9 +10,9 @@ from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout
 
 
 class ScriptedGenerator:
-    """answers: {prompt id, or "*" for every other prompt: texts}; completion i says text (seed + i) modulo their number.
+    """answers: {prompt id, or "*" for every other prompt: texts}.
 
-    In a text, `{answer}` stands for the prompt's reference answer. Log-probs are 0: nobody sampled anything.
+    Completion i says the text number (seed + i) modulo how many there are. In a text, `{answer}` stands for the prompt's reference answer. Log-probs are 0: nobody sampled anything.
     """
 
     def __init__(self, answers: Mapping[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -49,6 +49,6 @@ class ScriptedGenerator:
         finish = FinishReason.stop
         if len(ids) > sampling.max_tokens:
             finish, ids = FinishReason.length, ids[: sampling.max_tokens]
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            text = self.tokenizer.batch_decode([ids], skip_special_tokens=True)[0]
         completion = Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=finish)
         return Rollout(prompt=prompt, completion=completion, policy_version=self.version)

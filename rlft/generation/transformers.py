@@ -91,7 +91,7 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]
     """Every token that ends a completion: the generation config's (there may be several) and the tokenizer's."""
     configured = model.generation_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured]
-    return frozenset(t for t in (*several, tokenizer.eos_token_id) if t is not None)
+    return frozenset(t for t in (*several, tokenizer.eos_token_id) if isinstance(t, int))
 
 
 def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:

@@ -6,6 +6,8 @@ it; without a `packed` argument (generation, evaluation) it is plain SDPA. No N 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     packed: PackedRows | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K)."""
     if packed is None:
@@ -64,7 +66,7 @@ def _gather(x_HND: Tensor, index_RC: Tensor) -> Tensor:
 
 
 def _completion_mask(packed: PackedRows) -> Tensor:
-    """bool `[R, 1, C, P + C]`: the completion's prompt, then itself causally. Padded queries see something, never NaN."""
+    """Bool `[R, 1, C, P + C]`: the completion's prompt, then itself causally. Padded queries see something: no NaN."""
     rows, width = packed.completion_index.shape
     causal = torch.ones(width, width, dtype=torch.bool, device=packed.owner.device).tril()
     prompt = packed.prompt_mask[packed.owner][:, None, :].expand(rows, width, -1)
@@ -86,7 +88,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def obstacle(model: PreTrainedModel) -> str | None:
-    """Why plain scaled dot-product attention would give this model wrong numbers; None where it gives the right ones."""
+    """Why plain scaled dot-product attention would give this model wrong numbers; None where it gives right ones."""
     name, cap = type(model).__name__, getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if cap is not None:
         return f"{name} caps its attention logits (attn_logit_softcapping={cap:g})"

@@ -30,7 +30,9 @@ def resolve_path(path: str) -> str:
     folder = Path(rlft.__file__).parent / "assets" / path.removeprefix(EMBEDDED)
     if not folder.is_dir():
         known = ", ".join(EMBEDDED + f.name for f in sorted(folder.parent.iterdir()) if f.is_dir())
-        raise UserError("model.path", "there is no such embedded model", got=path, remedy=f"use {known}, a folder or a hub id")
+        raise UserError(
+            "model.path", "there is no such embedded model", got=path, remedy=f"use {known}, a folder or a hub id"
+        )
     return str(folder)
 
 
@@ -45,13 +47,20 @@ def resolve_device(device: str) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError:
-        raise UserError("model.device", "is not a device", got=device, remedy="use auto, cpu, cuda or cuda:<n>") from None
+        raise UserError(
+            "model.device", "is not a device", got=device, remedy="use auto, cpu, cuda or cuda:<n>"
+        ) from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "model.device", "there is no CUDA device here", got=device, remedy="use model.device=cpu, or auto to take what is there"
+            "model.device",
+            "there is no CUDA device here",
+            got=device,
+            remedy="use model.device=cpu, or auto to take what is there",
         )
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
-        raise UserError("model.device", f"this machine has {torch.cuda.device_count()}", got=device, remedy="use a lower number")
+        raise UserError(
+            "model.device", f"this machine has {torch.cuda.device_count()}", got=device, remedy="use a lower number"
+        )
     return resolved
 
 
@@ -83,7 +92,10 @@ def read_config(config: ModelConfig) -> Any:
     path = resolve_path(config.path)
     if looks_local(config.path) and not (Path(path) / "config.json").is_file():
         raise UserError(
-            "model.path", "there is no config.json in that folder", got=config.path, remedy="point it at a Hugging Face model folder"
+            "model.path",
+            "there is no config.json in that folder",
+            got=config.path,
+            remedy="point it at a Hugging Face model folder",
         )
     try:
         return AutoConfig.from_pretrained(**source(config))
@@ -130,7 +142,10 @@ def load_backbone(config: ModelConfig) -> Backbone:
 
         extra = {
             "quantization_config": BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+                load_in_4bit=True,
+                bnb_4bit_compute_dtype=dtype,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
             ),
             "device_map": {"": device},
         }
@@ -143,11 +158,12 @@ def load_backbone(config: ModelConfig) -> Backbone:
     if config.attn_implementation == "auto":
         attention.install(model)
     if config.quantization is None:
-        model.to(device)
+        model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
     model.requires_grad_(False).eval()
     _silence_dropout(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
     return Backbone(model=model, tokenizer=load_tokenizer(config), device=device, path=config.path)
 
 
@@ -159,12 +175,14 @@ def _silence_dropout(model: PreTrainedModel) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def fingerprint(config: ModelConfig) -> str:
     """16 hex digits for what base this is: its config and, for a folder, the names and sizes of its weight files."""
-    fields = {k: v for k, v in read_config(config).to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    fields = {
+        k: v for k, v in read_config(config).to_dict().items() if k not in ("_name_or_path", "transformers_version")
+    }
     described = json.dumps(fields, sort_keys=True, default=str)
     folder = Path(resolve_path(config.path))
     if folder.is_dir():

@@ -1,8 +1,8 @@
 """Log-probs and entropy of a Batch under whichever adapter is active.
 
-Two forwards with one meaning: `packed` (prompts once per group, no padding, the LM head on completion positions only, in
-chunks) and `padded` (the model's own forward on padded rows). A model the packed one cannot serve uses the padded one;
-`choose` says which and why.
+Two forwards with one meaning: `packed` (prompts once per group, no padding, the LM head on completion positions only,
+in chunks) and `padded` (the model's own forward on padded rows). A model the packed one cannot serve uses the padded
+one; `choose` says which and why.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class Forward:
     reason: str
 
     def __call__(self, batch: Batch, temperature: float, entropy: bool = False) -> Outputs:
-        """Outputs `[B, T]` float32 (float64 of a float64 model), 0 outside the completions; logits are divided by `temperature` as in sampling."""
+        """Outputs `[B, T]`, 0 outside the completions; logits are divided by `temperature` as in sampling.
+
+        They are float32 whatever the model's dtype is, but float64 when that is.
+        """
         run = packed_forward if self.packed else padded_forward
         return run(self.model, batch, temperature, entropy)
 
@@ -82,7 +85,7 @@ def _hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
 def head_logprobs(
     head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs `[M]`, entropy `[M]` or None), float32 or wider, computed in chunks whose logits are recomputed in backward."""
+    """(log-probs `[M]`, entropy `[M]` or None), computed in chunks whose logits are recomputed in backward."""
     rows = max(1, LOGIT_CHUNK // head.weight.shape[0])  # type: ignore[union-attr, index]  # nn.Linear or Embedding-tied
     if len(target_M) <= rows:
         logprobs_M, entropy_M = _chunk(head, hidden_MH, target_M, temperature, entropy)
@@ -136,14 +139,18 @@ def _masked(logprobs_BT: Tensor, entropy_BT: Tensor | None, batch: Batch) -> Out
 def choose(model: PreTrainedModel, say: Callable[[str], None] = lambda text: None) -> Forward:
     """The packed forward where this model gives the same log-probs with it, else the padded one with the reason.
 
-    Known obstacles go by their name. Beyond those the comparison is run, not assumed: scaled logits, parallel blocks and
-    whatever the next architecture brings between hidden states and log-probs would change the numbers.
+    Known obstacles go by their name. Beyond those the comparison is run, not assumed: scaled logits, layers that drop
+    what they do not know, and whatever the next architecture brings would change the numbers.
     """
     reason = _refusal(model)
     if reason is None:
         with torch.no_grad():
             batch = _probe(model)
-            gap = (packed_forward(model, batch, 1.0, False).logprobs - padded_forward(model, batch, 1.0, False).logprobs).abs().max()
+            gap = (
+                (packed_forward(model, batch, 1.0, False).logprobs - padded_forward(model, batch, 1.0, False).logprobs)
+                .abs()
+                .max()
+            )
         tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.25
         if gap.isfinite() and gap <= tolerance:
             return Forward(model=model, packed=True, reason="packed rows, each prompt once per group")
@@ -159,7 +166,7 @@ def _refusal(model: PreTrainedModel) -> str | None:
         return known
     if config._attn_implementation != NAME:
         return f"model.attn_implementation is {config._attn_implementation}"
-    if any("full_attention" != kind for kind in getattr(config, "layer_types", None) or ()):
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return f"{type(model).__name__} mixes attention kinds (sliding window or linear layers)"
     # Llama-like configs carry the window without layer types (Mistral); Qwen2's window is off unless it says so.
     if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):

@@ -54,7 +54,7 @@ def prompt_lengths(batch: Batch) -> Tensor:
 def micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
     """Splits rows into micro-batches of at most `token_budget` packed tokens, whole groups together where they fit.
 
-    rows: int64 `[N]`. Groups come in the order of their first row. A row that alone exceeds the budget stands by itself.
+    rows: int64 `[N]`. Groups come in the order of their first row. A row that exceeds the budget stands by itself.
     """
     prompts_B = prompt_lengths(batch).tolist()
     lengths_B = batch.attention_mask.sum(1).tolist()

@@ -1,22 +1,21 @@
 """Adapters in roles on one frozen base: who is the policy, who was it when it sampled, what is it held to.
 
 The algorithm never sees adapters, only the tensors they produce: `annotate` makes the no-grad ones, `outputs` the
-policy's with grad. Switching adapters between a forward and its backward silently drops the policy's gradients (PEFT), so
-every no-grad pass is made before the policy's forward, and `check_gradients` looks after the first backward.
+policy's with grad. Switching adapters between a forward and its backward silently drops the policy's gradients (PEFT),
+so every no-grad pass is made before the policy's forward, and `check_gradients` looks after the first backward.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -35,21 +34,32 @@ class Roles:
     """The base with its adapters. `close` takes them off again and leaves the base as it was, for the next job."""
 
     def __init__(
-        self, backbone: Backbone, lora: LoraSettings, snapshot: SnapshotConfig, *, temperature: float, token_budget: int, seed: int
+        self,
+        backbone: Backbone,
+        lora: LoraSettings,
+        snapshot: SnapshotConfig,
+        *,
+        temperature: float,
+        token_budget: int,
+        seed: int,
     ) -> None:
+        assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
         self.backbone, self.snapshot = backbone, snapshot
         self.temperature, self.token_budget = temperature, token_budget
         self.forward: Forward = choose(backbone.model)
+        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         self.lora = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT annotates int, and scales by any number
             lora_dropout=lora.dropout,
-            target_modules=target_modules(backbone, lora.target_modules),
+            target_modules=targets,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = PeftModel(backbone.model, self.lora, adapter_name=POLICY)
+        self.tuner = cast(LoraModel, self.model.base_model)
+        backbone.model.disable_input_require_grads()  # PEFT's hook, for a kind of checkpointing that is not used here
         with ExitStack() as undo:
             undo.callback(self.close)  # a refused adapter must not leave its wrapping on a base that others use
             if lora.path is not None:
@@ -86,7 +96,9 @@ class Roles:
 
     def adapter_config(self) -> dict[str, Any]:
         """The fields of adapter_config.json."""
-        fields = {key: sorted(v) if isinstance(v, set) else v for key, v in self.model.peft_config[POLICY].to_dict().items()}
+        fields = {
+            key: sorted(v) if isinstance(v, set) else v for key, v in self.model.peft_config[POLICY].to_dict().items()
+        }
         return fields | {"base_model_name_or_path": self.backbone.path, "inference_mode": True}
 
     # -- the policy --------------------------------------------------------------------------------------------------
@@ -143,7 +155,9 @@ class Roles:
         logprobs_BT = torch.zeros_like(batch.sampled_logprobs)
         with torch.no_grad(), self.using(role):
             for part in self.forward.micro_batches(batch, rows, self.token_budget):
-                logprobs_BT[part] = self.forward(self.to_device(select(batch, part)), self.temperature).logprobs.to(logprobs_BT)
+                logprobs_BT[part] = self.forward(self.to_device(select(batch, part)), self.temperature).logprobs.to(
+                    logprobs_BT
+                )
         return logprobs_BT
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -171,26 +185,25 @@ class Roles:
         """The model with this role's adapter active (None: the bare base). Only for passes without gradient."""
         assert not torch.is_grad_enabled(), "switching roles inside a policy forward would lose its gradients"
         if role is None:
-            self.model.base_model.disable_adapter_layers()
+            self.tuner.disable_adapter_layers()
         else:
             self._activate(role)
         try:
             yield self.model
         finally:
             if role is None:
-                self.model.base_model.enable_adapter_layers()
+                self.tuner.enable_adapter_layers()
             self._activate(POLICY)
 
     def close(self) -> None:
         """Takes every adapter off; the base is what it was before. Safe to call twice."""
-        self.model.base_model.unload()
-        self.backbone.model.disable_input_require_grads()  # PEFT's hook for gradient checkpointing
+        self.tuner.unload()
 
     def _activate(self, role: str) -> None:
-        self.model.base_model.set_adapter(role, inference_mode=role != POLICY)
+        self.tuner.set_adapter(role, inference_mode=role != POLICY)
 
     def _warm_start(self, path: str) -> None:
-        """The policy starts from this adapter: the same tensors, or a refusal. PEFT would leave out what does not fit."""
+        """The policy starts from this adapter: the same tensors, or a refusal. PEFT would leave out what is missing."""
         weights, fresh = load_adapter(path, "lora.path"), self.weights(POLICY)
         odd = sorted(n for n in weights.keys() | fresh.keys() if _shape(weights, n) != _shape(fresh, n))
         if odd:
@@ -211,24 +224,6 @@ def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(weights[name].shape) if name in weights else None
 
 
-def target_modules(backbone: Backbone, names: str | Sequence[str]) -> str | list[str]:
-    """What PEFT is told to adapt: `all-linear`, a pattern for full module names, or names that all exist."""
-    modules = [name for name, _ in backbone.model.named_modules()]
-    if isinstance(names, str):
-        unknown = [] if names == "all-linear" or any(re.fullmatch(names, m) for m in modules) else [names]
-    else:
-        unknown = [name for name in names if not any(f".{m}".endswith(f".{name}") for m in modules)]
-    if unknown or not names:
-        ends = sorted({name.rpartition(".")[2] for name, m in backbone.model.named_modules() if isinstance(m, torch.nn.Linear)})
-        raise UserError(
-            "lora.target_modules",
-            f"the model has no module called {', '.join(unknown) or 'so'}",
-            got=names,
-            remedy=f"use all-linear or a list of names among {', '.join(ends)}",
-        )
-    return names if isinstance(names, str) else list(names)
-
-
 def score_sequence(model: Any, ids: list[int], device: torch.device) -> list[float]:
     """Natural-log probabilities (temperature 1) of ids[1:], each given those before it."""
     input_ids = torch.tensor([ids], device=device)
@@ -242,7 +237,9 @@ def load_adapter(path: str | Path, key: str) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise UserError(key, f"the adapter cannot be read ({error})", got=path, remedy="point it at a PEFT adapter folder") from None
+        raise UserError(
+            key, f"the adapter cannot be read ({error})", got=path, remedy="point it at a PEFT adapter folder"
+        ) from None
 
 
 def check_adapter_folder(path: str, key: str) -> dict[str, Any]:
@@ -250,5 +247,7 @@ def check_adapter_folder(path: str, key: str) -> dict[str, Any]:
     folder = Path(path).expanduser()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
-            raise UserError(key, f"there is no {name} in that folder", got=path, remedy="point it at a PEFT adapter folder")
+            raise UserError(
+                key, f"there is no {name} in that folder", got=path, remedy="point it at a PEFT adapter folder"
+            )
     return json.loads((folder / "adapter_config.json").read_text())

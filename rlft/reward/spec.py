@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import importlib
 import inspect
 import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Literal
 
+from rlft.targets import check_keys, convert, locate
 from rlft.types import Reward, UserError
 
 OnError = Literal["stop"] | float
@@ -40,7 +38,7 @@ class RewardSpec:
 
     def build(self) -> Reward:
         """The callable: a class is instantiated with the keys, a function gets them at each call."""
-        found = locate(self.target, f"reward.{self.name}")
+        found = locate(self.target, f"reward.{self.name}._target_")
         return found(**self.kwargs) if isinstance(found, type) else functools.partial(found, **self.kwargs)
 
 
@@ -55,36 +53,15 @@ def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:
     return {name: _spec(name, config) for name, config in rewards.items()}
 
 
-def locate(target: Any, key: str) -> Any:
-    """The class or function at a dotted path.
-
-    >>> locate("rlft.reward.format.Format", "reward.format").__name__
-    'Format'
-    """
-    key = f"{key}._target_"
-    if not isinstance(target, str) or "." not in target.strip("."):
-        raise UserError(key, "must be module.Name of a class or function", got=target, remedy="name one to import")
-    module, _, name = target.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # an import runs the module's own code, which may raise anything
-        cause = f"{type(error).__name__}: {error}"
-        remedy = "check the spelling, and that its folder is on PYTHONPATH"
-        raise UserError(key, f"cannot be imported ({cause})", got=target, remedy=remedy) from error
-    if not callable(found):
-        raise UserError(key, "is not callable", got=target, remedy="name a class or a function")
-    return found
-
-
 def _spec(name: str, config: Any) -> RewardSpec:
     key = f"reward.{name}"
     if not isinstance(config, Mapping) or "_target_" not in config:
         # Most often a recipe or an override that sets a key of a reward which is not chosen.
         remedy = f"choose it with reward=[...,{name}], leave it out with ~reward.{name}, or give its YAML a _target_"
         raise UserError(key, "has no _target_", got=config, remedy=remedy)
-    found = locate(config["_target_"], key)
+    found = locate(config["_target_"], f"{key}._target_")
     kwargs = {k: v for k, v in config.items() if k not in SCORER_KEYS}
-    _check_keys(found, kwargs, key)
+    check_keys(_parameters(found), kwargs, key)
     spec = RewardSpec(
         name=name,
         target=config["_target_"],
@@ -96,23 +73,14 @@ def _spec(name: str, config: Any) -> RewardSpec:
     return spec
 
 
-def _check_keys(found: Any, kwargs: Mapping[str, Any], key: str) -> None:
-    """Refuses keys that the target doesn't take, and missing ones."""
+def _parameters(found: Any) -> list[inspect.Parameter]:
+    """What a reward's keys may be called: its constructor's parameters, or a function's but the first, the group."""
     try:
-        parameters = dict(inspect.signature(found).parameters)
+        parameters = list(inspect.signature(found).parameters.values())
     except (TypeError, ValueError):
-        return  # written in C without a signature: the trial build says what is wrong
-    if not isinstance(found, type):
-        parameters.pop(next(iter(parameters), ""), None)  # the group
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    names = [p.name for p in named]
-    for unknown in (k for k in kwargs if k not in names and not takes_any):
-        close = difflib.get_close_matches(str(unknown), names, n=1)
-        remedy = f"did you mean {key}.{close[0]}?" if close else f"known here: {', '.join(names) or 'none'}"
-        raise UserError(f"{key}.{unknown}", "there is no such key", got=kwargs[unknown], remedy=remedy)
-    for missing in (p.name for p in named if p.default is p.empty and p.name not in kwargs):
-        raise UserError(f"{key}.{missing}", "is missing", remedy="give it a value")
+        # Written in C without a signature: the trial build says what is wrong.
+        return [inspect.Parameter("keys", inspect.Parameter.VAR_KEYWORD)]
+    return parameters if isinstance(found, type) else parameters[1:]
 
 
 def _typed(found: Any, kwargs: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -120,27 +88,7 @@ def _typed(found: Any, kwargs: Mapping[str, Any], key: str) -> dict[str, Any]:
     if not dataclasses.is_dataclass(found):
         return dict(kwargs)
     hints = typing.get_type_hints(found, include_extras=True)
-    return {name: _convert(hints[name], value, f"{key}.{name}") for name, value in kwargs.items()}
-
-
-def _convert(hint: Any, value: Any, key: str) -> Any:
-    from pydantic import TypeAdapter, ValidationError
-    from pydantic.errors import PydanticSchemaGenerationError
-
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        choices = [member.value for member in hint]
-        if value not in choices:
-            raise UserError(
-                key, "is not one of its choices", got=value, remedy=f"choose {' or '.join(map(str, choices))}"
-            )
-        return hint(value)
-    try:
-        return TypeAdapter(hint).validate_python(value, strict=True)
-    except PydanticSchemaGenerationError:
-        return value  # a type of somebody's own: theirs to check
-    except ValidationError as error:
-        problem = error.errors()[0]["msg"].replace("Input should be", "must be")
-        raise UserError(key, problem, got=repr(value), remedy="see the reward's YAML for its meaning") from None
+    return {name: convert(hints[name], value, f"{key}.{name}") for name, value in kwargs.items()}
 
 
 def _number(value: Any, key: str) -> float:

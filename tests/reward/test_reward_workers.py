@@ -126,6 +126,5 @@ def test_a_script_without_a_main_guard_is_told_and_does_not_hang(tmp_path):
         timeout=30,
     )
     assert run.returncode == 1
-    told = [line for line in run.stderr.splitlines() if "RewardError" in line]  # beside the workers' own tracebacks
-    assert len(told) == 1, run.stderr
-    assert "needs an `if __name__ == '__main__'` guard" in told[0]
+    # Not the last line for certain: a worker may still be writing its own traceback.
+    assert "before their first task; see their output above; a script that scores needs an `if __name__" in run.stderr

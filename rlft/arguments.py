@@ -1,0 +1,155 @@
+"""What stands after `rlft train`: options, and overrides such as key=value. What Hydra would take too kindly is refused.
+
+Hydra lets the last of two equal keys win, ends the process on an option it doesn't know, and takes a dash for an option
+of its own. Here every word is either understood or refused with the word that was meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlft import catalog
+from rlft.types import UserError
+
+ASKING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
+SWEEPING = ("-m", "--multirun")
+CONFIG_DIR = ("--config-dir", "-cd")
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", *CONFIG_DIR)
+OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
+OURS = ("hydra.mode", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.job.chdir", "hydra.searchpath")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """overrides: `key=value`, `+recipe=name`, .. as they were typed. options: the rest, for Hydra's own parser.
+
+    config_dir: a folder of the user's with YAML beside rlft's. asks: nothing is to be trained, only printed.
+    """
+
+    overrides: tuple[str, ...]
+    options: tuple[str, ...]
+    config_dir: Path | None
+    sweep: bool
+    asks: bool
+
+    def value(self, key: str) -> str | None:
+        """The value given for a key, None where it isn't given or is null."""
+        given = (o.lstrip("+").partition("=") for o in self.overrides)
+        return next((value for name, _, value in given if name == key and value != "null"), None)
+
+
+def parse(words: Sequence[str]) -> Arguments:
+    """The words after the verb, sorted into options and overrides.
+
+    Raises:
+        UserError: an option that is not known, a word that is no override, a key given twice.
+    """
+    overrides: list[str] = []
+    options: list[str] = []
+    config_dir: Path | None = None
+    todo = list(words)
+    while todo:
+        word = todo.pop(0)
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name not in (*ASKING, *SWEEPING, *CONFIG_DIR):
+            raise _unknown_option(name, value if equals else _next_word(todo))
+        options.append(word)
+        if name in WITH_VALUE and not equals:
+            if not todo:
+                raise UserError(name, "needs a value", remedy=f"write {name} {_example(name)}")
+            value = todo.pop(0)
+            options.append(value)
+        if name in ("--cfg", "-c") and value not in ("job", "hydra", "all"):
+            raise UserError(name, "is not one of its choices", got=value, remedy="use job, hydra or all")
+        if name in CONFIG_DIR:
+            config_dir = _checked_folder(name, value)
+    _check_overrides(overrides)
+    names = [option.partition("=")[0] for option in options]
+    return Arguments(
+        overrides=tuple(overrides),
+        options=tuple(options),
+        config_dir=config_dir,
+        sweep=any(name in SWEEPING for name in names),
+        asks=any(name in ASKING for name in names),
+    )
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    seen: dict[str, str] = {}
+    for i, override in enumerate(overrides):
+        match = OVERRIDE.fullmatch(override)
+        if match is None or not (match["equals"] or match["sign"] == "~"):
+            raise _not_an_override(override, overrides[i + 1 : i + 2])
+        key, value = match["key"], match["value"]
+        if value.count("[") > value.count("]") or value.count("{") > value.count("}"):
+            raise UserError(key, "its bracket is not closed", got=value, remedy="leave no spaces, or quote it: 'key=[a, b]'")
+        if key == "recipe" and match["sign"] != "+":
+            name = value or "<name>"
+            raise UserError("recipe", "a recipe is added, so it takes a plus", got=override, remedy=f"write +recipe={name}")
+        if key == "recipe" and not value:
+            raise UserError("+recipe", "has no name", remedy=f"choose one of {', '.join(catalog.choices('recipe'))}")
+        if key.startswith(OURS):
+            remedy = "sweep with rlft train -m, add YAML with --config-dir"
+            raise UserError(key, "is not the user's to set", got=value, remedy=remedy)
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and value.strip("'\"") in ("", "null"):
+            raise UserError(key, "is empty", remedy="name a folder, or leave it out for runs/<name>/<time>")
+        if key in seen:
+            remedy = "give it once; to sweep over values use rlft train -m with commas between them"
+            raise UserError(key, "is given twice", got=f"{seen[key]} and {override}", remedy=remedy)
+        seen[key] = override
+
+
+def _not_an_override(word: str, following: Sequence[str]) -> UserError:
+    key, bare = word.strip("+~="), following and "=" not in following[0]
+    known = [*catalog.entries(catalog.config_folder() / "train.yaml"), *catalog.groups()]
+    if key in catalog.choices("recipe"):
+        meant = f"+recipe={key}"
+    elif key == "recipe":
+        meant = f"+recipe={following[0] if bare else '<name>'}"
+    elif close := difflib.get_close_matches(key, known, n=1):
+        meant = f"{close[0]}={following[0] if bare else '<value>'}"
+    else:
+        meant = ""
+    remedy = f"did you mean {meant}?" if meant else "for instance +recipe=grpo_arithmetic steps=10"
+    return UserError("command line", "must be words such as key=value", got=word or "an empty word", remedy=remedy)
+
+
+def _unknown_option(name: str, value: str) -> UserError:
+    key = name.lstrip("-").replace("-", "_")
+    known = [*catalog.entries(catalog.config_folder() / "train.yaml"), *catalog.groups()]
+    meant = difflib.get_close_matches(key, [*known, *(k.rpartition(".")[2] for k in known)], n=1, cutoff=0.8)
+    full = next((k for k in known if meant and (k == meant[0] or k.endswith(f".{meant[0]}"))), None)
+    if full is not None:
+        remedy = f"keys have no dashes; did you mean {'+' if full == 'recipe' else ''}{full}={value or '<value>'}?"
+    else:
+        options = [*ASKING, *SWEEPING, *CONFIG_DIR]
+        close = difflib.get_close_matches(name, options, n=1)
+        remedy = f"did you mean {close[0]}?" if close else "use --help, --cfg job, -m or --config-dir <folder>"
+    return UserError("command line", "there is no such option", got=name, remedy=remedy)
+
+
+def _next_word(todo: Sequence[str]) -> str:
+    return todo[0] if todo and "=" not in todo[0] and not todo[0].startswith("-") else ""
+
+
+def _example(option: str) -> str:
+    return "job" if option in ("--cfg", "-c") else "<folder>" if option in CONFIG_DIR else "<name>"
+
+
+def _checked_folder(option: str, value: str) -> Path:
+    """The user's config folder; a file of rlft's own name in it would never be read."""
+    folder = Path(value).expanduser()
+    if not value or not folder.is_dir():
+        raise UserError(option, "there is no such folder", got=value or "nothing", remedy="name a folder that holds, say, reward/mine.yaml")
+    own = catalog.config_folder()
+    hidden = [f.relative_to(folder) for f in sorted(folder.rglob("*.yaml")) if (own / f.relative_to(folder)).exists()]
+    if hidden:
+        raise UserError(option, f"{hidden[0]} has the name of one of rlft's own, which goes first", got=value, remedy="rename it")
+    return folder

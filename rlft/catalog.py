@@ -1,0 +1,98 @@
+"""What configs/ holds: groups, their choices, and every key with its default and the comment that says what it means."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import rlft
+
+_LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_][A-Za-z_0-9]*):(?: +(?P<rest>.*))?")
+_VALUE = re.compile(r"""(?P<value>(?:'[^']*'|"[^"]*"|[^'"#]|(?<=\S)#)*?)(?: *(?<!\S)# ?(?P<comment>.*))?""")
+_NOT_KEYS = ("defaults", "hydra", "_target_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A key of a YAML file: its default as it is written there ("" for a section), and its comment ("" for none)."""
+
+    default: str
+    comment: str
+
+
+def config_folder() -> Path:
+    """Where the YAML lives: inside the installed package, or at the top of a checkout."""
+    installed = Path(rlft.__file__).parent / "configs"
+    return installed if installed.is_dir() else Path(rlft.__file__).parents[1] / "configs"
+
+
+def recipe_folder() -> Path:
+    return config_folder() / "recipe"
+
+
+def groups() -> list[str]:
+    """Names of the config groups, `recipe` among them."""
+    return sorted(f.name for f in config_folder().iterdir() if f.is_dir() and f.name != "hydra")
+
+
+def choices(group: str) -> list[str]:
+    """Names of the YAML files of a config group."""
+    return sorted(f.stem for f in (config_folder() / group).glob("*.yaml"))
+
+
+def first_comment(file: Path) -> str:
+    """The first comment line of a YAML file, its package line apart: what the file is."""
+    comments = (line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#"))
+    return next((line for line in comments if not line.startswith("@")), "")
+
+
+@cache
+def entries(file: Path) -> dict[str, Entry]:
+    """The keys of a YAML file by dotted name, in order. A comment stands beside its key, below it, or above it."""
+    found: dict[str, Entry] = {}
+    path: list[tuple[int, str]] = []
+    above, key = "", ""
+    for line in file.read_text().splitlines():
+        bare, match = line.strip(), _LINE.fullmatch(line)
+        if bare.startswith("#"):
+            beside = key and len(line) - len(bare) > path[-1][0]  # it goes on below the comment beside the key
+            if beside:
+                found[key] = Entry(default=found[key].default, comment=f"{found[key].comment} {bare.lstrip('# ')}")
+            else:
+                above = f"{above} {bare.lstrip('# ')}".strip()
+        elif match is None:
+            above, key = "", key if bare else ""
+        else:
+            value = _VALUE.fullmatch(match["rest"] or "")
+            path = [step for step in path if step[0] < len(match["indent"])] + [(len(match["indent"]), match["key"])]
+            if path[0][1] in _NOT_KEYS:
+                above = key = ""
+                continue
+            key = ".".join(name for _, name in path)
+            default, comment = (value["value"].strip(), value["comment"] or "") if value else ("", "")
+            found[key] = Entry(default=default, comment=comment or above)
+            above = ""
+    return found
+
+
+def keys(group: str) -> dict[str, list[str]]:
+    """Every key that a choice of the group has, as `group.key`, with the choices that have it."""
+    found: dict[str, list[str]] = {}
+    for choice in choices(group):
+        for key in entries(config_folder() / group / f"{choice}.yaml"):
+            found.setdefault(f"{group}.{key}", []).append(choice)
+    return found
+
+
+def meaning(key: str) -> Entry | None:
+    """Default and comment of a key; None where nothing is written, or different things in different files."""
+    group, _, rest = key.partition(".")
+    if group not in groups():
+        return entries(config_folder() / "train.yaml").get(key)
+    files = [config_folder() / group / f"{choice}.yaml" for choice in choices(group)]
+    # A variant (`defaults: [grpo]`) only says how it differs from the file that explains its keys.
+    explaining = [file for file in files if "defaults:" not in file.read_text()]
+    told = [entries(file)[rest] for file in explaining if rest in entries(file)]
+    return told[0] if told and len({entry.comment for entry in told}) == 1 else None

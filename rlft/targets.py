@@ -1,0 +1,171 @@
+"""From names and plain values to Python: what `_target_` names, and dataclasses from mappings, checked field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from rlft import catalog
+from rlft.types import UserError
+
+SENTENCES = {
+    "Input should be a valid integer": "must be a whole number",
+    "Input should be a valid number": "must be a number",
+    "Input should be a valid string": "must be a text",
+    "Input should be a valid boolean": "must be true or false",
+    "Input should be a valid dictionary": "must be a section of keys",
+    "Input should be": "must be",
+    "Input should": "must",
+}
+"""pydantic's words in ours."""
+
+
+def locate(target: Any, key: str) -> Any:
+    """The class or function at a dotted path, which config key `key` names.
+
+    >>> locate("rlft.reward.format.Format", "reward.format._target_").__name__
+    'Format'
+    """
+    if not isinstance(target, str) or "." not in target.strip("."):
+        raise UserError(key, "must be module.Name of a class or function", got=target, remedy="name one to import")
+    module, _, name = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # an import runs the module's own code, which may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        remedy = "check the spelling; it is looked for in the current folder, in --config-dir and on PYTHONPATH"
+        raise UserError(key, f"cannot be imported ({cause})", got=target, remedy=remedy) from error
+    if not callable(found):
+        raise UserError(key, "is not callable", got=target, remedy="name a class or a function")
+    return found
+
+
+def instantiate(config: Any, key: str) -> Any:
+    """The component a `_target_` config describes; a dataclass has its fields' types and bounds checked."""
+    if not isinstance(config, Mapping) or "_target_" not in config:
+        group = key.partition(".")[0]
+        raise UserError(key, "has no _target_", got=config, remedy=f"choose one of {', '.join(catalog.choices(group))}")
+    target = locate(config["_target_"], f"{key}._target_")
+    kwargs = {k: v for k, v in config.items() if k != "_target_"}
+    if dataclasses.is_dataclass(target):
+        return from_mapping(target, kwargs, key)
+    check_keys(list(inspect.signature(target).parameters.values()), kwargs, key)
+    return target(**kwargs)
+
+
+def check_keys(parameters: list[inspect.Parameter], kwargs: Mapping[str, Any], key: str) -> None:
+    """Refuses keys that these parameters don't take, and missing ones."""
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for unknown in (k for k in kwargs if k not in [p.name for p in named]):
+        raise unknown_key(unknown, kwargs[unknown], [p.name for p in named], key)
+    for missing in (p.name for p in named if p.default is p.empty and p.name not in kwargs):
+        raise UserError(_join(key, missing), "is missing", remedy="give it a value")
+
+
+def unknown_key(name: object, value: object, names: list[str], prefix: str) -> UserError:
+    close = difflib.get_close_matches(str(name), names, n=1)
+    remedy = f"did you mean {_join(prefix, close[0])}?" if close else f"known here: {', '.join(names) or 'none'}"
+    return UserError(_join(prefix, name), "there is no such key", got=_short(value), remedy=remedy)
+
+
+def from_mapping(cls: Any, values: Any, prefix: str) -> Any:
+    """A dataclass from a mapping: unknown and missing keys, types and bounds are refused by their full key."""
+    if not isinstance(values, Mapping):
+        remedy = f"set one of {', '.join(_join(prefix, f.name) for f in dataclasses.fields(cls))}"
+        raise UserError(prefix, "must be a section of keys", got=_short(values), remedy=remedy)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in values:
+        if key not in names:
+            raise unknown_key(key, values[key], names, prefix)
+    for field in dataclasses.fields(cls):
+        if field.default is field.default_factory is dataclasses.MISSING and field.name not in values:
+            raise UserError(_join(prefix, field.name), "is missing", remedy="give it a value")
+    hints = _hints(cls)
+    converted = {name: convert(hints[name], value, _join(prefix, name)) for name, value in values.items()}
+    return cls(**converted)
+
+
+def convert(hint: Any, value: Any, key: str) -> Any:
+    """The value as its field's type, checked by pydantic in strict mode (no "5" for 5, no True for 1)."""
+    if dataclasses.is_dataclass(hint):
+        return from_mapping(hint, value, key)
+    from pydantic import ValidationError
+    from pydantic.errors import PydanticSchemaGenerationError
+
+    enums = [kind for kind in _options(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
+    for kind in enums:
+        values = [member.value for member in kind]
+        value = "off" if value is False and "off" in values else value  # a bare off is YAML's false
+        if value in values:
+            return kind(value)
+    try:
+        validated = _adapter(hint).validate_python(value, strict=True)
+    except PydanticSchemaGenerationError:
+        return value  # a type of somebody's own: theirs to check
+    except ValidationError as error:
+        problem = "; ".join(dict.fromkeys(_sentence(e["msg"]) for e in error.errors()))
+        chosen = [str(m.value) for kind in enums for m in kind]
+        chosen += ["null"] if chosen and type(None) in _options(hint) else []
+        remedy = f"choose one of {', '.join(chosen)}" if chosen else _remedy(hint, value, key)
+        problem = "is not one of its choices" if chosen else problem
+        raise UserError(key, problem, got=_short(value), remedy=remedy) from None
+    if isinstance(validated, float) and not abs(validated) < float("inf"):
+        raise UserError(key, "must be finite", got=value, remedy=_remedy(hint, value, key))
+    return tuple(validated) if isinstance(validated, list) else validated
+
+
+@cache
+def _adapter(hint: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(hint)
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _sentence(message: str) -> str:
+    theirs = next((theirs for theirs in SENTENCES if message.startswith(theirs)), "")
+    return SENTENCES.get(theirs, "") + message.removeprefix(theirs)
+
+
+def _remedy(hint: Any, value: Any, key: str) -> str:
+    kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in _options(hint)]
+    words = [str(v) for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
+    if words:
+        return f"use {' or '.join(words)}" + (" or a number" if float in kinds else "")
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if str in kinds and isinstance(value, int | float):
+        return f"""quote it twice: "{key}='{value}'" """.strip()
+    told = catalog.meaning(key)
+    if told is None or not told.default:
+        return "`rlft train --cfg job` shows every key with a right value"
+    return f"for instance {told.default}" + (f" ({told.comment})" if told.comment else "")
+
+
+def _join(prefix: str, key: object) -> str:
+    return f"{prefix}.{key}" if prefix else str(key)
+
+
+def _short(value: object) -> str:
+    """As it would be typed: texts in quotes, YAML's words for None and truth values."""
+    words = {None: "null", True: "true", False: "false"}
+    text = repr(value) if isinstance(value, str) else words[value] if value is None or value is True or value is False else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlft.model.attention import NAME
+from rlft.model.backbone import (
+    fingerprint,
+    load_backbone,
+    load_tokenizer,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+    resolve_path,
+)
+from rlft.model.forward import choose
+from rlft.types import UserError
+
+
+@pytest.fixture
+def saved(random_model, tmp_path, tiny_path):
+    """Writes a random model to a folder, with the embedded tokenizer, and gives its path."""
+
+    def save(kind, **keys):
+        folder = tmp_path / kind
+        random_model(kind, **keys).save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (folder / name).write_text((tiny_path / name).read_text())
+        return str(folder)
+
+    return save
+
+
+def test_an_embedded_model_is_a_folder_of_the_package(tiny_path):
+    assert resolve_path("embedded:tiny-arithmetic") == str(tiny_path)
+
+
+def test_an_unknown_embedded_model_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match=r"^model\.path: .*, got embedded:nope; use embedded:tiny-arithmetic, a folder"):
+        resolve_path("embedded:nope")
+
+
+def test_a_hub_id_is_left_alone_and_a_home_folder_is_found(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert resolve_path("org/model") == "org/model"
+    assert resolve_path("~/model") == "/somewhere/model"
+
+
+def test_a_folder_without_config_is_refused(tmp_path, model_config):
+    with pytest.raises(UserError, match=r"^model\.path: there is no config\.json in that folder, got "):
+        read_config(model_config(path=str(tmp_path)))
+
+
+def test_a_broken_config_or_tokenizer_is_refused_by_its_key(tmp_path, model_config):
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(UserError, match=r"^model\.path: the model cannot be read"):
+        read_config(model_config(path=str(tmp_path)))
+    with pytest.raises(UserError, match=r"^model\.path: its tokenizer cannot be read"):
+        load_tokenizer(model_config(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda"])
+def test_a_device_that_is_not_there_is_refused(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda:99")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=rf"^model\.device: .*, got {device}; "):
+        resolve_device(device)
+
+
+def test_auto_is_float32_on_the_cpu_and_bfloat16_on_cuda():
+    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("float16", torch.device("cpu")) == torch.float16
+    with pytest.raises(UserError, match=r"^model\.dtype: is not a known dtype, got int8; use auto, float32"):
+        resolve_dtype("int8", torch.device("cpu"))
+
+
+def test_jobs_that_ask_for_the_same_base_share_it(backbone, model_config):
+    assert load_backbone(model_config()) is backbone
+
+
+def test_the_base_is_frozen_in_evaluation_mode_with_packed_attention(backbone):
+    assert not any(p.requires_grad for p in backbone.model.parameters())
+    assert not any(m.training for m in backbone.model.modules())
+    assert backbone.model.dtype == torch.float32
+    assert choose(backbone.model).packed
+
+
+def test_the_attention_the_user_names_is_used(model_config):
+    model = load_backbone.__wrapped__(model_config(attn_implementation="eager")).model
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("llama", NAME), ("gemma2", "eager"), ("gpt_oss", "eager")])
+def test_every_model_is_loaded_with_the_attention_that_is_right_for_it(kind, expected, saved, model_config):
+    model = load_backbone.__wrapped__(model_config(path=saved(kind))).model
+    assert model.config._attn_implementation == expected
+
+
+def test_dropout_of_the_base_is_silent_even_in_training_mode(saved, model_config):
+    drops = {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    for kind in ("llama", "gpt2"):
+        model = load_backbone.__wrapped__(model_config(path=saved(kind, **drops))).model
+        ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+        calm = model.eval()(input_ids=ids).logits
+        assert torch.equal(model.train()(input_ids=ids).logits, calm)
+
+
+def test_the_fingerprint_tells_bases_apart(saved, model_config):
+    config = model_config(path=saved("llama"))
+    same, other = fingerprint(config), fingerprint(model_config(path=saved("qwen2")))
+    assert same == fingerprint(replace(config, dtype="bfloat16"))
+    assert same != other
+    assert len(same) == 16

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlft.collate import select
+from rlft.model.packing import micro_batches, num_packed_tokens, pack, padded_micro_batches, prompt_lengths
+
+
+def lists(parts):
+    return [part.tolist() for part in parts]
+
+
+@pytest.fixture
+def two_groups(make_batch):
+    """Prompts of 4 and 3 tokens; completions of 2, 3, 1 and 5, 2. Packed: 4 + 6 = 10 and 3 + 7 = 10 tokens."""
+    one, two = [5, 6, 7, 8], [9, 10, 11]
+    return make_batch(
+        [
+            (0, one, [20, 21]),
+            (0, one, [22, 23, 24]),
+            (0, one, [25]),
+            (1, two, [26, 27, 28, 29, 30]),
+            (1, two, [31, 32]),
+        ]
+    )
+
+
+@pytest.fixture
+def many_rows():
+    """128 groups of 4 in a batch of random lengths, without tokens that matter."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(1, 30, (128,), generator=generator).repeat_interleave(4)
+    completion = torch.randint(0, 30, (512,), generator=generator)
+
+    def build(make_batch):
+        rows = [(b // 4, [b // 4 + 1] * int(prompt[b]), [7] * int(completion[b])) for b in range(512)]
+        return make_batch(rows)
+
+    return build
+
+
+# -- micro-batches ---------------------------------------------------------------------------------------------------
+def test_groups_that_fit_together_stay_together(two_groups):
+    assert lists(micro_batches(two_groups, torch.arange(5), 20)) == [[0, 1, 2, 3, 4]]
+
+
+def test_a_group_that_does_not_fit_beside_the_last_begins_a_micro_batch(two_groups):
+    assert lists(micro_batches(two_groups, torch.arange(5), 19)) == [[0, 1, 2], [3, 4]]
+    assert lists(micro_batches(two_groups, torch.arange(5), 10)) == [[0, 1, 2], [3, 4]]
+
+
+def test_a_group_over_the_budget_is_split_and_pays_for_its_prompt_again(two_groups):
+    # Budget 9: 4 + 2 + 3 = 9 fits, the third row starts again with 4 + 1 = 5. Group 1 does not fit beside it (10), and
+    # alone: 3 + 5 = 8, the second with 2 more would be 10.
+    assert lists(micro_batches(two_groups, torch.arange(5), 9)) == [[0, 1], [2], [3], [4]]
+
+
+def test_a_row_over_the_budget_stands_by_itself(two_groups):
+    assert lists(micro_batches(two_groups, torch.arange(5), 1)) == [[0], [1], [2], [3], [4]]
+
+
+def test_siblings_that_stand_apart_are_brought_together(two_groups):
+    assert lists(micro_batches(two_groups, torch.tensor([3, 0, 4, 1]), 14)) == [[3, 4], [0, 1]]
+
+
+def test_no_rows_make_no_micro_batches(two_groups):
+    none = torch.tensor([], dtype=torch.int64)
+    assert micro_batches(two_groups, none, 10) == padded_micro_batches(two_groups, none, 10) == []
+
+
+@pytest.mark.parametrize("budget", [1, 30, 100, 500, 10**6])
+def test_every_row_is_there_exactly_once_in_order_within_the_budget(budget, many_rows, make_batch):
+    batch = many_rows(make_batch)
+    rows = torch.arange(512)[torch.arange(512) % 7 != 0]
+    parts = micro_batches(batch, rows, budget)
+    assert torch.equal(torch.cat(parts), rows)
+    for part in parts:
+        assert len(part) == 1 or num_packed_tokens(select(batch, part)) <= budget
+
+
+@pytest.mark.parametrize("budget", [60, 100, 500])
+def test_no_micro_batch_could_take_the_next_group_whole(budget, many_rows, make_batch):
+    batch = many_rows(make_batch)
+    parts = micro_batches(batch, torch.arange(512), budget)
+    for part, following in itertools.pairwise(parts):
+        group = batch.group_ids[following[0]]
+        whole = (batch.group_ids == group).nonzero()[:, 0]
+        assert num_packed_tokens(select(batch, torch.cat([part, whole]).unique())) > budget
+
+
+def test_splitting_a_large_step_takes_time_in_proportion(make_batch):
+    # 20,000 rows in 5,000 groups: 0.1 s when linear; looking through all rows for each group takes about 10 s.
+    batch = make_batch([(0, [3, 4], [5])])
+    batch = replace(
+        select(batch, torch.zeros(20_000, dtype=torch.int64)), group_ids=torch.arange(5_000).repeat_interleave(4)
+    )
+    start = time.process_time()
+    parts = micro_batches(batch, torch.arange(20_000), 1000)
+    assert time.process_time() - start < 2
+    assert sum(map(len, parts)) == 20_000
+
+
+@pytest.mark.parametrize("budget", [1, 30, 100, 500, 10**6])
+def test_padded_micro_batches_keep_to_the_budget_with_their_padding(budget, many_rows, make_batch):
+    batch = many_rows(make_batch)
+    lengths = batch.attention_mask.sum(1)
+    parts = padded_micro_batches(batch, torch.arange(512), budget)
+    assert torch.equal(torch.cat(parts), torch.arange(512))
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        assert len(part) == 1 or len(part) * lengths[part].max() <= budget
+        if following is not None:  # and the next row would not have fitted
+            assert (len(part) + 1) * max(lengths[part].max(), lengths[following[0]]) > budget
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------
+def test_the_packed_row_holds_each_prompt_once_before_its_completions(two_groups):
+    packed = pack(two_groups)
+    first, second = [5, 6, 7, 8, 20, 21, 22, 23, 24, 25], [9, 10, 11, 26, 27, 28, 29, 30, 31, 32]
+    assert packed.token_ids.tolist() == [first + second]
+    first, second = [0, 1, 2, 3, 4, 5, 4, 5, 6, 4], [0, 1, 2, 3, 4, 5, 6, 7, 3, 4]
+    assert packed.position_ids.tolist() == [first + second]
+    assert packed.owner.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_first_token_is_predicted_from_the_end_of_the_prompt_and_the_others_from_the_one_before(two_groups):
+    packed = pack(two_groups)
+    assert packed.predictor.tolist() == [3, 4, 3, 6, 7, 3, 12, 13, 14, 15, 16, 12, 18]
+    assert packed.target.tolist() == list(range(20, 33))
+    assert packed.rows.tolist() == [0] * 2 + [1] * 3 + [2] + [3] * 5 + [4] * 2
+    assert packed.columns.tolist() == [4, 5, 4, 5, 6, 4, 3, 4, 5, 6, 7, 3, 4]
+
+
+def test_unpack_undoes_the_split_into_prompts_and_completions(two_groups):
+    packed = pack(two_groups)
+    ids = packed.token_ids[0]
+    flat = torch.cat([ids[packed.prompt_index].flatten(), ids[packed.completion_index].flatten()])
+    assert torch.equal(flat[packed.unpack], ids)
+    assert packed.prompt_mask.sum() + packed.completion_mask.sum() == packed.num_tokens
+
+
+def test_the_number_of_packed_tokens_is_known_without_packing(two_groups, many_rows, make_batch):
+    for batch in (two_groups, many_rows(make_batch), select(two_groups, torch.tensor([4, 0, 2]))):
+        assert num_packed_tokens(batch) == pack(batch).num_tokens
+    assert num_packed_tokens(two_groups) == 20
+
+
+def test_the_prompt_ends_where_the_first_trained_token_stands(make_batch):
+    batch = make_batch([(0, [3, 4], [5, -6, 7]), (0, [3, 4], [-5, 6]), (0, [3, 4], []), (0, [3], [-5, -6])])
+    assert prompt_lengths(batch).tolist() == [2, 3, 2, 3]
