@@ -15,6 +15,9 @@ def collate(groups: Sequence[Group], scores: Scores) -> Batch:
     """The `[B, T]` view of a step, B in the order of groups and their rollouts; group_ids are positions in `groups`.
 
     Token ids come from the engine as they are: text is never tokenised again.
+
+    Raises:
+        ValueError: a completion has not one log-prob a token.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rows = [(*r.prompt.token_ids, *r.completion.token_ids) for r in rollouts]
@@ -28,7 +31,11 @@ def collate(groups: Sequence[Group], scores: Scores) -> Batch:
         token_ids_BT[b, :end] = torch.tensor(row)
         attention_mask_BT[b, :end] = True
         loss_mask_BT[b, start:end] = True
-        logprobs_BT[b, start:end] = torch.tensor(rollout.completion.logprobs)
+        logprobs = rollout.completion.logprobs
+        if len(logprobs) != end - start:
+            problem = f"{len(logprobs)} log-probs for {end - start} tokens"
+            raise ValueError(f"the generator gave a completion of prompt {rollout.prompt.id} {problem}")
+        logprobs_BT[b, start:end] = torch.tensor(logprobs)
     sizes = torch.tensor([len(group.rollouts) for group in groups])
     return Batch(
         token_ids=token_ids_BT,

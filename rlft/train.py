@@ -68,7 +68,7 @@ def update(session: Session, batch: Batch, inert_B: Tensor, step: int) -> dict[s
                 network += roles.forward.network_tokens(micro)
             rate = learning_rate(run.trainer, step * run.updates_per_step + i, run.steps * run.updates_per_step)
             metrics.add_update(policy__grad_norm=optimizer.update(rate), policy__lr=rate)
-    return metrics.mean() | {"tokens/trained": trained, "waste/padding_fraction": 1 - trained / max(1, network)}
+    return metrics.mean() | {"tokens/trained": trained, "waste/padding_fraction": (network - trained) / max(1, network)}
 
 
 def minibatches(batch: Batch, epochs: int, num_minibatches: int, seed: int) -> list[Tensor]:

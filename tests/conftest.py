@@ -16,6 +16,9 @@ from rlft.model.config import LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.model.roles import Roles
 from rlft.types import Batch, Prompt
 
+# The models here are so small that a second thread only gets in the way, most of all on a machine that has other work.
+torch.set_num_threads(1)
+
 Row = tuple[int, Sequence[int], Sequence[int]]
 """(group, prompt ids, completion ids); a negative completion id is that token with its loss mask off."""
 

@@ -15,7 +15,12 @@ import pytest
 def test_the_demo_learns_with_three_seeds_in_two_minutes_each(tmp_path: Path) -> None:
     arguments = ["train", "-m", "+recipe=grpo_arithmetic", "seed=0,1,2", f"hydra.sweep.dir={tmp_path}"]
     result = subprocess.run(
-        [sys.executable, "-m", "rlft.cli", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False
+        [sys.executable, "-m", "rlft.cli", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     with (tmp_path / "sweep.csv").open() as stream:
@@ -31,9 +36,20 @@ def test_the_demo_learns_with_three_seeds_in_two_minutes_each(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_base_has_something_to_learn_in_answers_and_in_format(tmp_path: Path) -> None:
-    arguments = ["eval", "generation.max_tokens=48", "prompts.max_tokens=64", "eval.num_prompts=256", "eval.num_samples=8"]
+    arguments = [
+        "eval",
+        "generation.max_tokens=48",
+        "prompts.max_tokens=64",
+        "eval.num_prompts=256",
+        "eval.num_samples=8",
+    ]
     result = subprocess.run(
-        [sys.executable, "-m", "rlft.cli", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-m", "rlft.cli", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     (file,) = (tmp_path / "runs" / "eval").rglob("*.jsonl")

@@ -51,7 +51,7 @@ class Arithmetic:
                 prompts[identity] = Prompt(id=identity, messages=messages, answer=str(answer))
             if len(prompts) == wanted:
                 return list(prompts.values())
-            if draws > 200 * wanted + 10_000:
+            if draws > min(200 * wanted, 20 * self._num_problems) + 10_000:
                 break
         key = "data.size" if split is Split.train else "data.held_out_size"
         raise UserError(
@@ -60,6 +60,11 @@ class Arithmetic:
             got=wanted,
             remedy=f"use at most {len(prompts)}, or a higher data.difficulty",
         )
+
+    @property
+    def _num_problems(self) -> int:
+        """At most this many distinct problems exist, both splits together."""
+        return len(self.operations) * 10 ** (2 * self.difficulty)
 
     def _problems(self, split: Split) -> Iterator[tuple[int, str, int]]:
         rng = random.Random(f"{self.seed}-{split}")

@@ -12,7 +12,8 @@ from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout
 class ScriptedGenerator:
     """answers: {prompt id, or "*" for every other prompt: texts}.
 
-    Completion i says the text number (seed + i) modulo how many there are. In a text, `{answer}` stands for the prompt's reference answer. Log-probs are 0: nobody sampled anything.
+    Completion i says the text number (seed + i) modulo how many there are. In a text, `{answer}` stands for the
+    prompt's reference answer. Log-probs are 0: nobody sampled anything.
     """
 
     def __init__(self, answers: Mapping[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -105,7 +105,8 @@ def read_config(config: ModelConfig) -> Any:
             "model.path",
             f"the model cannot be read ({first_line[:200]})",
             got=config.path,
-            remedy="connect to the network, or use local copies: model.path=<folder>, and for the data data.path=<folder or .jsonl>",
+            remedy="connect to the network, or use local copies: model.path=<folder>, and for the data "
+            "data.path=<folder or .jsonl>",
         ) from None
 
 

@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from rlft.generation.transformers import TransformersGenerator, draw, end_tokens
+from rlft.types import FinishReason, Sampling
+
+HOT = Sampling(max_tokens=24, temperature=1.0)
+QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
+
+
+@pytest.fixture
+def prompts(make_prompt):
+    return [make_prompt(q) for q in QUESTIONS]
+
+
+@pytest.fixture
+def roles(make_roles):
+    """A policy with an opinion of its own, so that its completions are not the base's."""
+    return make_roles(noise=0.02)
+
+
+@pytest.fixture
+def make_generator(roles, backbone):
+    """Builds an engine that holds the policy as version 3."""
+
+    def make(batch_size=256):
+        generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, batch_size)
+        generator.load(roles.publish(3))
+        return generator
+
+    return make
+
+
+@pytest.fixture
+def forwards(backbone):
+    """Records (rows, columns) of every forward pass through the base."""
+    shapes = []
+    embedding = backbone.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda module, args, output: shapes.append(tuple(args[0].shape)))
+    yield shapes
+    hook.remove()
+
+
+def completions(groups):
+    return [[tuple(r.completion.token_ids) for r in group.rollouts] for group in groups]
+
+
+def logprobs(groups):
+    return [[torch.tensor(r.completion.logprobs) for r in group.rollouts] for group in groups]
+
+
+# -- what a completion depends on ------------------------------------------------------------------------------------
+def test_equal_seeds_give_equal_completions_and_others_give_others(make_generator, prompts):
+    generator = make_generator()
+    first = generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT)
+    assert generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT) == first
+    other = completions(generator.sample(prompts, 4, [100, 110, 120, 130, 140], HOT))
+    assert all(a != b for a, b in zip(completions(first), other, strict=True))
+
+
+def test_siblings_differ(make_generator, prompts):
+    sampling = replace(HOT, temperature=1.5)
+    for group in completions(make_generator().sample(prompts, 6, [0, 10, 20, 30, 40], sampling)):
+        assert len(set(group)) > 1
+
+
+def test_completion_i_of_a_prompt_is_drawn_with_its_seed_plus_i(make_generator, prompts):
+    generator = make_generator()
+    ((_, _, third),) = completions(generator.sample(prompts[:1], 3, [50], HOT))
+    assert completions(generator.sample(prompts[:1], 1, [52], HOT)) == [[third]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 8, 20])
+def test_completions_do_not_depend_on_the_batch_size_or_on_what_else_is_in_the_batch(
+    batch_size, make_generator, prompts
+):
+    seeds = [0, 10, 20, 30, 40]
+    whole = make_generator().sample(prompts, 4, seeds, HOT)
+    split = make_generator(batch_size).sample(prompts, 4, seeds, HOT)
+    turned = make_generator().sample(prompts[::-1], 4, seeds[::-1], HOT)[::-1]
+    for groups in (split, turned):
+        assert completions(groups) == completions(whole)
+        torch.testing.assert_close(logprobs(groups), logprobs(whole), rtol=1e-5, atol=1e-5)
+
+
+def test_the_global_random_state_is_neither_read_nor_moved(make_generator, prompts):
+    generator = make_generator()
+    torch.manual_seed(1)
+    first, after = generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT), torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(1), after)
+    assert generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT) == first
+
+
+# -- log-probs -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_are_those_of_a_plain_forward_at_this_temperature(
+    temperature, make_generator, prompts, roles, backbone
+):
+    sampling = replace(HOT, temperature=temperature)
+    groups = make_generator().sample(prompts, 4, [0, 10, 20, 30, 40], sampling)
+    count = 0
+    for rollout in (r for g in groups for r in g.rollouts):
+        prompt, ids = rollout.prompt.token_ids, rollout.completion.token_ids
+        with torch.no_grad():
+            logits = backbone.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1)[range(len(ids)), ids]
+        torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=1e-5, atol=1e-5)
+        count += len(ids)
+    assert count > 100
+
+
+def test_before_the_first_adapter_it_samples_from_the_base(make_roles, backbone, prompts):
+    roles = make_roles(noise=0.05)
+    generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64)
+    (group,) = generator.sample(prompts[:1], 2, [0], HOT)
+    assert {r.policy_version for r in group.rollouts} == {None}
+    with torch.no_grad(), roles.using(None):
+        ids = group.rollouts[0].completion.token_ids
+        logits = backbone.model(input_ids=torch.tensor([[*prompts[0].token_ids, *ids]])).logits[0]
+    expected = logits[len(prompts[0].token_ids) - 1 : -1].log_softmax(-1)[range(len(ids)), ids]
+    torch.testing.assert_close(torch.tensor(group.rollouts[0].completion.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_it_samples_from_what_was_loaded_however_the_policy_moves_on(make_generator, roles, prompts):
+    generator = make_generator()
+    before = generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT)
+    for _, parameter in roles.named_parameters():
+        parameter.data += 0.02
+    assert generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT) == before
+    generator.load(roles.publish(4))
+    after = generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT)
+    assert completions(after) != completions(before)
+    assert {r.policy_version for g in after for r in g.rollouts} == {4}
+
+
+def test_the_policy_is_active_again_after_sampling(make_generator, roles, prompts):
+    make_generator().sample(prompts[:1], 1, [0], HOT)
+    assert roles.tuner.active_adapters == ["policy"]
+    assert all(p.requires_grad for _, p in roles.named_parameters())
+
+
+def test_scores_are_the_sampling_policys_at_temperature_1(make_generator, roles):
+    generator = make_generator()
+    sequences = [[5, 6, 7, 8], [9, 10]]
+    assert generator.score(sequences) == roles.score(sequences)
+    for _, parameter in roles.named_parameters():
+        parameter.data += 0.02
+    assert generator.score(sequences) != roles.score(sequences)
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+def test_a_prompt_goes_through_the_network_once_for_its_whole_group(make_generator, prompts, forwards):
+    generator = make_generator()
+    generator.sample(prompts, 8, [0, 10, 20, 30, 40], HOT)
+    longest = max(len(p.token_ids) for p in prompts)
+    assert forwards[0] == (5, longest)
+    assert all(columns == 1 for _, columns in forwards[1:])
+    assert forwards[1][0] <= 5 * 8
+
+
+def test_finished_rows_leave_the_batch(make_generator, prompts, forwards):
+    generator = make_generator()
+    groups = generator.sample(prompts, 8, [0, 10, 20, 30, 40], replace(HOT, max_tokens=48))
+    lengths = [len(ids) for group in completions(groups) for ids in group]
+    assert max(lengths) > min(lengths) + 3
+    for t, (rows, _) in enumerate(forwards[1:], start=1):
+        going = sum(length > t for length in lengths)  # rows that still want a token number t
+        assert 0 < going <= rows < going / 0.75 + 1e-9  # finished ones are less than a quarter
+    assert len(forwards) == max(lengths)
+
+
+def test_batch_size_bounds_the_rows_of_a_forward_in_whole_groups(make_generator, prompts, forwards):
+    make_generator(batch_size=9).sample(prompts, 4, [0, 10, 20, 30, 40], HOT)
+    assert [rows for rows, columns in forwards if columns > 1] == [2, 2, 1]
+    assert max(rows for rows, columns in forwards if columns == 1) <= 8
+
+
+def test_a_group_larger_than_the_batch_size_is_not_split(make_generator, prompts, forwards):
+    groups = make_generator(batch_size=2).sample(prompts[:2], 4, [0, 10], HOT)
+    assert [len(g.rollouts) for g in groups] == [4, 4]
+    assert [rows for rows, columns in forwards if columns > 1] == [1, 1]
+
+
+# -- how a completion ends -------------------------------------------------------------------------------------------
+def test_a_completion_that_reaches_the_limit_is_truncated(make_generator, prompts, backbone):
+    generator, eos = make_generator(), backbone.tokenizer.eos_token_id
+    full = [
+        c for g in generator.sample(prompts, 8, [0, 10, 20, 30, 40], replace(HOT, max_tokens=60)) for c in g.rollouts
+    ]
+    stopped = next(r.completion for r in full if r.completion.finish_reason is FinishReason.stop)
+    assert stopped.token_ids[-1] == eos
+    assert eos not in stopped.token_ids[:-1]
+    length = len(stopped.token_ids)
+    for limit, reason in ((length, "stop"), (length - 1, "length"), (1, "length")):
+        groups = generator.sample(prompts, 8, [0, 10, 20, 30, 40], replace(HOT, max_tokens=limit))
+        cut = [r.completion for g in groups for r in g.rollouts]
+        for whole, short in zip((r.completion for r in full), cut, strict=True):
+            assert short.token_ids == whole.token_ids[:limit]
+            assert len(short.logprobs) == len(short.token_ids) <= limit
+            assert short.finish_reason == ("stop" if short.token_ids[-1] == eos else "length")
+        assert cut[[r.completion for r in full].index(stopped)].finish_reason == reason
+
+
+def test_the_text_shows_no_end_token(make_generator, prompts, backbone):
+    for group in make_generator().sample(prompts, 2, [0, 10, 20, 30, 40], HOT):
+        for rollout in group.rollouts:
+            expected = backbone.tokenizer.decode(list(rollout.completion.token_ids), skip_special_tokens=True)
+            assert rollout.completion.text == expected
+            assert backbone.tokenizer.eos_token not in rollout.completion.text
+
+
+def test_any_of_several_end_tokens_ends_a_completion(make_generator, prompts, backbone, monkeypatch):
+    generator = make_generator()
+    eos = backbone.tokenizer.eos_token_id
+    plain = completions(generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT))
+    common = Counter(t for g in plain for ids in g for t in ids[3:-1] if t != eos).most_common(1)[0][0]
+    monkeypatch.setattr(backbone.model.generation_config, "eos_token_id", [common, eos])
+    assert end_tokens(backbone.model, backbone.tokenizer) == {common, eos}
+    ended = generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT)
+    wholes = [ids for group in plain for ids in group]
+    for whole, short in zip(wholes, (r.completion for g in ended for r in g.rollouts), strict=True):
+        ends = [i for i, token in enumerate(whole) if token in (common, eos)]
+        assert short.token_ids == (whole[: ends[0] + 1] if ends else whole)
+        assert short.finish_reason == ("stop" if ends else "length")
+
+
+def test_a_model_without_an_end_token_runs_to_the_limit(make_generator, prompts, backbone, monkeypatch):
+    generator = make_generator()
+    generator.tokenizer = copy.deepcopy(backbone.tokenizer)
+    generator.tokenizer.eos_token = None
+    monkeypatch.setattr(backbone.model.generation_config, "eos_token_id", None)
+    assert end_tokens(backbone.model, generator.tokenizer) == frozenset()
+    groups = generator.sample(prompts[:2], 2, [0, 10], HOT)
+    assert {(len(r.completion.token_ids), r.completion.finish_reason) for g in groups for r in g.rollouts} == {
+        (24, "length")
+    }
+
+
+# -- the distribution ------------------------------------------------------------------------------------------------
+def test_temperature_0_takes_the_likeliest_token_and_gives_its_logprob_at_1(make_generator, prompts, backbone):
+    groups = make_generator().sample(prompts, 2, [0, 10, 20, 30, 40], replace(HOT, temperature=0))
+    for group in groups:
+        first, second = (r.completion for r in group.rollouts)
+        assert first == second
+        ids = torch.tensor([[*group.prompt.token_ids, *first.token_ids]])
+        with torch.no_grad():
+            logits = backbone.model(input_ids=ids).logits[0, len(group.prompt.token_ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(first.token_ids)
+        expected = logits.log_softmax(-1).max(-1).values
+        torch.testing.assert_close(torch.tensor(first.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
+PROBABILITIES = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
+
+
+def drawn(sampling, number=40_000, logits=None):
+    """(tokens, log-probs) of many draws from PROBABILITIES (or these logits)."""
+    logits = PROBABILITIES.log() if logits is None else logits
+    uniform = torch.rand(number, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return draw(logits.expand(number, -1), uniform, sampling)
+
+
+def chi_square(token, probabilities):
+    expected = probabilities.double() * len(token)
+    counts = torch.bincount(token, minlength=len(probabilities)).double()
+    there = expected > 0
+    assert (counts[~there] == 0).all()
+    return ((counts - expected)[there] ** 2 / expected[there]).sum().item()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_with_their_probabilities(temperature):
+    token, logprob = drawn(Sampling(max_tokens=1, temperature=temperature))
+    warmed = PROBABILITIES ** (1 / temperature)
+    warmed = warmed / warmed.sum()
+    assert chi_square(token, warmed) < 18.5  # 4 degrees of freedom: exceeded once in a thousand
+    torch.testing.assert_close(logprob, warmed.log()[token], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        ({"top_k": 1}, [0]),
+        ({"top_k": 2}, [0, 2]),
+        ({"top_k": 9}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.01}, [0]),  # the likeliest always stays
+        ({"top_p": 0.5}, [0, 2]),  # 0.4 is not enough, 0.4 + 0.3 is
+        ({"top_p": 0.75}, [0, 2, 3]),
+        ({"top_k": 3, "top_p": 0.7}, [0, 2]),  # of the three that top_k leaves: 4/9 + 3/9 = 0.78
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest_and_renormalise(keys, kept):
+    token, logprob = drawn(Sampling(max_tokens=1, temperature=1.0, **keys))
+    probabilities = torch.zeros(5)
+    probabilities[kept] = PROBABILITIES[kept]
+    probabilities /= probabilities.sum()
+    assert chi_square(token, probabilities) < 18.5
+    torch.testing.assert_close(logprob, probabilities.log()[token], rtol=1e-6, atol=1e-6)
+
+
+def test_the_edges_of_the_uniform_number_fall_on_tokens_that_can_be_drawn():
+    # Tokens 0 and 3 are impossible; the largest number below 1 must not fall past the last possible one.
+    logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]]).expand(4, -1)
+    uniform = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-53], dtype=torch.float64)
+    token, logprob = draw(logits, uniform, Sampling(max_tokens=1, temperature=1.0))
+    assert token.tolist() == [1, 1, 2, 2]
+    torch.testing.assert_close(logprob, torch.full((4,), -math.log(2)))
+
+
+def test_the_tail_of_a_large_vocabulary_is_reached():
+    # 200,000 equal tokens: summed in float32 the cumulative distribution would end at 0.9999 or 1.0001.
+    size = 200_000
+    uniform = (torch.tensor([0, 1, size // 2, size - 1], dtype=torch.float64) + 0.5) / size
+    token, _ = draw(torch.zeros(4, size), uniform, Sampling(max_tokens=1, temperature=1.0))
+    assert token.tolist() == [0, 1, size // 2, size - 1]
+
+
+def test_neighbouring_seeds_draw_independent_first_tokens(make_generator, make_prompt, backbone):
+    # Siblings have neighbouring seeds: their first numbers must be as uniform as any.
+    prompt = make_prompt("12+5=?")
+    logits = torch.linspace(-1, 1, 272)
+    generator = make_generator(batch_size=4096)
+    head = backbone.model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda module, args, output: logits.expand_as(output))
+    (group,) = generator.sample([prompt], 4096, [123], Sampling(max_tokens=1, temperature=1.0))
+    hook.remove()
+    token = torch.tensor([r.completion.token_ids[0] for r in group.rollouts])
+    buckets = logits.softmax(-1).view(16, 17).sum(1)
+    assert chi_square(token // 17, buckets) < 37.7  # 15 degrees of freedom: exceeded once in a thousand
+
+
+# -- other attentions ------------------------------------------------------------------------------------------------
+def test_a_sliding_window_shorter_than_the_prompt_is_sampled_exactly(backbone, make_prompt):
+    config = MistralConfig(
+        vocab_size=272, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=5, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+
+    class Slot:
+        @contextmanager
+        def using(self, role):
+            yield model
+
+    prompts = [make_prompt(q) for q in ("1+1=?", "40+41=?")]
+    assert len(prompts[0].token_ids) != len(prompts[1].token_ids)
+    generator = TransformersGenerator(Slot(), backbone.tokenizer, torch.device("cpu"), 64)
+    for group in generator.sample(prompts, 3, [0, 10], HOT):
+        for rollout in group.rollouts:
+            ids, start = rollout.completion.token_ids, len(group.prompt.token_ids)
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([[*group.prompt.token_ids, *ids]])).logits[0, start - 1 : -1]
+            expected = logits.log_softmax(-1)[range(len(ids)), ids]
+            torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,194 @@
+"""The command line as a user meets it: verbs, exit codes, what is printed, and what is not imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rlft import catalog, cli
+
+# A run of two steps: 2 prompts x 2 completions, evaluated on 2 prompts.
+TINY = (
+    "+recipe=grpo_arithmetic steps=2 prompts_per_step=2 group_size=2 generation.max_tokens=16 scoring.workers=1 "
+    "eval.num_prompts=2 eval.num_samples=2 generation=transformers model.device=cpu"
+).split()
+
+
+def rlft(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The console script, as its entry point starts it: the current folder is not on Python's path."""
+    command = [sys.executable, "-P", "-c", "from rlft.cli import main; main()", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    place = tmp_path_factory.mktemp("trained")
+    done = rlft("train", *TINY, "checkpoint.every=1", cwd=place)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (place / "runs" / "grpo_arithmetic").iterdir()
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["recipes"]], ids=" ".join)
+def test_help_comes_in_a_second_and_a_half_and_without_torch(arguments: list[str]) -> None:
+    code = "import sys; from rlft import cli; c = cli.run(sys.argv[1:]); print([m for m in sys.modules if m in HEAVY]); "
+    heavy = ("torch", "transformers", "peft", "datasets", "vllm")
+    command = [sys.executable, "-c", f"HEAVY = {heavy}; {code} sys.exit(c)", *arguments]
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert shown.stdout.splitlines()[-1] == "[]"
+    assert statistics.median(seconds) < 1.5
+
+
+def test_train_help_shows_groups_recipes_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for group in catalog.groups():
+        assert f"{group}: {', '.join(catalog.choices(group))}" in shown
+    assert "rlft train +recipe=grpo_arithmetic " in shown
+    assert "--config-dir" in shown
+
+
+def test_recipes_are_listed_with_their_first_comment_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in catalog.choices("recipe"):
+        first, second = (catalog.recipe_folder() / f"{name}.yaml").read_text().splitlines()[:2]
+        assert first == "# @package _global_"
+        assert any(line.split(maxsplit=1) == [name, second.removeprefix("# ")] for line in lines)
+
+
+def test_cfg_job_prints_the_config_and_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["train", "+recipe=grpo_arithmetic", "trainer.lr=0.5", "--cfg", "job"]) == 0
+    shown = capsys.readouterr().out
+    assert "name: grpo_arithmetic" in shown
+    assert "  lr: 0.5" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["version"], ["-V"]], ids=" ".join)
+def test_the_version_is_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(arguments) == 0
+    assert capsys.readouterr().out.startswith("rlft 0.")
+
+
+@pytest.mark.parametrize("verb", ["resume", "eval", "recipes"])
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([verb, "--help"]) == 0
+    assert f"rlft {verb}" in capsys.readouterr().out or verb == "recipes"
+
+
+def evaluated(folder: Path) -> list[dict]:
+    """The lines of the one evaluation file below a folder: metrics first, then a line a completion."""
+    (file,) = folder.rglob("evaluations/*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def check_evaluation(done: subprocess.CompletedProcess[str], lines: Sequence[dict], step: int) -> None:
+    assert done.returncode == 0, done.stderr
+    assert "mean@3 (exact_match)" in done.stdout
+    assert "pass@1" in done.stdout
+    assert "standard error" in done.stdout
+    assert lines[0]["step"] == step
+    assert len(lines) == 1 + 2 * 3  # metrics, then 2 prompts x 3 samples
+    assert {"prompt_id", "prompt", "answer", "completion", "rewards"} <= lines[1].keys()
+    rights = [line["rewards"]["exact_match"] for line in lines[1:]]
+    assert lines[0]["accuracy"] == pytest.approx(sum(rights) / 6)
+
+
+def test_a_run_is_evaluated_at_its_newest_checkpoint(trained: Path) -> None:
+    done = rlft("eval", f"run={trained}", "eval.num_samples=3", "eval.num_prompts=2")
+    check_evaluation(done, evaluated(trained), step=2)
+    (file,) = trained.rglob("evaluations/*.jsonl")
+    file.unlink()
+
+
+def test_a_checkpoint_is_evaluated_and_run_may_be_left_out(trained: Path) -> None:
+    done = rlft("eval", f"{trained}/checkpoints/step_000001", "eval.num_samples=3", "eval.num_prompts=2")
+    check_evaluation(done, evaluated(trained), step=1)
+    (file,) = trained.rglob("evaluations/*.jsonl")
+    file.unlink()
+
+
+def test_a_bare_model_is_evaluated(tmp_path: Path) -> None:
+    settings = ["data=arithmetic", "eval.num_samples=3", "eval.num_prompts=2", "generation.max_tokens=16"]
+    done = rlft("eval", "model.path=embedded:tiny-arithmetic", *settings, cwd=tmp_path)
+    check_evaluation(done, evaluated(tmp_path / "runs" / "eval"), step=0)
+
+
+def test_a_run_may_be_evaluated_on_other_data(trained: Path) -> None:
+    changes = ["data=arithmetic", "data.difficulty=3", "eval.num_samples=3", "eval.num_prompts=2"]
+    done = rlft("eval", f"run={trained}", *changes)
+    assert done.returncode == 0, done.stderr
+    lines = evaluated(trained)
+    check_evaluation(done, lines, step=2)
+    assert all(re.search(r"[0-9]{3} [+-] [0-9]{3}", line["prompt"][-1]["content"]) for line in lines[1:])
+    (file,) = trained.rglob("evaluations/*.jsonl")
+    file.unlink()
+
+
+MINE = """
+def short(group):
+    return [1.0 if len(r.completion.token_ids) < 12 else 0.0 for r in group.rollouts]
+
+def broken(group):
+    raise KeyError("no such thing")
+"""
+
+
+@pytest.fixture
+def own_rewards(tmp_path: Path) -> Path:
+    """A folder with a module of somebody's own beside where they run, and the YAML that names its rewards."""
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "yaml" / "reward").mkdir(parents=True)
+    for name in ("short", "broken"):
+        text = f"# Mine.\n{name}:\n  _target_: mine.{name}\n  weight: 0.5\n"
+        (tmp_path / "yaml" / "reward" / f"{name}.yaml").write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("beside", ["where it runs", "the YAML"])
+def test_a_reward_from_outside_the_tree_is_found_and_scores(own_rewards: Path, beside: str) -> None:
+    if beside == "the YAML":
+        (own_rewards / "mine.py").rename(own_rewards / "yaml" / "mine.py")
+    done = rlft("train", *TINY, "--config-dir", "yaml", "reward=[exact_match,short]", cwd=own_rewards)
+    assert done.returncode == 0, done.stderr
+    (metrics,) = own_rewards.rglob("metrics.jsonl")
+    first = json.loads(metrics.read_text().splitlines()[0])
+    assert {"reward/exact_match", "reward/short"} <= first.keys()
+
+
+def test_a_reward_that_raises_ends_the_run_with_1_and_a_line(own_rewards: Path) -> None:
+    done = rlft("train", *TINY, "--config-dir", "yaml", "reward=[broken]", "eval.every=0", cwd=own_rewards)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("rlft: stopped: ")
+    assert "broken" in last
+    assert "no such thing" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_users_folder_named_like_a_library_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
+    assert rlft("train", *TINY, "steps=1", "eval.every=0", cwd=tmp_path).returncode == 2  # steps is given twice
+    once = [word for word in TINY if not word.startswith("steps=")]
+    done = rlft("train", *once, "steps=1", "eval.every=0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
