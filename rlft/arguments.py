@@ -1,7 +1,7 @@
-"""What stands after `rlft train`: options, and overrides such as key=value. What Hydra would take too kindly is refused.
+"""What stands after `rlft train`: options, and overrides such as key=value.
 
-Hydra lets the last of two equal keys win, ends the process on an option it doesn't know, and takes a dash for an option
-of its own. Here every word is either understood or refused with the word that was meant.
+Hydra takes some mistakes too kindly: it lets the last of two equal keys win, ends the process on an option it doesn't
+know, and takes a dash for an option of its own. Here every word is understood, or refused with the word that was meant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ SWEEPING = ("-m", "--multirun")
 CONFIG_DIR = ("--config-dir", "-cd")
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", *CONFIG_DIR)
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
-OURS = ("hydra.mode", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.job.chdir", "hydra.searchpath")
+OURS = (
+    "hydra.mode",
+    "hydra/launcher",
+    "hydra/sweeper",
+    "hydra.launcher",
+    "hydra.sweeper",
+    "hydra.job.chdir",
+    "hydra.searchpath",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +97,14 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise _not_an_override(override, overrides[i + 1 : i + 2])
         key, value = match["key"], match["value"]
         if value.count("[") > value.count("]") or value.count("{") > value.count("}"):
-            raise UserError(key, "its bracket is not closed", got=value, remedy="leave no spaces, or quote it: 'key=[a, b]'")
+            raise UserError(
+                key, "its bracket is not closed", got=value, remedy="leave no spaces, or quote it: 'key=[a, b]'"
+            )
         if key == "recipe" and match["sign"] != "+":
             name = value or "<name>"
-            raise UserError("recipe", "a recipe is added, so it takes a plus", got=override, remedy=f"write +recipe={name}")
+            raise UserError(
+                "recipe", "a recipe is added, so it takes a plus", got=override, remedy=f"write +recipe={name}"
+            )
         if key == "recipe" and not value:
             raise UserError("+recipe", "has no name", remedy=f"choose one of {', '.join(catalog.choices('recipe'))}")
         if key.startswith(OURS):
@@ -147,9 +159,16 @@ def _checked_folder(option: str, value: str) -> Path:
     """The user's config folder; a file of rlft's own name in it would never be read."""
     folder = Path(value).expanduser()
     if not value or not folder.is_dir():
-        raise UserError(option, "there is no such folder", got=value or "nothing", remedy="name a folder that holds, say, reward/mine.yaml")
+        raise UserError(
+            option,
+            "there is no such folder",
+            got=value or "nothing",
+            remedy="name a folder that holds, say, reward/mine.yaml",
+        )
     own = catalog.config_folder()
     hidden = [f.relative_to(folder) for f in sorted(folder.rglob("*.yaml")) if (own / f.relative_to(folder)).exists()]
     if hidden:
-        raise UserError(option, f"{hidden[0]} has the name of one of rlft's own, which goes first", got=value, remedy="rename it")
+        raise UserError(
+            option, f"{hidden[0]} has the name of one of rlft's own, which goes first", got=value, remedy="rename it"
+        )
     return folder

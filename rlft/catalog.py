@@ -1,4 +1,4 @@
-"""What configs/ holds: groups, their choices, and every key with its default and the comment that says what it means."""
+"""What configs/ holds: groups, their choices, and every key with its default and the comment that explains it."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def entries(file: Path) -> dict[str, Entry]:
     for line in file.read_text().splitlines():
         bare, match = line.strip(), _LINE.fullmatch(line)
         if bare.startswith("#"):
-            beside = key and len(line) - len(bare) > path[-1][0]  # it goes on below the comment beside the key
-            if beside:
+            if key and found[key].comment and len(line) - len(bare) > path[-1][0]:  # it goes on below the key's line
                 found[key] = Entry(default=found[key].default, comment=f"{found[key].comment} {bare.lstrip('# ')}")
             else:
                 above = f"{above} {bare.lstrip('# ')}".strip()

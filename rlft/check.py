@@ -34,7 +34,9 @@ def check(config: RunConfig, algorithm: Algorithm) -> None:
 def _name(config: RunConfig, algorithm: Algorithm) -> None:
     if not config.name.strip() or config.name == ".." or Path(config.name).name != config.name:
         problem = "names a folder under runs/, and must be one plain word or several"
-        raise UserError("name", problem, got=config.name or "nothing", remedy="leave out slashes, for instance name=first_try")
+        raise UserError(
+            "name", problem, got=config.name or "nothing", remedy="leave out slashes, for instance name=first_try"
+        )
 
 
 def _sizes(config: RunConfig, algorithm: Algorithm) -> None:
@@ -74,7 +76,10 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
     generation = config.generation
     if generation.temperature == 0:
         raise UserError(
-            "generation.temperature", "training needs completions that differ", got=0, remedy="use 1.0 (eval.temperature may be 0)"
+            "generation.temperature",
+            "training needs completions that differ",
+            got=0,
+            remedy="use 1.0 (eval.temperature may be 0)",
         )
     distorted = "generation.top_p" if generation.top_p < 1 else "generation.top_k" if generation.top_k > 0 else None
     uses_engine = algorithm.corrects_mismatch or config.snapshot.old == "sampled"
@@ -87,17 +92,29 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
             remedy="use generation.top_p=1 generation.top_k=0, or algorithm.mismatch=off with snapshot.old=auto",
         )
     if config.eval.temperature is not None and config.eval.temperature < 0:
-        raise UserError("eval.temperature", "must not be negative", got=config.eval.temperature, remedy="use 0 for the likeliest token")
+        raise UserError(
+            "eval.temperature",
+            "must not be negative",
+            got=config.eval.temperature,
+            remedy="use 0 for the likeliest token",
+        )
 
 
 def _engine(config: RunConfig, algorithm: Algorithm) -> None:
     engine, answers = config.generation.engine, config.generation.scripted.answers
     if engine not in ("auto", *ENGINES) and "." not in engine:
-        raise UserError("generation.engine", "is not an engine", got=engine, remedy=f"use auto, {', '.join(ENGINES)} or module.Class")
+        raise UserError(
+            "generation.engine",
+            "is not an engine",
+            got=engine,
+            remedy=f"use auto, {', '.join(ENGINES)} or module.Class",
+        )
     if "." in engine:
         locate(engine, "generation.engine")
     if engine == "scripted" and not answers:
-        raise UserError("generation.scripted.answers", "is empty", got="{}", remedy='give for instance {"*": ["yes", "no"]}')
+        raise UserError(
+            "generation.scripted.answers", "is empty", got="{}", remedy='give for instance {"*": ["yes", "no"]}'
+        )
 
 
 def _snapshots(config: RunConfig, algorithm: Algorithm) -> None:
@@ -125,7 +142,10 @@ def _adapters(config: RunConfig, algorithm: Algorithm) -> None:
         saved = check_adapter_folder(config.lora.path, "lora.path")
         if saved.get("r") != config.lora.rank:
             raise UserError(
-                "lora.rank", f"the adapter at lora.path has rank {saved.get('r')}", got=config.lora.rank, remedy=f"set lora.rank={saved.get('r')}"
+                "lora.rank",
+                f"the adapter at lora.path has rank {saved.get('r')}",
+                got=config.lora.rank,
+                remedy=f"set lora.rank={saved.get('r')}",
             )
     reference = config.snapshot.reference
     if reference not in ("none", "base", "copy"):
@@ -146,13 +166,24 @@ def _model(config: RunConfig, algorithm: Algorithm) -> None:
     resolve_dtype(config.model.dtype, device)
     if config.model.attn_implementation not in ("auto", "eager", *AttentionInterface().valid_keys()):
         raise UserError(
-            "model.attn_implementation", "is not known to transformers", got=config.model.attn_implementation, remedy="use auto, sdpa or eager"
+            "model.attn_implementation",
+            "is not known to transformers",
+            got=config.model.attn_implementation,
+            remedy="use auto, sdpa or eager",
         )
     if config.model.quantization is not None and device.type != "cuda":
-        raise UserError("model.quantization", "4-bit weights need a CUDA device", got=config.model.quantization, remedy="set model.quantization=null")
+        raise UserError(
+            "model.quantization",
+            "4-bit weights need a CUDA device",
+            got=config.model.quantization,
+            remedy="set model.quantization=null",
+        )
     if config.model.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            "model.quantization", "bitsandbytes is not installed", got=config.model.quantization, remedy="pip install 'rlft[quantization]'"
+            "model.quantization",
+            "bitsandbytes is not installed",
+            got=config.model.quantization,
+            remedy="pip install 'rlft[quantization]'",
         )
     if config.generation.engine == "vllm":
         from rlft.generation.vllm import engine_rank
@@ -167,7 +198,7 @@ def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
     if context is not None and longest > context:
         raise UserError(
             "generation.max_tokens",
-            f"prompts.max_tokens={config.prompts.max_tokens} + generation.max_tokens exceed the model's context of {context} tokens",
+            f"with prompts.max_tokens={config.prompts.max_tokens} it exceeds the model's context of {context} tokens",
             got=config.generation.max_tokens,
             remedy=f"use at most {max(0, context - config.prompts.max_tokens)}, or lower prompts.max_tokens",
         )
@@ -187,9 +218,13 @@ def check_targets(config: RunConfig, model: PreTrainedConfig) -> None:
     names = sorted({name.rpartition(".")[2] for name in layers} - {"lm_head"})
     for target in [targets] if isinstance(targets, str) else targets:
         # As PEFT reads it: a text is a regular expression over whole names, a list holds ends of names.
-        if not any(re.fullmatch(target, n) if isinstance(targets, str) else f".{n}".endswith(f".{target}") for n in layers):
+        if not any(
+            re.fullmatch(target, n) if isinstance(targets, str) else f".{n}".endswith(f".{target}") for n in layers
+        ):
             remedy = f"use all-linear, or a list of {', '.join(names)}"
-            raise UserError("lora.target_modules", "the model has no linear layer of that name", got=target, remedy=remedy)
+            raise UserError(
+                "lora.target_modules", "the model has no linear layer of that name", got=target, remedy=remedy
+            )
 
 
 def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
@@ -198,7 +233,10 @@ def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
         needed = getattr(locate(spec.target, f"reward.{name}._target_"), "needs_metadata", None)
         if needed is not None and needed not in prompt.metadata:
             raise UserError(
-                f"reward.{name}", f"scores prompts of data={needed} only", got=f"prompt {prompt.id}", remedy=f"use data={needed}, or another reward"
+                f"reward.{name}",
+                f"scores prompts of data={needed} only",
+                got=f"prompt {prompt.id}",
+                remedy=f"use data={needed}, or another reward",
             )
 
 
@@ -230,4 +268,6 @@ def check_writable(folder: Path, key: str = "hydra.run.dir") -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(key, f"cannot be written ({error.strerror})", got=folder, remedy="choose another folder") from None
+        raise UserError(
+            key, f"cannot be written ({error.strerror})", got=folder, remedy="choose another folder"
+        ) from None

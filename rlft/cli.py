@@ -45,7 +45,12 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line; returns its exit code and prints its errors."""
-    verbs: dict[str, Callable[[list[str]], int]] = {"train": train, "resume": resume, "eval": evaluate, "recipes": recipes}
+    verbs: dict[str, Callable[[list[str]], int]] = {
+        "train": train,
+        "resume": resume,
+        "eval": evaluate,
+        "recipes": recipes,
+    }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0
@@ -197,13 +202,13 @@ def _train(plain: dict[str, Any], folder: Path) -> None:
     """Trains to the end, or to an interruption (KeyboardInterrupt, after saving)."""
     import dataclasses
 
+    _import_libraries()
     from rlft import check, runfolder
     from rlft.engine import Engines
     from rlft.session import make_plan, open_session
     from rlft.sweep import is_finished
     from rlft.train import train as loop
 
-    _quiet_transformers()
     plan = make_plan(plain)
     check.check_writable(folder)
     if plan.config.resume is None:
@@ -215,7 +220,7 @@ def _train(plain: dict[str, Any], folder: Path) -> None:
                 "resume",
                 f"the run is finished: it has all its {plan.config.steps} steps",
                 got=folder,
-                remedy=f"raise steps to go on (rlft resume {folder} steps={2 * plan.config.steps}), or rlft eval run={folder}",
+                remedy=f"raise steps (rlft resume {folder} steps={2 * plan.config.steps}), or rlft eval run={folder}",
             )
     try:
         with ExitStack() as stack:
@@ -229,7 +234,8 @@ def _train(plain: dict[str, Any], folder: Path) -> None:
         _say(f"stopped at once; go on from the newest checkpoint with: rlft resume {folder}")
         raise
     if interrupted:
-        _say(f"stopped after step {state.step}, {'saved' if state.step else 'before the first one'}; go on with: rlft resume {folder}")
+        how_far = "saved" if state.step else "before the first one"
+        _say(f"stopped after step {state.step}, {how_far}; go on with: rlft resume {folder}")
         raise KeyboardInterrupt
     if "console" in plan.config.logger and _engines is None:
         from rlft.logger.summary import print_summary
@@ -261,7 +267,17 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _quiet_transformers() -> None:
+def _import_libraries() -> None:
+    """torch, transformers and all that stands on them: seconds, in which Ctrl-C just ends the process."""
+    from rlft.interrupt import ends_the_process
+
+    with ends_the_process():
+        import transformers
+
+        import rlft.session
+
+        # transformers imports its parts when they are first asked for.
+        _ = rlft.session, transformers.AutoModelForCausalLM, transformers.AutoTokenizer
     from transformers.utils import logging
 
     if os.environ["TRANSFORMERS_VERBOSITY"] == "error":
@@ -273,11 +289,12 @@ def _sweep(asked: Arguments) -> int:
     """Every job is checked before the first one trains; afterwards the table, whatever became of them."""
     global _engines
     from rlft import sweep
-    from rlft.engine import Engines
 
     jobs = _expand(asked.overrides)
     sweep.check_jobs(jobs)
     _check_jobs(jobs, asked.config_dir)
+    from rlft.engine import Engines
+
     folders: list[Path] = []
 
     def job(composed: Any) -> None:
@@ -286,7 +303,7 @@ def _sweep(asked: Arguments) -> int:
         hydra_config = HydraConfig.get()
         if not folders:
             folders.append(Path(os.path.relpath(hydra_config.sweep.dir)))
-            _say(f"sweep of {len(jobs)} jobs in {folders[0]}; if it is stopped, repeat it with hydra.sweep.dir={folders[0]}")
+            _say(f"sweep of {len(jobs)} jobs; if it is stopped, repeat it with hydra.sweep.dir={folders[0]}")
         number = hydra_config.job.num
         _say(f"job {number}: {' '.join(jobs[int(number)])}")
         try:
@@ -313,7 +330,7 @@ def _expand(overrides: Sequence[str]) -> list[list[str]]:
     from hydra.errors import HydraException
 
     try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise configs.explain(error) or error from None
     return [list(job) for batch in BasicSweeper.split_arguments(parsed, max_batch_size=None) for job in batch]
@@ -321,6 +338,7 @@ def _expand(overrides: Sequence[str]) -> list[list[str]]:
 
 def _check_jobs(jobs: Sequence[Sequence[str]], config_dir: Path | None) -> None:
     """All that can be refused in any job; data that several jobs have in common are scanned once."""
+    _import_libraries()
     from rlft.session import check_components, make_plan
 
     scanned: list[Any] = []
@@ -347,7 +365,7 @@ def _check_repeated(number: int, overrides: Sequence[str], plain: dict[str, Any]
             runfolder.check_same_config(folder, plain)
 
 
-# -- the other verbs -----------------------------------------------------------------------------------------------------
+# -- the other verbs -------------------------------------------------------------------------------------------------
 def resume(arguments: list[str]) -> int:
     """`rlft resume <run> [key=value ..]`: the run's own config, with changes that do not change the run."""
     from rlft import runfolder
@@ -368,7 +386,7 @@ def resume(arguments: list[str]) -> int:
 
 
 def evaluate(arguments: list[str]) -> int:
-    """`rlft eval run=<run or checkpoint>` or `rlft eval model.path=<model>`: a table and a JSONL of every completion."""
+    """`rlft eval run=<run or checkpoint>`, or of a model: a table, and a JSONL of every completion."""
     from rlft import evaluation_verb
 
     if arguments and arguments[0] in ("-h", "--help"):
@@ -382,14 +400,18 @@ def evaluate(arguments: list[str]) -> int:
     if not place and len(changes) < len(asked.overrides):
         raise UserError("run", "is empty", remedy="write run=runs/<name>/<time>")
     if not place and not any(asked.value(key) for key in ("model.path", "recipe")):
-        raise UserError("run", "is missing: there is nothing to evaluate", remedy="give run=<run>, model.path=<model> or +recipe=<name>")
+        raise UserError(
+            "run",
+            "is missing: there is nothing to evaluate",
+            remedy="give run=<run>, model.path=<model> or +recipe=<name>",
+        )
     if not place:
         plain, where = configs.compose(changes, asked.config_dir), None
     else:
         where = evaluation_verb.find(Path(place))
         plain = _override(where.config, changes, asked.config_dir)
-    _quiet_transformers()
-    evaluation_verb.run(plain, where)
+    _import_libraries()
+    evaluation_verb.run(plain, where, _say)
     return 0
 
 
@@ -397,7 +419,9 @@ def _only_overrides(arguments: Sequence[str]) -> Arguments:
     """The words of a verb that neither sweeps nor prints the config; its own modules are made importable."""
     asked = parse(arguments)
     if asked.sweep or asked.asks:
-        raise UserError("command line", "this verb has no such option", got=asked.options[0], remedy="give it to rlft train")
+        raise UserError(
+            "command line", "this verb has no such option", got=asked.options[0], remedy="give it to rlft train"
+        )
     _make_importable(asked.config_dir)
     return asked
 

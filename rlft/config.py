@@ -58,7 +58,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The typed root. algorithm, data, reward and logger are open groups: `_target_` names a class, the rest are its keys."""
+    """The typed root. algorithm, data, reward, logger are open: `_target_` names a class, the rest is its keys."""
 
     name: str
     seed: NonNegativeInt
@@ -164,7 +164,9 @@ def build(config: Mapping[str, Any]) -> RunConfig:
         if isinstance(config[key], Mapping) and key == "recipe":
             problem = "its keys stay below `recipe` and would set nothing"
             raise UserError("+recipe", problem, remedy="make `# @package _global_` the first line of the recipe's file")
-        if key not in RunConfig.__slots__ and difflib.get_close_matches(key, [*RunConfig.__slots__, "recipe"], 1) == ["recipe"]:
+        if key not in RunConfig.__slots__ and difflib.get_close_matches(key, [*RunConfig.__slots__, "recipe"], 1) == [
+            "recipe"
+        ]:
             raise UserError(key, "there is no such key", got=config[key], remedy=f"did you mean +recipe={config[key]}?")
     for group in ("algorithm", "data"):
         if group not in config:
@@ -174,7 +176,7 @@ def build(config: Mapping[str, Any]) -> RunConfig:
 
 
 def load_algorithm(name: str, **overrides: Any) -> Algorithm:
-    """The algorithm of configs/algorithm/<name>.yaml with these keys overridden. Works on plain tensors, no model needed.
+    """The algorithm of configs/algorithm/<name>.yaml with these keys overridden; needs no model.
 
     >>> rlft.load_algorithm("grpo", clip_high=0.28).clip_high
     0.28
@@ -190,7 +192,9 @@ def explain(error: BaseException) -> UserError | None:
     from yaml import MarkedYAMLError
 
     text = str(error)
-    if isinstance(error, MissingConfigException) and (match := re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)):
+    if isinstance(error, MissingConfigException) and (
+        match := re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)
+    ):
         return _unknown_choice(*match[1].rpartition("/")[::2])
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         place = f"line {error.problem_mark.line + 1}"
@@ -207,7 +211,9 @@ def explain(error: BaseException) -> UserError | None:
         return UserError(key, "has no value yet", remedy=remedy)
     if isinstance(error, InterpolationKeyError):
         absent = match[1] if (match := re.search(r"'([^']+)' not found", text)) else "?"
-        return UserError(str(key or "config"), f"refers to a key that is not there, ${{{absent}}}", remedy="name a key that is")
+        return UserError(
+            str(key or "config"), f"refers to a key that is not there, ${{{absent}}}", remedy="name a key that is"
+        )
     if match := re.search(r"Could not override[^']*'([^'=@]+)", text):
         return unknown_key(match[1])
     if match := re.search(r"Could not append to config[^']*'([^'=@]+)|Could not append '([^'=@]+)", text):
@@ -225,7 +231,9 @@ def explain(error: BaseException) -> UserError | None:
         remedy = f"""if it is a text, quote it twice: "{key}='{value}'\" """.strip()
         return UserError(key.lstrip("+~"), "the value cannot be read", got=value, remedy=remedy)
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    return UserError(str(key or "command line"), f"cannot be understood ({first.strip()})", remedy="see rlft train --help")
+    return UserError(
+        str(key or "command line"), f"cannot be understood ({first.strip()})", remedy="see rlft train --help"
+    )
 
 
 def _unknown_choice(group: str, name: str) -> UserError:
@@ -234,7 +242,9 @@ def _unknown_choice(group: str, name: str) -> UserError:
         return unknown_key(group)
     close = difflib.get_close_matches(name, known, n=1)
     remedy = (f"did you mean {close[0]}? All: " if close else "choose one of ") + ", ".join(known)
-    return UserError(f"+{group}" if group == "recipe" else group, "is not one of its choices", got=name or "nothing", remedy=remedy)
+    return UserError(
+        f"+{group}" if group == "recipe" else group, "is not one of its choices", got=name or "nothing", remedy=remedy
+    )
 
 
 def unknown_key(key: str) -> UserError:
@@ -253,5 +263,9 @@ def unknown_key(key: str) -> UserError:
     else:
         known = [*catalog.entries(config_folder() / "train.yaml"), *catalog.groups()]
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    remedy = f"did you mean {'+' if close == ['recipe'] else ''}{close[0]}?" if close else "`rlft train --cfg job` shows every key"
+    remedy = (
+        f"did you mean {'+' if close == ['recipe'] else ''}{close[0]}?"
+        if close
+        else "`rlft train --cfg job` shows every key"
+    )
     return UserError(key, problem, remedy=remedy)

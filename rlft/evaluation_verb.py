@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -39,9 +39,8 @@ def find(path: Path) -> Place:
     return Place(run=run, config=config, checkpoint=path if is_checkpoint else None)
 
 
-def run(plain: dict[str, Any], place: Place | None) -> Evaluation:
+def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) -> Evaluation:
     """Evaluates and prints; the file lies in the run's folder, or under runs/eval for a bare model."""
-    from rlft.cli import _say
     from rlft.engine import Engines
     from rlft.session import make_plan, open_session
     from rlft.trainer import checkpoint
@@ -51,13 +50,23 @@ def run(plain: dict[str, Any], place: Place | None) -> Evaluation:
     saved = None
     if place is not None:
         root = runfolder.checkpoints(place.run)
-        saved = checkpoint.load_newest(root, _say) if place.checkpoint is None else _load_one(place.checkpoint)
+        saved = checkpoint.load_newest(root, say) if place.checkpoint is None else _load_one(place.checkpoint)
         if saved is None:
-            raise UserError("run", "there is no checkpoint in that run yet", got=place.run, remedy="let it reach checkpoint.every steps first")
+            raise UserError(
+                "run",
+                "there is no checkpoint in that run yet",
+                got=place.run,
+                remedy="let it reach checkpoint.every steps first",
+            )
         if saved.state.get("base_fingerprint") != plan.fingerprints["base_fingerprint"]:
-            raise UserError("model.path", "is not the base this run was trained on", got=plan.config.model.path, remedy="leave it as it was")
+            raise UserError(
+                "model.path",
+                "is not the base this run was trained on",
+                got=plan.config.model.path,
+                remedy="leave it as it was",
+            )
     folder = place.run if place is not None else Path("runs") / "eval" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    with Engines() as engines, open_session(plan, folder, engines, _say) as session:
+    with Engines() as engines, open_session(plan, folder, engines, say) as session:
         if saved is not None:
             session.roles.restore({role: saved.adapters[role] for role in session.roles.moving})
             session.publish(saved.step)

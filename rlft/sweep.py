@@ -26,7 +26,12 @@ def check_jobs(jobs: Sequence[Sequence[str]]) -> None:
     for names in keys:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise UserError(repeated[0], "is given twice on the command line", got=", ".join(repeated), remedy="give it once, with all its values")
+            raise UserError(
+                repeated[0],
+                "is given twice on the command line",
+                got=", ".join(repeated),
+                remedy="give it once, with all its values",
+            )
     values: dict[str, set[str]] = {}
     for job in jobs:
         for override in job:
@@ -34,16 +39,26 @@ def check_jobs(jobs: Sequence[Sequence[str]]) -> None:
             values.setdefault(key, set()).add(value)
     for key in FIXED:
         if len(values.get(key, ())) > 1:
-            raise UserError(key, "cannot be swept: each job has its own folder", got=sorted(values[key]), remedy="take it out of the sweep")
+            raise UserError(
+                key,
+                "cannot be swept: each job has its own folder",
+                got=sorted(values[key]),
+                remedy="take it out of the sweep",
+            )
     if "resume" in values and values["resume"] != {"null"}:
         raise UserError(
-            "resume", "cannot be used in a sweep", got=sorted(values["resume"]), remedy="repeat the sweep with hydra.sweep.dir=<its folder>: finished jobs are skipped"
+            "resume",
+            "cannot be used in a sweep",
+            got=sorted(values["resume"]),
+            remedy="repeat the sweep with hydra.sweep.dir=<its folder>: finished jobs are skipped",
         )
     seen: dict[tuple[str, ...], int] = {}
     for number, job in enumerate(jobs):
         first = seen.setdefault(tuple(sorted(job)), number)
         if first != number:
-            raise UserError("-m", f"jobs {first} and {number} are the same", got=" ".join(job), remedy="give every value once")
+            raise UserError(
+                "-m", f"jobs {first} and {number} are the same", got=" ".join(job), remedy="give every value once"
+            )
 
 
 def rows(folder: Path, jobs: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
@@ -107,7 +122,9 @@ def print_table(table: Sequence[Mapping[str, Any]], file: Path) -> None:
     for column in columns:
         printed.add_column(column.replace("_", " "), justify="right")
     for row in table:
-        printed.add_row(*("-" if row[c] is None else f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns))
+        printed.add_row(
+            *("-" if row[c] is None else f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
+        )
     console = Console()
     console.print(printed)
     console.print(f"written to {file}", markup=False, highlight=False)

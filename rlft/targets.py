@@ -1,4 +1,4 @@
-"""From names and plain values to Python: what `_target_` names, and dataclasses from mappings, checked field by field."""
+"""From names and plain values to Python: what `_target_` names, and dataclasses from mappings, checked by field."""
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ def _sentence(message: str) -> str:
 
 
 def _remedy(hint: Any, value: Any, key: str) -> str:
-    kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in _options(hint)]
+    kinds = [
+        typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in _options(hint)
+    ]
     words = [str(v) for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
     if words:
         return f"use {' or '.join(words)}" + (" or a number" if float in kinds else "")
@@ -167,5 +169,11 @@ def _join(prefix: str, key: object) -> str:
 def _short(value: object) -> str:
     """As it would be typed: texts in quotes, YAML's words for None and truth values."""
     words = {None: "null", True: "true", False: "false"}
-    text = repr(value) if isinstance(value, str) else words[value] if value is None or value is True or value is False else str(value)
+    text = (
+        repr(value)
+        if isinstance(value, str)
+        else words[value]
+        if value is None or value is True or value is False
+        else str(value)
+    )
     return text if len(text) <= 80 else text[:77] + "..."

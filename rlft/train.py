@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlft.collate import collate, select
 from rlft.metrics import Clock, UpdateMetrics, peak_memory_bytes, rollout_metrics
-from rlft.seeds import derive, sampling_seeds
+from rlft.seeds import derive
 from rlft.session import Session, State
 from rlft.trainer.schedule import learning_rate
 from rlft.types import Batch, LossScale
@@ -21,11 +21,8 @@ def train(session: Session) -> State:
     state = session.begin()
     while state.step < run.steps and not session.interrupted:
         clock = Clock(session.logger.stage)
-        seeds = sampling_seeds(run.seed, state.step, run.prompts_per_step, run.group_size)
         with clock("sample"):
-            groups = session.generator.sample(
-                session.prompts_at(state.step), run.group_size, seeds, run.generation.sampling
-            )
+            groups = session.sample(state.step)
         with clock("score"):
             scores = session.scorer(groups)
         with clock("credit"):

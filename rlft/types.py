@@ -34,7 +34,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (rlft/prompts.py)."""
+    """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py)."""
 
     id: str
     messages: tuple[Message, ...]
@@ -83,7 +83,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The algorithm's view of a step, `[B, T]` float32 unless said; the later fields are None until a stage adds them."""
+    """The algorithm's view of a step, `[B, T]` float32 unless said; later fields are None until a stage adds them."""
 
     token_ids: Tensor  # int64
     attention_mask: Tensor  # bool: prompt and completion tokens
@@ -101,7 +101,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """The current policy on a batch, `[B, T]`, with grad. `entropy` and `values` are there when the algorithm needs them."""
+    """The current policy on a batch, `[B, T]`, with grad; `entropy` and `values` where the algorithm needs them."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -163,6 +163,10 @@ class Generator(Protocol):
         """Log-probs (temperature 1) of every token but the first, by the adapter in use: the freshness check."""
         ...
 
+    def sleep(self) -> None:
+        """Free what it can of the device's memory until it is used again; nothing where it has none of its own."""
+        ...
+
     def close(self) -> None:
         """End the engine and every process it started. Safe to call twice."""
         ...
@@ -184,8 +188,8 @@ class Data(Protocol):
 class Evaluation:
     """A sampled and scored evaluation set: one line of eval.jsonl, plus a few completions to look at.
 
-    metrics: `eval/<primary reward>` is mean@k, `eval/<primary reward>_se` its standard error over prompts, `eval/pass@<k>`
-    and `eval/pass@<k>_se`; `eval/reward/<name>` and `eval/length/mean`, `eval/length/truncated_fraction`.
+    metrics: `eval/<primary reward>` is mean@k, `eval/<primary reward>_se` its standard error over prompts;
+    `eval/pass@<k>` and `eval/pass@<k>_se`; `eval/reward/<name>`; `eval/length/mean` and `/truncated_fraction`.
     accuracy: the headline number in [0, 1] (mean@k of the primary reward). examples: the same prompts every time;
     example_scores: the primary reward of each, in the same order.
     """
@@ -216,7 +220,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What loggers are told at the start. `step` is 0, or the finished steps of the checkpoint a resumed run goes on from.
+    """What loggers are told at the start. `step` is 0, or that of the checkpoint a resumed run goes on from.
 
     sizes: rows of the start-up table, (what, value, explanation).
     """
@@ -252,7 +256,7 @@ class Logger(Protocol):
 
 
 class UserError(Exception):
-    """A mistake the user can mend, told as `<key>: <what is wrong>, got <value>; <what to do>`. The CLI exits with 2."""
+    """A mistake the user can mend, `<key>: <what is wrong>, got <value>; <what to do>`. The CLI exits with 2."""
 
     def __init__(self, key: str, problem: str, *, got: object = None, remedy: str) -> None:
         self.key, self.problem, self.got, self.remedy = key, problem, got, remedy

@@ -1,10 +1,10 @@
 """Makes the embedded model from scratch: tokenizer, weights, and a README with what was measured.
 
-    python scripts/make_tiny_model.py                  # rewrites rlft/assets/tiny-arithmetic (about 10 minutes, two cores)
+    python scripts/make_tiny_model.py                  # rewrites rlft/assets/tiny-arithmetic (10 minutes, two cores)
     python scripts/make_tiny_model.py --out /tmp/model --steps 400 --mixture-steps 200
 
 A Qwen2-shaped byte-level model of 0.8M parameters is first taught sums and differences step by step, then, late and
-briefly, a mixture of right, slightly wrong and badly formatted answers. So it knows the task but does not always say so:
+briefly, a mixture of right, slightly wrong and badly formatted answers. So it knows the task but doesn't always say so:
 there is something to learn for reinforcement learning in both correctness and format, and all of it is within reach.
 Only problems of the training split are used (`rlft.data.arithmetic.split_of`), so the held-out split is unseen.
 """
@@ -27,7 +27,8 @@ from rlft.data.arithmetic import question, split_of
 from rlft.types import Split
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -58,6 +59,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(eos, int)
+    assert isinstance(pad, int)
     shape = Qwen2Config(
         vocab_size=math.ceil(len(tokenizer) / 16) * 16,
         hidden_size=128,
@@ -68,8 +72,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos,
+        pad_token_id=pad,
     )
     return Qwen2ForCausalLM(shape)
 
@@ -164,7 +168,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
     start = time.monotonic()
     for step in range(total):
         mixture = step >= args.steps
-        # Warm up, cosine to a tenth; the mixture is taught at a low constant rate so that it does not wash the task out.
+        # Warm up, cosine to a tenth; the mixture is taught at a low constant rate so as not to wash the task out.
         progress = min(1.0, step / args.steps)
         rate = 0.15 if mixture else min(1.0, (step + 1) / 100) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
         for group in optimizer.param_groups:
@@ -190,11 +194,12 @@ def measure(folder: Path) -> dict[str, float]:
             "eval.num_samples=8",
         ]
     )
-    return dict(evaluation_verb.run(plain, None).metrics)
+    return dict(evaluation_verb.run(plain, None, print).metrics)
 
 
 def write_readme(args: argparse.Namespace, seconds: float, metrics: dict[str, float]) -> None:
-    options = f"--seed {args.seed} --steps {args.steps} --mixture-steps {args.mixture_steps} --batch {args.batch} --lr {args.lr}"
+    options = f"--seed {args.seed} --steps {args.steps} --mixture-steps {args.mixture_steps}"
+    options += f" --batch {args.batch} --lr {args.lr}"
     (args.out / "README.md").write_text(
         f"""# tiny-arithmetic
 
@@ -204,8 +209,9 @@ reinforcement learning to improve. Made from nothing by
 
     python scripts/make_tiny_model.py {options}
 
-in {seconds / 60:.0f} minutes on two CPU cores. Held-out problems at temperature 1, 256 x 8 samples: right
-{metrics["eval/exact_match"]:.1%}, pass@8 {metrics["eval/pass@8"]:.1%}, format right {metrics["eval/reward/format"]:.1%}.
+in {seconds / 60:.0f} minutes on two CPU cores. Held-out problems at temperature 1, 256 x 8 samples:
+right {metrics["eval/exact_match"]:.1%}, pass@8 {metrics["eval/pass@8"]:.1%}, format right
+{metrics["eval/reward/format"]:.1%}.
 Apache-2.0, like the rest of rlft; no data of anybody else's went into it.
 """,
         encoding="utf-8",

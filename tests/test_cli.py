@@ -14,19 +14,28 @@ from pathlib import Path
 
 import pytest
 
+import rlft as package
 from rlft import catalog, cli
 
 # A run of two steps: 2 prompts x 2 completions, evaluated on 2 prompts.
-TINY = (
-    "+recipe=grpo_arithmetic steps=2 prompts_per_step=2 group_size=2 generation.max_tokens=16 scoring.workers=1 "
-    "eval.num_prompts=2 eval.num_samples=2 generation=transformers model.device=cpu"
-).split()
+TINY = [
+    "+recipe=grpo_arithmetic",
+    "steps=2",
+    "prompts_per_step=2",
+    "group_size=2",
+    "generation.max_tokens=16",
+    "scoring.workers=1",
+    "eval.num_prompts=2",
+    "eval.num_samples=2",
+    "generation=transformers",
+    "model.device=cpu",
+]
 
 
 def rlft(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The console script, as its entry point starts it: the current folder is not on Python's path."""
     command = [sys.executable, "-P", "-c", "from rlft.cli import main; main()", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -42,7 +51,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["recipes"]], ids=" ".join)
 def test_help_comes_in_a_second_and_a_half_and_without_torch(arguments: list[str]) -> None:
-    code = "import sys; from rlft import cli; c = cli.run(sys.argv[1:]); print([m for m in sys.modules if m in HEAVY]); "
+    code = (
+        "import sys; from rlft import cli; c = cli.run(sys.argv[1:]); print([m for m in sys.modules if m in HEAVY]); "
+    )
     heavy = ("torch", "transformers", "peft", "datasets", "vllm")
     command = [sys.executable, "-c", f"HEAVY = {heavy}; {code} sys.exit(c)", *arguments]
     seconds = []

@@ -320,9 +320,9 @@ def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, b
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02, dropout=0.3)
     batch = algorithm.credit(batch)
 
-    def gradients(step, seed=0):
+    def gradients(step, seed=0, num_minibatches=3):
         torch.manual_seed(torch.seed())
-        run = session(roles, algorithm, minibatches=3, seed=seed)
+        run = session(roles, algorithm, minibatches=num_minibatches, seed=seed)
         update(run, batch, NOBODY, step)
         return run.optimizer.gradients
 
@@ -333,6 +333,7 @@ def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, b
     assert equal(gradients(5), first)
     assert not equal(gradients(6), first)
     assert not equal(gradients(5, seed=1), first)
+    assert not equal(gradients(5, num_minibatches=1), gradients(6, num_minibatches=1))  # dropout alone
     assert not any(module.training for module in roles.model.modules())
 
 

@@ -14,6 +14,7 @@ from rlft.fields import PositiveFraction
 from rlft.hub import hub_answers
 from rlft.types import Prompt, Split, UserError
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub(RecordKeys):
     """Prompts of a hub set, or of local files in its format. The keys of RecordKeys say which fields are what.

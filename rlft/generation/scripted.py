@@ -33,6 +33,9 @@ class ScriptedGenerator:
         """Nothing: there are no weights that could be stale."""
         return []
 
+    def sleep(self) -> None:
+        """Nothing to free."""
+
     def close(self) -> None:
         """Nothing to end."""
 

@@ -1,6 +1,6 @@
 """Sampling with the trainer's own copy of the base: no second model, no server, any machine.
 
-Each prompt is prefilled once per group; its keys and values are then repeated for the G completions. Finished rows leave
+Each prompt is prefilled once per group; its keys and values are repeated for its G completions. Finished rows leave
 the batch. Every completion has its own stream of random numbers, so what it says depends on its seed alone.
 """
 
@@ -56,6 +56,9 @@ class TransformersGenerator:
                 logprobs = model(input_ids=input_ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
                 result.append(logprobs.gather(-1, input_ids[0, 1:, None])[:, 0].tolist())
         return result
+
+    def sleep(self) -> None:
+        """Nothing to free: its base is the trainer's."""
 
     def close(self) -> None:
         """Nothing of its own to end: it lives in the trainer's process, on the trainer's base."""

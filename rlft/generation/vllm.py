@@ -144,7 +144,7 @@ class VLLMGenerator:
                     "enforce_eager": True,
                     "block_size": CPU_BLOCK_SIZE,
                     "kv_cache_memory_bytes": cache,
-                    # A prompt prefilled in two parts makes vLLM rewind the request's generator, which CPU ones cannot do.
+                    # A prompt prefilled in two parts makes vLLM rewind its generator, which CPU ones cannot do.
                     "enable_chunked_prefill": False,
                     "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_sequence_tokens, max_num_seqs),
                 }

@@ -6,7 +6,7 @@
       state.json              step and everything else that moves
       MANIFEST                sha256 of each file above, one a line, as `sha256sum -c` reads it
 
-A checkpoint is written to a temporary folder beside its place, flushed to disk and renamed; so a kill at any moment leaves
+A checkpoint is written to a temporary folder beside its place, flushed to disk and renamed: a kill at any moment leaves
 either the whole checkpoint or none, and the one before untouched.
 """
 
@@ -19,12 +19,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # not at run time: what only looks at a run, or refuses one, answers before torch could
 
 MANIFEST = "MANIFEST"
 STATE = "state.json"
@@ -49,6 +49,8 @@ def folder_name(step: int) -> str:
 
 def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Writes `root/step_N`, which is then the newest; of the others the newest `keep` - 1 stay. Returns the folder."""
+    from safetensors.torch import save_file
+
     root.mkdir(parents=True, exist_ok=True)
     final = root / folder_name(checkpoint.step)
     for left_by_a_kill in root.glob(f"{WRITING}*"):
@@ -97,7 +99,9 @@ def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
             return load(folder)
         say(f"checkpoint {folder.name} is damaged ({damage}); going back to the one before")
     if folders:
-        raise UserError("resume", "every checkpoint of this run is damaged", got=root, remedy="start the run again in a new folder")
+        raise UserError(
+            "resume", "every checkpoint of this run is damaged", got=root, remedy="start the run again in a new folder"
+        )
     return None
 
 
@@ -122,6 +126,8 @@ def find_damage(folder: Path) -> str | None:
 
 
 def load(folder: Path) -> Checkpoint:
+    from safetensors.torch import load_file
+
     state = json.loads((folder / STATE).read_text())
     roles = sorted(p.parent.name for p in folder.glob("*/adapter_model.safetensors"))
     return Checkpoint(

@@ -11,7 +11,9 @@ def learning_rate(config: TrainerConfig, update: int, num_updates: int) -> float
     """The rate of this update (from 0): linear warm-up over `warmup` updates, then the schedule down to 0 at the end.
 
     >>> from rlft.trainer.config import Schedule
-    >>> c = TrainerConfig(lr=1.0, schedule=Schedule.linear, warmup=2, beta1=0, beta2=0, eps=1, weight_decay=0, max_grad_norm=1)
+    >>> c = TrainerConfig(
+    ...     lr=1.0, schedule=Schedule.linear, warmup=2, beta1=0, beta2=0, eps=1, weight_decay=0, max_grad_norm=1
+    ... )
     >>> [learning_rate(c, u, 6) for u in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

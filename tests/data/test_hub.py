@@ -11,8 +11,8 @@ import pytest
 
 import rlft
 from rlft.data import hub
-from rlft.hub import PROBE_SECONDS
 from rlft.data.hub import local_path, parquet_files
+from rlft.hub import PROBE_SECONDS
 from rlft.types import Split, UserError
 
 NOBODY_LISTENS = "http://127.0.0.1:9"

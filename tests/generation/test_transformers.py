@@ -318,11 +318,17 @@ def test_the_edges_of_the_uniform_number_fall_on_tokens_that_can_be_drawn():
 
 
 def test_the_tail_of_a_large_vocabulary_is_reached():
-    # 200,000 equal tokens: summed in float32 the cumulative distribution would end at 0.9999 or 1.0001.
     size = 200_000
     uniform = (torch.tensor([0, 1, size // 2, size - 1], dtype=torch.float64) + 0.5) / size
     token, _ = draw(torch.zeros(4, size), uniform, Sampling(max_tokens=1, temperature=1.0))
     assert token.tolist() == [0, 1, size // 2, size - 1]
+
+
+def test_a_token_of_one_in_a_thousand_million_is_drawn_by_its_sliver():
+    # Between 1 - 1e-9 and 1, where float32 has no number to tell the two ends apart.
+    uniform = torch.tensor([1 - 2e-9, 1 - 0.5e-9], dtype=torch.float64)
+    token, _ = draw(torch.tensor([[0.0, math.log(1e-9)]] * 2), uniform, Sampling(max_tokens=1, temperature=1.0))
+    assert token.tolist() == [0, 1]
 
 
 def test_neighbouring_seeds_draw_independent_first_tokens(make_generator, make_prompt, backbone):

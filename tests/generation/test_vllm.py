@@ -306,7 +306,12 @@ def test_stopped_completions_end_with_the_end_token_and_truncated_ones_do_not(be
 def test_more_prompt_tokens_than_one_forward_takes_are_sampled_with_their_seeds(bench: Bench) -> None:
     # 64 x 200 = 12,800 prompt tokens against 8,192 a forward: a prompt cut in two makes vLLM fail on CPU generators.
     prompts = [
-        Prompt(id=f"long{i}", messages=(), answer="", token_ids=tuple(10 + (i * 31 + j * (i + 1)) % 200 for j in range(200)))
+        Prompt(
+            id=f"long{i}",
+            messages=(),
+            answer="",
+            token_ids=tuple(10 + (i * 31 + j * (i + 1)) % 200 for j in range(200)),
+        )
         for i in range(64)
     ]
     groups = bench.generator.sample(prompts, 1, seeds(prompts, 1), Sampling(max_tokens=2, temperature=1.0))

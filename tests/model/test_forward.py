@@ -10,7 +10,7 @@ from rlft.collate import select
 from rlft.model import forward
 from rlft.model.attention import NAME
 from rlft.model.forward import choose, packed_forward, padded_forward
-from rlft.model.packing import micro_batches
+from rlft.model.packing import micro_batches, num_packed_tokens
 
 PACKED = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "gemma", "mistral", "gpt2"]
 PADDED = ["mistral_window", "qwen2_window", "gemma2", "gemma2_full", "granite", "gpt_oss", "falcon"]
@@ -164,6 +164,7 @@ def test_groups_with_the_same_prompt_stay_apart(random_model, plain, make_batch)
     batch = make_batch([(0, [3, 4, 5], [10, 11]), (1, [3, 4, 5], [12]), (0, [3, 4, 5], [13, 14, 15])])
     model = random_model("llama")
     close(packed_forward(model, batch, 1.0, False).logprobs, plain(model, batch)[0], 1e-5)
+    assert num_packed_tokens(batch) == (3 + 2 + 3) + (3 + 1)
 
 
 def test_a_batch_of_empty_completions_only_has_gradient_0(random_model, with_lora, make_batch):

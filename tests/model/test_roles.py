@@ -92,24 +92,22 @@ def test_building_a_policy_does_not_touch_the_global_random_numbers(make_roles):
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_logits_are_divided_by_the_temperature(make_roles, backbone, batch):
-    roles = make_roles(temperature=0.5)
+def test_every_roles_logits_are_divided_by_the_temperature(make_roles, backbone, batch, nobody):
+    roles = make_roles(temperature=0.5, reference="copy")
     with torch.no_grad():
         expected = packed_forward(backbone.model, batch, 0.5, False).logprobs
-        assert torch.equal(roles.outputs(batch, False).logprobs, expected)
+    annotated = roles.annotate(batch, nobody, needs_old=True)
+    for logprobs in (policy_logprobs(roles, batch), annotated.old_logprobs, annotated.reference_logprobs):
+        assert torch.equal(logprobs, expected)
 
 
 def test_dropout_acts_in_training_only(make_roles, batch, nobody):
     roles = make_roles(noise=0.05, dropout=0.5)
-    roles.load_sampler(roles.publish(1))
-
-    def sampled():
-        with torch.no_grad(), roles.using("sampler"):
-            return roles.forward(batch, 1.0).logprobs
-
     calm = policy_logprobs(roles, batch)
     assert torch.equal(policy_logprobs(roles, batch), calm)
-    assert torch.equal(sampled(), calm)
+    roles.load_sampler(roles.publish(1))
+    with torch.no_grad(), roles.using("sampler"):
+        assert torch.equal(roles.forward(batch, 1.0).logprobs, calm)
     with roles.training():
         assert not torch.equal(policy_logprobs(roles, batch), calm)
     assert torch.equal(policy_logprobs(roles, batch), calm)
@@ -178,6 +176,8 @@ def test_a_role_acts_inside_its_context_and_the_policy_after_it(role, make_roles
         policy = roles.outputs(batch, False).logprobs
         with roles.using(role):
             other = roles.forward(batch, 1.0).logprobs
+            # Whoever is active, only the policy ever asks for gradients.
+            assert not any(p.requires_grad for n, p in roles.model.named_parameters() if ".policy." not in n)
         with roles.model.disable_adapter():
             base = roles.forward(batch, 1.0).logprobs
         assert torch.equal(roles.outputs(batch, False).logprobs, policy)

@@ -1,0 +1,133 @@
+"""What is built is whole: the wheel, in a clean environment outside the repository, trains the embedded model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlft import catalog
+
+REPOSITORY = Path(__file__).parents[1]
+MODEL = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel that is built from that sdist, not from the checkout."""
+    folder = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(REPOSITORY)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (file,) = built.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program of a clean environment that holds the wheel, in an empty folder of its own.
+
+    The environment borrows the libraries of this one, so that a test doesn't download a gigabyte: a .pth file puts
+    their folder on the path. The .pth files in that folder are not read there, so the checkout, which they name, stays
+    out of reach.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    environment, workplace = folder / "venv", folder / "empty"
+    workplace.mkdir()
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, capture_output=True, timeout=120, check=True)
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    (site_packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+    def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(environment / "bin" / program), *arguments]
+        return subprocess.run(
+            command, cwd=workplace, env=variables, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    return run
+
+
+def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> None:
+    names = Counter(zipfile.ZipFile(wheel).namelist())
+    assert max(names.values()) == 1
+    configs = catalog.config_folder()
+    yaml = [file.relative_to(configs) for file in [*configs.glob("*.yaml"), *configs.glob("*/**/*.yaml")]]
+    expected = {f"rlft/configs/{file}" for file in yaml}
+    expected |= {f"rlft/configs/recipe/{file.name}" for file in (REPOSITORY / "recipes").glob("*.yaml")}
+    assert {name for name in names if name.endswith(".yaml")} == expected
+    assert {f"rlft/assets/tiny-arithmetic/{name}" for name in MODEL} <= set(names)
+
+
+def test_the_wheel_is_small_and_holds_nothing_else(wheel: Path) -> None:
+    assert wheel.stat().st_size < 5 * 10**6
+    places = {name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert places == {"rlft"}  # and rlft-<version>.dist-info
+
+
+def test_the_sdist_holds_what_a_build_and_the_tests_need(built: Path) -> None:
+    (file,) = built.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = {"/".join(name.split("/")[1:]) for name in archive.getnames()}
+    assert {
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+        "configs/train.yaml",
+        "rlft/cli.py",
+        "tests/test_wheel.py",
+    } <= names
+    assert {f"configs/recipe/{recipe}.yaml" for recipe in catalog.choices("recipe")} <= names
+
+
+def test_what_is_installed_is_the_wheel_and_not_the_checkout(
+    installed: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = installed("python", "-c", "import rlft; print(rlft.__file__)")
+    assert done.returncode == 0, done.stderr
+    assert "/venv/lib/" in done.stdout
+    assert str(REPOSITORY) not in done.stdout
+
+
+def test_the_installed_wheel_shows_help_and_recipes(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    listed = installed("rlft", "recipes")
+    assert listed.returncode == 0, listed.stderr
+    for recipe in catalog.choices("recipe"):
+        comment = catalog.first_comment(catalog.recipe_folder() / f"{recipe}.yaml")
+        assert any(line.split(maxsplit=1) == [recipe, comment] for line in listed.stdout.splitlines())
+    shown = installed("rlft", "train", "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert f"algorithm: {', '.join(catalog.choices('algorithm'))}" in shown.stdout
+    # A remedy quotes the comment beside the default: that is read from the wheel's own YAML.
+    refused = installed("rlft", "train", "steps=0")
+    assert refused.returncode == 2
+    assert "for instance 100 (turns of the loop" in refused.stderr
+
+
+def test_the_installed_wheel_trains_the_embedded_model(
+    installed: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = installed("rlft", "train", "+recipe=grpo_arithmetic", "steps=2")
+    assert done.returncode == 0, done.stderr
+    code = "import pathlib; f, = pathlib.Path('runs/grpo_arithmetic').iterdir(); print(*(p.name for p in f.iterdir()))"
+    left = installed("python", "-c", code).stdout.split()
+    assert {"checkpoints", "config.yaml", "eval.jsonl", "metrics.jsonl", "rollouts"} <= set(left)

@@ -1,0 +1,267 @@
+"""Checkpoints: whole or not there, checked before they are trusted, nothing pickled."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlft.trainer import checkpoint
+from rlft.trainer.checkpoint import Checkpoint
+from rlft.types import UserError
+
+
+def made(step: int) -> Checkpoint:
+    """Two roles with a tensor each, other values at each step."""
+    return Checkpoint(
+        step=step,
+        adapters={role: {"a.weight": torch.arange(6.0).view(2, 3) * step} for role in ("policy", "reference")},
+        adapter_configs={role: {"r": 2, "target_modules": ["q_proj"]} for role in ("policy", "reference")},
+        optimizer={"exp_avg/a": torch.full((2,), 0.1 * step), "step/a": torch.tensor(float(step))},
+        state={"seed": 3, "data_fingerprint": "d"},
+    )
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def nothing_to_say(text: str) -> None:
+    raise AssertionError(text)
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    saved = made(7)
+    folder = checkpoint.save(tmp_path, saved, keep=2)
+    assert folder == tmp_path / "step_000007"
+    loaded = checkpoint.load_newest(tmp_path, nothing_to_say)
+    assert loaded is not None
+    assert (loaded.step, loaded.state, loaded.adapter_configs) == (7, saved.state, saved.adapter_configs)
+    for role in ("policy", "reference"):
+        assert torch.equal(loaded.adapters[role]["a.weight"], saved.adapters[role]["a.weight"])
+    assert {n: t.tolist() for n, t in loaded.optimizer.items()} == {n: t.tolist() for n, t in saved.optimizer.items()}
+
+
+def test_views_and_transposes_are_saved_by_value(tmp_path):
+    """Safetensors refuses tensors that are not contiguous, and rows of one storage would share it."""
+    base = torch.arange(6.0).view(2, 3)
+    saved = Checkpoint(
+        step=1, adapters={"policy": {"t": base.T}}, adapter_configs={"policy": {}}, optimizer={"row": base[1]}, state={}
+    )
+    checkpoint.save(tmp_path, saved, keep=1)
+    loaded = checkpoint.load(tmp_path / "step_000001")
+    assert torch.equal(loaded.adapters["policy"]["t"], base.T)
+    assert torch.equal(loaded.optimizer["row"], base[1])
+
+
+def test_the_newest_ones_stay(tmp_path):
+    for step in (2, 4, 6, 8):
+        checkpoint.save(tmp_path, made(step), keep=3)
+    assert names(tmp_path) == ["step_000004", "step_000006", "step_000008"]
+    checkpoint.save(tmp_path, made(10), keep=1)
+    assert names(tmp_path) == ["step_000010"]
+
+
+def test_the_manifest_is_one_that_sha256sum_checks(tmp_path):
+    folder = checkpoint.save(tmp_path, made(1), keep=1)
+    checked = subprocess.run(["sha256sum", "-c", "MANIFEST"], cwd=folder, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    listed = [line.removesuffix(": OK") for line in checked.stdout.splitlines()]
+    files = [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file() and f.name != "MANIFEST"]
+    assert sorted(listed) == sorted(files)
+
+
+def test_only_json_safetensors_and_the_manifest_are_written(tmp_path):
+    """No pickle: every file is text or begins with the safetensors header's length and an opening brace."""
+    folder = checkpoint.save(tmp_path, made(1), keep=1)
+    files = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    assert sorted(files) == [
+        "MANIFEST",
+        "optimizer.safetensors",
+        "policy/adapter_config.json",
+        "policy/adapter_model.safetensors",
+        "reference/adapter_config.json",
+        "reference/adapter_model.safetensors",
+        "state.json",
+    ]
+    for name, raw in files.items():
+        if name.endswith(".safetensors"):
+            json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        elif name.endswith(".json"):
+            json.loads(raw)
+
+
+def flip_a_byte(folder: Path) -> None:
+    file = folder / "optimizer.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+def cut_a_file(folder: Path) -> None:
+    file = folder / "reference/adapter_model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def lose_a_file(folder: Path) -> None:
+    (folder / "policy/adapter_model.safetensors").unlink()
+
+
+def lose_a_role(folder: Path) -> None:
+    for file in (folder / "reference").iterdir():
+        file.unlink()
+    (folder / "reference").rmdir()
+
+
+def empty_the_manifest(folder: Path) -> None:
+    (folder / "MANIFEST").write_bytes(b"")
+
+
+def lose_the_manifest(folder: Path) -> None:
+    (folder / "MANIFEST").unlink()
+
+
+def fill_the_manifest_with_zeros(folder: Path) -> None:
+    (folder / "MANIFEST").write_bytes(bytes(300))
+
+
+def spoil_the_manifest(folder: Path) -> None:
+    (folder / "MANIFEST").write_bytes(b"\xff\xfe")
+
+
+def cut_the_manifest_in_a_line(folder: Path) -> None:
+    file = folder / "MANIFEST"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def cut_the_manifest_between_lines(folder: Path) -> None:
+    """And what it then does not list is damaged: nobody would look."""
+    file = folder / "MANIFEST"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    (folder / "state.json").write_text('{"step": 4, "seed": 99}')
+
+
+def cut_the_manifest_and_lose_the_file(folder: Path) -> None:
+    cut_the_manifest_between_lines(folder)
+    (folder / "state.json").unlink()
+
+
+DAMAGES = {
+    flip_a_byte: "optimizer.safetensors does not match its checksum",
+    cut_a_file: "reference/adapter_model.safetensors does not match its checksum",
+    lose_a_file: "policy/adapter_model.safetensors is missing",
+    lose_a_role: "reference/adapter_config.json is missing",
+    empty_the_manifest: "MANIFEST does not list optimizer.safetensors",
+    lose_the_manifest: "MANIFEST cannot be read",
+    fill_the_manifest_with_zeros: "MANIFEST does not list optimizer.safetensors",
+    spoil_the_manifest: "MANIFEST cannot be read",
+    cut_the_manifest_in_a_line: "MANIFEST does not list policy/adapter_model.safetensors",
+    cut_the_manifest_between_lines: "MANIFEST does not list state.json",
+    cut_the_manifest_and_lose_the_file: "MANIFEST does not list state.json",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(damage, tmp_path):
+    for step in (2, 4):
+        checkpoint.save(tmp_path, made(step), keep=2)
+    damage(tmp_path / "step_000004")
+    said: list[str] = []
+    loaded = checkpoint.load_newest(tmp_path, said.append)
+    assert loaded is not None
+    assert loaded.step == 2
+    assert said == [f"checkpoint step_000004 is damaged ({DAMAGES[damage]}); going back to the one before"]
+
+
+def test_when_all_are_damaged_the_run_is_refused_and_when_there_is_none_there_is_none(tmp_path):
+    assert checkpoint.load_newest(tmp_path / "nowhere", nothing_to_say) is None
+    for step in (2, 4):
+        flip_a_byte(checkpoint.save(tmp_path, made(step), keep=2))
+    said: list[str] = []
+    with pytest.raises(UserError, match="resume: every checkpoint of this run is damaged"):
+        checkpoint.load_newest(tmp_path, said.append)
+    assert len(said) == 2
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_good_one(tmp_path):
+    """keep=1; a kill left 2 beside the new 4, which was damaged later. Going on from 2, 3 must not yield to 4."""
+    for step in (2, 4):
+        checkpoint.save(tmp_path, made(step), keep=2)
+    flip_a_byte(tmp_path / "step_000004")
+    checkpoint.save(tmp_path, made(3), keep=1)
+    assert names(tmp_path) == ["step_000003"]
+    loaded = checkpoint.load_newest(tmp_path, nothing_to_say)
+    assert loaded is not None
+    assert loaded.step == 3
+
+
+def test_a_step_that_is_done_again_replaces_its_damaged_checkpoint(tmp_path):
+    flip_a_byte(checkpoint.save(tmp_path, made(4), keep=2))
+    checkpoint.save(tmp_path, made(4), keep=2)
+    assert checkpoint.find_damage(tmp_path / "step_000004") is None
+
+
+def test_what_a_kill_left_half_written_is_no_checkpoint_and_goes_with_the_next_save(tmp_path):
+    checkpoint.save(tmp_path, made(2), keep=2)
+    half = tmp_path / ".writing_step_000004"
+    (half / "policy").mkdir(parents=True)
+    (half / "policy/adapter_model.safetensors").write_bytes(b"half")
+    loaded = checkpoint.load_newest(tmp_path, nothing_to_say)
+    assert loaded is not None
+    assert loaded.step == 2
+    checkpoint.save(tmp_path, made(3), keep=2)  # checkpoint.every was changed: 4 itself does not come again
+    assert names(tmp_path) == ["step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize(
+    "broken", ["safetensors.torch.save_file", *(f"{checkpoint.__name__}.{f}" for f in ("_write_json", "_flush"))]
+)
+def test_a_save_that_fails_leaves_the_ones_before_as_they_were(broken, tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, made(2), keep=1)
+    before = {f: f.read_bytes() for f in (tmp_path / "step_000002").rglob("*") if f.is_file()}
+
+    def full(*args, **keywords):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(broken, full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path, made(4), keep=1)
+    assert checkpoint.finished(tmp_path) == [tmp_path / "step_000002"]
+    assert {f: f.read_bytes() for f in before} == before
+
+
+def test_everything_is_on_disk_before_the_checkpoint_gets_its_name(tmp_path, monkeypatch):
+    """A power cut after the rename must not find empty files behind it."""
+    flushed: list[Path] = []
+    monkeypatch.setattr(checkpoint, "_flush", flushed.append)
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        everything = {self, *self.rglob("*")}
+        assert everything <= set(flushed)
+        flushed.clear()
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    checkpoint.save(tmp_path, made(1), keep=1)
+    assert flushed == [tmp_path]  # the new name itself
+
+
+def test_a_text_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "config.yaml"
+    checkpoint.write_atomically(file, "old\n")
+
+    def half(self: Path, text: str) -> None:
+        self.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.write_atomically(file, "new and longer\n")
+    assert file.read_text() == "old\n"
+    checkpoint.write_atomically(file, "new\n")
+    assert file.read_text() == "new\n"
+    assert names(tmp_path) == ["config.yaml"]

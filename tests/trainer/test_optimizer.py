@@ -1,0 +1,124 @@
+"""AdamW over named parameters, and a state that goes through a checkpoint unchanged."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from rlft.trainer.config import Schedule, TrainerConfig
+from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
+
+
+def config(**changes) -> TrainerConfig:
+    keys = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 100.0} | changes
+    return TrainerConfig(lr=0.5, schedule=Schedule.constant, warmup=0, **keys)
+
+
+def parameters(*values: float) -> list[tuple[str, Parameter]]:
+    return [(f"p{i}", Parameter(torch.tensor([value], dtype=torch.float64))) for i, value in enumerate(values)]
+
+
+def set_gradients(named, *values: float) -> None:
+    for (_, parameter), value in zip(named, values, strict=True):
+        parameter.grad = torch.tensor([value], dtype=torch.float64)
+
+
+def test_the_first_update_moves_each_parameter_by_the_rate_against_its_gradients_sign():
+    """Adam's first step: m/(1-b1) = g and v/(1-b2) = g^2, so the move is lr * g / (|g| + eps) = lr * sign(g)."""
+    named = parameters(1.0, 1.0)
+    optimizer = Optimizer(named, config())
+    set_gradients(named, 3.0, -0.25)
+    norm = optimizer.update(0.1)
+    assert norm == pytest.approx(math.sqrt(3.0**2 + 0.25**2), rel=1e-15)
+    # eps = 1e-8 beside a gradient of 0.25 shortens the second move by 4e-8 of it.
+    assert [p.item() for _, p in named] == pytest.approx([0.9, 1.1], abs=1e-8)
+
+
+def test_weight_decay_shrinks_by_the_rate_times_the_decay_apart_from_the_gradient():
+    """AdamW: p <- p (1 - lr * decay) first; a zero gradient adds nothing."""
+    named = parameters(2.0)
+    optimizer = Optimizer(named, config(weight_decay=0.1))
+    set_gradients(named, 0.0)
+    optimizer.update(0.5)
+    assert named[0][1].item() == pytest.approx(2.0 * (1 - 0.5 * 0.1), rel=1e-15)
+
+
+def test_the_norm_is_told_before_clipping_and_the_gradient_is_clipped():
+    """Seen in the first moment, (1 - b1) g, g scaled from norm 5 (3 and 4) to 1; clip_grad_norm_ adds 1e-6 to 5."""
+    named = parameters(0.0, 0.0)
+    optimizer = Optimizer(named, config(max_grad_norm=1.0))
+    set_gradients(named, 3.0, 4.0)
+    assert optimizer.update(0.1) == pytest.approx(5.0, rel=1e-15)
+    state = optimizer.state()
+    assert state["exp_avg/p0"].item() == pytest.approx(0.1 * 0.6, rel=1e-6)
+    assert state["exp_avg/p1"].item() == pytest.approx(0.1 * 0.8, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_stops_the_run_before_any_parameter_moves(bad):
+    named = parameters(1.0, 2.0)
+    optimizer = Optimizer(named, config())
+    set_gradients(named, 1.0, bad)
+    with pytest.raises(NonFiniteGradientError, match=r"policy/grad_norm is (nan|inf): .* Lower trainer\.lr"):
+        optimizer.update(0.1)
+    assert [p.item() for _, p in named] == [1.0, 2.0]
+    assert optimizer.state() == {}
+
+
+def test_an_update_in_which_nothing_taught_anything_still_counts():
+    """Without a backward there are no gradients; the moments decay and the count goes on, as with gradients of 0."""
+    named = parameters(1.0)
+    optimizer = Optimizer(named, config())
+    set_gradients(named, 1.0)
+    optimizer.update(0.1)
+    assert named[0][1].grad is None
+    assert optimizer.update(0.1) == 0.0
+    state = optimizer.state()
+    assert state["step/p0"].item() == 2
+    assert state["exp_avg/p0"].item() == pytest.approx(0.9 * 0.1, rel=1e-15)
+
+
+def test_a_restored_optimizer_goes_on_bit_for_bit():
+    gradients = torch.randn(10, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    whole, first = parameters(1.0, -1.0), parameters(1.0, -1.0)
+    one, before = Optimizer(whole, config(weight_decay=0.01)), Optimizer(first, config(weight_decay=0.01))
+    for gradient in gradients:
+        set_gradients(whole, *gradient)
+        one.update(0.1)
+    for gradient in gradients[:4]:
+        set_gradients(first, *gradient)
+        before.update(0.1)
+
+    second = parameters(*(p.item() for _, p in first))
+    after = Optimizer(second, config(weight_decay=0.01))
+    after.restore(before.state())
+    for gradient in gradients[4:]:
+        set_gradients(second, *gradient)
+        after.update(0.1)
+    assert [p.item() for _, p in second] == [p.item() for _, p in whole]
+    assert {name: t.tolist() for name, t in after.state().items()} == {n: t.tolist() for n, t in one.state().items()}
+
+
+def test_a_state_is_a_copy_that_later_updates_do_not_touch():
+    named = parameters(1.0)
+    optimizer = Optimizer(named, config())
+    set_gradients(named, 1.0)
+    optimizer.update(0.1)
+    state = optimizer.state()
+    kept = state["exp_avg/p0"].item()
+    optimizer.restore(state)
+    set_gradients(named, 5.0)
+    optimizer.update(0.1)
+    assert state["exp_avg/p0"].item() == kept
+    assert state["step/p0"].item() == 1
+
+
+def test_the_state_of_a_fresh_optimizer_is_empty_and_restoring_it_changes_nothing():
+    named = parameters(1.0)
+    optimizer = Optimizer(named, config())
+    assert optimizer.state() == {}
+    optimizer.restore({})
+    set_gradients(named, 1.0)
+    optimizer.update(0.1)
+    assert optimizer.state()["step/p0"].item() == 1
