@@ -111,9 +111,12 @@ def _engine(config: RunConfig, algorithm: Algorithm) -> None:
         )
     if "." in engine:
         locate(engine, "generation.engine")
-    if engine == "scripted" and not answers:
+    if engine == "scripted" and not (answers and all(isinstance(a, list) and a for a in answers.values())):
         raise UserError(
-            "generation.scripted.answers", "is empty", got="{}", remedy='give for instance {"*": ["yes", "no"]}'
+            "generation.scripted.answers",
+            "must give a list of texts for prompt ids, or for * (every other prompt)",
+            got=dict(answers),
+            remedy="give for instance {*: [yes, no]}",
         )
 
 
@@ -147,6 +150,18 @@ def _adapters(config: RunConfig, algorithm: Algorithm) -> None:
                 got=config.lora.rank,
                 remedy=f"set lora.rank={saved.get('r')}",
             )
+        if saved.get("lora_alpha") != config.lora.alpha:
+            raise UserError(
+                "lora.alpha",
+                f"the adapter at lora.path was trained with {saved.get('lora_alpha')} and would be another function",
+                got=config.lora.alpha,
+                remedy=f"set lora.alpha={saved.get('lora_alpha')}",
+            )
+        for variant in ("use_rslora", "use_dora"):
+            if saved.get(variant):
+                raise UserError(
+                    "lora.path", f"adapters with {variant} are not served", got=config.lora.path, remedy="use a plain one"
+                )
     reference = config.snapshot.reference
     if reference not in ("none", "base", "copy"):
         if not Path(reference).expanduser().is_dir():

@@ -38,6 +38,7 @@ def test_the_demo_learns_with_three_seeds_in_two_minutes_each(tmp_path: Path) ->
 def test_the_base_has_something_to_learn_in_answers_and_in_format(tmp_path: Path) -> None:
     arguments = [
         "eval",
+        "model.path=embedded:tiny-arithmetic",
         "generation.max_tokens=48",
         "prompts.max_tokens=64",
         "eval.num_prompts=256",

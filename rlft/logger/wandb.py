@@ -96,6 +96,8 @@ class Wandb:
     def _open(self, run: RunInfo, mode: Any) -> Any:
         import wandb
 
+        # vLLM imports openai, which wandb would answer with an advertisement of another product.
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         settings = wandb.Settings(
             console="off",  # it would wrap stdout, which the live view draws on
             silent=True,
