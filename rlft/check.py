@@ -160,7 +160,10 @@ def _adapters(config: RunConfig, algorithm: Algorithm) -> None:
         for variant in ("use_rslora", "use_dora"):
             if saved.get(variant):
                 raise UserError(
-                    "lora.path", f"adapters with {variant} are not served", got=config.lora.path, remedy="use a plain one"
+                    "lora.path",
+                    f"adapters with {variant} are not served",
+                    got=config.lora.path,
+                    remedy="use a plain one",
                 )
     reference = config.snapshot.reference
     if reference not in ("none", "base", "copy"):

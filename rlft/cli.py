@@ -205,7 +205,8 @@ def _train(plain: dict[str, Any], folder: Path) -> None:
     _import_libraries()
     from rlft import check, runfolder
     from rlft.engine import Engines
-    from rlft.session import make_plan, open_session
+    from rlft.plan import make_plan
+    from rlft.session import open_session
     from rlft.sweep import is_finished
     from rlft.train import train as loop
 
@@ -339,7 +340,7 @@ def _expand(overrides: Sequence[str]) -> list[list[str]]:
 def _check_jobs(jobs: Sequence[Sequence[str]], config_dir: Path | None) -> None:
     """All that can be refused in any job; data that several jobs have in common are scanned once."""
     _import_libraries()
-    from rlft.session import check_components, make_plan
+    from rlft.plan import check_components, make_plan
 
     scanned: list[Any] = []
     for number, overrides in enumerate(jobs):

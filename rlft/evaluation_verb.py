@@ -42,7 +42,8 @@ def find(path: Path) -> Place:
 def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) -> Evaluation:
     """Evaluates and prints; the file lies in the run's folder, or under runs/eval for a bare model."""
     from rlft.engine import Engines
-    from rlft.session import make_plan, open_session
+    from rlft.plan import make_plan
+    from rlft.session import open_session
     from rlft.trainer import checkpoint
 
     plain = {**plain, "logger": {}, "resume": None, "eval": {**plain["eval"], "every": 1}}

@@ -1,41 +1,33 @@
-"""A run put together: the parts the loop works with, and what happens around a step.
-
-`open_session` builds every part from the config in the order in which a user's mistakes are cheapest to find: config,
-data, engine, and only then weights.
-"""
+"""A run put together from its plan: the parts the loop works with, and what happens around a step."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlft import check, runfolder
-from rlft.algorithm.protocol import Algorithm
-from rlft.config import RunConfig, build
+from rlft import runfolder
 from rlft.engine import Engines
 from rlft.evaluate import evaluate
 from rlft.freshness import Freshness
 from rlft.interrupt import Interrupt
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
-from rlft.model.backbone import Backbone, fingerprint, load_backbone, load_tokenizer, read_config
-from rlft.model.config import Old
+from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.roles import Roles
-from rlft.prompts import PromptSet, prompts_for_step, scan
+from rlft.plan import Plan
+from rlft.prompts import PromptSet, prompts_for_step
 from rlft.reward.scorer import Scorer, specs
 from rlft.seeds import sampling_seeds
 from rlft.sizes import size_rows
-from rlft.targets import instantiate
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
-from rlft.types import Batch, Evaluation, Generator, Group, Logger, Prompt, RunInfo, Scores, Split, StepRecord
+from rlft.types import Batch, Evaluation, Generator, Group, Prompt, RunInfo, Scores, StepRecord
 
 
 class BrokenRunError(RuntimeError):
@@ -47,66 +39,6 @@ class State:
     """What the loop carries from step to step; all else derives from it, the config and the adapters."""
 
     step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Everything known before a weight is loaded. `plain` is the resolved config as dicts and lists."""
-
-    config: RunConfig
-    plain: Mapping[str, Any]
-    algorithm: Algorithm
-    engine: str
-    engine_reason: str
-    train_prompts: PromptSet
-    held_out: PromptSet | None
-    loggers: tuple[Logger, ...]
-    fingerprints: Mapping[str, str]
-
-
-def make_plan(plain: Mapping[str, Any]) -> Plan:
-    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
-
-    Raises:
-        UserError: for whatever a user can mend.
-    """
-    config = build(plain)
-    algorithm, loggers = check_components(config)
-    engine, reason = check.choose_engine(config)
-    model_config = read_config(config.model)
-    check.check_context(config, model_config)
-    check.check_targets(config, model_config)
-    tokenizer = load_tokenizer(config.model)
-    data = instantiate(config.data, "data")
-    limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
-    train_prompts = scan(data.load(Split.train), tokenizer, limit, over_limit, Split.train)
-    held_out = None
-    if config.eval.every:
-        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out)
-    check.check_metadata(specs(config.reward), train_prompts.prompts[0])
-    return Plan(
-        config=config,
-        plain=plain,
-        algorithm=algorithm,
-        engine=engine,
-        engine_reason=reason,
-        train_prompts=train_prompts,
-        held_out=held_out,
-        loggers=loggers,
-        fingerprints={
-            "data_fingerprint": train_prompts.fingerprint,
-            **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
-            "base_fingerprint": fingerprint(config.model),
-        },
-    )
-
-
-def check_components(config: RunConfig) -> tuple[Algorithm, tuple[Logger, ...]]:
-    """The algorithm and the loggers, after every rule that needs neither model nor data; rewards are resolved too."""
-    algorithm = instantiate(config.algorithm, "algorithm")
-    check.check(config, algorithm)
-    specs(config.reward)
-    return algorithm, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
 
 
 class Session:
@@ -137,12 +69,6 @@ class Session:
         )
 
     # -- what the loop asks --------------------------------------------------------------------------------------------
-    @cached_property
-    def needs_old(self) -> bool:
-        """`snapshot.old: auto` recomputes only where old is not simply the current policy of the one update."""
-        several = self.config.updates_per_step > 1
-        return self.config.snapshot.old is Old.auto and (several or self.algorithm.needs_old_in_credit)
-
     def prompts_at(self, step: int) -> list[Prompt]:
         """The prompts of the turn that begins after `step` steps: a function of (seed, step), no cursor to lose."""
         prompts = self.plan.train_prompts.prompts
@@ -273,7 +199,7 @@ class Session:
             config=self.plan.plain,
             step=step,
             steps=self.config.steps,
-            sizes=size_rows(self),
+            sizes=size_rows(self.plan, self.roles, self.backbone),
         )
 
 
@@ -295,14 +221,15 @@ def same_every_time(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic  # a module whose attributes are properties
+    before, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nobody reads it; filling takes time
+    settings.fill_uninitialized_memory = False  # nobody reads it; filling takes time
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
 
 
 @contextlib.contextmanager

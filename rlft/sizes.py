@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from rlft.model.backbone import Backbone
+from rlft.model.roles import Roles
+from rlft.plan import Plan
 
-if TYPE_CHECKING:
-    from rlft.session import Session
 
-
-def size_rows(session: Session) -> list[tuple[str, str, str]]:
+def size_rows(plan: Plan, roles: Roles, backbone: Backbone) -> list[tuple[str, str, str]]:
     """(what, value, explanation) for every size that people ask about."""
-    run, plan, roles = session.config, session.plan, session.roles
+    run = plan.config
     trainable = sum(p.numel() for _, p in roles.named_parameters())
     base = sum(p.numel() for name, p in roles.model.named_parameters() if "lora_" not in name)
     completions = run.completions_per_step
@@ -21,11 +20,11 @@ def size_rows(session: Session) -> list[tuple[str, str, str]]:
         (
             "model",
             run.model.path,
-            f"{base:,} frozen parameters, {str(session.backbone.model.dtype)[6:]} on {session.backbone.device}",
+            f"{base:,} frozen parameters, {str(backbone.model.dtype)[6:]} on {backbone.device}",
         ),
         ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),
         ("trainable", f"{trainable:,}", f"LoRA rank {run.lora.rank}, {trainable / base:.2%} of the base"),
-        ("roles", "policy" + ("" if run.snapshot.reference == "none" else ", reference"), roles_text(session)),
+        ("roles", "policy" + ("" if run.snapshot.reference == "none" else ", reference"), roles_text(plan)),
         ("engine", plan.engine, plan.engine_reason),
         ("forward", "packed" if roles.forward.packed else "padded", roles.forward.reason.removeprefix("padded rows: ")),
         (
@@ -52,12 +51,12 @@ def size_rows(session: Session) -> list[tuple[str, str, str]]:
     ]
 
 
-def roles_text(session: Session) -> str:
-    snapshot = session.config.snapshot
+def roles_text(plan: Plan) -> str:
+    snapshot = plan.config.snapshot
     old = "old = current (one update a step, no extra pass)"
     if snapshot.old == "sampled":
         old = "old = the engine's log-probs"
-    elif snapshot.old == "recompute" or session.needs_old:
+    elif snapshot.old == "recompute" or plan.needs_old:
         old = "old = recomputed before the updates"
     refreshed = f", refreshed every {snapshot.refresh_every} steps" if snapshot.refresh_every else ""
     return old + ("" if snapshot.reference == "none" else f"; reference = {snapshot.reference}{refreshed}")

@@ -28,7 +28,7 @@ def train(session: Session) -> State:
         with clock("credit"):
             batch = collate(groups, scores)
             inert_B = algorithm.inert(batch)
-            batch = algorithm.credit(roles.annotate(batch, inert_B, needs_old=session.needs_old))
+            batch = algorithm.credit(roles.annotate(batch, inert_B, needs_old=session.plan.needs_old))
         with clock("update"):
             metrics = rollout_metrics(groups, scores, batch, inert_B) | update(session, batch, inert_B, state.step)
         with clock("publish"):

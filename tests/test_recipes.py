@@ -7,7 +7,7 @@ import yaml
 
 from rlft import catalog
 from rlft.config import build, compose
-from rlft.session import check_components
+from rlft.plan import check_components
 
 RECIPES = catalog.choices("recipe")
 

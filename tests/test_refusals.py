@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from rlft import cli, runfolder
 from rlft.config import compose
 from rlft.hub import hub_answers
-from rlft.session import make_plan
+from rlft.plan import make_plan
 
 # What is typed after `rlft`, the key its refusal begins with, and a part of the refusal. The rows run in a folder that
 # `workplace` fills: see there for `mine`, `run`, `file` and the .jsonl files.

@@ -1,0 +1,86 @@
+"""Everything that is known of a run before a weight is loaded; whatever a user can mend is refused here.
+
+In the order in which mistakes are cheapest to find: config, rules between its parts, model config and tokenizer, data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlft import check
+from rlft.algorithm.protocol import Algorithm
+from rlft.config import RunConfig, build
+from rlft.model.backbone import fingerprint, load_tokenizer, read_config
+from rlft.model.config import Old
+from rlft.prompts import PromptSet, scan
+from rlft.reward.spec import specs
+from rlft.targets import instantiate
+from rlft.types import Logger, Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything known before a weight is loaded. `plain` is the resolved config as dicts and lists."""
+
+    config: RunConfig
+    plain: Mapping[str, Any]
+    algorithm: Algorithm
+    engine: str
+    engine_reason: str
+    train_prompts: PromptSet
+    held_out: PromptSet | None
+    loggers: tuple[Logger, ...]
+    fingerprints: Mapping[str, str]
+
+    @property
+    def needs_old(self) -> bool:
+        """`snapshot.old: auto` recomputes only where old is not simply the current policy of the one update."""
+        several = self.config.updates_per_step > 1
+        return self.config.snapshot.old is Old.auto and (several or self.algorithm.needs_old_in_credit)
+
+
+def make_plan(plain: Mapping[str, Any]) -> Plan:
+    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    Raises:
+        UserError: for whatever a user can mend.
+    """
+    config = build(plain)
+    algorithm, loggers = check_components(config)
+    engine, reason = check.choose_engine(config)
+    model_config = read_config(config.model)
+    check.check_context(config, model_config)
+    check.check_targets(config, model_config)
+    tokenizer = load_tokenizer(config.model)
+    data = instantiate(config.data, "data")
+    limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
+    train_prompts = scan(data.load(Split.train), tokenizer, limit, over_limit, Split.train)
+    held_out = None
+    if config.eval.every:
+        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out)
+    check.check_metadata(specs(config.reward), train_prompts.prompts[0])
+    return Plan(
+        config=config,
+        plain=plain,
+        algorithm=algorithm,
+        engine=engine,
+        engine_reason=reason,
+        train_prompts=train_prompts,
+        held_out=held_out,
+        loggers=loggers,
+        fingerprints={
+            "data_fingerprint": train_prompts.fingerprint,
+            **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
+            "base_fingerprint": fingerprint(config.model),
+        },
+    )
+
+
+def check_components(config: RunConfig) -> tuple[Algorithm, tuple[Logger, ...]]:
+    """The algorithm and the loggers, after every rule that needs neither model nor data; rewards are resolved too."""
+    algorithm = instantiate(config.algorithm, "algorithm")
+    check.check(config, algorithm)
+    specs(config.reward)
+    return algorithm, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
