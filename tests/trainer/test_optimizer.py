@@ -107,11 +107,11 @@ def test_a_state_is_a_copy_that_later_updates_do_not_touch():
     optimizer.update(0.1)
     state = optimizer.state()
     kept = state["exp_avg/p0"].item()
-    optimizer.restore(state)
-    set_gradients(named, 5.0)
-    optimizer.update(0.1)
-    assert state["exp_avg/p0"].item() == kept
-    assert state["step/p0"].item() == 1
+    for gradient in (5.0, -5.0):
+        set_gradients(named, gradient)
+        optimizer.update(0.1)
+        assert (state["exp_avg/p0"].item(), state["step/p0"].item()) == (kept, 1)
+        optimizer.restore(state)
 
 
 def test_the_state_of_a_fresh_optimizer_is_empty_and_restoring_it_changes_nothing():
