@@ -11,6 +11,7 @@ import rlft
 
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_][A-Za-z_0-9]*):(?: +(?P<rest>.*))?")
 _VALUE = re.compile(r"""(?P<value>(?:'[^']*'|"[^"]*"|[^'"#]|(?<=\S)#)*?)(?: *(?<!\S)# ?(?P<comment>.*))?""")
+_BASES = re.compile(r"^defaults: \[(.*)\]", re.MULTILINE)
 _NOT_KEYS = ("defaults", "hydra", "_target_")
 
 
@@ -76,11 +77,24 @@ def entries(file: Path) -> dict[str, Entry]:
     return found
 
 
+def bases(file: Path) -> list[Path]:
+    """The files under `base/` that a YAML file builds on, by `defaults: [base/x@_here_, _self_]`: what choices share.
+
+    They are no choices themselves. A base may build on others beside it.
+    """
+    match = _BASES.search(file.read_text())
+    names = [name.strip().partition("@")[0] for name in match[1].split(",")] if match else []
+    found = [file.parent / f"{name}.yaml" for name in names]
+    direct = [base for base in found if base.parent.name == "base" and base.is_file()]
+    return [*direct, *(inner for base in direct for inner in bases(base))]
+
+
 def keys(group: str) -> dict[str, list[str]]:
-    """Every key that a choice of the group has, as `group.key`, with the choices that have it."""
+    """Every key that a choice of the group has, as `group.key`, with the choices whose file or base has it."""
     found: dict[str, list[str]] = {}
     for choice in choices(group):
-        for key in entries(config_folder() / group / f"{choice}.yaml"):
+        file = config_folder() / group / f"{choice}.yaml"
+        for key in dict.fromkeys(key for source in (file, *bases(file)) for key in entries(source)):
             found.setdefault(f"{group}.{key}", []).append(choice)
     return found
 
@@ -91,7 +105,12 @@ def meaning(key: str) -> Entry | None:
     if group not in groups():
         return entries(config_folder() / "train.yaml").get(key)
     files = [config_folder() / group / f"{choice}.yaml" for choice in choices(group)]
-    # A variant (`defaults: [grpo]`) only says how it differs from the file that explains its keys.
-    explaining = [file for file in files if "defaults:" not in file.read_text()]
-    told = [entries(file)[rest] for file in explaining if rest in entries(file)]
-    return told[0] if told and len({entry.comment for entry in told}) == 1 else None
+    # A variant (`defaults: [grpo]`) only says how it differs from the file that explains its keys, and so does a choice
+    # of the keys of its base.
+    shared = list(dict.fromkeys(base for file in files for base in bases(file)))
+    own = [file for file in files if bases(file) or "defaults:" not in file.read_text()]
+    for explaining in (shared, own):
+        told = [entries(file)[rest] for file in explaining if rest in entries(file)]
+        if told:
+            return told[0] if len({entry.comment for entry in told}) == 1 else None
+    return None

@@ -22,12 +22,12 @@ ENGINES = ("transformers", "vllm", "scripted")
 
 
 def check(config: RunConfig, algorithm: Algorithm) -> None:
-    """Everything that needs neither the model's config nor the data.
+    """What needs neither rewards nor the model's config nor the data; rules for roles are in `rlft.check_roles`.
 
     Raises:
         UserError: with the key, what is wrong and the way out.
     """
-    for rule in (_name, _sizes, _sampling, _engine, _snapshots, _adapters, _model):
+    for rule in (_name, _sizes, _sampling, _evaluation, _engine, _resampling, _model):
         rule(config, algorithm)
 
 
@@ -70,6 +70,13 @@ def _sizes(config: RunConfig, algorithm: Algorithm) -> None:
             got=config.token_budget,
             remedy=f"set token_budget={longest} or more, or shorten the rows",
         )
+    if config.pretrain.path is not None and config.token_budget < config.pretrain.max_tokens:
+        raise UserError(
+            "token_budget",
+            f"a pretraining text may have pretrain.max_tokens={config.pretrain.max_tokens} tokens",
+            got=config.token_budget,
+            remedy=f"set token_budget={config.pretrain.max_tokens} or more, or a lower pretrain.max_tokens",
+        )
 
 
 def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
@@ -91,12 +98,28 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
             got=getattr(generation, distorted.removeprefix("generation.")),
             remedy="use generation.top_p=1 generation.top_k=0, or algorithm.mismatch=off with snapshot.old=auto",
         )
-    if config.eval.temperature is not None and config.eval.temperature < 0:
+
+
+def _evaluation(config: RunConfig, algorithm: Algorithm) -> None:
+    temperature, generation = config.eval.temperature, config.generation
+    if temperature is not None and temperature < 0:
         raise UserError(
-            "eval.temperature",
-            "must not be negative",
-            got=config.eval.temperature,
-            remedy="use 0 for the likeliest token",
+            "eval.temperature", "must not be negative", got=temperature, remedy="use 0 for the likeliest token"
+        )
+    samples_as_training = temperature in (None, generation.temperature)
+    if config.eval.kl_base and config.eval.every and not samples_as_training:
+        raise UserError(
+            "eval.kl_base",
+            f"is estimated from the policy's own samples, and eval.temperature={temperature:g} samples another one",
+            got="true",
+            remedy="set eval.temperature=null, or eval.kl_base=false",
+        )
+    if config.eval.kl_base and config.eval.every and (generation.top_p < 1 or generation.top_k > 0):
+        raise UserError(
+            "eval.kl_base",
+            "is estimated from the policy's own samples, and generation.top_p and top_k leave some of them out",
+            got="true",
+            remedy="use generation.top_p=1 generation.top_k=0, or eval.kl_base=false",
         )
 
 
@@ -120,57 +143,14 @@ def _engine(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def _snapshots(config: RunConfig, algorithm: Algorithm) -> None:
-    snapshot = config.snapshot
-    if algorithm.needs_reference and snapshot.reference == "none":
+def _resampling(config: RunConfig, algorithm: Algorithm) -> None:
+    if config.dynamic_sampling.max_rounds and config.group_size == 1:
         raise UserError(
-            "snapshot.reference",
-            "algorithm.kl_coef is above 0, so there must be something to stay close to",
-            got="none",
-            remedy="set snapshot.reference=base, copy or an adapter folder, or algorithm.kl_coef=0",
+            "dynamic_sampling.max_rounds",
+            "replaces groups that are all right or all wrong, and with group_size=1 each of them is",
+            got=config.dynamic_sampling.max_rounds,
+            remedy="set group_size=8, or dynamic_sampling.max_rounds=0",
         )
-    if snapshot.refresh_every and snapshot.reference != "copy":
-        raise UserError(
-            "snapshot.refresh_every",
-            f"only a `copy` reference is refreshed, and snapshot.reference is {snapshot.reference}",
-            got=snapshot.refresh_every,
-            remedy="set snapshot.reference=copy, or snapshot.refresh_every=0",
-        )
-
-
-def _adapters(config: RunConfig, algorithm: Algorithm) -> None:
-    from rlft.model.roles import check_adapter_folder
-
-    if config.lora.path is not None:
-        saved = check_adapter_folder(config.lora.path, "lora.path")
-        if saved.get("r") != config.lora.rank:
-            raise UserError(
-                "lora.rank",
-                f"the adapter at lora.path has rank {saved.get('r')}",
-                got=config.lora.rank,
-                remedy=f"set lora.rank={saved.get('r')}",
-            )
-        if saved.get("lora_alpha") != config.lora.alpha:
-            raise UserError(
-                "lora.alpha",
-                f"the adapter at lora.path was trained with {saved.get('lora_alpha')} and would be another function",
-                got=config.lora.alpha,
-                remedy=f"set lora.alpha={saved.get('lora_alpha')}",
-            )
-        for variant in ("use_rslora", "use_dora"):
-            if saved.get(variant):
-                raise UserError(
-                    "lora.path",
-                    f"adapters with {variant} are not served",
-                    got=config.lora.path,
-                    remedy="use a plain one",
-                )
-    reference = config.snapshot.reference
-    if reference not in ("none", "base", "copy"):
-        if not Path(reference).expanduser().is_dir():
-            problem = "is neither none, base or copy nor a folder that is there"
-            raise UserError("snapshot.reference", problem, got=reference or "nothing", remedy="use one of these")
-        check_adapter_folder(reference, "snapshot.reference")
 
 
 def _model(config: RunConfig, algorithm: Algorithm) -> None:
@@ -210,7 +190,7 @@ def _model(config: RunConfig, algorithm: Algorithm) -> None:
 
 
 def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
-    """The longest row must fit the model's context, as its config.json gives it."""
+    """The longest row and text must fit the model's context, as its config.json gives it."""
     context = getattr(model.get_text_config(), "max_position_embeddings", None)
     longest = config.prompts.max_tokens + config.generation.max_tokens
     if context is not None and longest > context:
@@ -220,6 +200,13 @@ def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
             got=config.generation.max_tokens,
             remedy=f"use at most {max(0, context - config.prompts.max_tokens)}, or lower prompts.max_tokens",
         )
+    if context is not None and config.pretrain.path is not None and config.pretrain.max_tokens > context:
+        raise UserError(
+            "pretrain.max_tokens",
+            f"exceeds the model's context of {context} tokens",
+            got=config.pretrain.max_tokens,
+            remedy=f"use at most {context}",
+        )
 
 
 def check_targets(config: RunConfig, model: PreTrainedConfig) -> None:
@@ -228,10 +215,10 @@ def check_targets(config: RunConfig, model: PreTrainedConfig) -> None:
     if targets == "all-linear":
         return
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(model, trust_remote_code=config.model.trust_remote_code)
+    from rlft.check_adapters import empty_model
+
+    empty = empty_model(config.model, model)
     layers = [name for name, module in empty.named_modules() if isinstance(module, torch.nn.Linear)]
     names = sorted({name.rpartition(".")[2] for name in layers} - {"lm_head"})
     for target in [targets] if isinstance(targets, str) else targets:
@@ -256,6 +243,17 @@ def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
                 got=f"prompt {prompt.id}",
                 remedy=f"use data={needed}, or another reward",
             )
+
+
+def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
+    """Dynamic sampling needs train prompts beside those of the step."""
+    if config.dynamic_sampling.max_rounds and num_prompts <= config.prompts_per_step:
+        raise UserError(
+            "dynamic_sampling.max_rounds",
+            f"samples fresh prompts, and all {num_prompts} train prompts are in each step",
+            got=config.dynamic_sampling.max_rounds,
+            remedy="use a lower prompts_per_step or more data, or dynamic_sampling.max_rounds=0",
+        )
 
 
 def choose_engine(config: RunConfig) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from rlft import catalog
 from rlft.catalog import config_folder
 from rlft.fields import NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.generation.config import GenerationConfig
-from rlft.model.config import LoraSettings, ModelConfig, SnapshotConfig
+from rlft.model.config import CriticConfig, LoraSettings, ModelConfig, RewardModelConfig, SnapshotConfig
 from rlft.targets import from_mapping, instantiate
 from rlft.trainer.config import CheckpointConfig, TrainerConfig
 from rlft.types import UserError
@@ -41,6 +41,20 @@ class ScoringConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicSamplingConfig:
+    max_rounds: NonNegativeInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PretrainConfig:
+    path: str | None
+    field: str
+    max_tokens: PositiveInt
+    sequences_per_update: PositiveInt
+    held_out: PositiveInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FreshnessConfig:
     threshold: PositiveFloat | typing.Literal["auto"]
     every: PositiveInt
@@ -54,6 +68,7 @@ class EvalConfig:
     temperature: float | None
     correct_at: float
     num_examples: NonNegativeInt
+    kl_base: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +88,13 @@ class RunConfig:
     model: ModelConfig
     lora: LoraSettings
     snapshot: SnapshotConfig
+    critic: CriticConfig
     trainer: TrainerConfig
     generation: GenerationConfig
     scoring: ScoringConfig
+    reward_model: RewardModelConfig
+    dynamic_sampling: DynamicSamplingConfig
+    pretrain: PretrainConfig
     freshness: FreshnessConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig

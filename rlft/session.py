@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 from rlft import runfolder
+from rlft.algorithm.protocol import Algorithm
+from rlft.collate import collate
+from rlft.config import RunConfig
 from rlft.engine import Engines
 from rlft.evaluate import evaluate
 from rlft.freshness import Freshness
@@ -18,16 +21,22 @@ from rlft.interrupt import Interrupt
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
 from rlft.model.backbone import Backbone, load_backbone
-from rlft.model.roles import Roles
+from rlft.model.critic import CRITIC
+from rlft.model.reward_model import LearnedReward, open_learned, reward_role
+from rlft.model.roles import POLICY, Roles
 from rlft.plan import Plan
+from rlft.pretrain import text_loss
 from rlft.prompts import PromptSet, prompts_for_step
-from rlft.reward.scorer import Scorer, specs
+from rlft.reward.scorer import Scorer
+from rlft.reward.spec import RewardSpec, specs
+from rlft.reward_refresh import RewardRefresh
 from rlft.seeds import sampling_seeds
 from rlft.sizes import size_rows
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
-from rlft.types import Batch, Evaluation, Generator, Group, Prompt, RunInfo, Scores, StepRecord
+from rlft.trainer.schedule import learning_rate
+from rlft.types import Batch, Evaluation, Generator, Group, Prompt, Rollouts, RunInfo, Scores, StepRecord
 
 
 class BrokenRunError(RuntimeError):
@@ -36,9 +45,13 @@ class BrokenRunError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What the loop carries from step to step; all else derives from it, the config and the adapters."""
+    """What the loop carries from step to step; all else derives from it, the config and the roles.
+
+    algorithm: the config's, with the KL coefficient that its controller has moved.
+    """
 
     step: int
+    algorithm: Algorithm
 
 
 class Session:
@@ -56,14 +69,23 @@ class Session:
         interrupt: Interrupt,
         say: Callable[[str], None],
     ) -> None:
-        self.plan, self.config, self.algorithm, self.folder = plan, plan.config, plan.algorithm, folder
+        self.plan, self.config, self.folder = plan, plan.config, folder
         self.backbone, self.roles, self.generator, self.scorer = backbone, roles, generator, scorer
         self.logger, self.interrupt, self.hints = logger, interrupt, Hints()
         # Read once a step, where the step is saved: a signal that comes later is the next step's, which is then saved.
         self.interrupted = False
         self._failures_told = 0
         self.say = say  # before the loggers have started
-        self.optimizer = Optimizer(roles.named_parameters(), self.config.trainer)
+        trainer = self.config.trainer
+        self.optimizers = {POLICY: Optimizer(roles.named_parameters(), trainer)}
+        if roles.critic is not None:
+            settings = replace(trainer, lr=self.config.critic.lr)
+            self.optimizers[CRITIC] = Optimizer(roles.named_parameters(CRITIC), settings, CRITIC)
+        self.reward_refresh: RewardRefresh | None = None
+        if self.config.reward_model.refresh_every:
+            role = reward_role(learned_rewards(specs(self.config.reward))[0].name)
+            settings = self.config.reward_model
+            self.reward_refresh = RewardRefresh(settings, roles, role, trainer, self.config.seed)
         self.freshness = Freshness(
             fixed_sequences(plan.train_prompts, backbone), self._threshold, self.config.freshness.every
         )
@@ -76,10 +98,17 @@ class Session:
         return [prompts[i] for i in chosen]
 
     def sample(self, step: int) -> list[Group]:
-        """The groups of that turn. Afterwards the engine may sleep: it is not used again before the next publish."""
+        """The groups of that turn."""
+        return self.sample_prompts(self.prompts_at(step), step, "sample")
+
+    def sample_prompts(self, prompts: Sequence[Prompt], step: int, purpose: str) -> list[Group]:
+        """Groups of these prompts, by seeds that derive from (seed, step, purpose).
+
+        Afterwards the engine may sleep: most often it is not used again before the next publish.
+        """
         run = self.config
-        seeds = sampling_seeds(run.seed, step, run.prompts_per_step, run.group_size)
-        groups = self.generator.sample(self.prompts_at(step), run.group_size, seeds, run.generation.sampling)
+        seeds = sampling_seeds(run.seed, step, len(prompts), run.group_size, purpose)
+        groups = self.generator.sample(prompts, run.group_size, seeds, run.generation.sampling)
         self.generator.sleep()
         return groups
 
@@ -88,10 +117,9 @@ class Session:
         saved = None
         if self.config.resume is not None:
             saved = checkpoint.load_newest(runfolder.checkpoints(self.folder), self.say)
+        state = State(step=0, algorithm=self.plan.algorithm)
         if saved is not None:
-            self.roles.restore(saved.adapters)
-            self.optimizer.restore(saved.optimizer)
-        state = State(step=0 if saved is None else saved.step)
+            state = self._restore(saved)
         self.logger.start(self._info(state.step))
         for note in self._notes(saved):
             self.logger.note(note)
@@ -101,15 +129,67 @@ class Session:
             self.evaluate_if_due(0)
         return state
 
+    def _restore(self, saved: Checkpoint) -> State:
+        self.roles.restore(saved.adapters, saved.heads)
+        for optimizer in self.optimizers.values():
+            optimizer.restore(saved.optimizer)
+        if self.roles.critic is not None:
+            self.roles.critic.restore_statistics(saved.state["critic"])
+        if self.reward_refresh is not None:
+            self.reward_refresh.restore(saved.optimizer)
+        return State(step=saved.step, algorithm=self.plan.algorithm.restored(saved.state["algorithm"]))
+
     def publish(self, version: int) -> None:
         """The engine gets the policy, and proves that it has it."""
         self.generator.load(self.roles.publish(version))
         self.freshness.check(version, self.generator, self.roles)
 
-    def record(
-        self, step: int, metrics: dict[str, float], groups: Sequence[Group], scores: Scores, batch: Batch
-    ) -> None:
+    def score(self, groups: Sequence[Group]) -> Scores:
+        return self.scorer(groups)
+
+    def train_reward_model(self, step: int, rollouts: Rollouts) -> dict[str, float]:
+        """After `step` steps: the learned reward takes this step's pairs and trains when it is due."""
+        if self.reward_refresh is None:
+            return {}
+        self.reward_refresh.collect(step, rollouts.groups, rollouts.scores)
+        return self.reward_refresh.train_if_due(step)
+
+    # -- what the update asks ------------------------------------------------------------------------------------------
+    def policy_learns(self, step: int) -> bool:
+        """False in the first steps, in which only the critic learns."""
+        return self.roles.critic is None or step >= self.config.critic.warmup_steps
+
+    def begin_updates(self, step: int, batch: Batch) -> None:
+        """Before the updates of the turn that begins after `step` steps: value normalisation, and a reset if due."""
+        if self.roles.critic is not None and batch.returns is not None:
+            self.roles.critic.observe(batch.returns, batch.loss_mask)
+        every = self.config.trainer.reset_every
+        if every and step % every == 0:
+            for optimizer in self.optimizers.values():
+                optimizer.reset()
+
+    def text_at(self, step: int, update: int) -> Batch:
+        """The pretraining text of this update."""
+        assert self.plan.pretrain_text is not None, "check.py refuses algorithms that need text without any"
+        return self.plan.pretrain_text.batch(self.config.seed, step, update)
+
+    def optimize(self, step: int, update: int) -> dict[str, float]:
+        """One optimizer step with the gradients that are there, of all that learns; `<role>/lr`, `<role>/grad_norm`."""
+        run, metrics = self.config, {}
+        place, total = step * run.updates_per_step + update, run.steps * run.updates_per_step
+        for role, optimizer in self.optimizers.items():
+            if role == POLICY and not self.policy_learns(step):
+                optimizer.discard()
+                metrics |= {f"{role}/lr": 0.0, f"{role}/grad_norm": 0.0}
+                continue
+            rate = learning_rate(optimizer.config, place, total)
+            metrics |= {f"{role}/lr": rate, f"{role}/grad_norm": optimizer.update(rate)}
+        return metrics
+
+    # -- what happens after a step -------------------------------------------------------------------------------------
+    def record(self, step: int, metrics: dict[str, float], rollouts: Rollouts, batch: Batch) -> None:
         """Hands a finished step to the loggers and stops the run if its numbers are broken."""
+        groups, scores = rollouts.groups, rollouts.scores
         shape = scores.total.shape
         advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
         mean_B = advantages.where(batch.loss_mask, 0.0).sum(1) / batch.loss_mask.sum(1).clamp(min=1)
@@ -137,8 +217,14 @@ class Session:
         if held_out is None or (step % every and step != self.config.steps):
             return
         self.logger.stage("evaluate")
-        evaluation, _, _ = self.evaluate(held_out.prompts[: self.config.eval.num_prompts], step)
-        self.logger.evaluation(evaluation)
+        evaluation, groups, scores = self.evaluate(held_out.prompts[: self.config.eval.num_prompts], step)
+        more: dict[str, float] = {}
+        if self.config.eval.kl_base:
+            more["eval/kl_base"] = self.roles.kl_to_base(collate(groups, scores, self.backbone.decode))
+        if self.plan.pretrain_text is not None:
+            text = self.plan.pretrain_text.held_out()
+            more["eval/pretrain_loss"] = text_loss(self.roles, text, self.config.token_budget)
+        self.logger.evaluation(replace(evaluation, metrics={**evaluation.metrics, **more}))
 
     def evaluate(self, prompts: Sequence[Prompt], step: int) -> tuple[Evaluation, list[Group], Scores]:
         settings, sampling = self.config.eval, self.config.generation.sampling
@@ -162,13 +248,19 @@ class Session:
         if not (last or self.interrupted or (every and state.step % every == 0)):
             return
         self.logger.stage("checkpoint")
-        config = self.roles.adapter_config()
+        moves: dict[str, Any] = {"algorithm": state.algorithm.state()}
+        tensors = {name: t for optimizer in self.optimizers.values() for name, t in optimizer.state().items()}
+        if self.reward_refresh is not None:
+            tensors |= self.reward_refresh.state()
+        if self.roles.critic is not None:
+            moves["critic"] = self.roles.critic.state()
         saved = Checkpoint(
             step=state.step,
             adapters={role: self.roles.weights(role) for role in self.roles.moving},
-            adapter_configs=dict.fromkeys(self.roles.moving, config),
-            optimizer=self.optimizer.state(),
-            state={"seed": self.config.seed, **self.plan.fingerprints},
+            adapter_config=self.roles.adapter_config(),
+            optimizer=tensors,
+            state={"seed": self.config.seed, **self.plan.fingerprints, **moves},
+            heads={role: head.weights() for role, head in self.roles.heads.items()},
         )
         checkpoint.save(runfolder.checkpoints(self.folder), saved, self.config.checkpoint.keep)
 
@@ -181,14 +273,16 @@ class Session:
         return 1e-3 if self.backbone.model.dtype == torch.float32 else 0.5
 
     def _notes(self, saved: Checkpoint | None) -> Iterator[str]:
+        yield from self.plan.warnings
         if self.config.resume is not None:
             yield f"resumed after step {saved.step}" if saved else "resumed from the start: there was no checkpoint yet"
         for split, prompts in (("train", self.plan.train_prompts), ("held-out", self.plan.held_out)):
             if prompts is not None and prompts.num_dropped:
                 limit = self.config.prompts.max_tokens
                 yield f"{prompts.num_dropped} {split} prompts longer than prompts.max_tokens={limit} were dropped"
-        if self.plan.train_prompts.note:
-            yield self.plan.train_prompts.note
+        for note in (self.plan.train_prompts.note, self.plan.pretrain_text and self.plan.pretrain_text.note):
+            if note:
+                yield note
         if not self.roles.forward.packed:
             yield self.roles.forward.reason
 
@@ -201,6 +295,27 @@ class Session:
             steps=self.config.steps,
             sizes=size_rows(self.plan, self.roles, self.backbone),
         )
+
+
+def learned_rewards(rewards: Mapping[str, RewardSpec]) -> list[RewardSpec]:
+    """Those that the trainer computes with a model."""
+    return [spec for spec in rewards.values() if spec.runs_in_trainer]
+
+
+def open_resident(rewards: Mapping[str, RewardSpec], roles: Roles, *, learns: bool) -> dict[str, LearnedReward]:
+    """{name: callable} of the learned rewards; learns: their adapter is trained in this run."""
+    return {
+        spec.name: open_learned(spec.name, roles=roles, learns=learns, **spec.kwargs)
+        for spec in learned_rewards(rewards)
+    }
+
+
+def critic_source(config: RunConfig) -> str:
+    """`critic.init` with `reward` as the folder of the learned reward's adapter."""
+    if config.critic.init != "reward":
+        return config.critic.init
+    [learned] = learned_rewards(specs(config.reward))  # check.py refuses any other number
+    return learned.kwargs["path"]
 
 
 def fixed_sequences(prompts: PromptSet, backbone: Backbone) -> list[list[int]]:
@@ -241,19 +356,23 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
     config = plan.config
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
-        scorer = Scorer(specs(config.reward), config.scoring.workers, config.scoring.timeout, config.scoring.on_error)
-        stack.callback(scorer.close)
+        rewards = specs(config.reward)
         backbone = load_backbone(config.model)
         stack.enter_context(same_every_time(backbone.device))
         roles = Roles(
             backbone,
             config.lora,
             config.snapshot,
+            replace(config.critic, init=critic_source(config)),
             temperature=config.generation.temperature,
             token_budget=config.token_budget,
             seed=config.seed,
         )
         stack.callback(roles.close)
+        resident = open_resident(rewards, roles, learns=config.reward_model.refresh_every > 0)
+        scoring = config.scoring
+        scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident)
+        stack.callback(scorer.close)
         generator = engines.open(plan.engine, config, roles, backbone)
         logger = Loggers(plan.loggers)
         session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say)

@@ -10,7 +10,7 @@ from rlft.plan import Plan
 def size_rows(plan: Plan, roles: Roles, backbone: Backbone) -> list[tuple[str, str, str]]:
     """(what, value, explanation) for every size that people ask about."""
     run = plan.config
-    trainable = sum(p.numel() for _, p in roles.named_parameters())
+    trainable = sum(p.numel() for role in roles.learning_roles for _, p in roles.named_parameters(role))
     base = sum(p.numel() for name, p in roles.model.named_parameters() if "lora_" not in name)
     completions = run.completions_per_step
     held_out = 0 if plan.held_out is None else min(run.eval.num_prompts, len(plan.held_out.prompts))
@@ -24,7 +24,7 @@ def size_rows(plan: Plan, roles: Roles, backbone: Backbone) -> list[tuple[str, s
         ),
         ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),
         ("trainable", f"{trainable:,}", f"LoRA rank {run.lora.rank}, {trainable / base:.2%} of the base"),
-        ("roles", "policy" + ("" if run.snapshot.reference == "none" else ", reference"), roles_text(plan)),
+        ("roles", ", ".join(role_names(plan)), roles_text(plan)),
         ("engine", plan.engine, plan.engine_reason),
         ("forward", "packed" if roles.forward.packed else "padded", roles.forward.reason.removeprefix("padded rows: ")),
         (
@@ -51,12 +51,29 @@ def size_rows(plan: Plan, roles: Roles, backbone: Backbone) -> list[tuple[str, s
     ]
 
 
+def role_names(plan: Plan) -> list[str]:
+    """What is on the base, or beside it, in this run."""
+    snapshot, critic = plan.config.snapshot, plan.config.critic
+    there = {"policy": True, "old": snapshot.old == "copy", "reference": snapshot.reference != "none"}
+    there["critic"] = critic.kind != "none"
+    return [role for role, is_there in there.items() if is_there]
+
+
 def roles_text(plan: Plan) -> str:
-    snapshot = plan.config.snapshot
+    """Which policy is old, what is the reference, what gives values."""
+    snapshot, critic = plan.config.snapshot, plan.config.critic
     old = "old = current (one update a step, no extra pass)"
     if snapshot.old == "sampled":
         old = "old = the engine's log-probs"
+    elif snapshot.old == "copy":
+        old = "old = an adapter of its own, copied at each publish"
     elif snapshot.old == "recompute" or plan.needs_old:
         old = "old = recomputed before the updates"
-    refreshed = f", refreshed every {snapshot.refresh_every} steps" if snapshot.refresh_every else ""
-    return old + ("" if snapshot.reference == "none" else f"; reference = {snapshot.reference}{refreshed}")
+    text = old
+    if snapshot.reference != "none":
+        text += f"; reference = {snapshot.reference}"
+        text += f", refreshed every {snapshot.refresh_every} steps" if snapshot.refresh_every else ""
+        text += f", decay {snapshot.ema_decay:g} a step" if snapshot.ema_decay is not None else ""
+    if critic.kind != "none":
+        text += f"; critic = {'adapter' if critic.kind == 'adapter' else 'head on the policy'} from {critic.init}"
+    return text

@@ -74,16 +74,47 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepScores:
+    """What a process reward gives a completion: `values[k]` to the step whose text ends before character `ends[k]`.
+
+    ends: offsets into `Completion.text`, exclusive, strictly increasing, at most its length. No steps: both empty.
+    """
+
+    values: tuple[float, ...]
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Rewards of a step: `total [P, G]` is the weighted sum; `by_reward` holds each reward unweighted."""
+    """Rewards of a step, `[P, G]`.
+
+    total: the weighted sum of everything. by_reward: each reward unweighted, a process reward as the sum of its steps.
+    steps: weighted step scores of all process rewards together, `steps[p][g]` in the order of their ends; None where
+    no reward scores steps. outcome: the weighted sum of the rewards that score whole completions; None: all of them do.
+    """
 
     total: Tensor
     by_reward: Mapping[str, Tensor]
+    outcome: Tensor | None = None
+    steps: Sequence[Sequence[StepScores]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """What a step trains on, and how many completions were sampled for it, those thrown away included."""
+
+    groups: list[Group]
+    scores: Scores
+    num_sampled: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The algorithm's view of a step, `[B, T]` float32 unless said; later fields are None until a stage adds them."""
+    """The algorithm's view of a step, `[B, T]` float32 unless said; later fields are None until a stage adds them.
+
+    rewards are of completions as a whole; what process rewards give single steps stands in token_rewards, at the last
+    token of each step, and is not in rewards. None: no reward scores steps.
+    """
 
     token_ids: Tensor  # int64
     attention_mask: Tensor  # bool: prompt and completion tokens
@@ -95,6 +126,8 @@ class Batch:
     reference_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     token_rewards: Tensor | None = None
+    step_ends: Tensor | None = None  # bool: a scored step ends with this token (its score may be 0)
+    truncated: Tensor | None = None  # bool [B]: the length limit ended the completion; None: none was
     advantages: Tensor | None = None
     returns: Tensor | None = None
 
@@ -110,11 +143,15 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """Sizes of the whole optimizer batch, so that any split into micro-batches gives the same gradient."""
+    """Sizes of the whole optimizer batch, so that any split into micro-batches gives the same gradient.
+
+    value_scale: what errors of values are divided by (the returns' standard deviation where values are normalised).
+    """
 
     num_tokens: int
     num_sequences: int
     max_completion_tokens: int
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +210,13 @@ class Generator(Protocol):
 
 
 class Reward(Protocol):
-    """Scores the completions of one group, in order. Runs in a worker process; must not import torch if rule-based."""
+    """Scores the completions of one group, in order. Runs in a worker process; must not import torch if rule-based.
 
-    def __call__(self, group: Group) -> list[float]: ...
+    A process reward returns `StepScores` instead of numbers, and says so by a class (or function) attribute
+    `scores_steps = True`.
+    """
+
+    def __call__(self, group: Group) -> Sequence[float | StepScores]: ...
 
 
 class Data(Protocol):

@@ -12,7 +12,7 @@ import torch
 import rlft
 from rlft.config import RunConfig, build, compose
 from rlft.model.backbone import Backbone, load_backbone
-from rlft.model.config import LoraSettings, ModelConfig, Old, SnapshotConfig
+from rlft.model.config import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.model.roles import Roles
 from rlft.types import Batch, Prompt
 
@@ -65,14 +65,16 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
 
     def make(noise: float = 0.0, **keys: Any) -> Roles:
         lora = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "path": None}
-        snapshot = {"reference": "none", "refresh_every": 0, "old": Old.auto}
+        snapshot = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
+        critic = {"kind": CriticKind.none, "init": "base", "lr": 1e-3, "warmup_steps": 0, "normalize_values": False}
         others = {"backbone": backbone, "temperature": 1.0, "token_budget": 10**6, "seed": 0}
-        for group in (lora, snapshot, others):
+        for group in (lora, snapshot, critic, others):
             group.update({name: keys.pop(name) for name in list(keys) if name in group})
         assert not keys
         for roles in opened:
             roles.close()
-        roles = Roles(lora=LoraSettings(**lora), snapshot=SnapshotConfig(**snapshot), **others)
+        sections = {"snapshot": SnapshotConfig(**snapshot), "critic": CriticConfig(**critic)}
+        roles = Roles(lora=LoraSettings(**lora), **sections, **others)
         opened.append(roles)
         generator = torch.Generator().manual_seed(1)
         for _, parameter in roles.named_parameters():

@@ -201,7 +201,9 @@ def test_load_algorithm_refuses_as_the_command_line_does(name: str, overrides: A
 
 # -- what configs/ holds -----------------------------------------------------------------------------------------------
 CHOICES = [(group, choice) for group in catalog.groups() if group != "recipe" for choice in catalog.choices(group)]
-FILES = [catalog.config_folder() / "train.yaml", *(catalog.config_folder() / g / f"{c}.yaml" for g, c in CHOICES)]
+CHOSEN = [catalog.config_folder() / group / f"{choice}.yaml" for group, choice in CHOICES]
+BASES = list(dict.fromkeys(base for file in CHOSEN for base in catalog.bases(file)))
+FILES = [catalog.config_folder() / "train.yaml", *CHOSEN, *BASES]
 NEEDS = {("data", "jsonl"): ["data.path=some.jsonl"]}
 
 
@@ -260,3 +262,26 @@ def test_a_key_means_what_stands_beside_it() -> None:
     assert below is not None
     assert below.comment.endswith("| sampled (trust the engine's) | recompute (always)")
     assert catalog.meaning("data.path") is None  # each data set means something else by it
+
+
+def test_what_choices_share_stands_in_a_base_that_is_no_choice() -> None:
+    assert {f"{file.parent.name}/{file.stem}" for file in BASES} == {"base/objective", "base/ratio"}
+    assert not {"base", "objective", "ratio"} & {*catalog.groups(), *catalog.choices("algorithm")}
+    ratio = catalog.meaning("algorithm.dual_clip")
+    assert ratio is not None
+    assert ratio.comment.startswith("clipped, when A < 0: no gradient above")
+    shared = catalog.meaning("algorithm.kl_coef")  # also in rloo and others, which only say how they differ
+    assert shared is not None
+    assert (shared.default, shared.comment[:20]) == ("0.0", "beta, reward per nat")
+    own = catalog.meaning("algorithm.lam")  # of one choice, which stands on a base
+    assert own is not None
+    assert own.default == "0.95"
+    assert catalog.meaning("algorithm.baseline") is None  # REINFORCE's and Kimi's are different things
+
+
+def test_a_key_of_a_base_belongs_to_the_choices_that_build_on_it() -> None:
+    known = catalog.keys("algorithm")
+    assert set(known["algorithm.entropy_coef"]) == {"a2c", "grpo", "kimi", "ppo", "reinforce"}
+    assert set(known["algorithm.dual_clip"]) == {"grpo", "ppo", "reinforce"}
+    with pytest.raises(UserError, match="it belongs to algorithm=grpo and algorithm=ppo and algorithm=reinforce$"):
+        compose(["algorithm=kimi", "algorithm.dual_clip=3"])

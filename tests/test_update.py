@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,12 @@ import rlft
 from rlft.collate import select
 from rlft.model import attention
 from rlft.model.backbone import Backbone
-from rlft.model.forward import Forward, padded_forward
-from rlft.train import loss_scale, minibatches, update
+from rlft.model.config import CriticKind
+from rlft.model.critic import CRITIC
+from rlft.model.forward import Forward, padded_forward, padded_values
+from rlft.model.roles import POLICY
+from rlft.session import Session, State
+from rlft.train import backward, loss_scale, minibatches, update
 from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
 from rlft.types import LossScale
 
@@ -21,18 +24,35 @@ BUDGETS = [10**6, 40, 20, 12, 1]
 NOBODY = torch.zeros(9, dtype=torch.bool)
 
 
-class Recorder:
-    """In the optimizer's place: keeps every gradient and changes nothing."""
+class Recorder(Optimizer):
+    """Keeps every gradient and changes nothing."""
 
-    def __init__(self, roles):
-        self.roles, self.gradients, self.rates = roles, [], []
+    def __init__(self, parameters, config, role=POLICY):
+        super().__init__(parameters, config, role)
+        self.gradients, self.rates = [], []
 
-    def update(self, rate):
-        gradients = {name: p.grad for name, p in self.roles.named_parameters() if p.grad is not None}
-        self.gradients.append({name: g.clone() for name, g in gradients.items()})
-        self.rates.append(rate)
-        self.roles.model.zero_grad(set_to_none=True)
+    def update(self, lr):
+        named = zip(self.names, self.parameters, strict=True)
+        self.gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+        self.rates.append(lr)
+        self.discard()
         return 1.0
+
+
+class Bench(Session):
+    """What `update` needs of a session, and no more of it."""
+
+    def __init__(self, config, roles, algorithm, optimizer):
+        self.config, self.roles, self.algorithm = config, roles, algorithm
+        rates = {POLICY: config.trainer.lr, CRITIC: config.critic.lr}
+        self.optimizers = {
+            role: optimizer(roles.named_parameters(role), replace(config.trainer, lr=rates[role]), role)
+            for role in roles.learning_roles
+        }
+        self.optimizer = self.optimizers[POLICY]
+
+    def update(self, batch, inert, step):
+        return update(self, State(step=step, algorithm=self.algorithm), batch, inert)
 
 
 @pytest.fixture
@@ -44,10 +64,8 @@ def config(run_config):
 def session(config):
     """Builds what `update` needs of a session; `keys` change the config."""
 
-    def build(roles, algorithm, optimizer=None, **keys):
-        return SimpleNamespace(
-            config=replace(config, **keys), roles=roles, algorithm=algorithm, optimizer=optimizer or Recorder(roles)
-        )
+    def build(roles, algorithm, optimizer=Recorder, **keys):
+        return Bench(replace(config, **keys), roles, algorithm, optimizer)
 
     return build
 
@@ -65,8 +83,17 @@ def batch(make_batch):
 
 
 @pytest.fixture
-def double(backbone):
-    """A random model that computes in float64 throughout (GPT-2 has nothing that transformers does in float32)."""
+def make_double(backbone):
+    """Builds a random model that computes in float64 throughout (GPT-2 has nothing that transformers does in float32)."""
+    return lambda: random_double(backbone.tokenizer)
+
+
+@pytest.fixture
+def double(make_double):
+    return make_double()
+
+
+def random_double(tokenizer):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = GPT2Config(
@@ -75,7 +102,7 @@ def double(backbone):
         )  # fmt: skip
         model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float64).eval().requires_grad_(False)
     attention.install(model)
-    return Backbone(model=model, tokenizer=backbone.tokenizer, device=torch.device("cpu"), path="none")
+    return Backbone(model=model, tokenizer=tokenizer, device=torch.device("cpu"), path="none")
 
 
 def double_batch(batch):
@@ -122,7 +149,7 @@ def test_every_token_budget_gives_the_gradient_and_the_loss_of_the_whole_batch(
     )
     for budget in BUDGETS:
         run = session(roles, algorithm, token_budget=budget)
-        metrics = update(run, batch, algorithm.inert(batch), 0)
+        metrics = run.update(batch, algorithm.inert(batch), 0)
         (gradients,) = run.optimizer.gradients
         close(gradients, expected, 1e-9)
         assert metrics["loss/total"] == pytest.approx(loss.total.item(), rel=1e-9)
@@ -135,7 +162,7 @@ def test_every_token_budget_gives_the_same_gradient_and_metrics_in_float32(sessi
     found = []
     for budget in BUDGETS:
         run = session(roles, algorithm, token_budget=budget)
-        metrics = update(run, batch, NOBODY, 0)
+        metrics = run.update(batch, NOBODY, 0)
         # Prompts repeated in several micro-batches are trained tokens of their own: those two say what was computed.
         found.append((run.optimizer.gradients[0], {k: v for k, v in metrics.items() if k != "tokens/trained"}))
     for gradients, metrics in found[1:]:
@@ -161,7 +188,7 @@ def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if
     for rows in (inert, NOBODY):
         forwarded.clear()
         run = session(roles, algorithm, token_budget=30)
-        metrics = update(run, batch, rows, 0)
+        metrics = run.update(batch, rows, 0)
         results.append((run.optimizer.gradients[0], metrics, sorted(forwarded)))
     (without, metrics, seen), (with_them, all_metrics, all_seen) = results
     assert (seen, all_seen) == ([0, 0, 0, 2, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2])
@@ -175,7 +202,7 @@ def test_what_metrics_say_of_tokens_is_of_the_forwarded_tokens(session, make_rol
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
     inert = algorithm.inert(batch)
     gap = (batch.old_logprobs + 1).abs()[~inert][batch.loss_mask[~inert]]
-    metrics = update(session(roles, algorithm), batch, inert, 0)
+    metrics = session(roles, algorithm).update(batch, inert, 0)
     assert metrics["sampler/logprob_gap_mean"] == pytest.approx(gap.mean().item(), rel=1e-5)
     assert metrics["sampler/logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-5)
 
@@ -184,9 +211,8 @@ def test_a_step_that_teaches_nothing_still_counts_as_its_updates(session, make_r
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
     batch = algorithm.credit(batch)
     before = roles.weights("policy")
-    run = session(roles, algorithm, epochs=2)
-    run.optimizer = Optimizer(roles.named_parameters(), run.config.trainer)
-    metrics = update(run, batch, ~NOBODY, 0)
+    run = session(roles, algorithm, Optimizer, epochs=2)
+    metrics = run.update(batch, ~NOBODY, 0)
     assert (metrics["loss/total"], metrics["policy/grad_norm"], metrics["tokens/trained"]) == (0, 0, 0)
     assert metrics["waste/padding_fraction"] == 0
     assert all(torch.equal(w, before[n]) for n, w in roles.weights("policy").items())
@@ -203,7 +229,7 @@ def test_there_are_epochs_times_minibatches_updates_each_at_its_rate(
     keys = {"epochs": epochs, "minibatches": num_minibatches, "trainer": trainer, "steps": 10}
     run = session(roles, algorithm, **keys)
     batch = algorithm.credit(batch)
-    metrics = update(run, batch, NOBODY, 4)
+    metrics = run.update(batch, NOBODY, 4)
     updates = epochs * num_minibatches
     # Linear down to 0 over 10 steps: the updates of the turn that begins after 4 are 4 * updates, + 1, ..
     expected = [0.01 * (1 - (4 * updates + i) / (10 * updates)) for i in range(updates)]
@@ -247,17 +273,18 @@ def test_each_update_is_divided_by_the_sizes_of_its_own_minibatch(session, make_
         return loss(self, outputs, part, scale)
 
     monkeypatch.setattr(type(algorithm), "loss", spy)
-    update(session(roles, algorithm, minibatches=3), batch, NOBODY, 0)
+    session(roles, algorithm, minibatches=3).update(batch, NOBODY, 0)
     tokens = {0: 3 + 3 + 2, 1: 2 + 4 + 1, 2: 7 + 2 + 0}
     assert sorted(groups for groups, _ in scales) == [[0], [1], [2]]
     for (group,), scale in scales:
         assert scale == LossScale(num_tokens=tokens[group], num_sequences=3, max_completion_tokens=9)
 
 
-def test_the_scale_counts_rows_that_are_never_forwarded(batch):
-    assert loss_scale(batch, 9) == LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9)
+def test_the_scale_counts_rows_that_are_never_forwarded(make_roles, batch):
+    roles = make_roles()
+    assert loss_scale(batch, 9, roles) == LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9)
     part = select(batch, torch.tensor([3, 4, 5]))
-    assert loss_scale(part, 100) == LossScale(num_tokens=7, num_sequences=3, max_completion_tokens=100)
+    assert loss_scale(part, 100, roles) == LossScale(num_tokens=7, num_sequences=3, max_completion_tokens=100)
 
 
 # -- what may and may not change ---------------------------------------------------------------------------------------
@@ -266,10 +293,9 @@ def test_an_update_moves_the_policy_and_nothing_else(session, make_roles, batch,
     roles = make_roles(noise=0.02, reference="copy")
     roles.load_sampler(roles.publish(0))
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    run = session(roles, algorithm)
-    run.optimizer = Optimizer(roles.named_parameters(), run.config.trainer)
+    run = session(roles, algorithm, Optimizer)
     before = {name: p.clone() for name, p in roles.model.named_parameters()}
-    metrics = update(run, batch, NOBODY, 0)
+    metrics = run.update(batch, NOBODY, 0)
     mine = {name for name, _ in roles.named_parameters()}
     for name, parameter in roles.model.named_parameters():
         assert torch.equal(parameter, before[name]) == (name not in mine)
@@ -281,14 +307,13 @@ def test_an_update_moves_the_policy_and_nothing_else(session, make_roles, batch,
 def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_weights_or_moments(session, make_roles, batch):
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02)
     batch = algorithm.credit(batch)
-    run = session(roles, algorithm)
-    run.optimizer = Optimizer(roles.named_parameters(), run.config.trainer)
-    update(run, batch, NOBODY, 0)
+    run = session(roles, algorithm, Optimizer)
+    run.update(batch, NOBODY, 0)
     weights, moments = roles.weights("policy"), run.optimizer.state()
     poisoned = batch.advantages.clone()
     poisoned[0, 4] = math.nan
     with pytest.raises(NonFiniteGradientError, match="policy/grad_norm is nan"):
-        update(run, replace(batch, advantages=poisoned), NOBODY, 1)
+        run.update(replace(batch, advantages=poisoned), NOBODY, 1)
     assert all(torch.equal(w, weights[n]) for n, w in roles.weights("policy").items())
     assert all(torch.equal(m, moments[n]) for n, m in run.optimizer.state().items())
 
@@ -298,7 +323,7 @@ def test_gradients_are_looked_after_in_every_micro_batch(session, make_roles, ba
     calls = []
     check = roles.check_gradients
     monkeypatch.setattr(roles, "check_gradients", lambda: calls.append(check()))
-    update(session(roles, algorithm, token_budget=1), algorithm.credit(batch), NOBODY, 0)
+    session(roles, algorithm, token_budget=1).update(algorithm.credit(batch), NOBODY, 0)
     assert len(calls) == 9
 
 
@@ -313,7 +338,7 @@ def test_a_forward_that_lost_the_policy_is_noticed(session, make_roles, batch, m
 
     monkeypatch.setattr(roles, "outputs", with_the_wrong_adapter)
     with pytest.raises(AssertionError, match="no gradient reached"):
-        update(session(roles, algorithm), batch, NOBODY, 0)
+        session(roles, algorithm).update(batch, NOBODY, 0)
 
 
 def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, batch):
@@ -323,7 +348,7 @@ def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, b
     def gradients(step, seed=0, num_minibatches=3):
         torch.manual_seed(torch.seed())
         run = session(roles, algorithm, minibatches=num_minibatches, seed=seed)
-        update(run, batch, NOBODY, step)
+        run.update(batch, NOBODY, step)
         return run.optimizer.gradients
 
     def equal(a, b):
@@ -337,10 +362,296 @@ def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, b
     assert not any(module.training for module in roles.model.modules())
 
 
+# -- the critic --------------------------------------------------------------------------------------------------------
+KINDS = [CriticKind.adapter, CriticKind.shared]
+
+
+def stir(roles):
+    """Gives the critic weights that say something: a fresh one says 0."""
+    generator = torch.Generator().manual_seed(2)
+    for _, parameter in roles.named_parameters(CRITIC):
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def with_critic(make_roles, **keys):
+    roles = make_roles(noise=0.02, **keys)
+    stir(roles)
+    return roles
+
+
+def by_name(roles, role, gradients):
+    return {name: g for (name, _), g in zip(roles.named_parameters(role), gradients, strict=True)}
+
+
+def weights_of(roles):
+    return {role: {n: p.detach().clone() for n, p in roles.named_parameters(role)} for role in roles.learning_roles}
+
+
+def equal(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("normalize", [False, True])
+def test_policy_and_critic_get_the_gradients_that_each_has_alone_on_a_base_of_its_own(
+    normalize, session, make_roles, make_double, batch
+):
+    algorithm = rlft.load_algorithm("ppo", entropy_coef=0.1)
+    keys = {"kind": CriticKind.adapter, "normalize_values": normalize, "temperature": 0.8}
+    first = with_critic(make_roles, backbone=make_double(), **keys)
+    batch = algorithm.credit(first.annotate(double_batch(batch), NOBODY, needs_old=False))
+    assert (batch.old_values[batch.loss_mask] != 0).all()
+    scale = LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9)
+    # The critic alone: its adapter is the active one all along, and no policy is ever forwarded.
+    first.critic.observe(batch.returns, batch.loss_mask)
+    assert (first.critic.value_scale != 1) == normalize
+    scale = replace(scale, value_scale=first.critic.value_scale)
+    first.tuner.set_adapter(CRITIC)
+    values = first.critic.values(padded_values(first.backbone.model, batch, first.critic.head), batch.loss_mask)
+    value_loss = algorithm.value_loss(values, batch, scale)
+    critic_parameters = [p for _, p in first.named_parameters(CRITIC)]
+    expected = {CRITIC: by_name(first, CRITIC, torch.autograd.grad(value_loss, critic_parameters))}
+    # The policy alone: there is no critic; values are numbers.
+    second = make_roles(noise=0.02, backbone=make_double(), temperature=0.8)
+    outputs = padded_forward(second.backbone.model, batch, 0.8, True)
+    loss = algorithm.loss(replace(outputs, values=values.detach()), batch, scale)
+    policy_parameters = [p for _, p in second.named_parameters(POLICY)]
+    expected[POLICY] = by_name(second, POLICY, torch.autograd.grad(loss.total, policy_parameters))
+
+    for budget in BUDGETS:
+        roles = with_critic(make_roles, backbone=make_double(), **keys)
+        run = session(roles, algorithm, token_budget=budget)
+        metrics = run.update(batch, NOBODY, 0)
+        for role in (POLICY, CRITIC):
+            (gradients,) = run.optimizers[role].gradients
+            close(gradients, expected[role], 1e-9)
+        assert metrics["loss/value"] == pytest.approx(value_loss.item(), rel=1e-9)
+        assert metrics["loss/total"] == pytest.approx(loss.total.item(), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_shared_critics_value_gradient_is_part_of_the_policys(normalize, session, make_roles, make_double, batch):
+    algorithm = rlft.load_algorithm("ppo")
+    keys = {"kind": CriticKind.shared, "normalize_values": normalize, "temperature": 0.8}
+    roles = with_critic(make_roles, backbone=make_double(), **keys)
+    batch = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=False))
+    roles.critic.observe(batch.returns, batch.loss_mask)
+    scale = LossScale(
+        num_tokens=24, num_sequences=9, max_completion_tokens=9, value_scale=roles.critic.value_scale
+    )
+    outputs = padded_forward(roles.backbone.model, batch, 0.8, False, roles.critic.head)
+    values = roles.critic.values(outputs.values, batch.loss_mask)
+    loss = algorithm.loss(replace(outputs, values=values), batch, scale)
+    parameters = {role: [p for _, p in roles.named_parameters(role)] for role in (POLICY, CRITIC)}
+    expected = {
+        role: by_name(roles, role, torch.autograd.grad(loss.total, ps, retain_graph=True))
+        for role, ps in parameters.items()
+    }
+    of_values = torch.autograd.grad(algorithm.value_loss(values, batch, scale), parameters[POLICY])
+    assert all(g.abs().max() > 0 for g in of_values)
+    for budget in BUDGETS:
+        roles = with_critic(make_roles, backbone=make_double(), **keys)
+        run = session(roles, algorithm, token_budget=budget)
+        run.update(batch, NOBODY, 0)
+        for role in (POLICY, CRITIC):
+            (gradients,) = run.optimizers[role].gradients
+            close(gradients, expected[role], 1e-9)
+
+
+def test_a_micro_batchs_gradients_add_to_those_before(session, make_roles, batch):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=False))
+    scale = loss_scale(batch, 9, roles)
+    once = []
+    for _ in range(2):
+        backward(roles, algorithm, batch, scale, policy_learns=True)
+        once.append({r: {n: p.grad.clone() for n, p in roles.named_parameters(r)} for r in (POLICY, CRITIC)})
+    for role in (POLICY, CRITIC):
+        assert all(torch.equal(g, 2 * once[0][role][name]) for name, g in once[1][role].items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_first_steps_only_the_critic_learns(kind, session, make_roles, batch, config):
+    algorithm = rlft.load_algorithm("ppo")
+    roles = with_critic(make_roles, kind=kind, reference="copy")
+    critic = replace(config.critic, kind=kind, lr=0.02, warmup_steps=2)
+    run = session(roles, algorithm, Optimizer, critic=critic, epochs=2)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    others = {n: p.clone() for n, p in roles.model.named_parameters() if ".policy." not in n and ".critic." not in n}
+    for step in range(4):
+        before = weights_of(roles)
+        metrics = run.update(batch, NOBODY, step)
+        after, learns = weights_of(roles), step >= 2
+        assert all(torch.equal(w, before[POLICY][n]) != learns for n, w in after[POLICY].items())
+        assert not any(torch.equal(w, before[CRITIC][n]) for n, w in after[CRITIC].items())
+        assert (metrics["policy/lr"], metrics["critic/lr"]) == (0.01 if learns else 0.0, 0.02)
+        assert (metrics["policy/grad_norm"] > 0) == learns
+        assert metrics["critic/grad_norm"] > 0
+        assert (run.optimizers[POLICY].state() == {}) == (not learns)  # Adam's averages begin with its first update
+        assert all(p.grad is None for p in roles.model.parameters())
+    assert equal(others, dict(roles.model.named_parameters()))
+
+
+def test_a_resting_policy_is_forwarded_without_a_graph_and_its_loss_is_still_told(session, make_roles, batch, config):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    critic = replace(config.critic, kind=CriticKind.adapter, warmup_steps=1)
+    told, graphs, outputs = [], [], roles.outputs
+
+    def spy(*args):
+        found = outputs(*args)
+        graphs.append(found.logprobs.requires_grad)
+        return found
+
+    roles.outputs = spy
+    for step in (0, 1):
+        metrics = session(roles, algorithm, critic=critic).update(batch, NOBODY, step)
+        told.append((metrics["loss/policy"], metrics["loss/value"], metrics["loss/total"]))
+    assert graphs == [False, True]
+    assert told[0] == pytest.approx(told[1], rel=1e-6)
+    assert told[0][1] > 0
+
+
+def test_a_resting_policy_reads_no_pretraining_text(session, make_roles, batch, config, monkeypatch):
+    algorithm, roles = rlft.load_algorithm("ppo_ptx"), with_critic(make_roles, kind=CriticKind.adapter)
+    assert algorithm.needs_text
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    run = session(roles, algorithm, critic=replace(config.critic, kind=CriticKind.adapter, warmup_steps=1), epochs=2)
+    asked = []
+
+    def text_at(step, update):
+        asked.append((step, update))
+        return batch
+
+    monkeypatch.setattr(run, "text_at", text_at)
+    run.update(batch, NOBODY, 0)
+    assert asked == []
+    run.update(batch, NOBODY, 1)
+    assert asked == [(1, 0), (1, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_pretraining_text_adds_its_gradient_to_the_policys_whatever_the_token_budget(
+    session, make_roles, make_double, batch, monkeypatch
+):
+    # 3 texts: at temperature 1 (the run's is 0.8), divided by their tokens.
+    algorithm = rlft.load_algorithm("ppo_ptx", ptx_coef=0.5)
+    keys = {"kind": CriticKind.adapter, "temperature": 0.8}
+    roles = with_critic(make_roles, backbone=make_double(), **keys)
+    step = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=False))
+    text = replace(select(batch, torch.tensor([0, 4, 6])), group_ids=torch.arange(3))
+    logprobs = padded_forward(roles.backbone.model, text, 1.0, False).logprobs
+    parameters = [p for _, p in roles.named_parameters()]
+    added = torch.autograd.grad(-0.5 * logprobs.sum() / text.loss_mask.sum(), parameters)
+    for budget in (10**6, 12):
+        gradients = []
+        for name in ("ppo", "ppo_ptx"):
+            roles = with_critic(make_roles, backbone=make_double(), **keys)
+            subject = algorithm if name == "ppo_ptx" else replace(algorithm, ptx_coef=0.0)
+            run = session(roles, subject, token_budget=budget)
+            monkeypatch.setattr(run, "text_at", lambda step, update: text)
+            run.update(step, NOBODY, 0)
+            gradients.append(run.optimizer.gradients[0])
+        without, with_text = gradients
+        close({n: g - without[n] for n, g in with_text.items()}, by_name(roles, POLICY, added), 1e-9)
+
+
+def test_moments_are_forgotten_before_the_first_update_of_every_so_many_steps(session, make_roles, batch, config):
+    algorithm = rlft.load_algorithm("ppo")
+    # Two updates a step. Adam counts its updates since the last reset, which is due before steps 0, 3 and 6 begin.
+    for every, counts in ((0, [2, 4, 6, 8, 10, 12, 14]), (1, [2] * 7), (3, [2, 4, 6, 2, 4, 6, 2])):
+        roles = with_critic(make_roles, kind=CriticKind.adapter)
+        credited = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+        trainer = replace(config.trainer, reset_every=every)
+        run = session(roles, algorithm, Optimizer, trainer=trainer, epochs=2, token_budget=10**6)
+        for step, count in enumerate(counts):
+            run.update(credited, NOBODY, step)
+            for optimizer in run.optimizers.values():
+                assert {int(t) for name, t in optimizer.state().items() if name.startswith("step/")} == {count}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_normalised_by_the_steps_returns_before_its_first_update_and_stay_what_they_were(
+    kind, session, make_roles, batch, monkeypatch
+):
+    # Nine rewards on the last tokens, gamma = lambda = 1 and values of 0: a row's returns are its reward, token by token.
+    # Rows of 3, 3, 2 (rewards 1, 0, 1/2), 2, 4, 1 (2) and 7, 2 tokens (0; the ninth, of 1, is empty): over 24 tokens
+    # mean (3 + 1 + 14) / 24 = 3/4, mean square (3 + 1/2 + 28) / 24 = 21/16, variance 21/16 - 9/16 = 3/4.
+    algorithm = rlft.load_algorithm("ppo", lam=1.0)
+    roles = make_roles(noise=0.02, kind=kind, normalize_values=True)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    stir(roles)
+    with torch.no_grad(), roles.using(roles.critic.role):
+        before = roles.values(batch)
+    scales, loss = [], type(algorithm).loss
+
+    def spy(self, outputs, part, scale):
+        if not scales:
+            torch.testing.assert_close(outputs.values.detach(), before, rtol=1e-6, atol=1e-6)
+        scales.append(scale.value_scale)
+        return loss(self, outputs, part, scale)
+
+    monkeypatch.setattr(type(algorithm), "loss", spy)
+    run = session(roles, algorithm, Optimizer, epochs=2)
+    run.update(batch, NOBODY, 0)
+    assert scales == pytest.approx([math.sqrt(3 / 4)] * 2, rel=1e-6)
+    assert (roles.critic.statistics.mean, roles.critic.statistics.num_steps) == (pytest.approx(3 / 4, rel=1e-6), 1)
+    run.update(batch, NOBODY, 1)
+    assert roles.critic.statistics.num_steps == 2
+
+
+def test_without_normalisation_errors_of_values_are_in_units_of_reward(session, make_roles, batch):
+    algorithm = rlft.load_algorithm("ppo")
+    for roles in (make_roles(), make_roles(kind=CriticKind.adapter), make_roles(kind=CriticKind.shared)):
+        assert loss_scale(batch, 9, roles).value_scale == 1.0
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    session(roles, algorithm).update(batch, NOBODY, 0)
+    assert (roles.critic.statistics.num_steps, roles.critic.value_scale) == (0, 1.0)
+
+
+def test_each_role_has_its_own_rate_on_one_schedule(session, make_roles, batch, config):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    trainer = replace(config.trainer, schedule=type(config.trainer.schedule)("linear"))
+    run = session(
+        roles, algorithm, trainer=trainer, critic=replace(config.critic, lr=0.5), steps=10, epochs=2
+    )
+    run.update(batch, NOBODY, 4)
+    # Updates 8 and 9 of 20: 1 - 8/20 and 1 - 9/20 of 0.01 and of 0.5.
+    assert run.optimizers[POLICY].rates == pytest.approx([0.006, 0.0055])
+    assert run.optimizers[CRITIC].rates == pytest.approx([0.3, 0.275])
+
+
+def test_a_critics_forward_by_the_wrong_adapter_is_noticed(session, make_roles, batch, monkeypatch):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    values = roles.values
+
+    def by_the_policy(micro):
+        roles.tuner.set_adapter(POLICY)
+        return values(micro)
+
+    monkeypatch.setattr(roles, "values", by_the_policy)
+    with pytest.raises(AssertionError, match="no gradient reached 56 parameters of critic"):
+        session(roles, algorithm).update(batch, NOBODY, 0)
+
+
+def test_a_critics_gradient_that_is_not_a_number_stops_before_it_reaches_its_weights(session, make_roles, batch):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    poisoned = batch.returns.clone()
+    poisoned[0, 4] = math.nan
+    run, before = session(roles, algorithm, Optimizer), weights_of(roles)[CRITIC]
+    with pytest.raises(NonFiniteGradientError, match="critic/grad_norm is nan"):
+        run.update(replace(batch, returns=poisoned), NOBODY, 0)
+    assert equal(before, weights_of(roles)[CRITIC])
+
+
 # -- the ledger --------------------------------------------------------------------------------------------------------
 def test_packed_rows_waste_nothing_and_train_each_prompt_once(session, make_roles, batch):
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
-    metrics = update(session(roles, algorithm), algorithm.credit(batch), algorithm.inert(batch), 0)
+    metrics = session(roles, algorithm).update(algorithm.credit(batch), algorithm.inert(batch), 0)
     # Groups 0 and 2: prompts 4 + 3, completions 3 + 4 + 2 and 7 + 2 + 0. (A masked token is in the network too.)
     assert metrics["tokens/trained"] == 7 + 9 + 9
     assert metrics["waste/padding_fraction"] == 0
@@ -356,7 +667,7 @@ def test_padded_rows_own_up_to_their_padding(session, make_roles, batch, backbon
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles(backbone=windowed)
     assert not roles.forward.packed
     batch = algorithm.credit(batch)
-    metrics = update(session(roles, algorithm), batch, NOBODY, 0)
+    metrics = session(roles, algorithm).update(batch, NOBODY, 0)
     # Rows of 7, 8, 6, 4, 6, 3, 10, 5 and 3 tokens, 52 in all, in one rectangle of 9 x 10.
     assert metrics["tokens/trained"] == 52
     assert metrics["waste/padding_fraction"] == pytest.approx(1 - 52 / 90)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -11,7 +12,9 @@ from rlft.types import Batch, Loss, LossScale, Outputs
 
 class Algorithm(Protocol):
     @property
-    def needs_values(self) -> bool: ...
+    def needs_values(self) -> bool:
+        """Whether there must be a critic: `old_values` before `credit`, `Outputs.values` in `loss`."""
+        ...
 
     @property
     def needs_reference(self) -> bool: ...
@@ -25,12 +28,27 @@ class Algorithm(Protocol):
         ...
 
     @property
+    def needs_steps(self) -> bool:
+        """Whether a reward must score steps (`token_rewards`, `step_ends`)."""
+        ...
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether pretraining text is mixed in (`text_loss`)."""
+        ...
+
+    @property
     def corrects_mismatch(self) -> bool:
         """Whether the engine's log-probs enter the loss, so that sampling must be undistorted."""
         ...
 
     @property
     def min_group_size(self) -> int: ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed and hardly ever meant, in words for the person watching."""
+        ...
 
     def inert(self, batch: Batch) -> Tensor:
         """bool `[B]`: rows that add exactly nothing to loss and gradient; known from rewards and group ids alone."""
@@ -42,4 +60,24 @@ class Algorithm(Protocol):
 
     def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
         """The loss of any subset of the optimizer batch's rows, divided by the whole batch's sizes."""
+        ...
+
+    def value_loss(self, values: Tensor, batch: Batch, scale: LossScale) -> Tensor:
+        """The critic's term of that loss alone, `[]`; asked of algorithms that need values."""
+        ...
+
+    def text_loss(self, logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
+        """The term `[]` that pretraining text adds, from its log-probs `[B, T]`; of algorithms that need text."""
+        ...
+
+    def adapt(self, metrics: Mapping[str, float]) -> Self:
+        """The algorithm of the next step, after a step with these metrics: a KL controller moves its coefficient."""
+        ...
+
+    def state(self) -> dict[str, float]:
+        """What `adapt` has moved, for the checkpoint."""
+        ...
+
+    def restored(self, state: Mapping[str, float]) -> Self:
+        """The algorithm with what a checkpoint held."""
         ...

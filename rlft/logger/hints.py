@@ -145,7 +145,7 @@ def not_finite(record: StepRecord) -> Hint | None:
     watched = {
         name: value
         for name, value in record.metrics.items()
-        if (name.startswith("loss/") or name == "policy/grad_norm") and not math.isfinite(value)
+        if (name.startswith("loss/") or name.endswith("/grad_norm")) and not math.isfinite(value)
     }
     if not watched:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,10 @@ class Backbone:
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     path: str
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text as `Completion.text` shows it, without special tokens."""
+        return self.tokenizer.batch_decode([list(token_ids)], skip_special_tokens=True)[0]
 
 
 @functools.lru_cache(maxsize=1)  # a sweep over models must not hold them all

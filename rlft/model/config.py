@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.fields import Decay, NonNegativeInt, PositiveFloat, PositiveInt
+from rlft.fields import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 
 
 class Old(StrEnum):
     auto = "auto"
     sampled = "sampled"
     recompute = "recompute"
+    copy = "copy"
+
+
+class CriticKind(StrEnum):
+    """Where values come from: no critic, an adapter of its own with a value head, or a head on the policy's features."""
+
+    none = "none"
+    adapter = "adapter"
+    shared = "shared"
 
 
 class Quantization(StrEnum):
@@ -42,8 +51,35 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotConfig:
-    """reference: `none`, `base`, `copy`, or the folder of a PEFT adapter."""
+    """reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter."""
 
     reference: str
     refresh_every: NonNegativeInt
+    ema_decay: PositiveFraction | None
     old: Old
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """init: `base`, `reward` (the learned reward's adapter), or the folder of a reward or critic adapter."""
+
+    kind: CriticKind
+    init: str
+    lr: PositiveFloat
+    warmup_steps: NonNegativeInt
+    normalize_values: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelConfig:
+    """The training of the learned reward's adapter between steps. labels: the rule reward that ranks siblings."""
+
+    refresh_every: NonNegativeInt
+    labels: str | None
+    pairs: PositiveInt
+    pairs_per_group: PositiveInt
+    replay: Decay
+    capacity: NonNegativeInt
+    epochs: PositiveInt
+    pairs_per_update: PositiveInt
+    lr: PositiveFloat

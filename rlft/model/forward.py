@@ -1,4 +1,4 @@
-"""Log-probs and entropy of a Batch under whichever adapter is active.
+"""Log-probs, entropy and values of a Batch under whichever adapter is active.
 
 Two forwards with one meaning: `packed` (prompts once per group, no padding, the LM head on completion positions only,
 in chunks) and `padded` (the model's own forward on padded rows). A model the packed one cannot serve uses the padded
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlft.model.attention import NAME, obstacle
 from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches
+from rlft.model.scalar_head import ScalarHead
 from rlft.types import Batch, Outputs
 
 LOGIT_CHUNK = 2**26
@@ -31,13 +32,24 @@ class Forward:
     packed: bool
     reason: str
 
-    def __call__(self, batch: Batch, temperature: float, entropy: bool = False) -> Outputs:
+    def __call__(
+        self, batch: Batch, temperature: float, entropy: bool = False, head: ScalarHead | None = None
+    ) -> Outputs:
         """Outputs `[B, T]`, 0 outside the completions; logits are divided by `temperature` as in sampling.
 
-        They are float32 whatever the model's dtype is, but float64 when that is.
+        They are float32 whatever the model's dtype is, but float64 when that is. head: adds the values it reads off the
+        same hidden states that predict the tokens.
         """
         run = packed_forward if self.packed else padded_forward
-        return run(self.model, batch, temperature, entropy)
+        return run(self.model, batch, temperature, entropy, head)
+
+    def values(self, batch: Batch, head: ScalarHead) -> Tensor:
+        """`[B, T]`, 0 outside the completions: the head on the hidden state that precedes each completion token.
+
+        So values[b, t] is of the state in which token t was chosen. The LM head is not run.
+        """
+        run = packed_values if self.packed else padded_values
+        return run(self.model, batch, head).where(batch.loss_mask, 0.0)
 
     def micro_batches(self, batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
         """Splits rows (int64 `[N]`) so that at most `token_budget` tokens enter the network at a time."""
@@ -53,18 +65,26 @@ class Forward:
         return num_packed_tokens(batch) if self.packed else int(batch.attention_mask.sum(1).max()) * len(batch.rewards)
 
 
-def packed_forward(model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool) -> Outputs:
+def packed_forward(
+    model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool, value_head: ScalarHead | None = None
+) -> Outputs:
     packed = pack(batch)
-    hidden_NH = _hidden(model, packed)
-    hidden_MH = hidden_NH.index_select(0, packed.predictor)
+    hidden_MH = _hidden(model, packed).index_select(0, packed.predictor)
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module), "a causal language model has an output embedding"
     logprobs_M, entropy_M = head_logprobs(head, hidden_MH, packed.target, temperature, entropy)
-    place = (packed.rows, packed.columns)
-    shape = batch.token_ids.shape
-    logprobs_BT = logprobs_M.new_zeros(shape).index_put(place, logprobs_M)
-    entropy_BT = None if entropy_M is None else entropy_M.new_zeros(shape).index_put(place, entropy_M)
-    return _masked(logprobs_BT, entropy_BT, batch)
+    entropy_BT = None if entropy_M is None else _placed(entropy_M, packed, batch)
+    values_BT = None if value_head is None else _placed(value_head(hidden_MH), packed, batch)
+    return _masked(_placed(logprobs_M, packed, batch), entropy_BT, values_BT, batch)
+
+
+def packed_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Tensor:
+    packed = pack(batch)
+    return _placed(head(_hidden(model, packed).index_select(0, packed.predictor)), packed, batch)
+
+
+def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
+    return values_M.new_zeros(batch.token_ids.shape).index_put((packed.rows, packed.columns), values_M)
 
 
 def _hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
@@ -107,21 +127,42 @@ def _chunk(head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, 
     return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
 
 
-def padded_forward(model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool) -> Outputs:
+def padded_forward(
+    model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool, value_head: ScalarHead | None = None
+) -> Outputs:
     """The plain way, for models the packed forward cannot serve; also what it is tested against."""
-    width = int(batch.attention_mask.sum(1).max())
-    ids_BT, mask_BT = batch.token_ids[:, :width], batch.attention_mask[:, :width]
-    # What lies under the padding must be a token id, whatever the caller left there.
-    logits_BTV = model(input_ids=ids_BT.where(mask_BT, 0), attention_mask=mask_BT.long(), use_cache=False).logits
-    logits_BTV = _widened(logits_BTV[:, :-1]) / temperature
+    ids_BT, mask_BT = _narrowed(batch)
+    with_values = value_head is not None
+    output = model(
+        input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False, output_hidden_states=with_values
+    )
+    logits_BTV = _widened(output.logits[:, :-1]) / temperature
     normaliser_BT = logits_BTV.logsumexp(-1)
-    logprobs_BT = logits_BTV.gather(-1, ids_BT.where(mask_BT, 0)[:, 1:, None])[..., 0] - normaliser_BT
-    pad = (1, batch.token_ids.shape[1] - width)
-    entropy_BT = None
+    logprobs_BT = logits_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0] - normaliser_BT
+    entropy_BT = values_BT = None
     if entropy:
-        entropy_BT = normaliser_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1)
-        entropy_BT = nn.functional.pad(entropy_BT, pad)
-    return _masked(nn.functional.pad(logprobs_BT, pad), entropy_BT, batch)
+        entropy_BT = _shifted(normaliser_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1), batch)
+    if with_values:
+        values_BT = _shifted(value_head(output.hidden_states[-1][:, :-1]), batch)
+    return _masked(_shifted(logprobs_BT, batch), entropy_BT, values_BT, batch)
+
+
+def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Tensor:
+    ids_BT, mask_BT = _narrowed(batch)
+    output = model.base_model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False)
+    return _shifted(head(output.last_hidden_state[:, :-1]), batch)
+
+
+def _narrowed(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Token ids and mask up to the longest row. Under the padding must be a token id, whatever the caller left there."""
+    width = int(batch.attention_mask.sum(1).max())
+    mask_BT = batch.attention_mask[:, :width]
+    return batch.token_ids[:, :width].where(mask_BT, 0), mask_BT
+
+
+def _shifted(values: Tensor, batch: Batch) -> Tensor:
+    """What was read off positions 0 .. n - 2, at the tokens it speaks of, 1 .. n - 1, in the batch's width."""
+    return nn.functional.pad(values, (1, batch.token_ids.shape[1] - values.shape[1] - 1))
 
 
 def _widened(logits: Tensor) -> Tensor:
@@ -129,10 +170,12 @@ def _widened(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _masked(logprobs_BT: Tensor, entropy_BT: Tensor | None, batch: Batch) -> Outputs:
+def _masked(logprobs_BT: Tensor, entropy_BT: Tensor | None, values_BT: Tensor | None, batch: Batch) -> Outputs:
     mask = batch.loss_mask
     return Outputs(
-        logprobs=logprobs_BT.where(mask, 0.0), entropy=None if entropy_BT is None else entropy_BT.where(mask, 0.0)
+        logprobs=logprobs_BT.where(mask, 0.0),
+        entropy=None if entropy_BT is None else entropy_BT.where(mask, 0.0),
+        values=None if values_BT is None else values_BT.where(mask, 0.0),
     )
 
 

@@ -1,52 +1,60 @@
-"""Adapters in roles on one frozen base: who is the policy, who was it when it sampled, what is it held to.
+"""Adapters in roles on one frozen base: policy, old, reference, critic, reward; each a few MB beside the base.
 
-The algorithm never sees adapters, only the tensors they produce: `annotate` makes the no-grad ones, `outputs` the
-policy's with grad. Switching adapters between a forward and its backward silently drops the policy's gradients (PEFT),
-so every no-grad pass is made before the policy's forward, and `check_gradients` looks after the first backward.
+The algorithm never sees adapters, only the tensors they produce: `annotate` makes the no-grad ones, `outputs` and
+`values` those with grad. Switching adapters between a forward and its backward silently drops gradients (PEFT), so a
+forward with grad is followed by its backward before any switch, and `check_gradients` looks after the first backward.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.collate import select
+from rlft.model.adapter_folder import load_adapter, load_head
 from rlft.model.backbone import Backbone
-from rlft.model.config import LoraSettings, Old, SnapshotConfig
+from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
+from rlft.model.critic import CRITIC, Critic
 from rlft.model.forward import Forward, choose
+from rlft.model.scalar_head import ScalarHead
+from rlft.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
-POLICY, REFERENCE, SAMPLER = "policy", "reference", "sampler"
+POLICY, OLD, REFERENCE, SAMPLER = "policy", "old", "reference", "sampler"
 
 
 class Roles:
-    """The base with its adapters. `close` takes them off again and leaves the base as it was, for the next job."""
+    """The base with its adapters. `close` takes them off again and leaves the base as it was, for the next job.
+
+    critic: where values come from, None where there is none. heads: scalar heads by role (critic, rewards).
+    """
 
     def __init__(
         self,
         backbone: Backbone,
         lora: LoraSettings,
         snapshot: SnapshotConfig,
+        critic: CriticConfig,
         *,
         temperature: float,
         token_budget: int,
         seed: int,
     ) -> None:
         assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
-        self.backbone, self.snapshot = backbone, snapshot
+        self.backbone, self.snapshot, self.seed = backbone, snapshot, seed
         self.temperature, self.token_budget = temperature, token_budget
         self.forward: Forward = choose(backbone.model)
+        self.heads: dict[str, ScalarHead] = {}
+        self.critic: Critic | None = None
+        self._learning = {POLICY}
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         self.lora = LoraConfig(
             r=lora.rank,
@@ -63,25 +71,44 @@ class Roles:
         with ExitStack() as undo:
             undo.callback(self.close)  # a refused adapter must not leave its wrapping on a base that others use
             if lora.path is not None:
-                self._warm_start(lora.path)
-            if self.has_moving_reference:
-                self.model.add_adapter(REFERENCE, self.lora)
-                self._restore(REFERENCE, self.weights(POLICY))
-            elif snapshot.reference not in ("none", "base"):
+                self._warm_start(POLICY, lora.path, "lora.path")
+            for role in (REFERENCE, OLD):
+                if role in self.moving:
+                    self.model.add_adapter(role, self.lora)
+                    self.copy(POLICY, role)
+            if self.has_reference_folder:
                 self.model.load_adapter(snapshot.reference, REFERENCE, is_trainable=False)
+            if critic.kind is not CriticKind.none:
+                self._add_critic(critic)
             self._activate(POLICY)
             self.model.eval()  # PEFT's new modules come in training mode, with dropout
             undo.pop_all()
 
+    @property
+    def critic_adapter(self) -> str | None:
+        """The critic's own adapter; None where it has none, or there is no critic."""
+        return CRITIC if self.critic is not None and self.critic.role == CRITIC else None
+
     # -- what the checkpoint keeps -----------------------------------------------------------------------------------
     @property
-    def has_moving_reference(self) -> bool:
-        return self.snapshot.reference == "copy"
+    def has_reference_folder(self) -> bool:
+        return self.snapshot.reference not in ("none", "base", "copy", "ema")
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """Roles that change during a run, and so belong in every checkpoint."""
-        return (POLICY, REFERENCE) if self.has_moving_reference else (POLICY,)
+        """Adapters that change during a run, and so belong in every checkpoint."""
+        roles = [POLICY]
+        if self.snapshot.reference in ("copy", "ema"):
+            roles.append(REFERENCE)
+        if self.snapshot.old is Old.copy:
+            roles.append(OLD)
+        return (*roles, *sorted(self._learning - {POLICY}))
+
+    @property
+    def learning_roles(self) -> tuple[str, ...]:
+        """Roles with parameters that are trained in this run."""
+        shared = self.critic is not None and self.critic_adapter is None
+        return (*sorted(self._learning, key=lambda role: (role != POLICY, role)), *([CRITIC] if shared else []))
 
     def weights(self, role: str) -> dict[str, Tensor]:
         """The adapter's tensors under PEFT's names, detached copies."""
@@ -89,26 +116,44 @@ class Roles:
         state = get_peft_model_state_dict(self.model, adapter_name=role, save_embedding_layers=False)
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
-    def restore(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Sets every moving role to what a checkpoint held: {role: {PEFT name: tensor}}."""
+    def restore(
+        self, adapters: Mapping[str, Mapping[str, Tensor]], heads: Mapping[str, Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """Sets every moving role to what a checkpoint held: {role: {PEFT name: tensor}}, {role: {name: tensor}}."""
         for role in self.moving:
-            self._restore(role, weights[role])
+            self._restore(role, adapters[role])
+        for role, weights in (heads or {}).items():
+            if role in self.heads:
+                self.heads[role].restore(weights)
 
     def adapter_config(self) -> dict[str, Any]:
-        """The fields of adapter_config.json."""
+        """The fields of adapter_config.json, the same for every role that rlft makes."""
         fields = {
             key: sorted(v) if isinstance(v, set) else v for key, v in self.model.peft_config[POLICY].to_dict().items()
         }
         return fields | {"base_model_name_or_path": self.backbone.path, "inference_mode": True}
 
-    # -- the policy --------------------------------------------------------------------------------------------------
-    def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """The policy adapter's trainable parameters, in a fixed order."""
-        return [(name, p) for name, p in self.model.named_parameters() if f".{POLICY}." in name]
+    # -- what learns -------------------------------------------------------------------------------------------------
+    def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
+        """The role's trainable parameters in a fixed order: its adapter, if it has one, and its head."""
+        found = [(name, p) for name, p in self.model.named_parameters() if f".{role}." in name]
+        if role in self.heads:
+            found += [(f"{role}.head.{name}", p) for name, p in self.heads[role].named_parameters()]
+        return found
 
     def outputs(self, batch: Batch, entropy: bool) -> Outputs:
-        """The current policy on these rows, with grad."""
-        return self.forward(batch, self.temperature, entropy)
+        """The current policy on these rows, with grad; with values where the critic reads the policy's features."""
+        critic = self.critic
+        if critic is None or critic.role != POLICY:
+            return self.forward(batch, self.temperature, entropy)
+        outputs = self.forward(batch, self.temperature, entropy, critic.head)
+        assert outputs.values is not None, "the forward was given a head"
+        return replace(outputs, values=critic.values(outputs.values, batch.loss_mask))
+
+    def values(self, batch: Batch) -> Tensor:
+        """The critic's values of these rows `[B, T]` in units of reward, by the adapter that is active."""
+        assert self.critic is not None, "check.py refuses algorithms that need values without a critic"
+        return self.critic.values(self.forward.values(batch, self.critic.head), batch.loss_mask)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -119,46 +164,103 @@ class Roles:
         finally:
             self.model.eval()
 
-    def check_gradients(self) -> None:
-        """Every policy parameter must have a gradient after the first backward (see the module's docstring)."""
-        missing = [name for name, p in self.named_parameters() if p.grad is None]
-        assert not missing, f"no gradient reached {len(missing)} policy parameters, e.g. {missing[0]}"
+    @contextmanager
+    def learning(self, role: str) -> Iterator[None]:
+        """Inside, forwards with grad are this role's. Its backward must happen inside, too."""
+        self._activate(role)
+        try:
+            yield
+        finally:
+            self._activate(POLICY)
+
+    def check_gradients(self, role: str = POLICY) -> None:
+        """Every parameter of the role must have a gradient after the first backward (see the module's docstring)."""
+        missing = [name for name, p in self.named_parameters(role) if p.grad is None]
+        assert not missing, f"no gradient reached {len(missing)} parameters of {role}, e.g. {missing[0]}"
 
     def publish(self, version: int) -> Adapter:
         return Adapter(version=version, weights=self.weights(POLICY), config=self.adapter_config())
 
-    def refresh(self, step: int) -> bool:
-        """After `step` steps: the moving reference becomes a copy of the policy when it is due. True if it did."""
-        due = self.has_moving_reference and self.snapshot.refresh_every > 0 and step % self.snapshot.refresh_every == 0
-        if due:
-            self._restore(REFERENCE, self.weights(POLICY))
-        return due
+    # -- snapshots in time -------------------------------------------------------------------------------------------
+    def refresh(self, step: int) -> tuple[str, ...]:
+        """After `step` steps: moves the snapshots that are due, and names them.
+
+        old becomes the policy that samples next. A `copy` reference becomes the policy every `refresh_every` steps; an
+        `ema` reference moves towards it each step: reference <- decay x reference + (1 - decay) x policy, by tensor.
+        """
+        due = []
+        every, decay = self.snapshot.refresh_every, self.snapshot.ema_decay
+        if self.snapshot.reference == "copy" and every > 0 and step % every == 0:
+            self.copy(POLICY, REFERENCE)
+            due.append(REFERENCE)
+        if self.snapshot.reference == "ema":
+            assert decay is not None, "check.py refuses ema without a decay"
+            policy = self.weights(POLICY)
+            moved = {name: decay * old + (1 - decay) * policy[name] for name, old in self.weights(REFERENCE).items()}
+            self._restore(REFERENCE, moved)
+            due.append(REFERENCE)
+        if self.snapshot.old is Old.copy:
+            self.copy(POLICY, OLD)
+            due.append(OLD)
+        return tuple(due)
+
+    def copy(self, source: str, target: str) -> None:
+        """target's adapter becomes source's, exactly; source's tensors are not shared."""
+        self._restore(target, self.weights(source))
 
     # -- passes without gradient -------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, inert_B: Tensor, *, needs_old: bool) -> Batch:
-        """Adds old and reference log-probs. Rows that are inert (bool `[B]`) teach nothing and stay 0: no forward.
+        """Adds old and reference log-probs and old values, one pass a role for all that it is asked.
 
-        needs_old: whether `snapshot.old: auto` has to recompute; else old is the current policy, detached, at no cost.
+        Rows that are inert (bool `[B]`) teach nothing and stay 0: no forward. needs_old: whether `snapshot.old: auto`
+        has to recompute; else old is the current policy, detached, at no cost.
         """
         rows = (~inert_B).nonzero()[:, 0]
-        if self.snapshot.old is Old.sampled:
+        asked: dict[str | None, set[str]] = defaultdict(set)
+        old, reference = self.snapshot.old, self.snapshot.reference
+        if old is Old.sampled:
             batch = replace(batch, old_logprobs=batch.sampled_logprobs)
-        elif self.snapshot.old is Old.recompute or needs_old:
-            batch = replace(batch, old_logprobs=self._logprobs(batch, rows, POLICY))
-        if self.snapshot.reference != "none":
-            role = None if self.snapshot.reference == "base" else REFERENCE
-            batch = replace(batch, reference_logprobs=self._logprobs(batch, rows, role))
+        elif old is Old.copy:
+            asked[OLD].add("old_logprobs")
+        elif old is Old.recompute or needs_old:
+            asked[POLICY].add("old_logprobs")
+        if reference != "none":
+            asked[None if reference == "base" else REFERENCE].add("reference_logprobs")
+        if self.critic is not None:
+            asked[self.critic.role].add("old_values")
+        for role, fields in asked.items():
+            batch = replace(batch, **self._without_gradient(batch, rows, role, fields))
         return batch
 
-    def _logprobs(self, batch: Batch, rows: Tensor, role: str | None) -> Tensor:
-        """float32 `[B, T]` on the batch's device."""
-        logprobs_BT = torch.zeros_like(batch.sampled_logprobs)
+    def _without_gradient(self, batch: Batch, rows: Tensor, role: str | None, fields: set[str]) -> dict[str, Tensor]:
+        """{field: float32 `[B, T]` on the batch's device}: log-probs and values by this role, without dropout."""
+        found = {field: torch.zeros_like(batch.sampled_logprobs) for field in fields}
         with torch.no_grad(), self.using(role):
             for part in self.forward.micro_batches(batch, rows, self.token_budget):
-                logprobs_BT[part] = self.forward(self.to_device(select(batch, part)), self.temperature).logprobs.to(
-                    logprobs_BT
-                )
-        return logprobs_BT
+                micro = self.to_device(select(batch, part))
+                if fields == {"old_values"}:
+                    outputs = Outputs(logprobs=micro.sampled_logprobs, values=self.values(micro))
+                elif "old_values" in fields:
+                    outputs = self.outputs(micro, entropy=False)
+                else:
+                    outputs = self.forward(micro, self.temperature)
+                for field, values in found.items():
+                    made = outputs.values if field == "old_values" else outputs.logprobs
+                    assert made is not None, "asked for, so made"
+                    values[part] = made.to(values)
+        return found
+
+    def kl_to_base(self, batch: Batch) -> float:
+        """KL(policy || base) on the policy's own completions, nats a token (k3, unbiased and never negative)."""
+        rows = torch.arange(len(batch.rewards))
+        base = self._without_gradient(batch, rows, None, {"reference_logprobs"})["reference_logprobs"]
+        policy = self._without_gradient(batch, rows, POLICY, {"old_logprobs"})["old_logprobs"]
+        d = (policy - base)[batch.loss_mask].double()
+        return (d + torch.expm1(-d)).mean().item() if len(d) else 0.0
+
+    def scalars(self, role: str, batch: Batch) -> Tensor:
+        """The role's head at each completion token `[B, T]`; a role with an adapter must be the active one."""
+        return self.forward.values(batch, self.heads[role])
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs (temperature 1) of every token but the first by the current policy: the freshness check."""
@@ -199,22 +301,55 @@ class Roles:
         """Takes every adapter off; the base is what it was before. Safe to call twice."""
         self.tuner.unload()
 
-    def _activate(self, role: str) -> None:
-        self.tuner.set_adapter(role, inference_mode=role != POLICY)
+    # -- roles with a head -------------------------------------------------------------------------------------------
+    def add_scalar_role(self, role: str, path: str | None, key: str, *, learns: bool) -> None:
+        """An adapter with a scalar head: from a folder (that of a reward or critic), or fresh with a head of zeros.
 
-    def _warm_start(self, path: str) -> None:
-        """The policy starts from this adapter: the same tensors, or a refusal. PEFT would leave out what is missing."""
-        weights, fresh = load_adapter(path, "lora.path"), self.weights(POLICY)
+        key: the config key that names the folder, for refusals. learns: its parameters are trained in this run.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(self.seed, 0, role))
+            self.model.add_adapter(role, self.lora)
+        self.heads[role] = self._new_head()
+        if path is not None:
+            self._warm_start(role, path, key)
+            self.heads[role].restore(load_head(path, key))
+        if learns:
+            self._learning.add(role)
+        self._activate(POLICY)
+        self.model.eval()
+
+    def _add_critic(self, config: CriticConfig) -> None:
+        path = None if config.init == "base" else config.init
+        if config.kind is CriticKind.adapter:
+            self.add_scalar_role(CRITIC, path, "critic.init", learns=True)
+        else:
+            self.heads[CRITIC] = self._new_head()
+            if path is not None:
+                self.heads[CRITIC].restore(load_head(path, "critic.init"))
+        role = CRITIC if config.kind is CriticKind.adapter else POLICY
+        self.critic = Critic(role, self.heads[CRITIC], config.normalize_values)
+
+    def _new_head(self) -> ScalarHead:
+        size = self.backbone.model.config.get_text_config().hidden_size
+        return ScalarHead(size, self.backbone.device, self.backbone.model.dtype)
+
+    def _activate(self, role: str) -> None:
+        self.tuner.set_adapter(role, inference_mode=role not in self._learning)
+
+    def _warm_start(self, role: str, path: str, key: str) -> None:
+        """The role starts from this adapter: the same tensors, or a refusal. PEFT would leave out what is missing."""
+        weights, fresh = load_adapter(path, key), self.weights(role)
         odd = sorted(n for n in weights.keys() | fresh.keys() if _shape(weights, n) != _shape(fresh, n))
         if odd:
             raise UserError(
-                "lora.path",
+                key,
                 f"{len(odd)} of its tensors do not fit lora.rank and lora.target_modules, e.g. {odd[0]}: "
                 f"{_shape(weights, odd[0])} there, {_shape(fresh, odd[0])} here",
                 got=path,
                 remedy="set both as in its adapter_config.json",
             )
-        self._restore(POLICY, weights)
+        self._restore(role, weights)
 
     def _restore(self, role: str, weights: Mapping[str, Tensor]) -> None:
         set_peft_model_state_dict(self.model, dict(weights), adapter_name=role)
@@ -224,30 +359,8 @@ def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(weights[name].shape) if name in weights else None
 
 
-def score_sequence(model: Any, ids: list[int], device: torch.device) -> list[float]:
+def score_sequence(model: Any, ids: Sequence[int], device: torch.device) -> list[float]:
     """Natural-log probabilities (temperature 1) of ids[1:], each given those before it."""
     input_ids = torch.tensor([ids], device=device)
     logprobs = model(input_ids=input_ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, input_ids[0, 1:, None])[:, 0].tolist()
-
-
-def load_adapter(path: str | Path, key: str) -> dict[str, Tensor]:
-    """The tensors of a PEFT adapter folder (safetensors only: nothing pickled is ever loaded)."""
-    file = Path(path).expanduser() / "adapter_model.safetensors"
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            key, f"the adapter cannot be read ({error})", got=path, remedy="point it at a PEFT adapter folder"
-        ) from None
-
-
-def check_adapter_folder(path: str, key: str) -> dict[str, Any]:
-    """The adapter_config.json of a PEFT folder; refuses what is not one. Reads no weights."""
-    folder = Path(path).expanduser()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / name).is_file():
-            raise UserError(
-                key, f"there is no {name} in that folder", got=path, remedy="point it at a PEFT adapter folder"
-            )
-    return json.loads((folder / "adapter_config.json").read_text())

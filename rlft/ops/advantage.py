@@ -1,4 +1,9 @@
-"""Advantages from the rewards of siblings: completions of one prompt share a group id (any integers, in any order)."""
+"""Advantages: from the rewards of siblings, from returns over the tokens of a completion, and from a critic's values.
+
+Siblings, completions of one prompt, share a group id (any integers, in any order). values[b, t] is the critic's V_t:
+what is still to come before token t is drawn. A row's masked tokens follow upon each other: what lies between them
+(another's turn, a tool's answer) is no step, earns nothing and is not discounted.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ from enum import StrEnum
 
 import torch
 from torch import Tensor
+
+from rlft.ops.mask import keep, row_sum
 
 
 class Std(StrEnum):
@@ -69,6 +76,124 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     size_B = group_size(rewards, group_ids)
     advantages_B = size_B / (size_B - 1).clamp(min=1) * (rewards - group_mean(rewards, group_ids))
     return _zero_where_equal(advantages_B, rewards, group_ids)
+
+
+def process_advantages(
+    token_rewards: Tensor, step_ends: Tensor, mask: Tensor, group_ids: Tensor, std: Std, eps: float
+) -> Tensor:
+    """The sum of the normalised scores of the steps that end with or after a token, `[B, T]`; 0 outside the mask.
+
+    A step's score is normalised among all steps of its group, whichever sibling's: (r - mean) / (std + eps), as
+    `group_zscore` does. So exactly 0 in a group with one step or with equal scores, and after a row's last step.
+    token_rewards `[B, T]`: scores at step ends (elsewhere not looked at). GRPO, arXiv 2402.03300, section 4.1.3.
+    """
+    ends_BT = step_ends & mask
+    ids_BT = group_ids.unsqueeze(-1).expand(mask.shape)
+    scores = group_zscore(token_rewards[ends_BT], ids_BT[ends_BT], std, eps)
+    return reward_to_go(torch.zeros_like(token_rewards).masked_scatter(ends_BT, scores), mask, gamma=1.0)
+
+
+def steps_are_equal(token_rewards: Tensor, step_ends: Tensor, group_ids: Tensor) -> Tensor:
+    """Whether all step scores of an entry's group are exactly the same, or there are none, bool `[B]`."""
+    groups, index = group_ids.unique(return_inverse=True)
+    scores, index_of_step = token_rewards[step_ends], index.unsqueeze(-1).expand(step_ends.shape)[step_ends]
+    low = scores.new_full((len(groups),), torch.inf).scatter_reduce(0, index_of_step, scores, "amin")
+    high = scores.new_full((len(groups),), -torch.inf).scatter_reduce(0, index_of_step, scores, "amax")
+    return (low >= high)[index]  # without a step: inf >= -inf
+
+
+def place_at_last_token(values: Tensor, mask: Tensor) -> Tensor:
+    """`[B, T]` with values `[B]` on each row's last masked token and 0 elsewhere; nothing of an empty row's."""
+    return keep(values.unsqueeze(-1).expand(mask.shape), _is_last(mask))
+
+
+def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1} over each row's masked tokens, `[B, T]`; 0 outside the mask."""
+    assert rewards.shape == mask.shape, (rewards.shape, mask.shape)
+    rewards_BT = keep(rewards, mask)
+    returns_BT, return_B = torch.zeros_like(rewards_BT), rewards_BT.new_zeros(len(mask))
+    for t in reversed(range(mask.shape[1])):
+        return_B = torch.where(mask[:, t], rewards_BT[:, t] + gamma * return_B, return_B)
+        returns_BT[:, t] = return_B
+    return keep(returns_BT, mask)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    truncated: Tensor | None,
+    bootstrap: bool,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantages and returns = A + V, both `[B, T]` and 0 outside the mask.
+
+    A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t. V past a row's end is 0 where the model stopped;
+    with `bootstrap`, where the length limit cut it off (truncated, bool `[B]`; None: nowhere), it is taken to be V of
+    the last token, the nearest known. GAE, arXiv 1506.02438, equation 16.
+    """
+    rewards_BT, values_BT = keep(rewards, mask), keep(values, mask)
+    past_B = _value_past_end(values_BT, mask, truncated, bootstrap)
+    errors_BT = rewards_BT + gamma * _successors(values_BT, mask, past_B) - values_BT
+    advantages_BT = reward_to_go(errors_BT, mask, gamma * lam)
+    return advantages_BT, advantages_BT + values_BT
+
+
+def n_step(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    n: int,
+    truncated: Tensor | None,
+    bootstrap: bool,
+) -> tuple[Tensor, Tensor]:
+    """n-step advantages and returns = A + V, both `[B, T]` and 0 outside the mask.
+
+    A_t = sum_{k<n} gamma^k r_{t+k} + gamma^n V_{t+n} - V_t. A row that ends L < n tokens later has its L rewards and
+    gamma^L V past the end, which is as in `gae`. A2C: arXiv 1602.01783, section 4.
+    """
+    assert n >= 1, n
+    rewards_BT, values_BT = keep(rewards, mask), keep(values, mask)
+    past_B = _value_past_end(values_BT, mask, truncated, bootstrap)
+    returns_BT = values_BT
+    for _ in range(min(n, mask.shape[1])):  # beyond the longest row nothing changes any more
+        returns_BT = keep(rewards_BT + gamma * _successors(returns_BT, mask, past_B), mask)
+    advantages_BT = returns_BT - values_BT
+    return advantages_BT, advantages_BT + values_BT
+
+
+def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / (std + eps) over all masked tokens together (n - 1), `[B, T]`; 0 outside the mask.
+
+    Exactly 0 where there are fewer than two tokens, or all are equal. values: of the whole step, not of a micro-batch.
+    """
+    tokens = values[mask]
+    if len(tokens) < 2 or tokens.amin() == tokens.amax():
+        return torch.zeros_like(values)
+    return keep((values - tokens.mean()) / (tokens.std() + eps), mask)
+
+
+def _is_last(mask: Tensor) -> Tensor:
+    return mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+
+
+def _value_past_end(values: Tensor, mask: Tensor, truncated: Tensor | None, bootstrap: bool) -> Tensor:
+    if truncated is None or not bootstrap:
+        return values.new_zeros(len(mask))
+    return keep(row_sum(values, _is_last(mask)), truncated)
+
+
+def _successors(values: Tensor, mask: Tensor, past_B: Tensor) -> Tensor:
+    """At each token the value of the row's next masked token; `past_B` where there is none. `[B, T]`."""
+    num_tokens = mask.shape[1]
+    place_BT = torch.where(mask, torch.arange(num_tokens, device=mask.device), num_tokens)
+    at_or_after_BT = place_BT.flip(-1).cummin(-1).values.flip(-1)
+    after_BT = torch.cat([at_or_after_BT, at_or_after_BT.new_full((len(mask), 1), num_tokens)], 1)[:, 1:]
+    return torch.cat([values, past_B.unsqueeze(-1)], 1).gather(1, after_BT)
 
 
 def _zero_where_equal(advantages: Tensor, rewards: Tensor, group_ids: Tensor) -> Tensor:

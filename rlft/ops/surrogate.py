@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
+from rlft.ops.mask import keep, row_mean, row_sum
+
+
+class SurrogateKind(StrEnum):
+    """The ratio, clipped where it would gain (PPO) or not; log-probs (REINFORCE), or by a clamped ratio (CISPO)."""
+
+    clipped = "clipped"
+    importance = "importance"
+    policy_gradient = "policy_gradient"
+    cispo = "cispo"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clipped:
-    """A clipped surrogate, and where a clip *binds*: where it, not the ratio, makes the value and the gradient is 0.
+class Surrogate:
+    """A surrogate, and where a clip *binds*: where it, not the ratio, makes what is trained on.
 
-    loss `[B, T]`; low, high, dual: bool `[B, T]`.
+    loss `[B, T]`; low, high, dual: bool `[B, T]`. The gradient there is 0, except in CISPO.
     """
 
     loss: Tensor
@@ -23,7 +35,7 @@ class Clipped:
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
-) -> Clipped:
+) -> Surrogate:
     """-min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at most -c A with a dual clip c > 1.
 
     Only the side that would gain is clipped: A > 0 above, A < 0 below. PPO: arXiv 1707.06347;
@@ -37,4 +49,45 @@ def clipped_surrogate(
         objective = torch.where(dual, dual_clip * advantages, objective)
     low = (advantages < 0) & (ratio < 1 - clip_low)
     high = (advantages > 0) & (ratio > 1 + clip_high)
-    return Clipped(loss=-objective, low=low, high=high, dual=dual)
+    return Surrogate(loss=-objective, low=low, high=high, dual=dual)
+
+
+def importance(ratio: Tensor, advantages: Tensor) -> Surrogate:
+    """-r A, where nothing binds: what PPO's penalty on KL(old, new) goes with. arXiv 1707.06347, section 4."""
+    assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
+    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
+    return Surrogate(loss=-ratio * advantages, low=nowhere, high=nowhere, dual=nowhere)
+
+
+def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Surrogate:
+    """-A lp, where nothing binds. Williams (1992)."""
+    assert logprobs.shape == advantages.shape, (logprobs.shape, advantages.shape)
+    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
+    return Surrogate(loss=-advantages * logprobs, low=nowhere, high=nowhere, dual=nowhere)
+
+
+def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Surrogate:
+    """-sg[clamp(r, 1 - low, 1 + high)] A lp: the weight is clipped, so every token keeps its gradient.
+
+    low and high: where the clamp cuts a weight that has an advantage to weigh, of either sign. MiniMax-M1, arXiv
+    2506.13585, whose clamp has no lower end: clip_low = 1.
+    """
+    assert logprobs.shape == ratio.shape == advantages.shape, (logprobs.shape, ratio.shape, advantages.shape)
+    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    low = (advantages != 0) & (ratio < 1 - clip_low)
+    high = (advantages != 0) & (ratio > 1 + clip_high)
+    return Surrogate(loss=-weight * advantages * logprobs, low=low, high=high, dual=torch.zeros_like(low))
+
+
+def mirror_descent(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, tau: float) -> Tensor:
+    """-A_t lp_t + (tau / 2) L^2 / |o| with L = sum_t(lp - lp_old), `[B, T]`; 0 outside the mask.
+
+    With A_t = R_i - b on all of a row's tokens the row sums to -(R_i - b) log pi(o) + tau/2 (log pi/pi_old (o))^2: the
+    surrogate (R_i - b - tau log pi/pi_old (o))^2 over 2 tau, up to a constant. The square belongs to the whole row and
+    is dealt to its tokens evenly. tau in reward per nat. Kimi k1.5, arXiv 2501.12599.
+    """
+    assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
+    logprobs, old_logprobs = keep(logprobs, mask), keep(old_logprobs, mask)
+    log_ratio_B, mean_B = row_sum(logprobs - old_logprobs, mask), row_mean(logprobs - old_logprobs, mask)
+    square_BT = (log_ratio_B * mean_B).unsqueeze(-1)  # L^2 / |o|
+    return keep(tau / 2 * square_BT - keep(advantages, mask) * logprobs, mask)

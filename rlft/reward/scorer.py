@@ -5,17 +5,28 @@ This file runs in the trainer only; workers import worker.py, which knows no tor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from rlft.reward.pool import InProcess, RewardError, WorkerPool
 from rlft.reward.spec import OnError, RewardSpec, specs
-from rlft.reward.worker import Cause, Failure, Outcome, Reply, Task
-from rlft.types import Group, Scores
+from rlft.reward.worker import Cause, Failure, Outcome, Reply, Task, checked
+from rlft.types import Group, Scores, StepScores
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["RewardError", "RewardSpec", "Scorer", "specs"]
 
 MAX_TIME_LIMITS_ALONE = 2
 MAX_SHOWN_CHARS = 200
+
+Resident = Callable[[Sequence[Group]], list[list[float]]]
+"""A reward that this process computes itself, for all groups at once: `[P][G]` scores."""
+
+Table = Mapping[str, Sequence[Sequence[float | StepScores]]]
+"""What each reward gave, by name, `[P][G]`: a number for a completion as a whole, or scores of its steps."""
 
 
 class Scorer:
@@ -24,19 +35,36 @@ class Scorer:
     workers: processes, which start in the background; 0 scores in the calling process (no isolation).
     timeout_s: seconds a reward may take for a group.
     on_error: `stop` raises a RewardError, a number is the score of a completion whose reward failed; a reward's own
-        `on_error` goes before it.
+        `on_error` goes before it. Of a process reward it is a score of the completion as a whole, which has no steps
+        then: where nothing is known of the steps, none is made up, and it exists for an empty text too.
+    resident: rewards by name that are computed in this process for all groups at once, after those of the workers; a
+        reward that `runs_in_trainer` needs one. What is wrong with their scores always stops the run.
     Make and use it in the thread that runs the loop.
 
     num_failures counts the completions that got such a score so far; last_failure says what happened to the last one.
     """
 
-    def __init__(self, rewards: Mapping[str, RewardSpec], workers: int, timeout_s: float, on_error: OnError) -> None:
+    def __init__(
+        self,
+        rewards: Mapping[str, RewardSpec],
+        workers: int,
+        timeout_s: float,
+        on_error: OnError,
+        resident: Mapping[str, Resident] = MappingProxyType({}),
+    ) -> None:
         if not rewards or workers < 0 or timeout_s <= 0:
             raise ValueError(f"needs rewards, workers >= 0 and timeout_s > 0, got {rewards}, {workers}, {timeout_s}")
+        if unknown := [name for name in resident if name not in rewards]:
+            raise ValueError(f"resident rewards {unknown} are not among the rewards {list(rewards)}")
+        if homeless := [name for name, spec in rewards.items() if spec.runs_in_trainer and name not in resident]:
+            raise ValueError(f"rewards {homeless} run in the trainer, and no resident callable was given for them")
         self._rewards = dict(rewards)
+        self._resident = dict(resident)
         self._on_error: OnError = on_error
-        ordered = list(self._rewards.values())
-        self._pool = WorkerPool(ordered, workers, timeout_s) if workers else InProcess(ordered, timeout_s)
+        pooled = [spec for name, spec in rewards.items() if name not in resident]
+        self._pooled = tuple(spec.name for spec in pooled)
+        self._process = tuple(spec.name for spec in pooled if spec.scores_steps)
+        self._pool = WorkerPool(pooled, workers, timeout_s) if workers and pooled else InProcess(pooled, timeout_s)
         self.num_failures = 0
         self.last_failure: str | None = None
 
@@ -44,16 +72,19 @@ class Scorer:
         """Scores `[P, G]` of P groups of equal size G.
 
         Raises:
-            RewardError: a reward failed and its on_error is `stop`, or a worker could not start.
+            RewardError: a reward failed and its on_error is `stop`, a worker could not start, or a resident reward did
+                not give a finite number for each completion.
         """
         outcomes = self._outcomes(groups)
-        by_reward: dict[str, list[list[float]]] = {name: [] for name in self._rewards}
+        by_reward: dict[str, list[Sequence[float | StepScores]]] = {name: [] for name in self._rewards}
         for index, group in enumerate(groups):
-            for name in self._rewards:
+            for name in self._pooled:
                 outcome = outcomes[index, name]
                 settled = self._settle(group, name, outcome) if isinstance(outcome, Failure) else outcome
                 by_reward[name].append(settled)
-        return weighted_sum(by_reward, {name: spec.weight for name, spec in self._rewards.items()})
+        for name, compute in self._resident.items():
+            by_reward[name].extend(resident_scores(name, compute(groups), groups))
+        return mixed(by_reward, {name: spec.weight for name, spec in self._rewards.items()}, self._process)
 
     def close(self) -> None:
         """Ends the workers. Safe to call twice."""
@@ -62,7 +93,7 @@ class Scorer:
     def _outcomes(self, groups: Sequence[Group]) -> dict[tuple[int, str], Outcome]:
         """Every group with every reward; where a failure stops the run, at least all that comes before it."""
         outcomes: dict[tuple[int, str], Outcome] = {}
-        todo = [Task(key=index, group=group, rewards=tuple(self._rewards)) for index, group in enumerate(groups)]
+        todo = [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
         while todo:
             for task, reply in self._pool.run(todo, self._stops):
                 outcomes |= {(task.key, name): outcome for name, outcome in reply.items()}
@@ -88,7 +119,7 @@ class Scorer:
             if isinstance(outcome, Failure) and self._stops({name: outcome}):
                 self._settle(groups[index], name, outcome)
 
-    def _settle(self, group: Group, name: str, failure: Failure) -> list[float]:
+    def _settle(self, group: Group, name: str, failure: Failure) -> list[float | StepScores]:
         """The group's scores, the fixed one where the reward failed; or a RewardError that names the completion."""
         scores = self._isolate(group, name, failure)
         failed = [index for index, score in enumerate(scores) if isinstance(score, Failure)]
@@ -103,7 +134,7 @@ class Scorer:
         self.last_failure = message
         return [fixed if isinstance(score, Failure) or not failed else score for score in scores]
 
-    def _isolate(self, group: Group, name: str, failure: Failure) -> list[float | Failure]:
+    def _isolate(self, group: Group, name: str, failure: Failure) -> list[float | StepScores | Failure]:
         """Each completion's score where it can be had, a Failure where not.
 
         The completion the reward was at is suspected; if the others can all be scored one at a time, it was that one.
@@ -122,7 +153,7 @@ class Scorer:
 
     def _score_alone(
         self, group: Group, name: str, indices: Sequence[int], failure: Failure
-    ) -> dict[int, float | Failure]:
+    ) -> dict[int, float | StepScores | Failure]:
         """These completions scored as groups of one; given up after two time limits, so that hangs don't add up."""
         hangs = 0
 
@@ -135,7 +166,7 @@ class Scorer:
             Task(key=i, group=Group(prompt=group.prompt, rollouts=(group.rollouts[i],)), rewards=(name,))
             for i in indices
         ]
-        found: dict[int, float | Failure] = dict.fromkeys(indices, failure)
+        found: dict[int, float | StepScores | Failure] = dict.fromkeys(indices, failure)
         for task, reply in self._pool.run(tasks, enough):
             outcome = reply[name]
             found[task.key] = outcome if isinstance(outcome, Failure) else outcome[0]
@@ -149,18 +180,21 @@ def failed_alone(failure: Failure) -> bool:
 
 def describe(name: str, group: Group, failure: Failure, completion: int | None) -> str:
     """Which reward did what on which prompt and completion, and the way out."""
-    where = f"prompt {group.prompt.id!r}"
-    if completion is not None:
-        text = group.rollouts[completion].completion.text
-        where += f", completion {completion + 1} of {len(group.rollouts)}: {shortened(text)}"
-    elif failure.cause is not Cause.not_built:
-        where += f", its {len(group.rollouts)} completions as a whole"
+    where = f"prompt {group.prompt.id!r}" if failure.cause is Cause.not_built else whereabouts(group, completion)
     remedy = "mend the reward, or give such completions a fixed score with scoring.on_error=0"
     if failure.cause is Cause.time_limit:
         remedy = f"raise scoring.timeout, {remedy}"
     if failure.cause is Cause.not_built:
         remedy = "mend the reward"
     return f"reward.{name}: {failure.problem} on {where}; {remedy}"
+
+
+def whereabouts(group: Group, completion: int | None) -> str:
+    """The prompt, and which of its completions, or that it is about all of them."""
+    where, size = f"prompt {group.prompt.id!r}", len(group.rollouts)
+    if completion is None:
+        return f"{where}, its {size} completions as a whole"
+    return f"{where}, completion {completion + 1} of {size}: {shortened(group.rollouts[completion].completion.text)}"
 
 
 def shortened(text: str) -> str:
@@ -175,10 +209,68 @@ def shortened(text: str) -> str:
     return f"{text[:half]!r} ... {text[-half:]!r} ({len(text)} characters)"
 
 
-def weighted_sum(by_reward: Mapping[str, list[list[float]]], weights: Mapping[str, float]) -> Scores:
-    """Scores: total[p, g] = sum over rewards of weight x score, summed in float64; all `[P, G]` float32."""
+def resident_scores(name: str, returned: list[list[float]], groups: Sequence[Group]) -> list[list[float]]:
+    """What a resident reward returned, checked. RewardError where it is not a finite number for each completion."""
+    remedy = "look at the model, adapter and numbers this reward is made of"
+    if not isinstance(returned, Sequence) or len(returned) != len(groups):
+        what = f"scores of {len(returned)} groups" if isinstance(returned, Sequence) else type(returned).__name__
+        raise RewardError(f"reward.{name}: returned {what}, not a list for each of {len(groups)} groups; {remedy}")
+    scores: list[list[float]] = []
+    for group, row in zip(groups, returned, strict=True):
+        outcome = checked(row, len(group.rollouts))
+        if isinstance(outcome, Failure):
+            raise RewardError(f"reward.{name}: {outcome.problem} on {whereabouts(group, outcome.completion)}; {remedy}")
+        scores.append(outcome)
+    return scores
+
+
+def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]) -> Scores:
+    """Scores of all rewards, of which those named in `process` give steps; all `[P, G]` float32, summed in float64.
+
+    total[p, g] = sum over rewards of weight x score; the score of a process reward is the sum of its steps.
+    """
     import torch
 
-    exact = {name: torch.tensor(scores, dtype=torch.float64) for name, scores in by_reward.items()}
-    total = torch.stack([weights[name] * scores for name, scores in exact.items()]).sum(0)
-    return Scores(total=total.float(), by_reward={name: scores.float() for name, scores in exact.items()})
+    def exact(rows: Sequence[Sequence[float]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def weighted_sum(scores: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([weights[name] * values for name, values in scores.items()]).sum(0).float()
+
+    sums = {name: exact(totals(rows)) for name, rows in by_reward.items()}
+    total, single = weighted_sum(sums), {name: scores.float() for name, scores in sums.items()}
+    if not process:
+        return Scores(total=total, by_reward=single)
+    # What a process reward says of a completion as a whole is the fixed score of one that it failed on.
+    whole = sums | {name: exact(fixed_scores(by_reward[name])) for name in process}
+    factors = [weights[name] for name in process]
+    rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
+    steps = [[merged_steps(given, factors) for given in zip(*rows, strict=True)] for rows in rows_of_each]
+    return Scores(total=total, by_reward=single, outcome=weighted_sum(whole), steps=steps)
+
+
+def totals(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
+    """Each completion's score by one reward: the number it gave, or the sum of its steps."""
+    return [[sum(given.values) if isinstance(given, StepScores) else given for given in row] for row in rows]
+
+
+def fixed_scores(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
+    """The fixed scores among those of a process reward, 0 where there are steps."""
+    return [[0.0 if isinstance(given, StepScores) else given for given in row] for row in rows]
+
+
+def merged_steps(given: Sequence[float | StepScores], weights: Sequence[float]) -> StepScores:
+    """A completion's steps by several process rewards as one row, weighted; values of steps with the same end add.
+
+    A reward of weight 0 is only looked at: its steps are none of the algorithm's. Fixed scores are no steps.
+
+    >>> merged_steps([StepScores(values=(1.0, 0.0), ends=(6, 9)), StepScores(values=(1.0,), ends=(9,))], [1.0, 0.5])
+    StepScores(values=(1.0, 0.5), ends=(6, 9))
+    """
+    by_end: dict[int, float] = {}
+    for each, weight in zip(given, weights, strict=True):
+        if isinstance(each, StepScores) and weight:
+            for value, end in zip(each.values, each.ends, strict=True):
+                by_end[end] = by_end.get(end, 0.0) + weight * value
+    ends = tuple(sorted(by_end))
+    return StepScores(values=tuple(by_end[end] for end in ends), ends=ends)

@@ -41,6 +41,19 @@ class RewardSpec:
         found = locate(self.target, f"reward.{self.name}._target_")
         return found(**self.kwargs) if isinstance(found, type) else functools.partial(found, **self.kwargs)
 
+    @property
+    def scores_steps(self) -> bool:
+        """Whether it gives `StepScores` instead of numbers: its class or function has `scores_steps = True`."""
+        return self._says("scores_steps")
+
+    @property
+    def runs_in_trainer(self) -> bool:
+        """Whether the trainer computes it, never a worker: its class or function has `runs_in_trainer = True`."""
+        return self._says("runs_in_trainer")
+
+    def _says(self, attribute: str) -> bool:
+        return getattr(locate(self.target, f"reward.{self.name}._target_"), attribute, False) is True
+
 
 def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:
     """The specs of a `reward` config, `{name: {_target_, weight, ...}}`, each of them built once as a trial.
@@ -70,6 +83,9 @@ def _spec(name: str, config: Any) -> RewardSpec:
         on_error=_on_error(config.get("on_error"), f"{key}.on_error"),
     )
     _try_build(spec, key)
+    if spec.runs_in_trainer and spec.on_error is not None:
+        problem = "is for rewards that run in workers; where this one fails, the trainer itself is at fault"
+        raise UserError(f"{key}.on_error", problem, got=spec.on_error, remedy="leave it out")
     return spec
 
 

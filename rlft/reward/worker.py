@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import math
 import numbers
+import operator
 import os
 import pickle
 import signal
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.reward.spec import RewardSpec
-from rlft.types import Completion, Group, Reward, Rollout
+from rlft.types import Completion, Group, Reward, Rollout, StepScores
 
 READY = "ready"
 NOWHERE = -1
@@ -54,7 +55,7 @@ class Failure:
     cause: Cause
     problem: str
     completion: int | None = None
-    scores: tuple[float | None, ...] | None = None
+    scores: tuple[float | StepScores | None, ...] | None = None
     traceback: str = ""
 
 
@@ -67,7 +68,15 @@ class Task:
     rewards: tuple[str, ...]
 
 
-Outcome = list[float] | Failure
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A reward that is ready to be called, and whether it has to give `StepScores` (a process reward) or numbers."""
+
+    reward: Reward
+    scores_steps: bool
+
+
+Outcome = list[float] | list[StepScores] | Failure
 Reply = dict[str, Outcome]
 
 
@@ -107,12 +116,12 @@ def unpack(packed: bytes) -> Task:
     return Task(key=key, group=Group(prompt=prompt, rollouts=rollouts), rewards=rewards)
 
 
-def load(specs: Sequence[RewardSpec]) -> dict[str, Reward | Failure]:
+def load(specs: Sequence[RewardSpec]) -> dict[str, Loaded | Failure]:
     """Each reward built, and started if it has a `start()`: the place for slow imports, which no time limit counts."""
     return {spec.name: _load(spec) for spec in specs}
 
 
-def answer(task: Task, rewards: Mapping[str, Reward | Failure], timeout_s: float, progress: Progress) -> Reply:
+def answer(task: Task, rewards: Mapping[str, Loaded | Failure], timeout_s: float, progress: Progress) -> Reply:
     """The task's scores by reward, or what went wrong instead."""
     reply: Reply = {}
     for index, name in enumerate(task.rewards):
@@ -123,14 +132,14 @@ def answer(task: Task, rewards: Mapping[str, Reward | Failure], timeout_s: float
     return reply
 
 
-def score(reward: Reward, group: Group, timeout_s: float, progress: Progress) -> Outcome:
-    """The reward's scores of a group, checked: one finite number for each completion."""
+def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) -> Outcome:
+    """The reward's scores of a group, checked: one finite number, or sound StepScores, for each completion."""
     watched = replace(group, rollouts=WatchedRollouts(group.rollouts, progress))
     alarm = _Alarm()
     values: Any = None
     try:
         with alarm.set(timeout_s):
-            values = reward(watched)
+            values = loaded.reward(watched)
             values = list(values) if isinstance(values, Iterator) else values  # a generator does its work only now
     except _OutOfTime:
         pass
@@ -147,10 +156,12 @@ def score(reward: Reward, group: Group, timeout_s: float, progress: Progress) ->
             )
     if alarm.rang:
         return out_of_time(timeout_s, _at(progress))
+    if loaded.scores_steps:
+        return checked_steps(values, [rollout.completion.text for rollout in group.rollouts])
     return checked(values, len(group.rollouts))
 
 
-def checked(values: Any, num_completions: int) -> Outcome:
+def checked(values: Any, num_completions: int) -> list[float] | Failure:
     """What a reward returned, as floats, or the Failure it amounts to.
 
     >>> checked([1, 0.5], 2)
@@ -158,20 +169,36 @@ def checked(values: Any, num_completions: int) -> Outcome:
     >>> checked([1.0], 2).problem, checked([1.0, float("nan")], 2).scores
     ('returned 1 scores for 2 completions', (1.0, None))
     """
-    try:
-        returned = list(values)
-    except TypeError:
-        problem = f"returned {type(values).__name__}, not a list of {num_completions} numbers"
-        return Failure(cause=Cause.invalid, problem=problem)
-    if len(returned) != num_completions:
-        problem = f"returned {len(returned)} scores for {num_completions} completions"
-        return Failure(cause=Cause.invalid, problem=problem)
+    returned = _listed(values, num_completions, "numbers")
+    if isinstance(returned, Failure):
+        return returned
     scores = tuple(_finite(value) for value in returned)
     if None in scores:
         bad = scores.index(None)
         problem = f"returned {returned[bad]!r:.80}, not a finite number,"
         return Failure(cause=Cause.invalid, problem=problem, completion=bad, scores=scores)
     return [value for value in scores if value is not None]
+
+
+def checked_steps(values: Any, texts: Sequence[str]) -> list[StepScores] | Failure:
+    """What a process reward returned for completions of these texts, as StepScores of floats and ints, or the Failure.
+
+    Each step has a finite value and an end; ends rise strictly, within 1 .. len(text). No steps is sound.
+
+    >>> checked_steps([StepScores(values=(1, 0), ends=(6, 9))], ["7+5=12,13"])
+    [StepScores(values=(1.0, 0.0), ends=(6, 9))]
+    >>> checked_steps([StepScores(values=(1,), ends=(10,))], ["7+5=12,13"]).problem
+    'returned an end of 10 for step 1, outside 1 .. 9 (the characters of the text),'
+    """
+    returned = _listed(values, len(texts), "StepScores")
+    if isinstance(returned, Failure):
+        return returned
+    steps = [_steps(value, len(text)) for value, text in zip(returned, texts, strict=True)]
+    for bad, problem in enumerate(steps):
+        if isinstance(problem, str):
+            sound = tuple(None if isinstance(each, str) else each for each in steps)
+            return Failure(cause=Cause.invalid, problem=problem, completion=bad, scores=sound)
+    return [each for each in steps if not isinstance(each, str)]
 
 
 def out_of_time(timeout_s: float, completion: int | None) -> Failure:
@@ -231,20 +258,66 @@ class _Alarm:
             raise _OutOfTime
 
 
-def _load(spec: RewardSpec) -> Reward | Failure:
+def _load(spec: RewardSpec) -> Loaded | Failure:
     try:
         reward = spec.build()
         start = getattr(reward, "start", None)
         if callable(start):
             start()
+        return Loaded(reward=reward, scores_steps=spec.scores_steps)
     except Exception as error:  # it is told with the first group; the worker must live to tell it
         problem = f"could not be started in its worker: {type(error).__name__}: {error}"
         return Failure(cause=Cause.not_built, problem=problem, traceback=traceback.format_exc())
-    return reward
 
 
 def _at(progress: Progress) -> int | None:
     return None if progress[1] == NOWHERE else progress[1]
+
+
+def _listed(values: Any, num_completions: int, kind: str) -> list[Any] | Failure:
+    try:
+        returned = list(values)
+    except TypeError:
+        problem = f"returned {type(values).__name__}, not a list of {num_completions} {kind}"
+        return Failure(cause=Cause.invalid, problem=problem)
+    if len(returned) != num_completions:
+        problem = f"returned {len(returned)} scores for {num_completions} completions"
+        return Failure(cause=Cause.invalid, problem=problem)
+    return returned
+
+
+def _steps(value: Any, num_chars: int) -> StepScores | str:
+    """The value as StepScores of floats and ints, or what is wrong with it."""
+    if not isinstance(value, StepScores):
+        return f"returned {value!r:.80}, not StepScores (it says scores_steps = True),"
+    try:
+        all_given, all_ends = list(value.values), list(value.ends)
+    except TypeError:
+        return f"returned {value!r:.80}, whose values and ends are not both sequences,"
+    if len(all_given) != len(all_ends):
+        return f"returned {len(all_given)} step scores with {len(all_ends)} ends"
+    values: list[float] = []
+    ends = [0]
+    for place, (given, given_end) in enumerate(zip(all_given, all_ends, strict=True), start=1):
+        score, end = _finite(given), _whole(given_end)
+        if score is None:
+            return f"returned {given!r:.80} for step {place}, not a finite number,"
+        if end is None:
+            return f"returned an end of {given_end!r:.80} for step {place}, not a whole number,"
+        if not 1 <= end <= num_chars:
+            return f"returned an end of {end} for step {place}, outside 1 .. {num_chars} (the characters of the text),"
+        if end <= ends[-1]:
+            return f"returned an end of {end} for step {place}, not after the step before it, which ends at {ends[-1]},"
+        values.append(score)
+        ends.append(end)
+    return StepScores(values=tuple(values), ends=tuple(ends[1:]))
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _finite(value: Any) -> float | None:

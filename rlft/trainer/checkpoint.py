@@ -1,8 +1,9 @@
 """Checkpoints: adapter-sized, whole or not there, checked before they are trusted. Nothing pickled is read or written.
 
     checkpoints/step_000100/
-      policy/ reference/ ..   PEFT adapters: adapter_config.json, adapter_model.safetensors
-      optimizer.safetensors   moments by parameter name
+      policy/ reference/ old/ critic/ ..   PEFT adapters: adapter_config.json, adapter_model.safetensors;
+                              head.safetensors where the role has a scalar head; rlft.json: role, base, step
+      optimizer.safetensors   moments by parameter name, of every role that learns
       state.json              step and everything else that moves
       MANIFEST                sha256 of each file above, one a line, as `sha256sum -c` reads it
 
@@ -17,7 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,18 +30,24 @@ if TYPE_CHECKING:
 MANIFEST = "MANIFEST"
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
+ADAPTER, HEAD = "adapter_model.safetensors", "head.safetensors"
 WRITING = ".writing_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """adapters: {role: {PEFT name: tensor}}; adapter_configs: {role: fields of adapter_config.json}."""
+    """What moves in a run, all of it.
+
+    adapters: {role: {PEFT name: tensor}}; adapter_config: the fields of adapter_config.json, of all of them. heads:
+    {role: {name: tensor}}; a role may have a head without an adapter. state: plain values, saved as JSON.
+    """
 
     step: int
     adapters: Mapping[str, Mapping[str, Tensor]]
-    adapter_configs: Mapping[str, Mapping[str, Any]]
+    adapter_config: Mapping[str, Any]
     optimizer: Mapping[str, Tensor]
     state: Mapping[str, Any]
+    heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 def folder_name(step: int) -> str:
@@ -49,20 +56,22 @@ def folder_name(step: int) -> str:
 
 def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Writes `root/step_N`, which is then the newest; of the others the newest `keep` - 1 stay. Returns the folder."""
-    from safetensors.torch import save_file
-
     root.mkdir(parents=True, exist_ok=True)
     final = root / folder_name(checkpoint.step)
     for left_by_a_kill in root.glob(f"{WRITING}*"):
         shutil.rmtree(left_by_a_kill)
     temporary = root / f"{WRITING}{final.name}"
     temporary.mkdir()
-    for role, weights in checkpoint.adapters.items():
+    for role in sorted({*checkpoint.adapters, *checkpoint.heads}):
         (temporary / role).mkdir()
-        contiguous = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
-        save_file(contiguous, temporary / role / "adapter_model.safetensors", metadata={"format": "pt"})
-        _write_json(temporary / role / "adapter_config.json", checkpoint.adapter_configs[role])
-    save_file({name: tensor.contiguous().cpu() for name, tensor in checkpoint.optimizer.items()}, temporary / OPTIMIZER)
+        if role in checkpoint.adapters:
+            _write_tensors(temporary / role / ADAPTER, checkpoint.adapters[role])
+            _write_json(temporary / role / "adapter_config.json", checkpoint.adapter_config)
+        if role in checkpoint.heads:
+            _write_tensors(temporary / role / HEAD, checkpoint.heads[role])
+        belongs = {"role": role, "step": checkpoint.step, "base_fingerprint": checkpoint.state.get("base_fingerprint")}
+        _write_json(temporary / role / "rlft.json", belongs)
+    _write_tensors(temporary / OPTIMIZER, checkpoint.optimizer)
     _write_json(temporary / STATE, {"step": checkpoint.step, **checkpoint.state})
     lines = [f"{_sha256(f)}  {f.relative_to(temporary)}" for f in _files(temporary)]
     (temporary / MANIFEST).write_text("\n".join(lines) + "\n")
@@ -129,13 +138,18 @@ def load(folder: Path) -> Checkpoint:
     from safetensors.torch import load_file
 
     state = json.loads((folder / STATE).read_text())
-    roles = sorted(p.parent.name for p in folder.glob("*/adapter_model.safetensors"))
+
+    def tensors(name: str) -> dict[str, dict[str, Tensor]]:
+        return {file.parent.name: load_file(file) for file in sorted(folder.glob(f"*/{name}"))}
+
+    configs = sorted(folder.glob("*/adapter_config.json"))
     return Checkpoint(
         step=state.pop("step"),
-        adapters={role: load_file(folder / role / "adapter_model.safetensors") for role in roles},
-        adapter_configs={role: json.loads((folder / role / "adapter_config.json").read_text()) for role in roles},
+        adapters=tensors(ADAPTER),
+        adapter_config=json.loads(configs[0].read_text()),
         optimizer=load_file(folder / OPTIMIZER),
         state=state,
+        heads=tensors(HEAD),
     )
 
 
@@ -146,6 +160,13 @@ def write_atomically(file: Path, text: str) -> None:
     _flush(temporary)
     temporary.replace(file)
     _flush(file.parent)
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    contiguous = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(contiguous, file, metadata={"format": "pt"})
 
 
 def _write_json(file: Path, value: Any) -> None:

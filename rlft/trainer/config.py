@@ -24,6 +24,7 @@ class TrainerConfig:
     eps: PositiveFloat
     weight_decay: NonNegativeFloat
     max_grad_norm: PositiveFloat
+    reset_every: NonNegativeInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

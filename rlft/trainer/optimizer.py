@@ -21,7 +21,8 @@ class NonFiniteGradientError(RuntimeError):
 class Optimizer:
     """Gradients start at zero, not at None: an update in which nothing taught anything still counts as one."""
 
-    def __init__(self, parameters: Sequence[tuple[str, Parameter]], config: TrainerConfig) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, Parameter]], config: TrainerConfig, role: str = "policy") -> None:
+        self.role, self.config = role, config
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.max_grad_norm = config.max_grad_norm
@@ -45,13 +46,21 @@ class Optimizer:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm).item()
         if not math.isfinite(norm):
             raise NonFiniteGradientError(
-                f"policy/grad_norm is {norm}: stopped before it reached the weights; the newest checkpoint is good. "
-                "Lower trainer.lr or use model.dtype=float32"
+                f"{self.role}/grad_norm is {norm}: stopped before it reached the weights; the newest checkpoint is good. "
+                f"Lower {'trainer' if self.role == 'policy' else self.role}.lr or use model.dtype=float32"
             )
         self.adamw.param_groups[0]["lr"] = lr
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         return norm
+
+    def discard(self) -> None:
+        """Forgets the gradients that are there."""
+        self.adamw.zero_grad(set_to_none=True)
+
+    def reset(self) -> None:
+        """Forgets all moments: the next update is as a fresh optimizer's first."""
+        self.adamw.state.clear()
 
     def state(self) -> dict[str, Tensor]:
         """{"<moment>/<parameter name>": tensor}; empty before the first update."""

@@ -12,7 +12,8 @@ def learning_rate(config: TrainerConfig, update: int, num_updates: int) -> float
 
     >>> from rlft.trainer.config import Schedule
     >>> c = TrainerConfig(
-    ...     lr=1.0, schedule=Schedule.linear, warmup=2, beta1=0, beta2=0, eps=1, weight_decay=0, max_grad_norm=1
+    ...     lr=1.0, schedule=Schedule.linear, warmup=2,
+    ...     beta1=0, beta2=0, eps=1, weight_decay=0, max_grad_norm=1, reset_every=0,
     ... )
     >>> [learning_rate(c, u, 6) for u in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

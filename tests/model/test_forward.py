@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 from rlft.collate import select
 from rlft.model import forward
 from rlft.model.attention import NAME
-from rlft.model.forward import choose, packed_forward, padded_forward
+from rlft.model.forward import Forward, choose, packed_forward, padded_forward
 from rlft.model.packing import micro_batches, num_packed_tokens
+from rlft.model.scalar_head import ScalarHead
 
 PACKED = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "gemma", "mistral", "gpt2"]
 PADDED = ["mistral_window", "qwen2_window", "gemma2", "gemma2_full", "granite", "gpt_oss", "falcon"]
@@ -213,6 +214,153 @@ def test_entropy_is_computed_only_when_asked_for(random_model, awkward_batch):
     model = random_model("llama")
     for run in (packed_forward, padded_forward):
         assert run(model, awkward_batch, 1.0, False).entropy is None
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+def some_head(model, seed=0):
+    """A scalar head that says something."""
+    head = ScalarHead(model.config.get_text_config().hidden_size, model.device, model.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return head
+
+
+def plain_values(model, batch, head):
+    """`[B, T]`, a row at a time: no padding, no packing, eager attention; 0 for a row's first token."""
+    mine = model.config._attn_implementation
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation("eager")
+    rows = []
+    for ids, real, mask in zip(batch.token_ids, batch.attention_mask, batch.loss_mask, strict=True):
+        hidden = model.base_model(input_ids=ids[real][None], use_cache=False).last_hidden_state[0]
+        row = torch.nn.functional.pad(head(hidden)[:-1], (1, len(ids) - int(real.sum())))
+        rows.append(row * mask)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(mine)
+    return torch.stack(rows)
+
+
+def forwards(model, packed):
+    """The ways to values: alone, and beside log-probs."""
+    forward = Forward(model=model, packed=packed, reason="")
+    return [forward.values, lambda batch, head: forward(batch, 0.6, False, head).values]
+
+
+def value_results(values_of, batch, head, parameters):
+    """(values, gradients of head and adapter) for a loss in which every token has its own weight."""
+    values = values_of(batch, head)
+    gradients = torch.autograd.grad(weighted(values, 0 * values, batch), [*head.parameters(), *parameters])
+    return values.detach(), gradients
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("kind", PACKED + PADDED)
+def test_values_and_their_gradients_are_those_of_rows_run_one_by_one(kind, random_model, with_lora, awkward_batch):
+    model = random_model(kind)
+    parameters, head = with_lora(model), some_head(model)
+    expected = value_results(lambda b, h: plain_values(model, b, h), awkward_batch, head, parameters)
+    # All of them matter: the head's two parameters and the adapter's.
+    assert all(g.abs().max() > 1e-3 for g in expected[1])
+    for packed in (True, False) if kind in PACKED else (False,):
+        for values_of in forwards(model, packed):
+            found = value_results(values_of, awkward_batch, head, parameters)
+            close(found[0], expected[0], 1e-5)
+            close_gradients(found[1], expected[1], 1e-5)
+
+
+def test_the_embedded_models_values_and_gradients_are_those_of_rows_run_one_by_one(make_roles, awkward_batch):
+    roles = make_roles(noise=0.1)
+    model, parameters = roles.backbone.model, [p for _, p in roles.named_parameters()]
+    head = some_head(model)
+    expected = value_results(lambda b, h: plain_values(model, b, h), awkward_batch, head, parameters)
+    assert roles.forward.packed
+    scale = expected[0].abs().max()
+    for packed in (True, False):
+        for values_of in forwards(model, packed):
+            found = value_results(values_of, awkward_batch, head, parameters)
+            close(found[0] / scale, expected[0] / scale, 1e-5)
+            close_gradients(found[1], expected[1], 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_values_of_a_float64_model_are_exact_in_float64(random_model, with_lora, awkward_batch):
+    model = random_model("gpt2", torch.float64)
+    parameters, head = with_lora(model), some_head(model)
+    expected = value_results(lambda b, h: plain_values(model, b, h), awkward_batch, head, parameters)
+    for packed in (True, False):
+        for values_of in forwards(model, packed):
+            found = value_results(values_of, awkward_batch, head, parameters)
+            assert found[0].dtype == torch.float64
+            close(found[0], expected[0], 1e-12)
+            close_gradients(found[1], expected[1], 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2", "mistral_window"])
+def test_values_are_read_off_the_state_that_predicts_the_token(kind, random_model, awkward_batch):
+    # A head with the LM head's weights of token 9 says the logit of 9, where the model's own forward chooses token t.
+    model = random_model(kind)
+    head = ScalarHead(32, model.device, model.dtype)
+    head.restore({"weight": model.get_output_embeddings().weight[9:10], "bias": torch.zeros(1)})
+    forward = choose(model)
+    with torch.no_grad():
+        for values in (forward.values(awkward_batch, head), forward(awkward_batch, 0.6, False, head).values):
+            for b, t in awkward_batch.loss_mask.nonzero().tolist():
+                logits = model(input_ids=awkward_batch.token_ids[b : b + 1, :t]).logits
+                assert values[b, t].item() == pytest.approx(logits[0, t - 1, 9].item(), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+def test_values_are_0_wherever_the_loss_mask_is_off_and_know_no_temperature(kind, random_model, awkward_batch):
+    model = random_model(kind)
+    forward, head = choose(model), some_head(model)
+    with torch.no_grad():
+        head.bias.fill_(100.0)
+        alone = forward.values(awkward_batch, head)
+        beside = [forward(awkward_batch, temperature, True, head) for temperature in (1.0, 0.5)]
+        without = forward(awkward_batch, 0.5, True)
+    for values in (alone, *(outputs.values for outputs in beside)):
+        assert (values[~awkward_batch.loss_mask] == 0).all()
+        assert (values[awkward_batch.loss_mask] > 1).all()
+    assert torch.equal(beside[0].values, beside[1].values)
+    # And a head beside them changes no log-prob and no entropy.
+    assert torch.equal(beside[1].logprobs, without.logprobs)
+    assert torch.equal(beside[1].entropy, without.entropy)
+    assert without.values is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral_window", "falcon"])
+def test_the_lm_head_is_not_run_for_values_alone(kind, random_model, awkward_batch):
+    model = random_model(kind)
+    forward, calls = choose(model), []
+    hook = model.get_output_embeddings().register_forward_hook(lambda *args: calls.append(1))
+    forward.values(awkward_batch, some_head(model))
+    assert not calls
+    forward(awkward_batch, 1.0, False, some_head(model))
+    assert calls == [1]
+    hook.remove()
+
+
+def test_values_of_empty_completions_have_gradient_0(random_model, with_lora, make_batch):
+    model = random_model("llama")
+    parameters, head = with_lora(model), some_head(model)
+    batch = make_batch([(0, [3, 4], []), (0, [3, 4], [])])
+    for values_of in forwards(model, True):
+        values = values_of(batch, head)
+        assert (values == 0).all()
+        gradients = torch.autograd.grad(values.sum(), [*head.parameters(), *parameters])
+        assert all((g == 0).all() for g in gradients)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_lies_under_the_padding_does_not_reach_the_values(packed, random_model, awkward_batch):
+    model = random_model("qwen2")
+    head = some_head(model)
+    garbage = torch.where(awkward_batch.attention_mask, awkward_batch.token_ids, -(10**9))
+    for values_of in forwards(model, packed):
+        clean = values_of(awkward_batch, head)
+        assert torch.equal(values_of(replace(awkward_batch, token_ids=garbage), head), clean)
 
 
 # -- which forward ---------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from safetensors.torch import save_file
 
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import Backbone, load_backbone
-from rlft.model.config import LoraSettings, Old
+from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old
+from rlft.model.critic import CRITIC
 from rlft.model.forward import packed_forward
 from rlft.model.roles import Roles
 from rlft.types import UserError
 
-POLICY, REFERENCE = "policy", "reference"
+POLICY, REFERENCE, OLD = "policy", "reference", "old"
 
 
 @pytest.fixture
@@ -50,10 +51,51 @@ def policy_logprobs(roles, batch):
         return roles.outputs(batch, False).logprobs
 
 
-def nudge(roles, by=0.01):
+def nudge(roles, by=0.01, role=POLICY):
     """Stands for an update."""
-    for _, parameter in roles.named_parameters():
+    for _, parameter in roles.named_parameters(role):
         parameter.data += by
+
+
+def stir(roles, role=CRITIC, seed=2):
+    """Gives a role weights that say something: a fresh critic says 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in roles.named_parameters(role):
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def critic_values(roles, batch):
+    with torch.no_grad(), roles.using(roles.critic.role):
+        return roles.values(batch)
+
+
+def critic_gradients(roles, batch):
+    """The critic's gradients of the summed squared values, by name."""
+    with roles.learning(roles.critic.role):
+        roles.values(batch).square().sum().backward()
+    roles.check_gradients(CRITIC)
+    found = {name: p.grad.clone() for name, p in roles.named_parameters(CRITIC)}
+    for _, parameter in roles.named_parameters(CRITIC):
+        parameter.grad = None
+    return found
+
+
+@pytest.fixture
+def num_forwards(backbone):
+    """Runs something and says how many forwards of the base and of its LM head it took."""
+
+    def count(run):
+        network, head = [], []
+        hooks = [
+            backbone.model.get_input_embeddings().register_forward_hook(lambda *args: network.append(1)),
+            backbone.model.get_output_embeddings().register_forward_hook(lambda *args: head.append(1)),
+        ]
+        run()
+        for hook in hooks:
+            hook.remove()
+        return len(network), len(head)
+
+    return count
 
 
 # -- the policy ------------------------------------------------------------------------------------------------------
@@ -148,7 +190,7 @@ def test_a_lost_gradient_is_noticed(make_roles, batch):
     roles.outputs(batch, False).logprobs.sum().backward()
     name, parameter = roles.named_parameters()[3]
     parameter.grad = None
-    with pytest.raises(AssertionError, match=f"no gradient reached 1 policy parameters, e.g. {name}"):
+    with pytest.raises(AssertionError, match=f"no gradient reached 1 parameters of policy, e.g. {name}"):
         roles.check_gradients()
 
 
@@ -241,7 +283,364 @@ def test_annotate_keeps_to_the_token_budget_and_to_its_numbers(token_budget, mak
     assert seen == {1: [5, 4, 5, 3], 7: [6, 6], 12: [12]}[token_budget]
 
 
+# One pass a role: (settings, needs_old) -> (forwards of the network, of the LM head), and what is added.
+PASSES = [
+    ({}, False, (0, 0), ""),
+    ({}, True, (1, 1), "old"),
+    ({"old": Old.recompute, "reference": "base"}, False, (2, 2), "old reference"),
+    ({"old": Old.sampled, "reference": "copy"}, False, (1, 1), "old reference"),
+    ({"kind": CriticKind.adapter}, False, (1, 0), "values"),
+    ({"kind": CriticKind.adapter}, True, (2, 1), "old values"),
+    (
+        {"kind": CriticKind.adapter, "old": Old.copy, "reference": "ema", "ema_decay": 0.9},
+        True,
+        (3, 2),
+        "old reference values",
+    ),
+    ({"kind": CriticKind.shared}, False, (1, 0), "values"),
+    ({"kind": CriticKind.shared}, True, (1, 1), "old values"),
+    ({"kind": CriticKind.shared, "old": Old.recompute, "reference": "base"}, False, (2, 2), "old reference values"),
+    ({"kind": CriticKind.shared, "old": Old.copy}, False, (2, 1), "old values"),
+    ({"kind": CriticKind.shared, "old": Old.sampled}, True, (1, 0), "old values"),
+]
+
+
+@pytest.mark.parametrize(("keys", "needs_old", "expected", "added"), PASSES)
+def test_annotate_makes_one_pass_a_role_for_all_that_it_is_asked(
+    keys, needs_old, expected, added, make_roles, batch, nobody, num_forwards
+):
+    roles, found = make_roles(noise=0.05, **keys), []
+    assert num_forwards(lambda: found.append(roles.annotate(batch, nobody, needs_old=needs_old))) == expected
+    names = [n for n in ("old_logprobs", "reference_logprobs", "old_values") if getattr(found[0], n) is not None]
+    wanted = {"old": "old_logprobs", "reference": "reference_logprobs", "values": "old_values"}
+    assert names == [wanted[word] for word in added.split()]
+
+
+@pytest.mark.parametrize("kind", [CriticKind.adapter, CriticKind.shared])
+def test_passes_made_together_give_what_each_gives_alone(kind, make_roles, batch, nobody):
+    roles = make_roles(noise=0.05, kind=kind, old=Old.recompute, reference="base")
+    stir(roles)
+    annotated = roles.annotate(batch, nobody, needs_old=False)
+    assert torch.equal(annotated.old_logprobs, policy_logprobs(roles, batch))
+    assert torch.equal(annotated.old_values, critic_values(roles, batch))
+    assert (annotated.old_values[batch.loss_mask] != 0).all()
+    assert (annotated.old_values[~batch.loss_mask] == 0).all()
+    with torch.no_grad(), roles.using(None):
+        assert torch.equal(annotated.reference_logprobs, roles.forward(batch, 1.0).logprobs)
+    assert not annotated.old_values.requires_grad
+
+
+@pytest.mark.parametrize("token_budget", [1, 7, 12])
+@pytest.mark.parametrize("kind", [CriticKind.adapter, CriticKind.shared])
+def test_old_values_keep_to_the_token_budget_and_inert_rows_to_0(token_budget, kind, make_roles, batch):
+    whole = make_roles(noise=0.05, kind=kind)
+    stir(whole)
+    expected = critic_values(whole, batch)
+    roles = make_roles(noise=0.05, kind=kind, token_budget=token_budget)
+    stir(roles)
+    found = roles.annotate(batch, torch.tensor([False, False, True, False]), needs_old=True).old_values
+    torch.testing.assert_close(found[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-5, atol=1e-5)
+    assert (found[2] == 0).all()
+
+
+# -- the critic ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [CriticKind.adapter, CriticKind.shared])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_fresh_critic_says_0_everywhere(kind, normalize, make_roles, batch, nobody):
+    roles = make_roles(noise=0.05, kind=kind, normalize_values=normalize)
+    assert (roles.annotate(batch, nobody, needs_old=False).old_values == 0).all()
+
+
+def test_what_learns_is_the_policy_and_the_critics_adapter_and_head_or_head_alone(make_roles):
+    # 7 linear layers in each of 4 blocks, two matrices each; a head of weight and bias.
+    names = {}
+    for kind in CriticKind:
+        roles = make_roles(kind=kind)
+        names[kind] = {role: [n for n, _ in roles.named_parameters(role)] for role in roles.learning_roles}
+    head = ["critic.head.weight", "critic.head.bias"]
+    assert list(names[CriticKind.none]) == [POLICY]
+    assert list(names[CriticKind.shared]) == list(names[CriticKind.adapter]) == [POLICY, CRITIC]
+    assert all(len(found[POLICY]) == 56 for found in names.values())
+    assert names[CriticKind.shared][CRITIC] == head
+    own = names[CriticKind.adapter][CRITIC]
+    assert (len(own), own[-2:]) == (58, head)
+    assert [n.replace(".critic.", ".policy.") for n in own[:-2]] == names[CriticKind.none][POLICY]
+
+
+def test_a_critic_changes_neither_the_policys_initialisation_nor_the_global_random_numbers(make_roles):
+    weights = make_roles(seed=3).weights(POLICY)
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    roles = make_roles(seed=3, kind=CriticKind.adapter)
+    assert torch.equal(torch.rand(1), expected)
+    assert same(roles.weights(POLICY), weights)
+
+
+def test_a_critics_initialisation_is_its_own_and_depends_on_the_seed_alone(make_roles):
+    drawn = []
+    for seed, global_seed in ((3, 0), (3, 1), (4, 0)):
+        torch.manual_seed(global_seed)
+        roles = make_roles(seed=seed, kind=CriticKind.adapter)
+        drawn.append([{n: w for n, w in roles.weights(role).items() if "lora_A" in n} for role in (CRITIC, POLICY)])
+    (first, policy), (again, _), (other, _) = drawn
+    assert same(first, again)
+    assert differ(first, other)
+    assert differ(first, policy)
+
+
+def test_the_policys_logprobs_and_an_adapter_critics_values_know_nothing_of_each_other(make_roles, batch):
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter)
+    stir(roles)
+    logprobs, values = policy_logprobs(roles, batch), critic_values(roles, batch)
+    nudge(roles, 0.05, CRITIC)
+    assert torch.equal(policy_logprobs(roles, batch), logprobs)
+    moved = critic_values(roles, batch)
+    assert (moved != values)[batch.loss_mask].all()
+    nudge(roles, 0.05, POLICY)
+    assert torch.equal(critic_values(roles, batch), moved)
+    assert (policy_logprobs(roles, batch) != logprobs)[batch.loss_mask].all()
+    # And the policy's outputs have no values, whose gradient could reach it.
+    assert roles.outputs(batch, False).values is None
+
+
+def test_a_shared_critic_reads_the_policys_features_and_its_gradient_reaches_the_policy(make_roles, batch):
+    roles = make_roles(noise=0.05, kind=CriticKind.shared)
+    stir(roles)
+    values, logprobs = critic_values(roles, batch), policy_logprobs(roles, batch)
+    outputs = roles.outputs(batch, False)
+    assert torch.equal(outputs.values, values)
+    outputs.values.square().sum().backward()
+    roles.check_gradients(POLICY)
+    roles.check_gradients(CRITIC)
+    assert all(p.grad.abs().max() > 0 for role in (POLICY, CRITIC) for _, p in roles.named_parameters(role))
+    nudge(roles, 0.05, POLICY)
+    assert (critic_values(roles, batch) != values)[batch.loss_mask].all()
+    nudge(roles, 0.05, CRITIC)
+    nudge(roles, -0.05, POLICY)
+    torch.testing.assert_close(policy_logprobs(roles, batch), logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_values_are_in_units_of_reward_whatever_the_heads_unit_is(make_roles, batch, nobody):
+    # The head says x; with returns of mean 3 and standard deviation 2 before it, a value is 3 + 2 x.
+    for kind in (CriticKind.adapter, CriticKind.shared):
+        roles = make_roles(noise=0.05, kind=kind, normalize_values=True)
+        stir(roles)
+        with torch.no_grad(), roles.using(roles.critic.role):
+            x = roles.scalars(CRITIC, batch)
+        roles.critic.restore_statistics({"mean": 3.0, "variance": 4.0, "num_steps": 1})
+        expected = (3 + 2 * x).where(batch.loss_mask, 0.0)
+        annotated = roles.annotate(batch, nobody, needs_old=True)
+        torch.testing.assert_close(annotated.old_values, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(critic_values(roles, batch), expected, rtol=1e-6, atol=1e-6)
+        if kind is CriticKind.shared:
+            torch.testing.assert_close(roles.outputs(batch, False).values, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_switching_between_policy_and_critic_loses_no_gradient(make_roles, model_config, batch, nobody):
+    # Each alone, on a base of its own.
+    roles = make_roles(noise=0.05, backbone=load_backbone.__wrapped__(model_config()))
+    alone = gradients(roles, batch)
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter, backbone=load_backbone.__wrapped__(model_config()))
+    stir(roles)
+    critic_alone = critic_gradients(roles, batch)
+    assert all(g.abs().max() > 0 for g in (*alone.values(), *critic_alone.values()))
+
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter, reference="copy", old=Old.recompute)
+    stir(roles)
+    for _ in range(2):
+        roles.annotate(batch, nobody, needs_old=True)
+        with roles.training():
+            with roles.learning(CRITIC):
+                roles.values(batch).square().sum().backward()
+            roles.outputs(batch, False).logprobs.sum().backward()
+    for role, expected in ((POLICY, alone), (CRITIC, critic_alone)):
+        roles.check_gradients(role)
+        for name, parameter in roles.named_parameters(role):
+            assert torch.equal(parameter.grad, 2 * expected[name]), name  # doubling a float is exact
+    assert not any(p.grad is not None for n, p in roles.model.named_parameters() if ".reference." in n)
+
+
+def test_a_critics_lost_gradient_is_noticed(make_roles, batch):
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter)
+    with roles.learning(CRITIC):
+        roles.values(batch).sum().backward()
+    roles.check_gradients(CRITIC)
+    name, parameter = roles.named_parameters(CRITIC)[3]
+    parameter.grad = None
+    with pytest.raises(AssertionError, match=f"no gradient reached 1 parameters of critic, e.g. {name}"):
+        roles.check_gradients(CRITIC)
+
+
+def test_values_by_the_wrong_adapter_are_noticed(make_roles, batch):
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter)
+    roles.values(batch).sum().backward()  # of the policy's features: only the head learns
+    with pytest.raises(AssertionError, match="no gradient reached 56 parameters of critic"):
+        roles.check_gradients(CRITIC)
+
+
+def test_the_policy_is_back_after_an_exception_while_the_critic_learns(make_roles, batch):
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter)
+    stir(roles)
+    expected = policy_logprobs(roles, batch)
+    with pytest.raises(KeyError), roles.learning(CRITIC):
+        raise KeyError
+    assert torch.equal(policy_logprobs(roles, batch), expected)
+    assert {n for n, p in roles.model.named_parameters() if p.requires_grad} == {
+        name for name, _ in roles.named_parameters(POLICY)
+    }
+    gradients(roles, batch)
+
+
+def test_gradient_checkpointing_gives_the_same_critic_gradients(make_roles, model_config, batch):
+    found = []
+    for recompute in (False, True):
+        base = load_backbone.__wrapped__(model_config(gradient_checkpointing=recompute))
+        roles = make_roles(noise=0.05, kind=CriticKind.adapter, backbone=base)
+        stir(roles)
+        with roles.training():
+            found.append(critic_gradients(roles, batch))
+    assert all(torch.allclose(g, found[1][name], rtol=1e-5, atol=1e-6) for name, g in found[0].items())
+
+
+def test_dropout_acts_on_a_learning_critic_only(make_roles, batch, nobody):
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter, dropout=0.5)
+    stir(roles)
+    calm = critic_values(roles, batch)
+    with roles.training(), roles.learning(CRITIC):
+        assert not torch.equal(roles.values(batch), calm)
+    assert torch.equal(critic_values(roles, batch), calm)
+    assert torch.equal(roles.annotate(batch, nobody, needs_old=False).old_values, calm)
+
+
+@pytest.mark.parametrize("kind", [CriticKind.adapter, CriticKind.shared])
+def test_a_critic_goes_into_the_checkpoint_and_comes_back_exactly(kind, make_roles, batch, nobody):
+    roles = make_roles(noise=0.05, kind=kind)
+    stir(roles)
+    assert roles.moving == ((POLICY, CRITIC) if kind is CriticKind.adapter else (POLICY,))
+    adapters = {role: roles.weights(role) for role in roles.moving}
+    heads = {role: head.weights() for role, head in roles.heads.items()}
+    assert list(heads) == [CRITIC]
+    expected = roles.annotate(batch, nobody, needs_old=True)
+    roles = make_roles(seed=9, kind=kind)
+    roles.restore(adapters, heads)
+    again = roles.annotate(batch, nobody, needs_old=True)
+    assert torch.equal(again.old_values, expected.old_values)
+    assert torch.equal(again.old_logprobs, expected.old_logprobs)
+
+
+@pytest.fixture
+def critic_folder(make_roles, tmp_path):
+    """A critic's folder as a checkpoint leaves it, its adapter and its head."""
+    roles = make_roles(seed=5, kind=CriticKind.adapter)
+    stir(roles)
+    adapter, head = roles.weights(CRITIC), roles.heads[CRITIC].weights()
+    roles.close()
+    (tmp_path / "critic").mkdir()
+    save_file({n: w.contiguous() for n, w in adapter.items()}, tmp_path / "critic" / "adapter_model.safetensors")
+    save_file(head, tmp_path / "critic" / "head.safetensors")
+    return tmp_path / "critic", adapter, head
+
+
+def test_a_critic_starts_from_the_adapter_and_the_head_of_a_folder(critic_folder, make_roles):
+    folder, adapter, head = critic_folder
+    roles = make_roles(kind=CriticKind.adapter, init=str(folder))
+    assert same(roles.weights(CRITIC), adapter)
+    assert same(roles.heads[CRITIC].weights(), head)
+    assert roles.learning_roles == (POLICY, CRITIC)
+    shared = make_roles(kind=CriticKind.shared, init=str(folder))
+    assert same(shared.heads[CRITIC].weights(), head)
+
+
+@pytest.mark.parametrize("lost", ["head.safetensors", "adapter_model.safetensors"])
+def test_a_critic_that_cannot_be_read_is_refused_and_leaves_the_base_clean(lost, critic_folder, make_roles, backbone):
+    folder, _, _ = critic_folder
+    (folder / lost).unlink()
+    what = "the scalar head" if lost.startswith("head") else "the adapter"
+    with pytest.raises(UserError, match=rf"^critic\.init: {what} cannot be read"):
+        make_roles(kind=CriticKind.adapter, init=str(folder))
+    assert not any("lora" in name for name, _ in backbone.model.named_parameters())
+
+
+def test_a_critic_of_another_rank_is_refused(critic_folder, make_roles):
+    with pytest.raises(UserError, match=r"^critic\.init: 56 of its tensors do not fit lora\.rank"):
+        make_roles(kind=CriticKind.adapter, init=str(critic_folder[0]), rank=8)
+
+
+def test_a_frozen_scalar_role_scores_and_never_learns(critic_folder, make_roles, batch):
+    folder, _, _ = critic_folder
+    expected = critic_values(make_roles(kind=CriticKind.adapter, init=str(folder)), batch)
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter)
+    roles.add_scalar_role("reward", str(folder), "reward.path", learns=False)
+    with torch.no_grad(), roles.using("reward"):
+        assert torch.equal(roles.scalars("reward", batch), expected)
+        assert not any(p.requires_grad for n, p in roles.model.named_parameters() if ".reward." in n)
+    assert roles.moving == (POLICY, CRITIC)
+    assert roles.learning_roles == (POLICY, CRITIC)
+    gradients(roles, batch)
+    assert all(p.grad is None for _, p in roles.named_parameters("reward"))
+
+
 # -- snapshots in time -----------------------------------------------------------------------------------------------
+def test_an_ema_reference_follows_the_policy_by_the_share_that_it_does_not_keep(make_roles):
+    # Decay 3/4, and a policy that moves by 1 each step: the reference is at 0, then at
+    # 1/4 * 1 = 0.25; 3/4 * 0.25 + 1/4 * 2 = 0.6875; 3/4 * 0.6875 + 1/4 * 3 = 1.265625.
+    roles = make_roles(noise=0.05, reference="ema", ema_decay=0.75)
+    start = {name: w.double() for name, w in roles.weights(POLICY).items()}
+    roles.copy(POLICY, REFERENCE)  # the noise came after the roles were built
+    for step, distance in enumerate((0.25, 0.6875, 1.265625), start=1):
+        nudge(roles, 1.0)
+        assert roles.refresh(step) == (REFERENCE,)
+        for name, weight in roles.weights(REFERENCE).items():
+            torch.testing.assert_close(weight.double(), start[name] + distance, rtol=0, atol=1e-6)
+        for name, weight in roles.weights(POLICY).items():
+            torch.testing.assert_close(weight.double(), start[name] + step, rtol=0, atol=1e-6)
+
+
+def test_an_ema_reference_starts_as_the_policy_and_stays_where_the_policy_stays(make_roles, batch, nobody):
+    roles = make_roles(reference="ema", ema_decay=0.75)
+    assert same(roles.weights(REFERENCE), roles.weights(POLICY))
+    roles.refresh(1)
+    for name, weight in roles.weights(REFERENCE).items():
+        torch.testing.assert_close(weight, roles.weights(POLICY)[name], rtol=1e-6, atol=0)
+    assert roles.moving == (POLICY, REFERENCE)
+    annotated = roles.annotate(batch, nobody, needs_old=True)
+    torch.testing.assert_close(annotated.reference_logprobs, annotated.old_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_copied_old_is_the_policy_of_the_steps_start_bit_for_bit(make_roles, batch, nobody):
+    roles = make_roles(old=Old.copy)
+    for step in range(1, 3):
+        nudge(roles, 0.05)
+        assert roles.refresh(step) == (OLD,)
+        expected = policy_logprobs(roles, batch)
+        # As long as the policy has not moved, both ways to old log-probs are the same computation.
+        assert torch.equal(roles.annotate(batch, nobody, needs_old=False).old_logprobs, expected)
+        nudge(roles, 0.05)
+        held = roles.annotate(batch, nobody, needs_old=True).old_logprobs
+        assert torch.equal(held, expected)
+        assert not torch.allclose(policy_logprobs(roles, batch), expected, atol=1e-3)
+    recompute = make_roles(old=Old.recompute)
+    nudge(recompute, 0.05)
+    nudge(recompute, 0.05)
+    nudge(recompute, 0.05)
+    assert torch.equal(recompute.annotate(batch, nobody, needs_old=False).old_logprobs, expected)
+
+
+def test_a_copied_old_is_the_first_policy_until_the_first_refresh_also_after_a_warm_start(adapter, make_roles):
+    folder, weights = adapter
+    roles = make_roles(path=str(folder), old=Old.copy, reference="ema", ema_decay=0.5)
+    nudge(roles)
+    assert same(roles.weights(OLD), weights)
+    assert same(roles.weights(REFERENCE), weights)
+
+
+def test_all_snapshots_that_are_due_move_in_one_refresh_the_reference_first(make_roles):
+    roles = make_roles(reference="copy", refresh_every=2, old=Old.copy)
+    assert roles.moving == (POLICY, REFERENCE, OLD)
+    assert [roles.refresh(step) for step in range(1, 5)] == [(OLD,), (REFERENCE, OLD)] * 2
+
+
 def test_the_reference_is_refreshed_every_so_many_steps(make_roles):
     # MATHS 8 with two steps an outer iteration: reference <- policy; sample, update; sample, update; reference <- ...
     roles = make_roles(reference="copy", refresh_every=2)
@@ -253,7 +652,8 @@ def test_the_reference_is_refreshed_every_so_many_steps(make_roles):
         refreshed = roles.refresh(step)
         held = [v for v, weights in versions.items() if same(weights, roles.weights(REFERENCE))]
         events.append((step, refreshed, held))
-    assert events == [(1, False, [0]), (2, True, [2]), (3, False, [2]), (4, True, [4]), (5, False, [4])]
+    due = (REFERENCE,)
+    assert events == [(1, (), [0]), (2, due, [2]), (3, (), [2]), (4, due, [4]), (5, (), [4])]
 
 
 @pytest.mark.parametrize(("reference", "refresh_every"), [("copy", 0), ("base", 0), ("none", 0)])
@@ -413,16 +813,19 @@ def test_closing_leaves_the_base_exactly_as_it_was(make_roles, backbone, batch, 
         return modules, parameters, set(vars(backbone.model)), backbone.model.config._attn_implementation
 
     before, weights = state(), {n: p.clone() for n, p in backbone.model.state_dict().items()}
-    roles = make_roles(noise=0.05, reference="copy", refresh_every=1, dropout=0.1, old=Old.recompute)
-    roles.load_sampler(roles.publish(1))
-    roles.annotate(batch, nobody, needs_old=True)
-    with roles.training():
-        gradients(roles, batch)
-    roles.refresh(1)
-    roles.close()
-    roles.close()
-    assert state() == before
-    assert same(backbone.model.state_dict(), weights)
+    for keys in ({"old": Old.recompute}, {"old": Old.copy, "kind": CriticKind.adapter}, {"kind": CriticKind.shared}):
+        roles = make_roles(noise=0.05, reference="copy", refresh_every=1, dropout=0.1, **keys)
+        roles.load_sampler(roles.publish(1))
+        roles.annotate(batch, nobody, needs_old=True)
+        with roles.training():
+            gradients(roles, batch)
+            if roles.critic is not None:
+                critic_gradients(roles, batch)
+        roles.refresh(1)
+        roles.close()
+        roles.close()
+        assert state() == before
+        assert same(backbone.model.state_dict(), weights)
 
 
 def test_a_job_after_another_on_one_base_gives_what_it_gives_alone(make_roles, backbone, model_config, batch, nobody):
@@ -459,6 +862,7 @@ def test_two_sets_of_roles_on_one_base_are_refused(make_roles, backbone):
             backbone,
             LoraSettings(rank=1, alpha=1, dropout=0.0, target_modules="all-linear", path=None),
             roles.snapshot,
+            CriticConfig(kind=CriticKind.none, init="base", lr=1e-3, warmup_steps=0, normalize_values=False),
             temperature=1.0,
             token_budget=1,
             seed=0,

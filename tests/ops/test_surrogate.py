@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from rlft.ops.surrogate import clipped_surrogate
+from rlft.ops.surrogate import cispo, clipped_surrogate, mirror_descent, policy_gradient
+
+nan, inf = float("nan"), float("inf")
 
 
 def at(r, a, dual_clip=None):
@@ -40,3 +42,108 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_whose_ratio_exploded():
 def test_at_ratio_1_the_gradient_is_the_advantage():
     for a in (-1.5, 0.0, 2.5):
         assert at(1.0, a)[:2] == (-a, -a)
+
+
+def test_policy_gradient_is_minus_advantage_times_log_prob_and_never_binds():
+    logprobs = torch.tensor([[-2.0, -0.5, -3.0]], dtype=torch.float64, requires_grad=True)
+    surrogate = policy_gradient(logprobs, torch.tensor([[1.5, -4.0, 0.0]], dtype=torch.float64))
+    assert surrogate.loss.tolist() == [[3.0, -2.0, 0.0]]
+    (gradient,) = torch.autograd.grad(surrogate.loss.sum(), logprobs)
+    assert gradient.tolist() == [[-1.5, 4.0, 0.0]]
+    assert not (surrogate.low | surrogate.high | surrogate.dual).any()
+
+
+# Ratios below, inside and above 0.75 .. 1.5, once for a good token and once for a bad one; then without an advantage.
+RATIO = torch.tensor([[0.5, 1.25, 4.0, 0.5, 1.25, 4.0, 4.0]], dtype=torch.float64)
+ADVANTAGES = torch.tensor([[2.0, 2.0, 2.0, -1.0, -1.0, -1.0, 0.0]], dtype=torch.float64)
+
+
+def at_ratio(clip_low, clip_high):
+    """CISPO where lp = log r (so old = 0) and r has a gradient of its own: (surrogate, its gradient in lp)."""
+    logprobs = RATIO.log().requires_grad_()
+    surrogate = cispo(logprobs, logprobs.exp(), ADVANTAGES, clip_low=clip_low, clip_high=clip_high)
+    return surrogate, torch.autograd.grad(surrogate.loss.sum(), logprobs)[0]
+
+
+def test_cispo_weighs_the_log_prob_by_the_clamped_ratio_and_keeps_every_tokens_gradient():
+    surrogate, gradient = at_ratio(0.25, 0.5)
+    # -sg[clamp(r)] A: beyond the clip it is 1.5 or 0.75 times the advantage, not 0, and inside it is exactly r A.
+    weight = torch.tensor([[0.75, 1.25, 1.5, 0.75, 1.25, 1.5, 1.5]], dtype=torch.float64)
+    torch.testing.assert_close(gradient, -weight * ADVANTAGES, rtol=1e-15, atol=0)
+    torch.testing.assert_close(surrogate.loss.detach(), -weight * ADVANTAGES * RATIO.log(), rtol=1e-15, atol=0)
+
+
+def test_cispo_gives_exactly_the_clamped_weight_beyond_the_clip():
+    _, gradient = at_ratio(0.25, 0.5)
+    assert gradient[0, [0, 2, 3, 5, 6]].tolist() == [-1.5, -3.0, 0.75, 1.5, 0.0]
+
+
+def test_cispo_counts_a_cut_weight_on_either_side_of_either_sign_but_not_without_an_advantage():
+    surrogate, _ = at_ratio(0.25, 0.5)
+    assert surrogate.low.tolist() == [[True, False, False, True, False, False, False]]
+    assert surrogate.high.tolist() == [[False, False, True, False, False, True, False]]
+    assert not surrogate.dual.any()
+
+
+def test_cispo_has_no_lower_clip_at_clip_low_1():
+    surrogate, gradient = at_ratio(1.0, 0.5)
+    assert not surrogate.low.any()
+    torch.testing.assert_close(gradient[0, [0, 3]], torch.tensor([-1.0, 0.5], dtype=torch.float64), rtol=1e-15, atol=0)
+
+
+def test_cispo_at_ratio_1_has_the_gradient_of_the_policy_gradient():
+    logprobs = torch.tensor([[-2.0, -0.5]], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([[1.5, -4.0]], dtype=torch.float64)
+    loss = cispo(logprobs, torch.ones_like(logprobs), advantages, clip_low=1.0, clip_high=0.2).loss
+    assert torch.equal(loss, policy_gradient(logprobs, advantages).loss)
+
+
+# Row 0: three tokens with a gap, moved by 1, -3 and 4 nats (together 2). Row 1: one token, moved by -2. Row 2: none.
+MASK = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+OLD = torch.tensor([[-2.0, nan, -1.0, -5.0], [inf, -1.0, nan, 0.0], [nan] * 4], dtype=torch.float64)
+NEW = torch.tensor([[-1.0, inf, -4.0, -1.0], [nan, -3.0, 0.0, inf], [-inf] * 4], dtype=torch.float64)
+CENTRED = torch.tensor([[3.0, nan, 3.0, 3.0], [inf, -1.0, 0.0, 0.0], [nan] * 4], dtype=torch.float64)
+TAU = 0.5
+
+
+def test_mirror_descent_rows_sum_to_the_surrogate_over_2_tau():
+    loss = mirror_descent(NEW, OLD, CENTRED, MASK, TAU)
+    # Row 0: -3 * (-1 - 4 - 1) + 0.25 * 2^2 = 19. Row 1: 1 * (-3) + 0.25 * 2^2 = -2. Row 2: 0.
+    torch.testing.assert_close(loss.sum(-1), torch.tensor([19.0, -2.0, 0.0], dtype=torch.float64), rtol=1e-12, atol=0)
+    assert (loss[~MASK] == 0).all()
+    # The same from (R - b - tau L)^2 / (2 tau): less its part without L, that is (3 - 1)^2 - 9 = -5 and
+    # (-1 + 1)^2 - 1 = -1 over 2 tau; then -(R - b) lp_old, from lp = L + lp_old: -3 * -8 = 24 and 1 * -1 = -1.
+    assert loss.sum(-1).tolist() == pytest.approx([-5 / (2 * TAU) + 24, -1 / (2 * TAU) - 1, 0], abs=1e-12)
+
+
+def test_mirror_descent_spreads_the_square_evenly_over_the_rows_tokens():
+    loss = mirror_descent(NEW, OLD, CENTRED, MASK, TAU)
+    # Row 0: the square is 1, a third on each token: 3 + 1/3, 12 + 1/3, 3 + 1/3.
+    assert loss[0, [0, 2, 3]].tolist() == pytest.approx([10 / 3, 37 / 3, 10 / 3], abs=1e-12)
+
+
+def test_mirror_descent_gradient_is_minus_advantage_plus_tau_times_the_whole_rows_log_ratio():
+    new = NEW.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(mirror_descent(new, OLD, CENTRED, MASK, TAU).sum(), new)
+    # Row 0: -3 + 0.5 * 2 = -2 on each of its tokens; row 1: 1 + 0.5 * -2 = 0.
+    assert gradient[MASK].tolist() == pytest.approx([-2.0, -2.0, -2.0, 0.0], abs=1e-12)
+    assert (gradient[~MASK] == 0).all()
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_mirror_descent_gradient_agrees_with_central_differences(row):
+    new = NEW.clone().requires_grad_()
+    tau = 0.3
+    (gradient,) = torch.autograd.grad(mirror_descent(new, OLD, CENTRED, MASK, tau)[row].sum(), new)
+    for t in MASK[row].nonzero()[:, 0]:
+        step = torch.zeros_like(NEW)
+        step[row, t] = 1e-4
+        up, down = (mirror_descent(NEW + s, OLD, CENTRED, MASK, tau)[row].sum() for s in (step, -step))
+        # Quadratic, so the difference has no error of its own; rounding: 1e-16 * 20 / 1e-4.
+        assert ((up - down) / 2e-4).item() == pytest.approx(gradient[row, t].item(), abs=1e-10)
+
+
+def test_at_the_old_policy_mirror_descent_has_the_gradient_of_the_policy_gradient():
+    new = OLD.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(mirror_descent(new, OLD, CENTRED, MASK, 7.0).sum(), new)
+    assert torch.equal(gradient[MASK], -CENTRED[MASK])

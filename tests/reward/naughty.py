@@ -1,11 +1,15 @@
 """Rewards from outside the tree, most of which misbehave on the completion that says so."""
 
 import os
+import re
 import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+
+from rlft.types import StepScores
 
 
 def length(group):
@@ -89,6 +93,65 @@ def slow_first(group):
     """The first groups take longest, so that later ones are done before them."""
     time.sleep(0.05 if group.prompt.id in ("p0", "p1") else 0.0)
     return [float(group.prompt.id[1:]) + 0.1 * index for index, _ in enumerate(group.rollouts)]
+
+
+WRONG_STEPS = {
+    "number": 1.0,
+    "lengths": StepScores(values=(1.0,), ends=(1, 2)),
+    "bare": StepScores(values=None, ends=None),  # type: ignore[arg-type]
+    "infinite": StepScores(values=(1.0, float("inf")), ends=(1, 2)),
+    "word": StepScores(values=("1",), ends=(1,)),  # type: ignore[arg-type]
+    "half": StepScores(values=(1.0,), ends=(1.5,)),  # type: ignore[arg-type]
+    "zero": StepScores(values=(1.0,), ends=(0,)),
+    "late": StepScores(values=(1.0, 1.0), ends=(4, 5)),
+    "same": StepScores(values=(1.0, 1.0), ends=(2, 2)),
+    "back": StepScores(values=(1.0, 1.0), ends=(3, 1)),
+}
+
+
+def stepwise(group):
+    """A step for each word, scored by its length, unless the text is an order."""
+    return [word_steps(rollout.completion.text) for rollout in group.rollouts]
+
+
+def word_steps(text):
+    if text in WRONG_STEPS:
+        return WRONG_STEPS[text]
+    misbehave(text)
+    words = list(re.finditer(r"\S+", text))
+    return StepScores(values=tuple(len(word[0]) for word in words), ends=tuple(word.end() for word in words))
+
+
+stepwise.scores_steps = True
+
+
+def unsaid(group):
+    return [StepScores(values=(1.0,), ends=(1,)) for _ in group.rollouts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameSteps:
+    """These steps for every completion."""
+
+    scores_steps: ClassVar[bool] = True
+
+    values: list[float]
+    ends: list[int]
+
+    def __call__(self, group):
+        return [StepScores(values=tuple(self.values), ends=tuple(self.ends)) for _ in group.rollouts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """For the trainer: it must never come to a worker."""
+
+    runs_in_trainer: ClassVar[bool] = True
+
+    taste: str
+
+    def __call__(self, group):
+        raise AssertionError("scored in a worker")
 
 
 def imports_torch(group):

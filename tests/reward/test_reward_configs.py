@@ -1,4 +1,4 @@
-"""The reward group composes as DESIGN promises: through Hydra, under a primary config that has nothing else."""
+"""The reward group composes as DESIGN promises: through Hydra, in a primary config with only what rewards refer to."""
 
 from pathlib import Path
 
@@ -14,6 +14,9 @@ PRIMARY = """
 defaults:
   - reward: [exact_match, format]
   - _self_
+token_budget: 4096
+generation:
+  max_tokens: 80
 hydra:
   searchpath: [file://{configs}]
 """
@@ -89,3 +92,9 @@ def test_every_shipped_config_builds_its_namesake(composed, path):
     spec = specs(composed(f"reward={path.stem}"))[path.stem]
     assert spec.target.startswith(f"rlft.reward.{path.stem}.")
     spec.build()
+
+
+def test_limits_of_the_run_reach_the_rewards_that_need_them(composed):
+    built = specs(composed("reward=[overlong,learned]"))
+    assert built["overlong"].kwargs["max_tokens"] == 80
+    assert built["learned"].kwargs["token_budget"] == 4096

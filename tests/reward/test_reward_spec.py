@@ -24,6 +24,19 @@ def test_a_class_and_a_function_from_outside_the_tree_both_work(group):
     assert scores == {"bonus": [2.5], "length": [2.0], "scaled": [4]}
 
 
+def test_a_spec_knows_whether_its_reward_scores_steps_or_runs_in_the_trainer():
+    built = specs(
+        {
+            "format": FORMAT,
+            "words": {"_target_": "naughty.stepwise", "weight": 1},
+            "same": {"_target_": "naughty.SameSteps", "weight": 1, "values": [1.0], "ends": [1]},
+            "judge": {"_target_": "naughty.Judge", "weight": 1, "taste": "good"},
+        }
+    )
+    assert [name for name, spec in built.items() if spec.scores_steps] == ["words", "same"]
+    assert [name for name, spec in built.items() if spec.runs_in_trainer] == ["judge"]
+
+
 def without(key):
     return {k: v for k, v in FORMAT.items() if k != key}
 
@@ -51,6 +64,10 @@ def without(key):
         ({"_target_": "naughty.Bonus", "weight": 1, "bonus": "big"}, "reward.r.bonus: "),
         ({"_target_": "naughty.scaled_length", "weight": 1}, "reward.r.scale: is missing"),
         ({"_target_": "naughty.length", "weight": 1, "unit": "cm"}, "reward.r.unit: there is no such key"),
+        (
+            {"_target_": "naughty.Judge", "weight": 1, "taste": "good", "on_error": 0.0},
+            "reward.r.on_error: is for rewards that run in workers",
+        ),
     ],
 )
 def test_a_wrong_reward_is_refused_by_its_key(config, message):

@@ -3,29 +3,39 @@
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlft.model.adapter_folder import check_adapter_folder, load_adapter, load_head
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import UserError
 
 
 def made(step: int) -> Checkpoint:
-    """Two roles with a tensor each, other values at each step."""
+    """Two adapters with a tensor each, and a head beside one and one alone; other values at each step."""
     return Checkpoint(
         step=step,
-        adapters={role: {"a.weight": torch.arange(6.0).view(2, 3) * step} for role in ("policy", "reference")},
-        adapter_configs={role: {"r": 2, "target_modules": ["q_proj"]} for role in ("policy", "reference")},
+        adapters={role: {"a.weight": torch.arange(6.0).view(2, 3) * step} for role in ("policy", "reward")},
+        adapter_config={"r": 2, "target_modules": ["q_proj"]},
         optimizer={"exp_avg/a": torch.full((2,), 0.1 * step), "step/a": torch.tensor(float(step))},
-        state={"seed": 3, "data_fingerprint": "d"},
+        state={"seed": 3, "base_fingerprint": "b"},
+        heads={
+            "reward": {"weight": torch.tensor([[1.0, -2.0]]) * step, "bias": torch.tensor([0.5])},
+            "critic": {"weight": torch.tensor([[3.0, 4.0]]), "bias": torch.tensor([0.25 * step])},
+        },
     )
 
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def values(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
 def nothing_to_say(text: str) -> None:
@@ -38,21 +48,51 @@ def test_what_was_saved_is_loaded(tmp_path):
     assert folder == tmp_path / "step_000007"
     loaded = checkpoint.load_newest(tmp_path, nothing_to_say)
     assert loaded is not None
-    assert (loaded.step, loaded.state, loaded.adapter_configs) == (7, saved.state, saved.adapter_configs)
-    for role in ("policy", "reference"):
-        assert torch.equal(loaded.adapters[role]["a.weight"], saved.adapters[role]["a.weight"])
-    assert {n: t.tolist() for n, t in loaded.optimizer.items()} == {n: t.tolist() for n, t in saved.optimizer.items()}
+    assert (loaded.step, loaded.state, loaded.adapter_config) == (7, saved.state, saved.adapter_config)
+    assert values(loaded.optimizer) == values(saved.optimizer)
+    for mine, theirs in ((loaded.adapters, saved.adapters), (loaded.heads, saved.heads)):
+        assert {role: values(tensors) for role, tensors in mine.items()} == {r: values(t) for r, t in theirs.items()}
+
+
+def test_a_role_has_an_adapter_or_a_head_or_both_and_its_folder_holds_just_these(tmp_path):
+    folder = checkpoint.save(tmp_path, made(7), keep=1)
+    assert names(folder / "policy") == ["adapter_config.json", "adapter_model.safetensors", "rlft.json"]
+    assert names(folder / "critic") == ["head.safetensors", "rlft.json"]
+    both = ["adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"]
+    assert names(folder / "reward") == both
+    loaded = checkpoint.load(folder)
+    assert (set(loaded.adapters), set(loaded.heads)) == ({"policy", "reward"}, {"reward", "critic"})
+
+
+def test_every_roles_folder_says_what_it_is_and_to_which_base_it_belongs(tmp_path):
+    folder = checkpoint.save(tmp_path, made(7), keep=1)
+    for role in ("policy", "reward", "critic"):
+        said = json.loads((folder / role / "rlft.json").read_text())
+        assert said == {"role": role, "step": 7, "base_fingerprint": "b"}
+
+
+def test_an_adapter_folder_with_a_head_is_read_back_by_what_starts_a_role_from_one(tmp_path):
+    folder = checkpoint.save(tmp_path, made(7), keep=1) / "reward"
+    assert values(load_adapter(folder, "critic.init")) == {"a.weight": [[0.0, 7.0, 14.0], [21.0, 28.0, 35.0]]}
+    assert values(load_head(folder, "critic.init")) == {"weight": [[7.0, -14.0]], "bias": [0.5]}
+    assert check_adapter_folder(str(folder), "critic.init") == {"r": 2, "target_modules": ["q_proj"]}
 
 
 def test_views_and_transposes_are_saved_by_value(tmp_path):
     """Safetensors refuses tensors that are not contiguous, and rows of one storage would share it."""
     base = torch.arange(6.0).view(2, 3)
     saved = Checkpoint(
-        step=1, adapters={"policy": {"t": base.T}}, adapter_configs={"policy": {}}, optimizer={"row": base[1]}, state={}
+        step=1,
+        adapters={"policy": {"t": base.T}},
+        adapter_config={},
+        optimizer={"row": base[1]},
+        state={},
+        heads={"critic": {"weight": base[:, 1:2].T}},
     )
     checkpoint.save(tmp_path, saved, keep=1)
     loaded = checkpoint.load(tmp_path / "step_000001")
     assert torch.equal(loaded.adapters["policy"]["t"], base.T)
+    assert loaded.heads["critic"]["weight"].tolist() == [[1.0, 4.0]]
     assert torch.equal(loaded.optimizer["row"], base[1])
 
 
@@ -79,11 +119,16 @@ def test_only_json_safetensors_and_the_manifest_are_written(tmp_path):
     files = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
     assert sorted(files) == [
         "MANIFEST",
+        "critic/head.safetensors",
+        "critic/rlft.json",
         "optimizer.safetensors",
         "policy/adapter_config.json",
         "policy/adapter_model.safetensors",
-        "reference/adapter_config.json",
-        "reference/adapter_model.safetensors",
+        "policy/rlft.json",
+        "reward/adapter_config.json",
+        "reward/adapter_model.safetensors",
+        "reward/head.safetensors",
+        "reward/rlft.json",
         "state.json",
     ]
     for name, raw in files.items():
@@ -101,7 +146,7 @@ def flip_a_byte(folder: Path) -> None:
 
 
 def cut_a_file(folder: Path) -> None:
-    file = folder / "reference/adapter_model.safetensors"
+    file = folder / "reward/adapter_model.safetensors"
     os.truncate(file, file.stat().st_size - 1)
 
 
@@ -109,10 +154,21 @@ def lose_a_file(folder: Path) -> None:
     (folder / "policy/adapter_model.safetensors").unlink()
 
 
+def flip_a_bit_of_a_head(folder: Path) -> None:
+    file = folder / "critic/head.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+def lose_a_head(folder: Path) -> None:
+    (folder / "reward/head.safetensors").unlink()
+
+
 def lose_a_role(folder: Path) -> None:
-    for file in (folder / "reference").iterdir():
+    for file in (folder / "reward").iterdir():
         file.unlink()
-    (folder / "reference").rmdir()
+    (folder / "reward").rmdir()
 
 
 def empty_the_manifest(folder: Path) -> None:
@@ -132,6 +188,7 @@ def spoil_the_manifest(folder: Path) -> None:
 
 
 def cut_the_manifest_in_a_line(folder: Path) -> None:
+    """977 bytes, 66 and a newline beside each name: the middle is in the checksum of the sixth file."""
     file = folder / "MANIFEST"
     os.truncate(file, file.stat().st_size // 2)
 
@@ -150,14 +207,16 @@ def cut_the_manifest_and_lose_the_file(folder: Path) -> None:
 
 DAMAGES = {
     flip_a_byte: "optimizer.safetensors does not match its checksum",
-    cut_a_file: "reference/adapter_model.safetensors does not match its checksum",
+    cut_a_file: "reward/adapter_model.safetensors does not match its checksum",
     lose_a_file: "policy/adapter_model.safetensors is missing",
-    lose_a_role: "reference/adapter_config.json is missing",
-    empty_the_manifest: "MANIFEST does not list optimizer.safetensors",
+    flip_a_bit_of_a_head: "critic/head.safetensors does not match its checksum",
+    lose_a_head: "reward/head.safetensors is missing",
+    lose_a_role: "reward/adapter_config.json is missing",
+    empty_the_manifest: "MANIFEST does not list critic/head.safetensors",
     lose_the_manifest: "MANIFEST cannot be read",
-    fill_the_manifest_with_zeros: "MANIFEST does not list optimizer.safetensors",
+    fill_the_manifest_with_zeros: "MANIFEST does not list critic/head.safetensors",
     spoil_the_manifest: "MANIFEST cannot be read",
-    cut_the_manifest_in_a_line: "MANIFEST does not list policy/adapter_model.safetensors",
+    cut_the_manifest_in_a_line: "MANIFEST does not list policy/rlft.json",
     cut_the_manifest_between_lines: "MANIFEST does not list state.json",
     cut_the_manifest_and_lose_the_file: "MANIFEST does not list state.json",
 }

@@ -11,7 +11,8 @@ from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
 
 
 def config(**changes) -> TrainerConfig:
-    keys = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 100.0} | changes
+    keys = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 100.0, "reset_every": 0}
+    keys |= changes
     return TrainerConfig(lr=0.5, schedule=Schedule.constant, warmup=0, **keys)
 
 
@@ -122,3 +123,57 @@ def test_the_state_of_a_fresh_optimizer_is_empty_and_restoring_it_changes_nothin
     set_gradients(named, 1.0)
     optimizer.update(0.1)
     assert optimizer.state()["step/p0"].item() == 1
+
+
+def test_after_a_reset_an_update_is_that_of_a_fresh_optimizer():
+    """Adam's moments of 3, then of -0.5 without them: the first step is lr * sign(g), in any direction before."""
+    named, fresh = parameters(1.0), parameters(0.9)
+    old, new = Optimizer(named, config()), Optimizer(fresh, config())
+    set_gradients(named, 3.0)
+    old.update(0.1)
+    assert named[0][1].item() == pytest.approx(0.9, abs=1e-8)
+    old.reset()
+    assert old.state() == {}
+    fresh[0][1].data.copy_(named[0][1].data)
+    for optimizer, parameter in ((old, named), (new, fresh)):
+        set_gradients(parameter, -0.5)
+        optimizer.update(0.1)
+    assert named[0][1].item() == fresh[0][1].item() == pytest.approx(1.0, abs=1e-8)
+    assert {n: t.tolist() for n, t in old.state().items()} == {n: t.tolist() for n, t in new.state().items()}
+
+
+def test_discarded_gradients_move_nothing_and_leave_no_moments():
+    named = parameters(1.0)
+    optimizer = Optimizer(named, config())
+    set_gradients(named, 3.0)
+    optimizer.discard()
+    assert (named[0][1].item(), named[0][1].grad, optimizer.state()) == (1.0, None, {})
+    # Nor are they part of the next update: its gradient of 0.5 alone gives a first moment of (1 - 0.9) * 0.5.
+    set_gradients(named, 0.5)
+    optimizer.update(0.1)
+    assert optimizer.state()["exp_avg/p0"].item() == pytest.approx(0.05, rel=1e-15)
+
+
+def test_a_critics_broken_gradient_is_told_by_its_name_and_its_rate():
+    named = parameters(1.0)
+    optimizer = Optimizer(named, config(), "critic")
+    set_gradients(named, math.nan)
+    with pytest.raises(NonFiniteGradientError, match=r"^critic/grad_norm is nan: .* Lower critic\.lr or use"):
+        optimizer.update(0.1)
+
+
+def test_the_states_of_two_optimizers_share_one_file_and_come_back_apart():
+    policy, critic = parameters(1.0), [("critic.p0", Parameter(torch.ones(1, dtype=torch.float64)))]
+    optimizers = [Optimizer(policy, config()), Optimizer(critic, config(), "critic")]
+    for optimizer, named, gradient in zip(optimizers, (policy, critic), (1.0, -2.0), strict=True):
+        set_gradients(named, gradient)
+        optimizer.update(0.1)
+    together = {name: tensor for optimizer in optimizers for name, tensor in optimizer.state().items()}
+    again = [Optimizer(policy, config()), Optimizer(critic, config(), "critic")]
+    for optimizer in again:
+        optimizer.restore(together)
+    # First moments (1 - 0.9) g.
+    assert [again[0].state()["exp_avg/p0"].item(), again[1].state()["exp_avg/critic.p0"].item()] == pytest.approx(
+        [0.1, -0.2], rel=1e-15
+    )
+    assert "exp_avg/critic.p0" not in again[0].state()

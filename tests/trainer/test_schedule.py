@@ -11,9 +11,8 @@ from rlft.trainer.schedule import learning_rate
 
 
 def rates(kind: Schedule, warmup: int, num_updates: int) -> list[float]:
-    config = TrainerConfig(
-        lr=2.0, schedule=kind, warmup=warmup, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
-    )
+    rest = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0, "reset_every": 0}
+    config = TrainerConfig(lr=2.0, schedule=kind, warmup=warmup, **rest)
     return [learning_rate(config, update, num_updates) for update in range(num_updates)]
 
 

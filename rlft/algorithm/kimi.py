@@ -1,0 +1,87 @@
+"""Kimi k1.5: mirror descent, a squared log-ratio in place of a clip. arXiv 2501.12599, section 2.3.
+
+Differences from the paper: the loss is the paper's surrogate (R - b - tau log pi/pi_old)^2 over 2 tau, up to a
+constant, so that its scale does not move with tau; its gradient is the paper's update. The baseline is by default the
+group's mean, as in the paper's update; its tau log Z is `baseline: soft`. That the optimizer starts anew each iteration
+is a key of the run (trainer.reset_every).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from rlft.algorithm.objective import Objective
+from rlft.fields import NonNegativeFloat
+from rlft.ops.advantage import Std, group_is_equal, group_mean, group_zscore
+from rlft.ops.mask import keep
+from rlft.ops.surrogate import Surrogate, mirror_descent
+from rlft.types import Batch, UserError
+
+
+class Baseline(StrEnum):
+    """What is taken off a score: the group's mean, or tau log mean exp(R / tau)."""
+
+    mean = "mean"
+    soft = "soft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kimi(Objective):
+    """Online mirror descent. Fields are the keys of configs/algorithm/kimi.yaml, which explains them."""
+
+    tau: NonNegativeFloat
+    baseline: Baseline
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.baseline == Baseline.soft and self.tau == 0:
+            raise UserError(
+                "algorithm.tau",
+                "algorithm.baseline=soft divides by it",
+                got=self.tau,
+                remedy="use algorithm.baseline=mean, or a tau above 0",
+            )
+
+    @property
+    def min_group_size(self) -> int:
+        """The smallest G that can learn anything: one alone is its own baseline."""
+        return 2
+
+    def inert(self, batch: Batch) -> Tensor:
+        """Rows of equal groups, bool `[B]`, where nothing else acts on them.
+
+        With tau > 0 something does: from the second update on the samples, the squared log-ratio pulls them back too.
+        """
+        if self._acts_without_advantage or self.tau > 0:
+            return super().inert(batch)
+        return group_is_equal(self.completion_scores(batch), batch.group_ids)
+
+    @torch.no_grad()
+    def credit(self, batch: Batch) -> Batch:
+        """The batch with advantages R_i - b on each completion token, 0 elsewhere; exactly 0 in an equal group."""
+        scores_B, ids, mask = self.completion_scores(batch), batch.group_ids, batch.loss_mask
+        match self.baseline:
+            case Baseline.mean:
+                advantages_B = group_zscore(scores_B, ids, Std.none, eps=0.0)
+            case Baseline.soft:
+                advantages_B = scores_B - soft_mean(scores_B, ids, self.tau)
+                advantages_B = advantages_B.masked_fill(group_is_equal(scores_B, ids), 0.0)
+        return replace(batch, advantages=keep(advantages_B.unsqueeze(-1).expand(mask.shape), mask))
+
+    def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        """A row's -(R_i - b) log pi(o_i) + tau/2 (log pi/pi_old (o_i))^2, spread over its tokens; nothing binds."""
+        nowhere = torch.zeros_like(mask)
+        loss_BT = mirror_descent(logprobs, old_logprobs, advantages, mask, self.tau)
+        return Surrogate(loss=loss_BT, low=nowhere, high=nowhere, dual=nowhere)
+
+
+def soft_mean(scores: Tensor, group_ids: Tensor, tau: float) -> Tensor:
+    """tau log mean exp(R / tau) over each entry's group, `[B]`: the mean for large tau, the maximum for small."""
+    groups, index = group_ids.unique(return_inverse=True)
+    best_B = scores.new_zeros(len(groups)).scatter_reduce(0, index, scores, "amax", include_self=False)[index]
+    # With the maximum taken out no exp overflows, and the mean of them is at least 1 / G.
+    return best_B + tau * group_mean(((scores - best_B) / tau).exp(), group_ids).log()

@@ -1,0 +1,374 @@
+"""What the algorithms share: a loss of policy, KL and entropy terms, and a KL coefficient that may move.
+
+A family (grpo, reinforce, ppo, kimi) says in `credit` what a token's advantage is; an algorithm is a family's YAML.
+`Objective` leaves open what advantages are made into; `RatioObjective` knows the surrogates made of ratios and
+log-probs, and all families but Kimi's stand on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from rlft.fields import NonNegativeFloat, PositiveFloat, PositiveFraction
+from rlft.ops.advantage import place_at_last_token
+from rlft.ops.aggregate import Aggregate, aggregate
+from rlft.ops.controller import KLController, next_coefficient
+from rlft.ops.kl import KLEstimator, KLPlace, k3, kl
+from rlft.ops.mask import keep, max_abs, row_sum
+from rlft.ops.mismatch import Correction, Mismatch, mismatch_correction
+from rlft.ops.ratio import RatioLevel, ratio
+from rlft.ops.surrogate import Surrogate, SurrogateKind, cispo, clipped_surrogate, importance, policy_gradient
+from rlft.types import Batch, Loss, LossScale, Outputs, UserError
+
+SMALLEST_COEF, LARGEST_COEF = 1e-12, 1e12
+"""Between these a controller moves the KL coefficient: one that has become 0 or inf could never come back."""
+
+SEQUENCE_CLIP_LIMIT = 0.05
+"""A clip range above this hardly ever binds on a length-normalised ratio (GSPO's ranges are 3e-4 and 4e-4)."""
+
+
+class KLAnchor(StrEnum):
+    """What the policy is kept close to: the reference, or the policy that sampled the batch (PPO-penalty)."""
+
+    reference = "reference"
+    old = "old"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """L = agg[w * policy term] + beta agg[KL] - c_e agg[entropy]. Fields: configs/algorithm/base/objective.yaml."""
+
+    aggregate: Aggregate
+    kl_coef: NonNegativeFloat
+    kl_to: KLAnchor
+    kl_in: KLPlace
+    kl_estimator: KLEstimator
+    kl_controller: KLController
+    kl_target: PositiveFloat | None
+    kl_gain: PositiveFraction
+    entropy_coef: NonNegativeFloat
+    mismatch: Mismatch
+    mismatch_low: NonNegativeFloat
+    mismatch_high: PositiveFloat
+
+    def __post_init__(self) -> None:
+        if not self.mismatch_low <= 1 <= self.mismatch_high:
+            raise UserError(
+                "algorithm.mismatch_low",
+                "the bounds must have 1, the weight of a perfect match, between them",
+                got=f"{self.mismatch_low:g} .. {self.mismatch_high:g}",
+                remedy="use for instance mismatch_low=0.5 mismatch_high=2",
+            )
+        if self.kl_to == KLAnchor.old and self.kl_in == KLPlace.reward:
+            raise UserError(
+                "algorithm.kl_in",
+                "when completions are scored the policy still is the old one, so algorithm.kl_to=old acts in the loss only",
+                got=self.kl_in,
+                remedy="use algorithm.kl_in=loss, or algorithm.kl_to=reference",
+            )
+        if self.kl_to == KLAnchor.old and self.kl_estimator not in (KLEstimator.auto, KLEstimator.k3):
+            raise UserError(
+                "algorithm.kl_estimator",
+                "KL(old || policy) is always estimated by k3, whose gradient is the true one there",
+                got=self.kl_estimator,
+                remedy="use algorithm.kl_estimator=auto with algorithm.kl_to=old",
+            )
+        if self.kl_controller != KLController.fixed and self.kl_target is None:
+            raise UserError(
+                "algorithm.kl_target",
+                f"algorithm.kl_controller={self.kl_controller} steers towards a target, and there is none",
+                remedy="set algorithm.kl_target=0.01 (nats a token), or algorithm.kl_controller=fixed",
+            )
+        if self.kl_controller != KLController.fixed and self.kl_coef == 0:
+            raise UserError(
+                "algorithm.kl_coef",
+                f"algorithm.kl_controller={self.kl_controller} multiplies the coefficient, and 0 stays 0",
+                got=self.kl_coef,
+                remedy="start for instance with algorithm.kl_coef=1, or set algorithm.kl_controller=fixed",
+            )
+
+    # -- what it asks for ----------------------------------------------------------------------------------------------
+    @property
+    def needs_values(self) -> bool:
+        """Whether `Batch.old_values` and `Outputs.values` must be there."""
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `Batch.reference_logprobs` must be there."""
+        return self.kl_coef > 0 and self.kl_to == KLAnchor.reference
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `Outputs.entropy` must be there, with gradient."""
+        return self.entropy_coef > 0
+
+    @property
+    def needs_old_in_credit(self) -> bool:
+        """Whether `Batch.old_logprobs` must be there before `credit`."""
+        return self.needs_reference and self.kl_in == KLPlace.reward
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether `Batch.token_rewards` and `Batch.step_ends` must be there."""
+        return False
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether pretraining text is mixed in, by `text_loss`."""
+        return False
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """Whether sampling must be undistorted (top_p = 1, top_k = 0) for the importance weights to mean anything."""
+        return self.mismatch != Mismatch.off
+
+    @property
+    def min_group_size(self) -> int:
+        """The smallest G that can learn anything."""
+        return 1
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed and hardly ever meant."""
+        if self.kl_coef > 0 and self.kl_in == KLPlace.loss and self.kl_estimator == KLEstimator.k1:
+            return ("algorithm.kl_estimator: k1 has zero expected gradient as a loss, got k1; use k2 or k3_unbiased",)
+        return ()
+
+    def inert(self, batch: Batch) -> Tensor:
+        """Rows that add exactly nothing to loss and gradient, bool `[B]`, from rewards and group ids alone.
+
+        They need no forward pass, but still count in `LossScale`. batch: whole groups, before or after `credit`.
+        """
+        return torch.zeros_like(batch.group_ids, dtype=torch.bool)
+
+    @property
+    def _acts_without_advantage(self) -> bool:
+        """Whether a row without advantage still has a gradient."""
+        return self.kl_coef > 0 or self.needs_entropy
+
+    # -- credit --------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def credit(self, batch: Batch) -> Batch:
+        """The batch with advantages `[B, T]`, 0 outside the completions (and returns). batch: whole groups."""
+
+    def completion_scores(self, batch: Batch) -> Tensor:
+        """What each completion earned in all, `[B]`: R_i, plus the scores of its steps, minus beta sum_t KL_t.
+
+        The KL is there where it acts in the reward, with the log-probs at sampling time.
+        """
+        dtype, mask = batch.sampled_logprobs.dtype, batch.loss_mask
+        scores_B = batch.rewards.to(dtype)
+        if batch.token_rewards is not None:
+            # In float64, where sums of a few float32 are exact: the same steps in another order are no difference.
+            scores_B = (batch.rewards.double() + row_sum(batch.token_rewards.double(), mask)).to(dtype)
+        if self.needs_old_in_credit:
+            scores_B = scores_B - self.kl_coef * row_sum(self._kl_at_sampling(batch), mask)
+        return scores_B
+
+    def token_scores(self, batch: Batch) -> Tensor:
+        """The reward r_t of each token, `[B, T]`: R_i on the last one, the steps' scores, and -beta KL_t on each.
+
+        Like `completion_scores`, which they add up to; an empty completion has no token to hold its reward.
+        """
+        dtype, mask = batch.sampled_logprobs.dtype, batch.loss_mask
+        scores_BT = place_at_last_token(batch.rewards.to(dtype), mask)
+        if batch.token_rewards is not None:
+            scores_BT = scores_BT + keep(batch.token_rewards.to(dtype), mask)
+        if self.needs_old_in_credit:
+            scores_BT = scores_BT - self.kl_coef * keep(self._kl_at_sampling(batch), mask)
+        return scores_BT
+
+    def _kl_at_sampling(self, batch: Batch) -> Tensor:
+        old = there(batch.old_logprobs, "old_logprobs", "the KL in the reward")
+        reference = there(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0")
+        return kl(old, reference, old, self._kl_estimator)
+
+    @property
+    def _kl_estimator(self) -> KLEstimator:
+        if self.kl_estimator != KLEstimator.auto:
+            return self.kl_estimator
+        return KLEstimator.k3 if self.kl_in == KLPlace.loss else KLEstimator.k1
+
+    # -- loss ----------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        """What each token adds to the loss for its advantage, `[B, T]`; inputs are 0 outside the mask."""
+
+    def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
+        """The loss of any subset of the optimizer batch's rows, divided by the whole batch's sizes (`scale`).
+
+        `batch.old_logprobs = None` says that this is the first update on the samples: old is the current policy,
+        detached. Metrics `loss/*` are the terms as they stand in the sum; the others are means over all completion
+        tokens of the optimizer batch (`_max`: maxima).
+        """
+        mask = batch.loss_mask
+        logprobs = keep(outputs.logprobs, mask)
+        old = logprobs.detach() if batch.old_logprobs is None else keep(batch.old_logprobs.detach(), mask)
+        sampled = keep(batch.sampled_logprobs.detach(), mask)
+        advantages = keep(there(batch.advantages, "advantages", "loss (call credit first)"), mask)
+
+        correction = mismatch_correction(
+            old, sampled, mask, self.mismatch, low=self.mismatch_low, high=self.mismatch_high
+        )
+        surrogate = self.policy_term(logprobs, old, advantages, mask)
+        terms = {"loss/policy": aggregate(correction.weight * surrogate.loss, mask, scale, self.aggregate)}
+        if self.kl_coef > 0 and self.kl_in == KLPlace.loss:
+            kl_BT = self._kl_loss(logprobs, old, batch)
+            terms["loss/kl"] = self.kl_coef * aggregate(kl_BT, mask, scale, self.aggregate)
+        if self.needs_entropy:
+            entropy = there(outputs.entropy, "entropy", "entropy_coef > 0")
+            terms["loss/entropy"] = -self.entropy_coef * aggregate(entropy, mask, scale, self.aggregate)
+
+        total = torch.stack(list(terms.values())).sum()
+        metrics = {"loss/total": total.detach()} | {name: term.detach() for name, term in terms.items()}
+        return Loss(total=total, metrics=metrics | self._diagnostics(outputs, batch, scale, old, surrogate, correction))
+
+    def value_loss(self, values: Tensor, batch: Batch, scale: LossScale) -> Tensor:
+        """The critic's term of the loss, `[]`: 0, there is none."""
+        return values.new_zeros(())
+
+    def text_loss(self, logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
+        """The term `[]` that pretraining text adds: 0, there is none."""
+        return logprobs.new_zeros(())
+
+    def _kl_loss(self, logprobs: Tensor, old: Tensor, batch: Batch) -> Tensor:
+        match self.kl_to:
+            case KLAnchor.old:
+                # The tokens are old's, so this is KL(old || policy), with its true gradient: E_old[(r - 1) grad lp].
+                return k3(old, logprobs)
+            case KLAnchor.reference:
+                reference = there(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0").detach()
+                return kl(logprobs, keep(reference, batch.loss_mask), old, self._kl_estimator)
+
+    @torch.no_grad()
+    def _diagnostics(
+        self,
+        outputs: Outputs,
+        batch: Batch,
+        scale: LossScale,
+        old: Tensor,
+        surrogate: Surrogate,
+        correction: Correction,
+    ) -> dict[str, Tensor]:
+        mask = batch.loss_mask
+        logprobs, gap = outputs.logprobs, old - batch.sampled_logprobs
+        means = self.clip_fractions(surrogate) | {
+            "kl/old": k3(old, logprobs),  # KL(old || current): the tokens are old's, so the roles turn round
+            "sampler/logprob_gap_mean": gap.abs(),
+            "waste/importance_dropped_fraction": correction.dropped,
+        }
+        if self.mismatch in (Mismatch.token_truncate, Mismatch.sequence_truncate):
+            means["sampler/importance_capped_fraction"] = correction.capped
+        if batch.reference_logprobs is not None:
+            means["kl/reference"] = k3(logprobs, batch.reference_logprobs)
+        if outputs.entropy is not None:
+            means["policy/entropy"] = outputs.entropy
+        metrics = {
+            name: aggregate(values.to(logprobs.dtype), mask, scale, Aggregate.token_mean)
+            for name, values in means.items()
+        }
+        return metrics | {"sampler/logprob_gap_max": max_abs(gap, mask)}
+
+    def clip_fractions(self, surrogate: Surrogate) -> dict[str, Tensor]:
+        """Where a clip binds, bool `[B, T]`, by the name of the metric."""
+        return {"ratio/clip_low_fraction": surrogate.low, "ratio/clip_high_fraction": surrogate.high}
+
+    # -- the KL coefficient between steps ------------------------------------------------------------------------------
+    def adapt(self, metrics: Mapping[str, float]) -> Self:
+        """The algorithm of the next step: the controller moves kl_coef, after a step with these metrics.
+
+        It looks at `kl/old_last` (of the step's last update) or `kl/reference`, by kl_to, in nats a token.
+        """
+        if self.kl_controller == KLController.fixed:
+            return self
+        assert self.kl_target is not None, "refused when it was built"
+        measured = metrics["kl/old_last" if self.kl_to == KLAnchor.old else "kl/reference"]
+        coef = next_coefficient(self.kl_controller, self.kl_coef, measured, target=self.kl_target, gain=self.kl_gain)
+        return replace(self, kl_coef=min(max(coef, SMALLEST_COEF), LARGEST_COEF))
+
+    def state(self) -> dict[str, float]:
+        """What `adapt` has moved."""
+        return {} if self.kl_controller == KLController.fixed else {"kl_coef": self.kl_coef}
+
+    def restored(self, state: Mapping[str, float]) -> Self:
+        """The algorithm with what `state` gave to a checkpoint."""
+        return replace(self, **state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioObjective(Objective):
+    """An objective whose policy term is made of ratios or log-probs. Fields: configs/algorithm/base/ratio.yaml."""
+
+    surrogate: SurrogateKind
+    ratio: RatioLevel
+    clip_low: NonNegativeFloat
+    clip_high: NonNegativeFloat
+    dual_clip: PositiveFloat | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dual_clip is not None and self.surrogate != SurrogateKind.clipped:
+            raise UserError(
+                "algorithm.dual_clip",
+                f"is an end of the clipped surrogate, and algorithm.surrogate={self.surrogate} has none",
+                got=self.dual_clip,
+                remedy="use algorithm.dual_clip=null, or algorithm.surrogate=clipped",
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise UserError(
+                "algorithm.dual_clip",
+                f"must lie above the clip range, which ends at 1 + clip_high = {1 + self.clip_high:g}",
+                got=self.dual_clip,
+                remedy="use 3, or null for no dual clip",
+            )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed and hardly ever meant."""
+        told = super().warnings
+        if self.surrogate == SurrogateKind.clipped and self.ratio != RatioLevel.token:
+            told += tuple(
+                f"algorithm.{key}: {value:g} never binds with algorithm.ratio={self.ratio}, whose ratio is normalised "
+                "by length; the paper's are clip_low=3e-4 clip_high=4e-4"
+                for key, value in (("clip_low", self.clip_low), ("clip_high", self.clip_high))
+                if value > SEQUENCE_CLIP_LIMIT
+            )
+        return told
+
+    def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        """The chosen surrogate `[B, T]` of ratios at the chosen level."""
+        ratio_BT = ratio(logprobs, old_logprobs, mask, self.ratio)
+        match self.surrogate:
+            case SurrogateKind.clipped:
+                low, high, dual = self.clip_low, self.clip_high, self.dual_clip
+                return clipped_surrogate(ratio_BT, advantages, clip_low=low, clip_high=high, dual_clip=dual)
+            case SurrogateKind.importance:
+                return importance(ratio_BT, advantages)
+            case SurrogateKind.policy_gradient:
+                return policy_gradient(logprobs, advantages)
+            case SurrogateKind.cispo:
+                return cispo(logprobs, ratio_BT, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+
+    def clip_fractions(self, surrogate: Surrogate) -> dict[str, Tensor]:
+        """Where a clip binds, bool `[B, T]`, by the name of the metric."""
+        dual = {} if self.dual_clip is None else {"ratio/dual_clip_fraction": surrogate.dual}
+        return super().clip_fractions(surrogate) | dual
+
+
+def there(tensor: Tensor | None, name: str, why: str) -> Tensor:
+    """The tensor.
+
+    Raises:
+        ValueError: it is None.
+    """
+    if tensor is None:
+        raise ValueError(f"{name} is None, but {why} needs it")
+    return tensor

@@ -1,0 +1,190 @@
+"""Rules for the roles beside the policy and what trains them: snapshots, critic, learned rewards, pretraining text.
+
+All before a file of theirs is read; `rlft.check_adapters` reads those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlft.algorithm.protocol import Algorithm
+from rlft.config import RunConfig
+from rlft.model.config import CriticKind
+from rlft.model.reward_model import is_adapter
+from rlft.reward.spec import RewardSpec
+from rlft.types import UserError
+
+
+def check_roles(config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, RewardSpec]) -> None:
+    """What the algorithm needs is there, and what is there is used.
+
+    Raises:
+        UserError: with the key, what is wrong and the way out.
+    """
+    learned = {name: spec for name, spec in rewards.items() if spec.runs_in_trainer}
+    _reference(config, algorithm)
+    _steps(config, algorithm, rewards)
+    _text(config, algorithm)
+    _critic(config, algorithm)
+    _critic_init(config, learned)
+    _reward_model(config, rewards, learned)
+
+
+def _reference(config: RunConfig, algorithm: Algorithm) -> None:
+    snapshot = config.snapshot
+    if algorithm.needs_reference and snapshot.reference == "none":
+        raise UserError(
+            "snapshot.reference",
+            "algorithm.kl_coef is above 0, so there must be something to stay close to",
+            got="none",
+            remedy="set snapshot.reference=base, copy, ema or an adapter folder, or algorithm.kl_coef=0",
+        )
+    if snapshot.refresh_every and snapshot.reference != "copy":
+        raise UserError(
+            "snapshot.refresh_every",
+            f"only a `copy` reference is refreshed, and snapshot.reference is {snapshot.reference}",
+            got=snapshot.refresh_every,
+            remedy="set snapshot.reference=copy, or snapshot.refresh_every=0",
+        )
+    if snapshot.reference == "ema" and snapshot.ema_decay is None:
+        raise UserError(
+            "snapshot.ema_decay",
+            "an `ema` reference needs the share of it that stays, per step",
+            got="null",
+            remedy="use for instance 0.99, which follows the policy in about 100 steps",
+        )
+    if snapshot.ema_decay is not None and snapshot.reference != "ema":
+        raise UserError(
+            "snapshot.ema_decay",
+            f"only an `ema` reference follows the policy, and snapshot.reference is {snapshot.reference}",
+            got=snapshot.ema_decay,
+            remedy="set snapshot.reference=ema, or snapshot.ema_decay=null",
+        )
+    if snapshot.ema_decay == 1:
+        raise UserError(
+            "snapshot.ema_decay",
+            "all of the reference stays, so it never moves",
+            got=snapshot.ema_decay,
+            remedy="use for instance 0.99, or snapshot.reference=copy for one that stays where the run began",
+        )
+
+
+def _steps(config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, RewardSpec]) -> None:
+    if algorithm.needs_steps and not any(spec.scores_steps and spec.weight for spec in rewards.values()):
+        raise UserError(
+            "reward",
+            "this algorithm learns from scores of single steps, and no reward with a weight gives any",
+            got=f"[{','.join(rewards)}]",
+            remedy=f"add one, for instance reward=[{','.join([*rewards, 'equations'])}]",
+        )
+
+
+def _text(config: RunConfig, algorithm: Algorithm) -> None:
+    """Text that the algorithm has no use for is allowed: it is then measured, and not trained on."""
+    if algorithm.needs_text and config.pretrain.path is None:
+        raise UserError(
+            "pretrain.path",
+            "this algorithm mixes pretraining text in, and there is none",
+            got="null",
+            remedy="set pretrain.path=<JSONL with a text a line>, or embedded:arithmetic-text",
+        )
+
+
+def _critic(config: RunConfig, algorithm: Algorithm) -> None:
+    critic = config.critic
+    if algorithm.needs_values and critic.kind is CriticKind.none:
+        raise UserError(
+            "critic.kind",
+            "this algorithm needs values, and only a critic gives them",
+            got="none",
+            remedy="set critic.kind=adapter (its own LoRA), or shared (a value head on the policy's features)",
+        )
+    if critic.kind is not CriticKind.none and not algorithm.needs_values:
+        raise UserError(
+            "critic.kind",
+            "this algorithm has no use for a critic's values",
+            got=critic.kind,
+            remedy="set critic.kind=none, or algorithm=ppo or a2c",
+        )
+    if critic.kind is CriticKind.none:
+        told = {"init": critic.init != "base", "warmup_steps": critic.warmup_steps > 0}
+        for name in (name for name, is_told in {**told, "normalize_values": critic.normalize_values}.items() if is_told):
+            raise UserError(
+                f"critic.{name}",
+                "there is no critic, critic.kind is none",
+                got=getattr(critic, name),
+                remedy="set critic.kind=adapter or shared, or leave it out",
+            )
+    if critic.warmup_steps >= config.steps:
+        raise UserError(
+            "critic.warmup_steps",
+            f"the policy would never learn, the run has steps={config.steps}",
+            got=critic.warmup_steps,
+            remedy="use fewer, or more steps",
+        )
+
+
+def _critic_init(config: RunConfig, learned: Mapping[str, RewardSpec]) -> None:
+    if config.critic.init != "reward":
+        return
+    if len(learned) != 1:
+        raise UserError(
+            "critic.init",
+            f"`reward` is the adapter of the one learned reward, and there are {len(learned)}",
+            got="reward",
+            remedy="set reward=[...,learned] reward.learned.path=<folder>, or critic.init=<that folder>",
+        )
+    [(name, spec)] = learned.items()
+    path = spec.kwargs["path"]
+    if path is None or not is_adapter(path):
+        raise UserError(
+            "critic.init",
+            f"`reward` is an adapter's folder, and reward.{name}.path={'null' if path is None else path} is none",
+            got="reward",
+            remedy=f"set reward.{name}.path=<folder of a reward adapter>, or critic.init=base",
+        )
+
+
+def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned: Mapping[str, RewardSpec]) -> None:
+    """A learned reward that the run trains is an adapter with labels to learn from; a fresh one has to be trained."""
+    every, labels = config.reward_model.refresh_every, config.reward_model.labels
+    if not every:
+        for name in (name for name, spec in learned.items() if spec.kwargs["path"] is None):
+            raise UserError(
+                f"reward.{name}.path",
+                "a fresh head says 0 of every completion, and reward_model.refresh_every=0 never trains it",
+                got="null",
+                remedy="give it a folder, or set for instance reward_model.refresh_every=10 "
+                "reward_model.labels=<a rule reward>",
+            )
+        return
+    if len(learned) != 1:
+        raise UserError(
+            "reward_model.refresh_every",
+            f"trains the one learned reward, and there are {len(learned)}",
+            got=every,
+            remedy="set reward=[...,learned], or reward_model.refresh_every=0",
+        )
+    [(name, spec)] = learned.items()
+    if not is_adapter(spec.kwargs["path"]):
+        raise UserError(
+            "reward_model.refresh_every",
+            f"only an adapter is trained, and reward.{name}.path={spec.kwargs['path']} is a network of its own",
+            got=every,
+            remedy=f"set reward.{name}.path=null or the folder of a reward adapter, or reward_model.refresh_every=0",
+        )
+    rules = [other for other in rewards if other not in learned]
+    if labels not in rules:
+        raise UserError(
+            "reward_model.labels",
+            "must name the rule reward that says which of two siblings is better",
+            got="null" if labels is None else labels,
+            remedy=f"use {' or '.join(rules)}" if rules else "put one in: reward=[exact_match,...]",
+        )
+    if config.group_size == 1:
+        raise UserError(
+            "reward_model.refresh_every",
+            "learns from pairs of siblings, and group_size=1 has none",
+            got=every,
+            remedy="set group_size=8, or reward_model.refresh_every=0",
+        )

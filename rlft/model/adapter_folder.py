@@ -1,0 +1,100 @@
+"""Adapter folders on disk: PEFT's two files, a scalar head where there is one, and a record of what they belong to.
+
+    adapter_config.json, adapter_model.safetensors   PEFT's own
+    head.safetensors                                 weight [1, H], bias [1]: of a critic or a reward
+    rlft.json                                        {"role", "base_fingerprint", ..}: written by rlft, absent elsewhere
+
+Nothing pickled is ever loaded. Only `load_adapter` and `load_head` read weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlft.types import UserError
+
+CONFIG, WEIGHTS, HEAD, RECORD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"
+
+WORDS = {WEIGHTS: "the adapter", HEAD: "the scalar head"}
+
+Shapes = dict[str, tuple[int, ...]]
+"""{tensor's name: its shape}."""
+
+
+def load_adapter(path: str | Path, key: str) -> dict[str, Tensor]:
+    """The tensors of the adapter, under PEFT's names."""
+    with _readable(WEIGHTS, path, key) as file:
+        return load_file(file)
+
+
+def load_head(path: str | Path, key: str) -> dict[str, Tensor]:
+    """The tensors of the scalar head."""
+    with _readable(HEAD, path, key) as file:
+        return load_file(file)
+
+
+def adapter_shapes(path: str | Path, key: str) -> Shapes:
+    """The shapes of the adapter's tensors, from the file's header."""
+    return _shapes(WEIGHTS, path, key)
+
+
+def head_shapes(path: str | Path, key: str) -> Shapes:
+    """The shapes of the scalar head's tensors, from the file's header."""
+    return _shapes(HEAD, path, key)
+
+
+def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
+    """The fields of adapter_config.json; refuses a folder that lacks PEFT's two files, or holds no LoRA."""
+    for name in (CONFIG, WEIGHTS):
+        if not (Path(path).expanduser() / name).is_file():
+            raise UserError(
+                key, f"there is no {name} in that folder", got=path, remedy="point it at a PEFT adapter folder"
+            )
+    fields = _read_json(CONFIG, path, key)
+    if fields.get("peft_type", "LORA") != "LORA":
+        problem = f"holds an adapter of the kind {fields['peft_type']}"
+        raise UserError(key, problem, got=path, remedy="point it at a LoRA adapter")
+    return fields
+
+
+def check_head(path: str | Path, key: str) -> None:
+    """Refuses a folder without head.safetensors: its adapter, if there is one, gives no number."""
+    if not (Path(path).expanduser() / HEAD).is_file():
+        problem = f"there is no {HEAD} in that folder, so its adapter gives no number"
+        raise UserError(key, problem, got=path, remedy="point it at the adapter of a reward or a critic")
+
+
+def read_record(path: str | Path, key: str) -> dict[str, Any]:
+    """The fields of rlft.json; none where the folder was made by something else."""
+    return _read_json(RECORD, path, key) if (Path(path).expanduser() / RECORD).is_file() else {}
+
+
+def _shapes(name: str, path: str | Path, key: str) -> Shapes:
+    with _readable(name, path, key) as file, safe_open(file, framework="pt") as tensors:
+        return {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118  # not iterable
+
+
+def _read_json(name: str, path: str | Path, key: str) -> dict[str, Any]:
+    with _readable(name, path, key) as file:
+        fields = json.loads(file.read_text())
+        if not isinstance(fields, dict):
+            raise ValueError("not a mapping")
+        return fields
+
+
+@contextmanager
+def _readable(name: str, path: str | Path, key: str) -> Iterator[Path]:
+    """The file of that name in the folder; what goes wrong inside while it is read is a UserError."""
+    try:
+        yield Path(path).expanduser() / name
+    except (OSError, SafetensorError, ValueError) as error:
+        problem = f"{WORDS.get(name, name)} cannot be read ({str(error).splitlines()[0]})"
+        raise UserError(key, problem, got=path, remedy="point it at a folder that is whole") from None

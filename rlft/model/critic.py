@@ -1,0 +1,82 @@
+"""The critic: a value head, on an adapter of its own or on the policy's features, and the unit its values are in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlft.model.scalar_head import ScalarHead
+
+CRITIC = "critic"
+MEMORY = 0.99
+"""Share of the old statistics of returns that a step leaves, once more than 1 / (1 - MEMORY) steps have been seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnStatistics:
+    """Running mean and variance of the returns, in units of reward: (x - mean) / std is what the head learns."""
+
+    mean: float = 0.0
+    variance: float = 1.0
+    num_steps: int = 0
+
+    @property
+    def std(self) -> float:
+        return max(self.variance, 1e-8) ** 0.5
+
+    def seen(self, returns: Tensor, mask: Tensor) -> ReturnStatistics:
+        """With one more step's returns `[B, T]` under the mask: a plain average at first, later a moving one."""
+        values = returns[mask].double()
+        if not len(values):
+            return self
+        share = max(1 / (self.num_steps + 1), 1 - MEMORY)
+        mean, square = values.mean().item(), values.square().mean().item()
+        old_square = self.variance + self.mean**2 if self.num_steps else 0.0
+        new_mean = (1 - share) * self.mean + share * mean
+        new_square = (1 - share) * old_square + share * square
+        return replace(
+            self, mean=new_mean, variance=max(new_square - new_mean**2, 0.0), num_steps=self.num_steps + 1
+        )
+
+
+class Critic:
+    """A head with the statistics that normalise it. `role` is the adapter whose features it reads.
+
+    Values are in units of reward everywhere outside: value = mean + std x head(features). When the statistics move, the
+    head is rescaled so that no value changes (PopArt, arXiv 1602.07714); without normalisation mean = 0 and std = 1.
+    """
+
+    def __init__(self, role: str, head: ScalarHead, normalize: bool) -> None:
+        self.role, self.head, self.normalize = role, head, normalize
+        self.statistics = ReturnStatistics()
+
+    def values(self, normalised: Tensor, mask: Tensor) -> Tensor:
+        """The head's numbers `[B, T]` in units of reward, 0 outside the mask."""
+        return (self.statistics.mean + self.statistics.std * normalised).where(mask, 0.0)
+
+    @property
+    def value_scale(self) -> float:
+        """What errors of values are divided by in the loss."""
+        return self.statistics.std if self.normalize else 1.0
+
+    @torch.no_grad()
+    def observe(self, returns: Tensor, mask: Tensor) -> None:
+        """Takes a step's returns into the statistics; the values stay what they were."""
+        if not self.normalize:
+            return
+        before, self.statistics = self.statistics, self.statistics.seen(returns, mask)
+        after = self.statistics
+        self.head.weight.mul_(before.std / after.std)
+        self.head.bias.mul_(before.std).add_(before.mean - after.mean).div_(after.std)
+
+    def state(self) -> dict[str, float]:
+        statistics = self.statistics
+        return {"mean": statistics.mean, "variance": statistics.variance, "num_steps": statistics.num_steps}
+
+    def restore_statistics(self, state: Mapping[str, float]) -> None:
+        self.statistics = ReturnStatistics(
+            mean=state["mean"], variance=state["variance"], num_steps=int(state["num_steps"])
+        )

@@ -1,0 +1,280 @@
+"""Learned rewards: completions scored by an adapter with a scalar head on the shared base, or by a network of its own.
+
+A score is scale x (what the head says - center). Both kinds put their rows through the network in micro-batches by
+token budget, and give a completion the same score whatever else is in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlft.collate import select
+from rlft.hub import hub_answers
+from rlft.model.adapter_folder import CONFIG
+from rlft.model.backbone import looks_local, resolve_dtype
+from rlft.model.roles import Roles
+from rlft.types import Batch, Completion, Group, Prompt, UserError
+
+Row = tuple[int, Sequence[int], Sequence[int]]
+"""(group, prompt ids, completion ids). Rows of one group that have the same prompt share its pass where they can."""
+
+LearnedReward = Callable[[Sequence[Group]], list[list[float]]]
+"""Scores of P groups, `[P, G]`. It runs in the trainer's process, beside the models, and takes a whole step at once."""
+
+ENDING = 0
+"""Stands after each row, so that there is a token that the row's last hidden state precedes; nothing attends to it."""
+
+
+def reward_role(name: str) -> str:
+    """The adapter's role for the learned reward of this name."""
+    return f"reward_{name}"
+
+
+def is_adapter(path: str | None) -> bool:
+    """Whether a learned reward is an adapter on the base (None: a fresh one) and not a network of its own."""
+    return path is None or (Path(path).expanduser() / CONFIG).is_file()
+
+
+def open_learned(
+    name: str,
+    path: str | None,
+    roles: Roles,
+    *,
+    token_budget: int,
+    center: float,
+    scale: float,
+    learns: bool = False,
+) -> LearnedReward:
+    """The learned reward of this name: an adapter folder becomes a role on the base, anything else is a classifier.
+
+    path: None is a fresh adapter with a head of zeros, for rewards that the run itself trains. learns: it does.
+
+    Raises:
+        UserError: the folder cannot be read, does not fit, or has not exactly one label.
+    """
+    key = f"reward.{name}.path"
+    if path is None or is_adapter(path):
+        roles.add_scalar_role(reward_role(name), path, key, learns=learns)
+        return AdapterReward(roles=roles, role=reward_role(name), token_budget=token_budget, center=center, scale=scale)
+    device = roles.backbone.device
+    model, tokenizer = load_classifier(path, key, device, resolve_dtype("auto", device))
+    return ClassifierReward(model, tokenizer, token_budget=token_budget, center=center, scale=scale)
+
+
+# -- an adapter on the base ------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReward:
+    """The head of `role` at the last token of prompt and completion, whose ids are those that were sampled.
+
+    An empty completion is scored at the end of its prompt.
+    """
+
+    roles: Roles
+    role: str
+    token_budget: int
+    center: float
+    scale: float
+
+    def __call__(self, groups: Sequence[Group]) -> list[list[float]]:
+        rows = [
+            (p, group.prompt.token_ids, rollout.completion.token_ids)
+            for p, group in enumerate(groups)
+            for rollout in group.rollouts
+        ]
+        scores = score_rows(self.roles, self.role, rows, self.token_budget)
+        return _grouped([self.scale * (score - self.center) for score in scores], groups)
+
+
+def scoring_batch(rows: Sequence[Row]) -> Batch:
+    """The Batch of these rows, each one token (`ENDING`) longer than it is; on the CPU."""
+    shape = len(rows), max(len(prompt) + len(completion) for _, prompt, completion in rows) + 1
+    token_ids_BT = torch.full(shape, ENDING)
+    attention_mask_BT = torch.zeros(shape, dtype=torch.bool)
+    loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
+    for b, (_, prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        token_ids_BT[b, :end] = torch.tensor([*prompt, *completion])
+        attention_mask_BT[b, : end + 1] = True
+        loss_mask_BT[b, len(prompt) : end + 1] = True
+    return Batch(
+        token_ids=token_ids_BT,
+        attention_mask=attention_mask_BT,
+        loss_mask=loss_mask_BT,
+        sampled_logprobs=torch.zeros(shape),
+        rewards=torch.zeros(len(rows)),
+        group_ids=torch.tensor([group for group, _, _ in rows]),
+    )
+
+
+def last_scores(roles: Roles, role: str, batch: Batch) -> Tensor:
+    """`[B]`: the role's head at the end of each row of a `scoring_batch`; the role must be the active one."""
+    endings_B1 = batch.attention_mask.sum(1, keepdim=True) - 1
+    return roles.scalars(role, batch).gather(1, endings_B1)[:, 0]
+
+
+def score_rows(roles: Roles, role: str, rows: Sequence[Row], token_budget: int) -> list[float]:
+    """The role's score of each row, without gradient or dropout."""
+    batch = scoring_batch(rows)
+    scores_B = torch.zeros(len(rows), dtype=torch.float64)
+    with torch.no_grad(), roles.using(role):
+        for part in roles.forward.micro_batches(batch, torch.arange(len(rows)), token_budget):
+            scores_B[part] = last_scores(roles, role, roles.to_device(select(batch, part))).double().cpu()
+    return scores_B.tolist()
+
+
+# -- a network of its own --------------------------------------------------------------------------------------------
+class ClassifierReward:
+    """The one logit of a sequence classifier, on the conversation as its own tokenizer writes it.
+
+    With a chat template: the prompt's messages and the completion as the assistant's turn. Without: their texts, a
+    line break between them. A text longer than the network can take loses its beginning; num_cut counts these.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        token_budget: int,
+        center: float,
+        scale: float,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.token_budget, self.center, self.scale = token_budget, center, scale
+        self.num_cut = 0
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._max_tokens = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+        own = _padding(model)
+        self._own_padding = None if own is None or own < 0 else own
+
+    def __call__(self, groups: Sequence[Group]) -> list[list[float]]:
+        rows = [self._encode(group.prompt, r.completion) for group in groups for r in group.rollouts]
+        scores_B = torch.zeros(len(rows), dtype=torch.float64)
+        for part in micro_batches([len(row) for row in rows], self.token_budget):
+            scores_B[part] = self._forward([rows[b] for b in part])
+        return _grouped([self.scale * (score - self.center) for score in scores_B.tolist()], groups)
+
+    def _encode(self, prompt: Prompt, completion: Completion) -> list[int]:
+        messages = [*(dict(message) for message in prompt.messages), {"role": "assistant", "content": completion.text}]
+        ids = self._tokenize(messages)
+        if len(ids) <= self._max_tokens:
+            return ids
+        self.num_cut += 1
+        return self._tokenize(messages, truncation=True, max_length=self._max_tokens)
+
+    def _tokenize(self, messages: list[dict[str, str]], **limits: Any) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            text = "\n".join(message["content"] for message in messages)
+            return self.tokenizer(text, **limits)["input_ids"]  # type: ignore[return-value]  # of one text: a list
+        return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **limits)  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def _forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """float64 `[B]` on the CPU. Rows are padded on the right, whichever side the tokenizer would choose."""
+        shape = len(rows), max(map(len, rows))
+        token_ids_BT = torch.full(shape, self._padding_for(rows))
+        mask_BT = torch.zeros(shape, dtype=torch.int64)
+        for b, row in enumerate(rows):
+            token_ids_BT[b, : len(row)] = torch.tensor(row)
+            mask_BT[b, : len(row)] = 1
+        device = self.model.device
+        logits_B1 = self.model(input_ids=token_ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
+        return logits_B1[:, 0].double().cpu()
+
+    def _padding_for(self, rows: Sequence[Sequence[int]]) -> int:
+        """The token id under the padding: the model's own, else one that ends no row.
+
+        Decoders read their score off the last token that is not the padding token, and refuse batches where the config
+        names none. Such a model was trained to be read at the last token: so its padding must not be one of those.
+        """
+        if self._own_padding is not None:
+            return self._own_padding
+        padding = min(set(range(len(rows) + 1)) - {row[-1] for row in rows})
+        for config in (self.model.config, self.model.config.get_text_config()):
+            config.pad_token_id = padding
+        return padding
+
+
+def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Row indices by length, as many at a time as fit the budget when padded to the longest; a longer row stands alone.
+
+    >>> micro_batches([5, 2, 9, 3], token_budget=6)
+    [[1, 3], [0], [2]]
+    """
+    parts: list[list[int]] = []
+    for b in sorted(range(len(lengths)), key=lambda b: lengths[b]):
+        if parts and (len(parts[-1]) + 1) * lengths[b] <= token_budget:
+            parts[-1].append(b)
+        else:
+            parts.append([b])
+    return parts
+
+
+def load_classifier(
+    path: str, key: str, device: torch.device, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A frozen sequence classifier with one label, and its tokenizer, from a folder or the hub. Runs no code of theirs.
+
+    Raises:
+        UserError: it cannot be read, has another number of labels, or no weights for its score.
+    """
+    folder = str(Path(path).expanduser()) if looks_local(path) else path
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": folder,
+        "trust_remote_code": False,
+        "local_files_only": Path(folder).is_dir() or not hub_answers(),
+    }
+    try:
+        config = AutoConfig.from_pretrained(**source)
+        if config.num_labels != 1:
+            raise UserError(
+                key,
+                "a reward model gives one score, this model's config has another num_labels",
+                got=config.num_labels,
+                remedy="point it at a sequence-classification model with num_labels 1, or at an adapter folder",
+            )
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            **source, config=config, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            key,
+            f"the reward model cannot be read ({str(error).strip().splitlines()[0][:200]})",
+            got=path,
+            remedy="point it at an adapter folder that rlft has made, or at a sequence-classification model",
+        ) from None
+    if report["missing_keys"]:
+        raise UserError(
+            key,
+            f"its weights lack {min(report['missing_keys'])}, which would be random",
+            got=path,
+            remedy="point it at a model that was trained as a sequence classifier",
+        )
+    model.config.use_cache = False
+    tokenizer.truncation_side = "left"
+    model.to(device)
+    return model.requires_grad_(False).eval(), tokenizer
+
+
+def _padding(model: PreTrainedModel) -> int | None:
+    return getattr(model.config.get_text_config(), "pad_token_id", None)
+
+
+def _grouped(scores: Sequence[float], groups: Sequence[Group]) -> list[list[float]]:
+    """`[P, G]` from the scores of all completions in order."""
+    remaining = iter(scores)
+    return [[next(remaining) for _ in group.rollouts] for group in groups]

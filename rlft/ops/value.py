@@ -1,0 +1,26 @@
+"""The critic's loss: squared errors of values, half of them, with an optional clip around the old values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def value_loss(
+    values: Tensor, returns: Tensor, old_values: Tensor | None, clip: float | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Each token's 0.5 max((V - ret)^2, (V_old + clamp(V - V_old, -+c s) - ret)^2) / s^2, and where the clip binds.
+
+    Both `[B, T]`, the second bool: there the clipped branch is the larger one, and the gradient 0. clip c: in units of
+    the scale s; None: plain. scale: what errors are divided by (`LossScale.value_scale`). old_values None: they are the
+    current ones, so that nothing is clipped. PPO: arXiv 1707.06347; the clip is that of its reference implementation.
+    """
+    assert values.shape == returns.shape, (values.shape, returns.shape)
+    errors_BT = (values - returns.detach()).square()
+    if old_values is None or clip is None:
+        return 0.5 * errors_BT / scale**2, torch.zeros_like(errors_BT, dtype=torch.bool)
+    old_BT, reach = old_values.detach(), clip * scale
+    # Between tensors as bounds, V inside the range stays exactly V: V_old + (V - V_old) would round.
+    clipped_BT = (values.clamp(old_BT - reach, old_BT + reach) - returns.detach()).square()
+    binds_BT = clipped_BT > errors_BT
+    return 0.5 * torch.where(binds_BT, clipped_BT, errors_BT) / scale**2, binds_BT

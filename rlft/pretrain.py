@@ -1,0 +1,174 @@
+"""Pretraining text for PPO-ptx (InstructGPT, arXiv 2203.02155): made ready before the model is loaded, and measured.
+
+PPO-ptx adds gamma_ptx * (-mean log-prob a token of such text) to the loss, so that the policy keeps modelling it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rlft.collate import select
+from rlft.prompts import CHUNK, prompts_for_step
+from rlft.seeds import derive
+from rlft.types import Batch, UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+    from rlft.model.roles import Roles
+
+MIN_TOKENS = 2
+"""A text's first token is given, not predicted: with one token there is nothing to learn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PretrainText:
+    """Tokenised texts, those of training and those kept apart, which share no token sequence.
+
+    train_ids, held_out_ids: int32 `[tokens]` each, cut at the limit, in the order of the file.
+    num_dropped: texts left out for having fewer than 2 tokens. num_cut: texts that lost their end to the limit.
+    fingerprint: sha256 (hex) over the token ids of all texts in order; a resumed run compares it.
+    note: a plain word for the person watching, or None.
+    """
+
+    train_ids: tuple[NDArray[np.int32], ...]
+    held_out_ids: tuple[NDArray[np.int32], ...]
+    sequences_per_update: int
+    updates_per_step: int
+    num_dropped: int
+    num_cut: int
+    fingerprint: str
+    note: str | None
+
+    def batch(self, seed: int, step: int, update: int) -> Batch:
+        """The texts of one optimizer update; step: steps finished before it, update: of this step; both from 0.
+
+        A pure function of its arguments, as `prompts_for_step` is: a resumed run needs no cursor into the text. No text
+        comes twice in a pass over the texts.
+        """
+        if not 0 <= update < self.updates_per_step:
+            raise ValueError(f"a step has {self.updates_per_step} updates, there is none with number {update}")
+        turn = step * self.updates_per_step + update
+        order = derive(seed, 0, "pretrain")  # not the order of the prompts
+        chosen = prompts_for_step(len(self.train_ids), self.sequences_per_update, order, turn)
+        return as_batch([self.train_ids[i] for i in chosen])
+
+    def held_out(self) -> Batch:
+        """The texts that are never trained on, the same ones every time."""
+        return as_batch(self.held_out_ids)
+
+
+def scan_texts(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    sequences_per_update: int,
+    held_out: int,
+    updates_per_step: int,
+) -> PretrainText:
+    """The texts with their token ids, cut after `max_tokens`, `held_out` of them kept apart.
+
+    Special tokens that are written in a text are read as such, and none are added. Which texts are held out is decided
+    by a hash of their tokens: equal texts are on the same side, and no order or seed moves one.
+
+    Raises:
+        UserError: a limit under 2 tokens, or too few texts to hold out as many or to fill an update.
+    """
+    if max_tokens < MIN_TOKENS:
+        raise UserError(
+            "pretrain.max_tokens",
+            "a text's first token is given, so it needs a second one to learn from",
+            got=max_tokens,
+            remedy="use 2 or more",
+        )
+    tokenised = _token_ids(texts, tokenizer)
+    kept = [ids[:max_tokens] for ids in tokenised if len(ids) >= MIN_TOKENS]
+    digests = [hashlib.sha256(ids.tobytes()).digest() for ids in kept]
+    different = dict(zip(digests, kept, strict=True))
+    if len(different) <= held_out:
+        raise UserError(
+            "pretrain.held_out",
+            f"there are only {len(different)} different texts of 2 tokens or more, and some must be left to train on",
+            got=held_out,
+            remedy="use fewer, or more text",
+        )
+    apart = set(sorted(different)[:held_out])
+    train_ids = [ids for ids, digest in zip(kept, digests, strict=True) if digest not in apart]
+    if len(train_ids) < sequences_per_update:
+        raise UserError(
+            "pretrain.sequences_per_update",
+            f"pretrain.held_out={held_out} leaves only {len(train_ids)} texts to train on",
+            got=sequences_per_update,
+            remedy=f"use at most {len(train_ids)}, a lower pretrain.held_out, or more text",
+        )
+    num_dropped, num_cut = len(tokenised) - len(kept), sum(len(ids) > max_tokens for ids in tokenised)
+    return PretrainText(
+        train_ids=tuple(train_ids),
+        held_out_ids=tuple(ids for digest, ids in different.items() if digest in apart),
+        sequences_per_update=sequences_per_update,
+        updates_per_step=updates_per_step,
+        num_dropped=num_dropped,
+        num_cut=num_cut,
+        fingerprint=hashlib.sha256(b"".join(digests)).hexdigest(),
+        note=_note(len(tokenised), num_dropped, num_cut, max_tokens),
+    )
+
+
+def as_batch(texts: Sequence[NDArray[np.int32]]) -> Batch:
+    """The texts as right-padded rows `[B, T]`, a group each: the first token is the prompt, the rest the completion.
+
+    Nothing sampled them and nothing rewards them: `sampled_logprobs` and `rewards` are 0.
+    """
+    lengths_B = torch.tensor([len(ids) for ids in texts])
+    columns_T = torch.arange(int(lengths_B.max()))
+    attention_mask_BT = columns_T < lengths_B[:, None]
+    token_ids_BT = torch.zeros(attention_mask_BT.shape, dtype=torch.int64)
+    token_ids_BT[attention_mask_BT] = torch.from_numpy(np.concatenate(texts).astype(np.int64))
+    return Batch(
+        token_ids=token_ids_BT,
+        attention_mask=attention_mask_BT,
+        loss_mask=attention_mask_BT & (columns_T > 0),
+        sampled_logprobs=torch.zeros(attention_mask_BT.shape),
+        rewards=torch.zeros(len(texts)),
+        group_ids=torch.arange(len(texts)),
+    )
+
+
+def text_loss(roles: Roles, batch: Batch, token_budget: int) -> float:
+    """Mean negative log-prob a token (nats) of these texts by the active adapter, at temperature 1, without gradient.
+
+    Over tokens, not texts: sum over the batch of -log p(token | those before it in its text) / number of such tokens.
+    """
+    total = 0.0
+    with torch.no_grad():
+        for part in roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
+            micro = roles.to_device(select(batch, part))
+            # Outside the mask the forward gives 0.
+            total -= roles.forward(micro, 1.0).logprobs.double().sum().item()
+    return total / int(batch.loss_mask.sum())
+
+
+def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+    chunks = (list(texts[i : i + CHUNK]) for i in range(0, len(texts), CHUNK))
+    return [
+        np.array(ids, dtype="<i4")
+        for chunk in chunks
+        # Not verbose: what exceeds the model's context is cut afterwards, and is no reason for a warning.
+        for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[union-attr]
+    ]
+
+
+def _note(num_texts: int, num_dropped: int, num_cut: int, max_tokens: int) -> str | None:
+    told = [
+        f"{num_cut} were cut after pretrain.max_tokens={max_tokens}" if num_cut else "",
+        f"{num_dropped} of fewer than {MIN_TOKENS} tokens were dropped" if num_dropped else "",
+    ]
+    return f"of {num_texts} pretraining texts {', '.join(filter(None, told))}" if any(told) else None

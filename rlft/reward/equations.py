@@ -1,0 +1,83 @@
+"""A process reward for written working: each equation is a step, right or wrong, and the answer is the last step."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar
+
+from rlft.fields import PositiveInt
+from rlft.reward.answer import AnswerKeys, reference_answer
+from rlft.reward.exact_match import matches
+from rlft.types import Group, StepScores
+
+MAX_EQUATION_CHARS = 100
+
+# What operators hold together, as long as it goes, from the start of a word: `x+3=4` is no equation `3=4`. Words end at
+# white space, commas, semicolons and tags. A run begins only where a word does, so a text is read once.
+_RUN = re.compile(r"(?<![^\s,;<>])[^\s,;<>+*/=-]*(?: ?[+*/=-] ?[^\s,;<>+*/=-]*)+")
+_EQUATION = re.compile(r"(?:[+*-] )?(-?[0-9]+(?: ?[+*-] ?[0-9]+)+) ?= ?(-?[0-9]+)\.?")
+_PART = re.compile(r"([+-]?)([0-9]+(?:\*[0-9]+)*)")
+
+
+def equations(text: str) -> Iterator[tuple[int, bool]]:
+    """Of each equation in the text: the offset at which it ends, exclusive, and whether it holds.
+
+    An equation is a sum, difference or product of plain whole numbers with at least one operator, `=`, and one number:
+    `4+8+1=13`, `12 - 17 = -5`. Digits only (no 1,000 and no 1.5), and nothing may be attached to it (`x+1+2=3`,
+    `1+2=3+0`) but white space, commas, semicolons, tags, the full stop of a sentence, or the bullet of a list.
+
+    >>> list(equations("<think>7+5=12,4+8+1=14</think>"))
+    [(13, True), (22, False)]
+    """
+    for run in _RUN.finditer(text):
+        match = _EQUATION.fullmatch(run[0]) if len(run[0]) <= MAX_EQUATION_CHARS else None
+        if match is not None:
+            yield run.start() + match.end(2), value(match[1]) == int(match[2])
+
+
+def value(expression: str) -> int:
+    """The value of whole numbers joined by + - *, products first.
+
+    >>> value("2 + 3*4 - 1"), value("-3+5")
+    (13, 2)
+    """
+    parts = _PART.findall(expression.replace(" ", ""))
+    return sum((-1 if sign == "-" else 1) * math.prod(map(int, factors.split("*"))) for sign, factors in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equations(AnswerKeys):
+    """Step scores of each completion: `equation_weight` for an equation that holds, `answer_weight` for a right answer.
+
+    Wrong ones are steps of score 0. The answer's step ends with the text; a text without an answer has no such step,
+    and one with neither equations nor an answer has no steps at all. That is a total of 0, as if all were wrong, but
+    with process supervision it is no advantage either way: combine it with a reward of completions as a whole
+    (exact_match, format), so that saying nothing is not better than saying something wrong.
+
+    max_equations: further ones are no steps, so that writing true equations without end pays no more.
+    The other keys say where the answer stands (AnswerKeys); plain numbers are compared by value.
+    """
+
+    scores_steps: ClassVar[bool] = True
+
+    equation_weight: float
+    answer_weight: float
+    max_equations: PositiveInt
+
+    def __call__(self, group: Group) -> list[StepScores]:
+        reference = reference_answer(group.prompt.answer, group.prompt.id)
+        return [self._steps(rollout.completion.text, reference) for rollout in group.rollouts]
+
+    def _steps(self, text: str, reference: str) -> StepScores:
+        found = islice(equations(text), self.max_equations)
+        by_end = {end: self.equation_weight * holds for end, holds in found}
+        answer = self.extract(text)
+        if answer is not None:
+            right = matches(answer, reference, numeric=True, ignore_case=False)
+            # Where the text ends with an equation, both are the same step.
+            by_end[len(text)] = by_end.get(len(text), 0.0) + self.answer_weight * right
+        return StepScores(values=tuple(by_end.values()), ends=tuple(by_end))

@@ -1,0 +1,33 @@
+"""A learned reward: a model with a scalar head, a reward adapter on the run's own base or a network of its own.
+
+This file only describes it. The trainer computes the scores, because it holds the base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlft.fields import PositiveInt
+from rlft.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What the trainer needs to compute `scale * (score - center)` of each completion.
+
+    path: folder of a reward adapter made for this base, or folder or hub id of a sequence-classification model; None
+        for a fresh adapter whose head is zero, which says 0 of everything until it is refreshed.
+    token_budget: tokens in one forward. center: subtracted from each score. scale: multiplied with the difference.
+    """
+
+    runs_in_trainer: ClassVar[bool] = True
+
+    path: str | None
+    token_budget: PositiveInt
+    center: float
+    scale: float
+
+    def __call__(self, group: Group) -> list[float]:
+        """RuntimeError: a worker has no model to score with."""
+        raise RuntimeError("a learned reward has no scores of its own: the trainer computes them (Scorer's `resident`)")

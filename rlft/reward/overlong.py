@@ -1,0 +1,37 @@
+"""DAPO's soft penalty for completions that come close to the length limit (arXiv 2503.14476, equation 13)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlft.types import Group, UserError
+
+
+def penalty(num_tokens: int, max_tokens: int, cache: int) -> float:
+    """0 up to max_tokens - cache tokens, from there linearly down to -1 at max_tokens, and -1 beyond.
+
+    >>> [penalty(n, max_tokens=20, cache=4) for n in (16, 17, 20, 21)]
+    [0.0, -0.25, -1.0, -1.0]
+    """
+    over = num_tokens - (max_tokens - cache)
+    return -min(over, cache) / cache if over > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlong:
+    """The penalty of each completion by its length in tokens, its end token included.
+
+    max_tokens: L_max, the limit of generation. cache: L_cache, the last tokens before it, over which the penalty grows.
+    """
+
+    max_tokens: int
+    cache: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= self.max_tokens:
+            problem = f"must be from 1 to max_tokens={self.max_tokens} tokens"
+            raise UserError("cache", problem, got=self.cache, remedy="try a fifth of max_tokens")
+
+    def __call__(self, group: Group) -> list[float]:
+        lengths = [len(rollout.completion.token_ids) for rollout in group.rollouts]
+        return [penalty(length, self.max_tokens, self.cache) for length in lengths]

@@ -1,0 +1,162 @@
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+import rlft
+from rlft.data.arithmetic import question, split_of
+from rlft.data.text import load_texts, resolve_file
+from rlft.types import Split, UserError
+
+ASSETS = Path(rlft.__file__).parent / "assets"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def write(path: Path, *rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+def test_texts_come_in_file_order_and_as_they_stand(tmp_path: Path) -> None:
+    rows = [{"body": " a\n", "id": 7}, {"body": "é <|im_end|>"}, {"body": "a"}, {"body": "a"}]
+    assert load_texts(write(tmp_path / "a.jsonl", *rows), "body") == [" a\n", "é <|im_end|>", "a", "a"]
+
+
+REFUSALS = {
+    "no such file": (None, "pretrain.path: there is no such file, got {file}; give the path of a JSONL file"),
+    "nothing in it": (b"\n", "pretrain.path: holds no texts, got {file}; give a file with one JSON object a line"),
+    "another field": (
+        b'{"text": "a"}\n\n{"body": "a", "id": 1}',
+        "pretrain.field: {file}:3: there is no such field, only 'body', 'id', got text; "
+        "name the field that holds the text",
+    ),
+    "no field at all": (
+        b"{}",
+        "pretrain.field: {file}:1: there is no such field, only none at all, got text; "
+        "name the field that holds the text",
+    ),
+    "not a text": (
+        b'{"text": ["a"]}',
+        "pretrain.field: {file}:1: it must hold a text, it holds list, got text; "
+        "name the field that holds the text, or mend that line",
+    ),
+    "null": (
+        b'{"text": null}',
+        "pretrain.field: {file}:1: it must hold a text, it holds NoneType, got text; "
+        "name the field that holds the text, or mend that line",
+    ),
+    "empty": (
+        b'{"text": "a"}\n{"text": " \\n"}',
+        "pretrain.path: {file}:2: the text is empty; mend or remove that line",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_holds_no_texts_is_refused_by_its_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "a.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError) as refusal:
+        load_texts(str(file), "text")
+    assert str(refusal.value) == message.format(file=file)
+
+
+def test_a_line_that_is_not_json_is_refused_under_the_key_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("plain text\n")
+    with pytest.raises(UserError, match=r"^pretrain\.path: .*a\.jsonl:1: is not JSON") as refusal:
+        load_texts(str(tmp_path / "a.jsonl"), "text")
+    assert refusal.value.key == "pretrain.path"
+
+
+def test_an_embedded_text_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(UserError) as refusal:
+        resolve_file("embedded:books")
+    assert str(refusal.value) == (
+        "pretrain.path: there is no such embedded text, got embedded:books; "
+        "use embedded:arithmetic-text, or the path of a JSONL file"
+    )
+
+
+# -- the text that ships -----------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def maker():
+    """The module of scripts/make_arithmetic_text.py."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        return importlib.import_module("make_arithmetic_text")
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ASSETS / "tiny-arithmetic")
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return load_texts("embedded:arithmetic-text", "text")
+
+
+START, TURN = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def parts(text: str) -> tuple[int, str, int, str]:
+    """(47, "+", 85, answer) of a chat about 47 + 85."""
+    asked, answer = text.removeprefix(START).removesuffix("<|im_end|>").split(TURN)
+    a, operation, b = asked.removeprefix("What is ").removesuffix("?").split()
+    return int(a), operation, int(b), answer
+
+
+def test_the_script_gives_the_text_that_ships(maker, tokenizer, texts) -> None:
+    assert maker.make_texts(tokenizer, 1500, seed=0) == texts
+    assert maker.make_texts(tokenizer, 20, seed=1) != texts[:20]
+    assert resolve_file("embedded:arithmetic-text").stat().st_size <= 200_000
+
+
+def test_its_tokens_are_those_the_model_was_taught(maker, tokenizer, texts) -> None:
+    """The question in the chat template with the start of the answer, the answer, the end token (`make_batch`)."""
+    for text, ids in zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+        a, operation, b, answer = parts(text)
+        asked = {"role": "user", "content": question(a, operation, b)}
+        prompt = tokenizer.apply_chat_template([asked], add_generation_prompt=True, return_dict=False)
+        assert ids == prompt + tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        # The template itself only adds the line break between turns.
+        chat = [asked, {"role": "assistant", "content": answer}]
+        assert tokenizer.apply_chat_template(chat, return_dict=False) == ids + tokenizer("\n")["input_ids"]
+    # By hand: 3 tokens are special, then come the bytes in the order of their signs, of which "!" is the first.
+    byte = {sign: 3 + ord(sign) - ord("!") for sign in "Wh?1"}
+    user, *_ = tokenizer("user\n")["input_ids"]
+    first = tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+    assert first[:4] == [1, user, byte["W"], byte["h"]]
+    assert first[-1] == 2
+
+
+def test_it_is_about_problems_of_the_training_split_each_once(texts) -> None:
+    problems = [parts(text)[:3] for text in texts]
+    assert {split_of(*numbers) for numbers in problems} == {Split.train}
+    assert len(set(problems)) == len(texts) == 1500
+
+
+def test_it_mixes_right_answers_near_misses_and_bad_format_as_the_model_was_taught(texts) -> None:
+    right = near = bad = 0
+    for text in texts:
+        a, operation, b, answer = parts(text)
+        result = a + b if operation == "+" else a - b
+        head, found, tail = answer.rpartition("<answer>")
+        if not (head.startswith("<think>") and head.endswith("</think>") and found and tail.endswith("</answer>")):
+            bad += 1
+        elif tail == f"{result}</answer>":
+            right += 1
+        else:
+            near += 1
+    # Shares 0.40, 0.36, 0.24 of 1500: 600, 540, 360, standard deviations sqrt(1500 p (1 - p)) = 19.0, 18.6, 16.5.
+    # A near miss is never right: what it adds is not 0, and digits are only swapped where they differ.
+    assert abs(right - 600) < 5 * 19.0
+    assert abs(near - 540) < 5 * 18.6
+    assert abs(bad - 360) < 5 * 16.5

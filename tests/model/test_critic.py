@@ -1,0 +1,174 @@
+"""The unit of values: running statistics of returns, and a head that is rescaled with them (PopArt)."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from rlft.model.critic import CRITIC, Critic, ReturnStatistics
+from rlft.model.scalar_head import ScalarHead
+
+MASK = torch.tensor([[False, True, True], [True, False, False]])
+
+
+def returns(*values):
+    """`[2, 3]` float64: these under MASK (three of them), and nonsense elsewhere."""
+    tensor = torch.full((2, 3), math.nan, dtype=torch.float64)
+    tensor[MASK] = torch.tensor(values, dtype=torch.float64)
+    return tensor
+
+
+def critic(dtype=torch.float64, normalize=True, seed=0):
+    """A critic whose head says something, and hidden states `[2, 3, 4]` to say it of."""
+    generator = torch.Generator().manual_seed(seed)
+    head = ScalarHead(4, torch.device("cpu"), dtype)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    hidden = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64).to(dtype)
+    return Critic(CRITIC, head, normalize), hidden
+
+
+def close(found, expected, tolerance):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+def test_the_first_steps_statistics_are_its_own():
+    # 1, 2, 6: mean 3, mean square 41/3, variance 41/3 - 9 = 14/3.
+    seen = ReturnStatistics().seen(returns(1, 2, 6), MASK)
+    assert (seen.mean, seen.num_steps) == (pytest.approx(3, abs=1e-14), 1)
+    assert seen.variance == pytest.approx(14 / 3, abs=1e-13)
+    assert seen.std == pytest.approx(math.sqrt(14 / 3), abs=1e-13)
+
+
+def test_two_steps_statistics_are_those_of_their_average_moments():
+    # Means 3 and 6, mean squares 41/3 and 36 + 2/3 * 4 = 116/3: averages 9/2 and 157/6; variance 157/6 - 81/4 = 71/12.
+    # (Steps count alike, however many tokens each has.)
+    seen = ReturnStatistics().seen(returns(1, 2, 6), MASK).seen(returns(4, 6, 8), MASK)
+    assert (seen.mean, seen.num_steps) == (pytest.approx(9 / 2, abs=1e-14), 2)
+    assert seen.variance == pytest.approx(71 / 12, abs=1e-13)
+
+
+def test_after_a_hundred_steps_each_new_one_counts_for_a_hundredth():
+    # 100 steps of -1, 0, 1 (mean 0, mean square 2/3) by plain averages; then one of 5, 5, 5: 0.01 of (5, 25).
+    seen = ReturnStatistics()
+    for _ in range(100):
+        seen = seen.seen(returns(-1, 0, 1), MASK)
+    assert (seen.mean, seen.variance) == (pytest.approx(0, abs=1e-12), pytest.approx(2 / 3, abs=1e-12))
+    seen = seen.seen(returns(5, 5, 5), MASK)
+    assert seen.mean == pytest.approx(0.05, abs=1e-12)
+    assert seen.variance == pytest.approx(0.99 * 2 / 3 + 0.25 - 0.05**2, abs=1e-12)
+    # And so does the next, of 0, 0, 0: no longer a plain average.
+    seen = seen.seen(returns(0, 0, 0), MASK)
+    assert seen.mean == pytest.approx(0.99 * 0.05, abs=1e-12)
+    assert seen.num_steps == 102
+
+
+def test_a_step_without_tokens_is_no_step():
+    before = ReturnStatistics().seen(returns(1, 2, 6), MASK)
+    assert before.seen(torch.full((2, 3), math.nan), torch.zeros(2, 3, dtype=torch.bool)) == before
+
+
+def test_returns_that_do_not_vary_have_no_negative_variance_and_a_standard_deviation_above_0():
+    seen = ReturnStatistics()
+    for _ in range(30):
+        seen = seen.seen(returns(0.1, 0.1, 0.1), MASK)
+        assert 0 <= seen.variance < 1e-15
+        assert seen.std == 1e-4
+
+
+def test_float32_returns_are_summed_in_float64():
+    # 1e4 +- 0.5: squares need 27 bits. Mean 1e4, variance 2/3 * 0.25.
+    seen = ReturnStatistics().seen(returns(1e4 - 0.5, 1e4, 1e4 + 0.5).float(), MASK)
+    assert seen.variance == pytest.approx(0.5 / 3, abs=1e-6)
+
+
+# -- the head goes with them -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_no_value_changes_when_the_statistics_move(dtype, tolerance):
+    subject, hidden = critic(dtype)
+    values = subject.values(subject.head(hidden), MASK)
+    assert values[MASK].abs().min() > 0.1
+    for step in ((1, 2, 6), (-4, 6, 8), (0.5, 0.25, 0.125), (30, 10, -20)):
+        before = subject.statistics
+        subject.observe(returns(*step), MASK)
+        assert subject.statistics != before
+        close(subject.values(subject.head(hidden), MASK), values, tolerance)
+
+
+def test_the_head_learns_returns_in_units_of_their_statistics():
+    # 1, 2, 6 have mean 3 and standard deviation s = sqrt(14/3): of a head that said x, (x - 3) / s.
+    subject, hidden = critic()
+    said = subject.head(hidden)
+    subject.observe(returns(1, 2, 6), MASK)
+    close(subject.head(hidden), (said - 3) / math.sqrt(14 / 3), 1e-13)
+    assert subject.value_scale == pytest.approx(math.sqrt(14 / 3), abs=1e-13)
+
+
+def test_the_gradient_of_the_scaled_error_is_that_of_the_heads_own_units():
+    # L = (V - R)^2 / 2 s^2 with V = mu + s x: dL/dx = (V - R) / s = x - (R - mu) / s, and the bias adds to x.
+    subject, hidden = critic()
+    subject.observe(returns(1, 2, 6), MASK)
+    target = returns(0.5, -1, 4).where(MASK, 0.0)
+    x = subject.head(hidden)
+    errors = (subject.values(x, MASK) - target) / subject.value_scale
+    (0.5 * errors.square()).sum().backward()
+    expected = (x - (target - 3) / math.sqrt(14 / 3))[MASK].sum().item()
+    assert subject.head.bias.grad is not None
+    assert subject.head.bias.grad.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_values_are_0_outside_the_mask_though_the_mean_is_not():
+    subject, hidden = critic()
+    subject.observe(returns(1, 2, 6), MASK)
+    values = subject.values(subject.head(hidden), MASK)
+    assert (values[~MASK] == 0).all()
+    assert (values[MASK] != 0).all()
+
+
+def test_a_fresh_critic_says_0_also_after_its_first_statistics():
+    subject = Critic(CRITIC, ScalarHead(4, torch.device("cpu"), torch.float64), True)
+    subject.observe(returns(1, 2, 6), MASK)
+    assert subject.head.bias.item() == pytest.approx(-3 / math.sqrt(14 / 3), abs=1e-13)
+    close(subject.values(subject.head(torch.randn(2, 3, 4).double()), MASK), torch.zeros(2, 3).double(), 1e-14)
+
+
+def test_without_normalisation_nothing_moves_and_values_are_the_heads_own_numbers():
+    subject, hidden = critic(normalize=False)
+    weights = subject.head.weights()
+    subject.observe(returns(1, 2, 6), MASK)
+    assert (subject.statistics, subject.value_scale) == (ReturnStatistics(), 1.0)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in subject.head.weights().items())
+    assert torch.equal(subject.values(subject.head(hidden), MASK), subject.head(hidden).where(MASK, 0.0))
+
+
+def test_the_head_is_rescaled_in_place_and_without_a_gradient():
+    subject, _ = critic()
+    parameters = [id(p) for p in subject.head.parameters()]
+    subject.observe(returns(1, 2, 6), MASK)
+    assert [id(p) for p in subject.head.parameters()] == parameters  # an optimizer holds on to them
+    assert all(p.requires_grad and p.grad is None and p.is_leaf for p in subject.head.parameters())
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+def test_a_critic_restored_from_json_goes_on_exactly():
+    steps = ((1, 2, 6), (-4, 6, 8), (0.1, 0.2, 0.3))
+    whole, hidden = critic()
+    for step in steps:
+        whole.observe(returns(*step), MASK)
+    first, _ = critic()
+    for step in steps[:2]:
+        first.observe(returns(*step), MASK)
+    saved, weights = json.loads(json.dumps(first.state())), first.head.weights()
+
+    second, _ = critic(seed=5)
+    second.head.restore(weights)
+    second.restore_statistics(saved)
+    assert second.statistics == first.statistics
+    second.observe(returns(*steps[2]), MASK)
+    assert second.statistics == whole.statistics
+    assert torch.equal(second.values(second.head(hidden), MASK), whole.values(whole.head(hidden), MASK))

@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from rlft.model.forward import Forward
+from rlft.model.reward_model import AdapterReward, ClassifierReward, load_classifier, micro_batches, open_learned
+from rlft.trainer import checkpoint
+from rlft.types import Completion, FinishReason, Group, Rollout, UserError
+
+ROLE = "reward_taste"
+KEY = "reward.taste.path"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def groups(make_prompt, backbone):
+    """Two groups of three completions, of unlike lengths; one is empty."""
+
+    def group(question, *texts):
+        prompt = make_prompt(question)
+        return Group(prompt=prompt, rollouts=tuple(rollout(prompt, text) for text in texts))
+
+    def rollout(prompt, text):
+        ids = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+        completion = Completion(text=text, token_ids=ids, logprobs=[0.0] * len(ids), finish_reason=FinishReason.stop)
+        return Rollout(prompt=prompt, completion=completion, policy_version=0)
+
+    return [group("1 + 2", "3", "the answer is 12", ""), group("17 + 25", "42", "42 42 42 42 42 42", "7")]
+
+
+@pytest.fixture
+def adapter_reward(make_roles):
+    """Builds an adapter reward whose adapter and head say something, on a policy that is not the base either."""
+
+    def make(token_budget=10**6, center=0.0, scale=1.0, **keys):
+        roles = make_roles(noise=0.05, **keys)
+        reward = open_learned("taste", None, roles, token_budget=token_budget, center=center, scale=scale)
+        generator = torch.Generator().manual_seed(3)
+        for _, parameter in roles.named_parameters(ROLE):
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        return reward
+
+    return make
+
+
+def alone(groups):
+    """Each completion as a group and a step of its own."""
+    return [[Group(prompt=group.prompt, rollouts=(rollout,))] for group in groups for rollout in group.rollouts]
+
+
+def flat(scores):
+    return torch.tensor([score for row in scores for score in row])
+
+
+@contextmanager
+def monitored(model):
+    """[(rows, width)] of everything that goes through the model inside."""
+    seen = []
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape)))
+    yield seen
+    hook.remove()
+
+
+# -- an adapter on the base ------------------------------------------------------------------------------------------
+def test_an_adapters_score_is_its_head_on_the_last_tokens_hidden_state(adapter_reward, groups, backbone):
+    reward = adapter_reward()
+    head, expected = reward.roles.heads[ROLE], []
+    with torch.no_grad(), reward.roles.using(ROLE):
+        for group in groups:
+            for rollout in group.rollouts:
+                ids = torch.tensor([[*group.prompt.token_ids, *rollout.completion.token_ids]])
+                expected.append(head(backbone.model.base_model(input_ids=ids).last_hidden_state[0, -1]))
+    scores = flat(reward(groups))
+    torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-5, atol=1e-5)
+    # They do say something: no two completions get the same.
+    assert (scores[:, None] - scores).abs().add(torch.eye(6)).min() > 1e-3
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("token_budget", [1, 60, 10**6])
+def test_an_adapters_score_does_not_depend_on_what_is_scored_with_it(packed, token_budget, adapter_reward, groups):
+    reward = adapter_reward(token_budget)
+    if not packed:
+        reward.roles.forward = Forward(model=reward.roles.backbone.model, packed=False, reason="")
+    singly = torch.tensor([reward(one)[0][0] for one in alone(groups)])
+    torch.testing.assert_close(flat(reward(groups)), singly, rtol=1e-5, atol=1e-5)
+    backwards = flat(reward(groups[::-1])).view(2, 3).flip(0).flatten()
+    torch.testing.assert_close(backwards, singly, rtol=1e-5, atol=1e-5)
+
+
+def test_siblings_share_their_prompt_and_micro_batches_keep_to_the_budget(adapter_reward, groups, backbone):
+    reward = adapter_reward()
+    # A group's prompt once, and each completion with the one token that ends its row.
+    lengths = [len(g.prompt.token_ids) + sum(len(r.completion.token_ids) + 1 for r in g.rollouts) for g in groups]
+    with monitored(backbone.model) as seen:
+        reward(groups)
+        replace(reward, token_budget=max(lengths))(groups)
+    assert seen == [(1, sum(lengths)), (1, lengths[0]), (1, lengths[1])]
+
+
+def test_a_score_is_scale_times_what_exceeds_the_center(make_roles, groups):
+    roles = make_roles()
+    reward = open_learned("taste", None, roles, token_budget=10**6, center=0.5, scale=3.0)
+    roles.heads[ROLE].bias.data.fill_(2.0)
+    # The weights of a fresh head are 0: every score is 3 x (2 - 0.5).
+    assert reward(groups) == [[4.5] * 3] * 2
+
+
+def test_scoring_is_without_dropout_and_leaves_the_policy_and_the_random_numbers_alone(adapter_reward, groups):
+    reward = adapter_reward(dropout=0.5)
+    roles = reward.roles
+    policy, state = roles.weights("policy"), torch.get_rng_state()
+    first = reward(groups)
+    assert reward(groups) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert roles.tuner.active_adapters == ["policy"]
+    assert all(torch.equal(policy[name], w) for name, w in roles.weights("policy").items())
+    trainable = [name for name, p in roles.model.named_parameters() if p.requires_grad]
+    assert trainable == [name for name, _ in roles.named_parameters("policy")]
+
+
+def test_an_adapter_folder_of_a_checkpoint_gives_the_same_scores(adapter_reward, make_roles, groups, tmp_path):
+    reward = adapter_reward()
+    expected, roles = reward(groups), reward.roles
+    saved = checkpoint.Checkpoint(
+        step=1,
+        adapters={ROLE: roles.weights(ROLE)},
+        adapter_config=roles.adapter_config(),
+        optimizer={},
+        state={},
+        heads={ROLE: roles.heads[ROLE].weights()},
+    )
+    folder = checkpoint.save(tmp_path, saved, 1) / ROLE
+    again = open_learned("taste", str(folder), make_roles(seed=7), token_budget=10**6, center=0.0, scale=1.0)
+    assert isinstance(again, AdapterReward)
+    assert again(groups) == expected
+    assert again.roles.moving == ("policy",)
+
+
+def test_an_adapter_folder_without_a_head_is_refused(adapter_reward, make_roles, tmp_path):
+    roles = adapter_reward().roles
+    saved = checkpoint.Checkpoint(
+        step=1, adapters={ROLE: roles.weights(ROLE)}, adapter_config=roles.adapter_config(), optimizer={}, state={}
+    )
+    folder = checkpoint.save(tmp_path, saved, 1) / ROLE
+    with pytest.raises(UserError, match=r"^reward\.taste\.path: the scalar head cannot be read"):
+        open_learned("taste", str(folder), make_roles(), token_budget=1, center=0.0, scale=1.0)
+
+
+# -- a network of its own --------------------------------------------------------------------------------------------
+SIZES = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.fixture
+def save_classifier(tmp_path, tiny_path):
+    """Saves a random classifier with the embedded tokenizer beside it; returns the folder."""
+
+    def save(kind, head="ForSequenceClassification", chat=True, padding_side="right", **keys):
+        config = getattr(transformers, f"{kind}Config")(**SIZES | {"num_labels": 1} | keys)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            getattr(transformers, kind + head)(config).save_pretrained(tmp_path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_path)
+        tokenizer.padding_side = padding_side
+        if not chat:
+            tokenizer.chat_template = None
+        tokenizer.save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    return save
+
+
+def classifier(folder, token_budget=10**6, center=0.0, scale=1.0):
+    model, tokenizer = load_classifier(folder, KEY, CPU, torch.float32)
+    return ClassifierReward(model, tokenizer, token_budget=token_budget, center=center, scale=scale)
+
+
+def conversations(groups):
+    """What the embedded chat template makes of them, written out."""
+    return [
+        f"<|im_start|>user\n{group.prompt.id}<|im_end|>\n<|im_start|>assistant\n{r.completion.text}<|im_end|>\n"
+        for group in groups
+        for r in group.rollouts
+    ]
+
+
+def plain_texts(groups):
+    return [f"{group.prompt.id}\n{r.completion.text}" for group in groups for r in group.rollouts]
+
+
+def logits(folder, texts):
+    """What transformers itself gives, a text at a time: no padding, no batches."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return torch.stack(
+            [model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0] for text in texts]
+        )
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("token_budget", [1, 70, 150, 10**6])
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("Qwen2", {}),
+        ("Qwen2", {"pad_token_id": 0}),
+        ("Llama", {"pad_token_id": -1}),
+        ("Bert", {}),
+        ("GPT2", {"n_head": 4}),
+    ],
+)
+def test_a_classifiers_score_is_its_logit_whatever_is_scored_with_it(
+    kind, keys, token_budget, padding_side, save_classifier, groups
+):
+    folder = save_classifier(kind, padding_side=padding_side, **keys)
+    expected = logits(folder, conversations(groups))
+    reward = classifier(folder, token_budget)
+    torch.testing.assert_close(flat(reward(groups)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(flat(reward(groups[::-1])).view(2, 3).flip(0).flatten(), expected, rtol=1e-5, atol=1e-5)
+    assert (expected[:, None] - expected).abs().add(torch.eye(6)).min() > 1e-4
+
+
+def test_a_row_that_ends_with_the_first_token_ids_is_read_at_its_last_token_too(save_classifier, groups, monkeypatch):
+    # Any token id may stand under the padding but one that ends a row: 0, 1 and 2 do here, alone 3 is free.
+    folder = save_classifier("Qwen2")
+    reward, rows = classifier(folder), [[9, 8, 7, 0], [5, 1], [6, 4, 2]]
+    monkeypatch.setattr(reward, "_encode", lambda prompt, completion: rows[len(completion.text) - 1])
+    prompt, rollout = groups[0].prompt, groups[0].rollouts[0]
+    texts = [replace(rollout, completion=replace(rollout.completion, text="x" * n)) for n in (1, 2, 3)]
+    scores = reward([Group(prompt=prompt, rollouts=tuple(texts))])
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        expected = torch.stack([model(input_ids=torch.tensor([row])).logits[0, 0] for row in rows])
+    torch.testing.assert_close(flat(scores), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_chat_template_a_classifier_reads_the_plain_texts(save_classifier, groups):
+    folder = save_classifier("Bert", chat=False)
+    expected = logits(folder, plain_texts(groups))
+    torch.testing.assert_close(flat(classifier(folder)(groups)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_classifiers_score_is_scaled_and_centered(save_classifier, groups):
+    folder = save_classifier("Qwen2")
+    expected = 3 * (flat(classifier(folder)(groups)) - 0.5)
+    found = flat(classifier(folder, center=0.5, scale=3.0)(groups))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_classifier_rows_go_by_length_and_keep_to_the_budget(save_classifier, groups):
+    reward = classifier(save_classifier("Qwen2"))
+    tokens = sorted(len(reward.tokenizer(text)["input_ids"]) for text in conversations(groups))
+    with monitored(reward.model) as seen:
+        reward(groups)
+        reward.token_budget = 2 * tokens[-1]
+        reward(groups)
+    assert seen[0] == (6, tokens[-1])
+    assert all(rows * width <= reward.token_budget for rows, width in seen[1:])
+    assert [width for _, width in seen[1:]] == sorted(width for _, width in seen[1:])
+    assert sum(rows for rows, _ in seen[1:]) == 6
+
+
+def test_micro_batches_take_rows_by_length():
+    # By length 2, 3, 5, 9: two rows as wide as 3 fill the budget of 6; a third would need 15; 9 exceeds it alone.
+    assert micro_batches([5, 2, 9, 3], 6) == [[1, 3], [0], [2]]
+    assert micro_batches([4, 4, 4], 8) == [[0, 1], [2]]
+    assert micro_batches([], 8) == []
+
+
+def test_a_text_too_long_for_the_network_keeps_its_end(save_classifier, groups):
+    folder = save_classifier("Bert", chat=False, max_position_embeddings=8)
+    reward = classifier(folder)
+    ids = [reward.tokenizer(text)["input_ids"] for text in plain_texts(groups)]
+    assert [len(row) for row in ids if len(row) > 8] != []
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        expected = torch.stack([model(input_ids=torch.tensor([row[-8:]])).logits[0, 0] for row in ids])
+    torch.testing.assert_close(flat(reward(groups)), expected, rtol=1e-5, atol=1e-5)
+    assert reward.num_cut == sum(len(row) > 8 for row in ids)
+
+
+def test_a_folder_of_a_classifier_is_opened_as_one_and_adds_no_role(make_roles, save_classifier, groups):
+    roles = make_roles()
+    folder = save_classifier("Qwen2")
+    reward = open_learned("taste", folder, roles, token_budget=10**6, center=0.0, scale=1.0)
+    assert isinstance(reward, ClassifierReward)
+    assert not any(p.requires_grad for p in reward.model.parameters())
+    assert roles.heads == {}
+    torch.testing.assert_close(flat(reward(groups)), logits(folder, conversations(groups)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_classifier_of_several_labels_is_refused(save_classifier):
+    with pytest.raises(UserError, match=r"^reward\.taste\.path: .* num_labels, got 3; .*num_labels 1"):
+        load_classifier(save_classifier("Qwen2", num_labels=3), KEY, CPU, torch.float32)
+
+
+def test_a_model_without_a_trained_score_is_refused(save_classifier):
+    folder = save_classifier("Qwen2", "ForCausalLM")
+    with pytest.raises(UserError, match=r"^reward\.taste\.path: its weights lack score\.weight, which would be random"):
+        load_classifier(folder, KEY, CPU, torch.float32)
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"^reward\.taste\.path: the reward model cannot be read"):
+        load_classifier(str(tmp_path), KEY, CPU, torch.float32)

@@ -1,0 +1,48 @@
+import pytest
+
+from rlft.reward.learned import Learned
+from rlft.reward.scorer import Scorer
+from rlft.reward.spec import specs
+from rlft.types import UserError
+
+LEARNED = {
+    "_target_": "rlft.reward.learned.Learned",
+    "weight": 1.0,
+    "path": "runs/rm",
+    "token_budget": 4096,
+    "center": 0.5,
+    "scale": 2,
+}
+
+
+def test_it_is_a_description_that_the_trainer_reads():
+    spec = specs({"learned": LEARNED})["learned"]
+    assert spec.runs_in_trainer
+    assert not spec.scores_steps
+    assert spec.build() == Learned(path="runs/rm", token_budget=4096, center=0.5, scale=2.0)
+
+
+def test_a_path_may_be_none():
+    assert specs({"learned": LEARNED | {"path": None}})["learned"].kwargs["path"] is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"token_budget": 0}, "reward.learned.token_budget: must be greater than 0, got 0"),
+        ({"center": float("inf")}, "reward.learned.center: must be finite"),
+        ({"scale": "big"}, "reward.learned.scale: must be a number"),
+        ({"path": 3}, "reward.learned.path: must be a text"),
+    ],
+)
+def test_keys_have_types_and_bounds(keys, message):
+    with pytest.raises(UserError) as refusal:
+        specs({"learned": LEARNED | keys})
+    assert str(refusal.value).startswith(message)
+
+
+def test_no_worker_can_score_with_it(group):
+    with pytest.raises(RuntimeError, match="the trainer computes them"):
+        specs({"learned": LEARNED})["learned"].build()(group(["18"]))
+    with pytest.raises(ValueError, match="'learned'"):
+        Scorer(specs({"learned": LEARNED}), 0, 1.0, "stop")

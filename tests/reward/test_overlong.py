@@ -1,0 +1,40 @@
+from dataclasses import replace
+
+import pytest
+
+from rlft.reward.overlong import Overlong
+from rlft.reward.spec import specs
+from rlft.types import UserError
+
+
+def scores(group, lengths, **keys):
+    """Of completions with these numbers of tokens."""
+    made = group(["18"] * len(lengths))
+    rollouts = tuple(
+        replace(r, completion=replace(r.completion, token_ids=[1] * n))
+        for r, n in zip(made.rollouts, lengths, strict=True)
+    )
+    return Overlong(**keys)(replace(made, rollouts=rollouts))
+
+
+def test_the_penalty_grows_over_the_cache_from_0_to_minus_1(group):
+    # L_max - L_cache = 90: nothing up to there, then (90 - n) / 10.
+    lengths = [0, 89, 90, 91, 95, 99, 100]
+    assert scores(group, lengths, max_tokens=100, cache=10) == [0, 0, 0, -0.1, -0.5, -0.9, -1]
+
+
+def test_a_length_beyond_the_limit_costs_no_more(group):
+    assert scores(group, [101, 500], max_tokens=100, cache=10) == [-1, -1]
+
+
+def test_a_cache_as_long_as_the_limit_charges_every_token(group):
+    assert scores(group, [0, 1, 2, 4], max_tokens=4, cache=4) == [0, -0.25, -0.5, -1]
+
+
+@pytest.mark.parametrize("cache", [0, -1, 101])
+def test_a_cache_that_is_none_or_longer_than_the_limit_is_refused(cache):
+    config = {"_target_": "rlft.reward.overlong.Overlong", "weight": 1.0, "max_tokens": 100, "cache": cache}
+    with pytest.raises(
+        UserError, match=rf"reward.overlong.cache: must be from 1 to max_tokens=100 tokens, got {cache}"
+    ):
+        specs({"overlong": config})
