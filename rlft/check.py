@@ -189,6 +189,15 @@ def _model(config: RunConfig, algorithm: Algorithm) -> None:
         engine_rank(config.lora.rank)
 
 
+def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
+    """What is allowed and hardly ever meant, as the run says it when it begins."""
+    to_old = config.algorithm.get("kl_to") == "old" and config.algorithm.get("kl_coef", 0) > 0
+    if not to_old or config.updates_per_step > 1:
+        return algorithm.warnings
+    problem = "in the one update of a step the policy still is the old one, and the KL 0"
+    return (*algorithm.warnings, f"algorithm.kl_to: {problem}, got old; use several epochs or minibatches")
+
+
 def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
     """The longest row and text must fit the model's context, as its config.json gives it."""
     context = getattr(model.get_text_config(), "max_position_embeddings", None)

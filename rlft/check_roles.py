@@ -86,7 +86,7 @@ def _text(config: RunConfig, algorithm: Algorithm) -> None:
             "pretrain.path",
             "this algorithm mixes pretraining text in, and there is none",
             got="null",
-            remedy="set pretrain.path=<JSONL with a text a line>, or embedded:arithmetic-text",
+            remedy="set pretrain.path=<JSONL with a text a line>, or embedded:arithmetic-text pretrain.given_field=given",
         )
 
 
@@ -107,15 +107,14 @@ def _critic(config: RunConfig, algorithm: Algorithm) -> None:
             remedy="set critic.kind=none, or algorithm=ppo or a2c",
         )
     if critic.kind is CriticKind.none:
-        told = {"init": critic.init != "base", "warmup_steps": critic.warmup_steps > 0}
-        for name in (name for name, is_told in {**told, "normalize_values": critic.normalize_values}.items() if is_told):
+        unused = {"init": "base", "warmup_steps": 0, "normalize_values": False}
+        for name in (name for name, unset in unused.items() if getattr(critic, name) != unset):
+            got = str(getattr(critic, name)).lower() if name == "normalize_values" else getattr(critic, name)
+            problem = "says something of a critic, and critic.kind=none has none"
             raise UserError(
-                f"critic.{name}",
-                "there is no critic, critic.kind is none",
-                got=getattr(critic, name),
-                remedy="set critic.kind=adapter or shared, or leave it out",
+                f"critic.{name}", problem, got=got, remedy="set critic.kind=adapter or shared, or leave it out"
             )
-    if critic.warmup_steps >= config.steps:
+    elif critic.warmup_steps >= config.steps:
         raise UserError(
             "critic.warmup_steps",
             f"the policy would never learn, the run has steps={config.steps}",

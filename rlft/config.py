@@ -49,6 +49,7 @@ class DynamicSamplingConfig:
 class PretrainConfig:
     path: str | None
     field: str
+    given_field: str | None
     max_tokens: PositiveInt
     sequences_per_update: PositiveInt
     held_out: PositiveInt

@@ -1,13 +1,14 @@
 """Pretraining text for PPO-ptx (InstructGPT, arXiv 2203.02155): made ready before the model is loaded, and measured.
 
-PPO-ptx adds gamma_ptx * (-mean log-prob a token of such text) to the loss, so that the policy keeps modelling it.
+PPO-ptx adds gamma_ptx * (-mean log-prob a token of such text) to the loss, so that the policy keeps modelling it. A
+text may have a part that is given: the model reads it and is not asked to predict it, like the question of a chat.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,24 +23,33 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
+    from rlft.data.text import Text
     from rlft.model.roles import Roles
 
 MIN_TOKENS = 2
-"""A text's first token is given, not predicted: with one token there is nothing to learn."""
+"""Nothing predicts a text's first token: with one token there is nothing to learn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextTokens:
+    """The tokens of a text, int32 `[tokens]`, of which the first `num_given` (1 or more) are given and not learned."""
+
+    ids: NDArray[np.int32]
+    num_given: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PretrainText:
     """Tokenised texts, those of training and those kept apart, which share no token sequence.
 
-    train_ids, held_out_ids: int32 `[tokens]` each, cut at the limit, in the order of the file.
-    num_dropped: texts left out for having fewer than 2 tokens. num_cut: texts that lost their end to the limit.
-    fingerprint: sha256 (hex) over the token ids of all texts in order; a resumed run compares it.
+    train_texts, held_out_texts: cut at the limit, in the order of the file.
+    num_dropped: texts left out, as nothing to learn lies within the limit. num_cut: others that lost their end to it.
+    fingerprint: sha256 (hex) over the token ids of all texts, in order, and how many are given; for resumed runs.
     note: a plain word for the person watching, or None.
     """
 
-    train_ids: tuple[NDArray[np.int32], ...]
-    held_out_ids: tuple[NDArray[np.int32], ...]
+    train_texts: tuple[TextTokens, ...]
+    held_out_texts: tuple[TextTokens, ...]
     sequences_per_update: int
     updates_per_step: int
     num_dropped: int
@@ -57,16 +67,16 @@ class PretrainText:
             raise ValueError(f"a step has {self.updates_per_step} updates, there is none with number {update}")
         turn = step * self.updates_per_step + update
         order = derive(seed, 0, "pretrain")  # not the order of the prompts
-        chosen = prompts_for_step(len(self.train_ids), self.sequences_per_update, order, turn)
-        return as_batch([self.train_ids[i] for i in chosen])
+        chosen = prompts_for_step(len(self.train_texts), self.sequences_per_update, order, turn)
+        return as_batch([self.train_texts[i] for i in chosen])
 
     def held_out(self) -> Batch:
         """The texts that are never trained on, the same ones every time."""
-        return as_batch(self.held_out_ids)
+        return as_batch(self.held_out_texts)
 
 
 def scan_texts(
-    texts: Sequence[str],
+    texts: Sequence[Text],
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_tokens: int,
@@ -76,8 +86,9 @@ def scan_texts(
 ) -> PretrainText:
     """The texts with their token ids, cut after `max_tokens`, `held_out` of them kept apart.
 
-    Special tokens that are written in a text are read as such, and none are added. Which texts are held out is decided
-    by a hash of their tokens: equal texts are on the same side, and no order or seed moves one.
+    Special tokens that are written in a text are read as such, and none are added. What is given and what is learned
+    are tokenised each for itself and joined, so no token lies in both. Which texts are held out is decided by a hash of
+    their tokens: equal texts are on the same side, whatever is given of them, and no order or seed moves one.
 
     Raises:
         UserError: a limit under 2 tokens, or too few texts to hold out as many or to fill an update.
@@ -89,53 +100,56 @@ def scan_texts(
             got=max_tokens,
             remedy="use 2 or more",
         )
-    tokenised = _token_ids(texts, tokenizer)
-    kept = [ids[:max_tokens] for ids in tokenised if len(ids) >= MIN_TOKENS]
-    digests = [hashlib.sha256(ids.tobytes()).digest() for ids in kept]
+    tokenised = _tokenise(texts, tokenizer)
+    whole = [text for text in tokenised if text.num_given < min(len(text.ids), max_tokens)]
+    kept = [replace(text, ids=text.ids[:max_tokens]) for text in whole]
+    digests = [hashlib.sha256(text.ids.tobytes()).digest() for text in kept]
     different = dict(zip(digests, kept, strict=True))
     if len(different) <= held_out:
         raise UserError(
             "pretrain.held_out",
-            f"there are only {len(different)} different texts of 2 tokens or more, and some must be left to train on",
+            f"there are only {len(different)} different texts with a token to learn within "
+            f"pretrain.max_tokens={max_tokens}, and some must be left to train on",
             got=held_out,
-            remedy="use fewer, or more text",
+            remedy="use fewer, more text, or a higher pretrain.max_tokens",
         )
     apart = set(sorted(different)[:held_out])
-    train_ids = [ids for ids, digest in zip(kept, digests, strict=True) if digest not in apart]
-    if len(train_ids) < sequences_per_update:
+    train_texts = [text for text, digest in zip(kept, digests, strict=True) if digest not in apart]
+    if len(train_texts) < sequences_per_update:
         raise UserError(
             "pretrain.sequences_per_update",
-            f"pretrain.held_out={held_out} leaves only {len(train_ids)} texts to train on",
+            f"pretrain.held_out={held_out} leaves only {len(train_texts)} texts to train on",
             got=sequences_per_update,
-            remedy=f"use at most {len(train_ids)}, a lower pretrain.held_out, or more text",
+            remedy=f"use at most {len(train_texts)}, a lower pretrain.held_out, or more text",
         )
-    num_dropped, num_cut = len(tokenised) - len(kept), sum(len(ids) > max_tokens for ids in tokenised)
+    num_dropped, num_cut = len(tokenised) - len(whole), sum(len(text.ids) > max_tokens for text in whole)
     return PretrainText(
-        train_ids=tuple(train_ids),
-        held_out_ids=tuple(ids for digest, ids in different.items() if digest in apart),
+        train_texts=tuple(train_texts),
+        held_out_texts=tuple(text for digest, text in different.items() if digest in apart),
         sequences_per_update=sequences_per_update,
         updates_per_step=updates_per_step,
         num_dropped=num_dropped,
         num_cut=num_cut,
-        fingerprint=hashlib.sha256(b"".join(digests)).hexdigest(),
+        fingerprint=_fingerprint(kept, digests),
         note=_note(len(tokenised), num_dropped, num_cut, max_tokens),
     )
 
 
-def as_batch(texts: Sequence[NDArray[np.int32]]) -> Batch:
-    """The texts as right-padded rows `[B, T]`, a group each: the first token is the prompt, the rest the completion.
+def as_batch(texts: Sequence[TextTokens]) -> Batch:
+    """The texts as right-padded rows `[B, T]`, a group each: the given tokens are the prompt, the rest the completion.
 
     Nothing sampled them and nothing rewards them: `sampled_logprobs` and `rewards` are 0.
     """
-    lengths_B = torch.tensor([len(ids) for ids in texts])
+    lengths_B = torch.tensor([len(text.ids) for text in texts])
+    num_given_B = torch.tensor([text.num_given for text in texts])
     columns_T = torch.arange(int(lengths_B.max()))
     attention_mask_BT = columns_T < lengths_B[:, None]
     token_ids_BT = torch.zeros(attention_mask_BT.shape, dtype=torch.int64)
-    token_ids_BT[attention_mask_BT] = torch.from_numpy(np.concatenate(texts).astype(np.int64))
+    token_ids_BT[attention_mask_BT] = torch.from_numpy(np.concatenate([text.ids for text in texts]).astype(np.int64))
     return Batch(
         token_ids=token_ids_BT,
         attention_mask=attention_mask_BT,
-        loss_mask=attention_mask_BT & (columns_T > 0),
+        loss_mask=attention_mask_BT & (columns_T >= num_given_B[:, None]),
         sampled_logprobs=torch.zeros(attention_mask_BT.shape),
         rewards=torch.zeros(len(texts)),
         group_ids=torch.arange(len(texts)),
@@ -145,7 +159,8 @@ def as_batch(texts: Sequence[NDArray[np.int32]]) -> Batch:
 def text_loss(roles: Roles, batch: Batch, token_budget: int) -> float:
     """Mean negative log-prob a token (nats) of these texts by the active adapter, at temperature 1, without gradient.
 
-    Over tokens, not texts: sum over the batch of -log p(token | those before it in its text) / number of such tokens.
+    Over learned tokens, not texts: sum over the batch of -log p(token | those before it in its text, given or not) /
+    number of learned tokens.
     """
     total = 0.0
     with torch.no_grad():
@@ -154,6 +169,16 @@ def text_loss(roles: Roles, batch: Batch, token_budget: int) -> float:
             # Outside the mask the forward gives 0.
             total -= roles.forward(micro, 1.0).logprobs.double().sum().item()
     return total / int(batch.loss_mask.sum())
+
+
+def _tokenise(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[TextTokens]:
+    """Each text's tokens without a limit: what is given and what is learned, joined."""
+    given = _token_ids([text.given for text in texts], tokenizer)
+    learned = _token_ids([text.text for text in texts], tokenizer)
+    return [
+        TextTokens(ids=np.concatenate([before, ids]), num_given=max(len(before), 1))
+        for before, ids in zip(given, learned, strict=True)
+    ]
 
 
 def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
@@ -166,9 +191,17 @@ def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
     ]
 
 
+def _fingerprint(texts: Sequence[TextTokens], digests: Sequence[bytes]) -> str:
+    """sha256 over every text's number of given tokens (4 bytes, the lowest first) and digest of its token ids."""
+    parts = zip(texts, digests, strict=True)
+    return hashlib.sha256(b"".join(text.num_given.to_bytes(4, "little") + digest for text, digest in parts)).hexdigest()
+
+
 def _note(num_texts: int, num_dropped: int, num_cut: int, max_tokens: int) -> str | None:
     told = [
         f"{num_cut} were cut after pretrain.max_tokens={max_tokens}" if num_cut else "",
-        f"{num_dropped} of fewer than {MIN_TOKENS} tokens were dropped" if num_dropped else "",
+        f"{num_dropped} with no token to learn within pretrain.max_tokens={max_tokens} were dropped"
+        if num_dropped
+        else "",
     ]
     return f"of {num_texts} pretraining texts {', '.join(filter(None, told))}" if any(told) else None

@@ -40,7 +40,9 @@ def train(session: Session) -> State:
             session.publish(state.step + 1)
             roles.refresh(state.step + 1)
             metrics |= session.train_reward_model(state.step + 1, rollouts)
-        state = State(step=state.step + 1, algorithm=algorithm.adapt(metrics))
+        # A resting policy has not moved: its KL of 0 says nothing to a controller.
+        adapted = algorithm.adapt(metrics) if session.policy_learns(state.step) else algorithm
+        state = State(step=state.step + 1, algorithm=adapted)
         metrics |= clock.metrics() | {"memory/peak_bytes": peak_memory_bytes()}
         session.record(state.step, metrics, rollouts, batch)
         session.evaluate_if_due(state.step)

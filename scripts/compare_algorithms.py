@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
@@ -54,6 +54,7 @@ MUST_REACH = ("grpo", "gspo", "ppo", "rloo")
 # What may differ between a run that is there and the one that is asked for: it changes no number.
 FREE = ("resume", "logger", "checkpoint")
 TELL_SECONDS = 60.0  # between two lines of progress where there is no terminal
+LIVE_WIDTH = 79  # of the line that is told in place where there is one
 
 # The algorithms' names in their papers; others are shown by the name of their recipe.
 LABELS = {
@@ -315,6 +316,7 @@ def train_one(job: Job, config_dir: Path | None, progress: Progress) -> str | No
     start = time.monotonic()
     with log.open("ab" if not fresh else "wb") as stream:
         code = call(words, stream, lambda: progress.tell(steps_done(job)))
+    progress.end()
     if code == 130:
         raise KeyboardInterrupt
     if code or not is_finished(job):
@@ -328,7 +330,7 @@ def train_one(job: Job, config_dir: Path | None, progress: Progress) -> str | No
     return None
 
 
-def call(words: Sequence[str], log: IO[bytes], tell: Any) -> int:
+def call(words: Sequence[str], log: IO[bytes], tell: Callable[[], None]) -> int:
     """The exit code of a command that runs in a session of its own: it hears of a Ctrl-C from here, and only once."""
     child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     while True:
@@ -452,13 +454,17 @@ class Progress:
         left = [(job.name, job.config["steps"] * size) for job, size in zip(self.todo, sizes, strict=True)]
         left[0] = (job.name, (job.config["steps"] - step) * sizes[0])
         seconds = self.pace.seconds(left, also)
-        ending = "" if seconds is None else f", about {duration(seconds)} for all that is left"
+        ending = "" if seconds is None else f", about {duration(seconds)} for all"
         text = f"{self.place}: step {step} of {job.config['steps']}{ending}"
         if self.live:
-            sys.stdout.write(f"\r{text:<100}\r" if step < job.config["steps"] else f"\r{'':<100}\r")
-            sys.stdout.flush()
+            print(f"\r{text:<{LIVE_WIDTH}}", end="", flush=True)
         else:
             print(text, flush=True)
+
+    def end(self) -> None:
+        """Wipes the line that was told in place."""
+        if self.live:
+            print(f"\r{'':<{LIVE_WIDTH}}\r", end="", flush=True)
 
 
 # -- what was measured -------------------------------------------------------------------------------------------------

@@ -283,5 +283,5 @@ def test_a_key_of_a_base_belongs_to_the_choices_that_build_on_it() -> None:
     known = catalog.keys("algorithm")
     assert set(known["algorithm.entropy_coef"]) == {"a2c", "grpo", "kimi", "ppo", "reinforce"}
     assert set(known["algorithm.dual_clip"]) == {"grpo", "ppo", "reinforce"}
-    with pytest.raises(UserError, match="it belongs to algorithm=grpo and algorithm=ppo and algorithm=reinforce$"):
+    with pytest.raises(UserError, match=r"it belongs to algorithm=grpo and algorithm=ppo and algorithm=reinforce$"):
         compose(["algorithm=kimi", "algorithm.dual_clip=3"])

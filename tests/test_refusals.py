@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from rlft import cli, runfolder
-from rlft.config import compose
+from rlft.config import build, compose
 from rlft.hub import hub_answers
+from rlft.model import adapter_folder
+from rlft.model.backbone import Backbone, fingerprint
+from rlft.model.roles import Roles
 from rlft.plan import make_plan
+from rlft.trainer import checkpoint
+from rlft.trainer.checkpoint import Checkpoint
+
+# What rows have in common.
+PPO = "train algorithm=ppo critic.kind=adapter"
+PPO_SHARED = "train algorithm=ppo critic.kind=shared"
+PTX = "train algorithm=ppo_ptx critic.kind=adapter"
+SMALL = "lora.rank=4 lora.alpha=8"
+TEXT = "pretrain.path=embedded:arithmetic-text"
+LEARNED = "reward=[exact_match,learned]"
+TWO_LEARNED = "+reward.second='${reward.learned}'"
+REFRESH = "reward_model.refresh_every=10 reward_model.labels=exact_match"
+FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+DEEPER = "base_model.model.model.layers.99.mlp.down_proj.lora_A.weight"
 
 # What is typed after `rlft`, the key its refusal begins with, and a part of the refusal. The rows run in a folder that
-# `workplace` fills: see there for `mine`, `run`, `file` and the .jsonl files.
+# `templates` filled: see there for `mine`, `run`, `file`, the .jsonl files and the adapters.
 TABLE = [
     # Verbs
     ("trian +recipe=grpo_arithmetic", "trian", "did you mean rlft train?"),
     ("recipes gsm8k", "recipes", "takes no more words, got gsm8k"),
     # Misspelt groups, choices and keys
-    ("train algorithm=grpoo", "algorithm", "got grpoo; did you mean grpo? All: dr_grpo, grpo, gspo"),
+    ("train algorithm=grpoo", "algorithm", "got grpoo; did you mean grpo? All: a2c, cispo, dapo, dr_grpo, grpo"),
     ("train algoritm=grpo", "algoritm", "did you mean algorithm?"),
     ("train generation=vlm", "generation", "did you mean vllm?"),
     ("train data=arithmatic", "data", "did you mean arithmetic?"),
@@ -44,7 +65,7 @@ TABLE = [
     ("train +foo=1", "foo", "there is no such key, got 1; known here: name, seed, steps"),
     ("train +trainer.foo=1", "trainer.foo", "known here: lr, schedule"),
     ("train ~seed", "seed", "is missing"),
-    ("train ~algorithm", "algorithm", "is missing; choose algorithm=dr_grpo or grpo or gspo"),
+    ("train ~algorithm", "algorithm", "is missing; choose algorithm=a2c or cispo or dapo or dr_grpo or "),
     # A key of a choice that wasn't made
     ("train data.path=x", "data.path", "it belongs to data=gsm8k and data=jsonl"),
     ("train data=gsm8k data.pth=x", "data.pth", "did you mean data.path?"),
@@ -56,7 +77,7 @@ TABLE = [
     ("train -m recipe=grpo_arithmetic", "recipe", "write +recipe=grpo_arithmetic"),
     ("train +recpie=grpo_arithmetic", "recpie", "got grpo_arithmetic; did you mean +recipe=grpo_arithmetic?"),
     ("train +recipe=grpo_arithmetik", "+recipe", "did you mean grpo_arithmetic?"),
-    ("train +recipe=", "+recipe", "has no name; choose one of grpo_arithmetic, grpo_gsm8k"),
+    ("train +recipe=", "+recipe", "has no name; choose one of a2c_arithmetic, cispo_arithmetic, "),
     ("train +recipe", "command line", "got +recipe; did you mean +recipe=<name>?"),
     ("train recipe grpo_arithmetic", "command line", "did you mean +recipe=grpo_arithmetic?"),
     ("train grpo_arithmetic", "command line", "did you mean +recipe=grpo_arithmetic?"),
@@ -141,17 +162,130 @@ TABLE = [
     ("train algorithm.kl_coef=0.1", "snapshot.reference", "algorithm.kl_coef is above 0"),
     ("train algorithm.dual_clip=1", "algorithm.dual_clip", "must lie above the clip range"),
     ("train algorithm.mismatch_low=2", "algorithm.mismatch_low", "must have 1"),
-    ("train snapshot.refresh_every=5", "snapshot.refresh_every", "set snapshot.reference=copy"),
     ("train snapshot.old=never", "snapshot.old", "choose one of auto, sampled, recompute"),
     ("train generation.top_p=0.9 algorithm.mismatch=token_mask", "generation.top_p", "undistorted sampling, got 0.9"),
     ("train generation.top_k=5 algorithm.mismatch=token_truncate", "generation.top_k", "undistorted sampling, got 5"),
     ("train generation.top_k=5 snapshot.old=sampled", "generation.top_k", "snapshot.old=sampled compares"),
+    ("train eval.kl_base=true eval.temperature=0", "eval.kl_base", "eval.temperature=0 samples another one, got true"),
+    ("train eval.kl_base=true generation.top_k=5", "eval.kl_base", "leave some of them out, got true; use generation."),
     ("train generation.temperature=0", "generation.temperature", "needs completions that differ, got 0"),
     ("train generation.temperature=-1", "generation.temperature", "must be greater than or equal to 0"),
     ("train generation.engine=vlm", "generation.engine", "is not an engine, got vlm"),
     ("train generation.max_tokens=300", "generation.max_tokens", "exceeds the model's context of 512 tokens, got 300"),
     ("train prompts.max_tokens=4", "prompts.max_tokens", "4096 of 4096 train prompts are longer"),
     ("train prompts.max_tokens=21 prompts.over_limit=refuse", "prompts.max_tokens", "or set prompts.over_limit=drop"),
+    # Groups of one
+    ("train algorithm=dr_grpo group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=gspo group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=gspo_token group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=dapo group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=cispo group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=grpo_process group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=rloo group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=kimi group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=kimi algorithm.baseline=soft group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=reinforce algorithm.baseline=group group_size=1", "group_size", "needs at least 2, got 1"),
+    ("train algorithm=reinforce algorithm.baseline=leave_one_out group_size=1", "group_size", "at least 2, got 1"),
+    ("train algorithm=reinforce algorithm.baseline=none group_size=1 dynamic_sampling.max_rounds=2",
+     "dynamic_sampling.max_rounds", "with group_size=1 each of them is, got 2; set group_size=8"),
+    ("train data=jsonl data.path=good.jsonl prompts_per_step=64 dynamic_sampling.max_rounds=2",
+     "dynamic_sampling.max_rounds", "are in each step, got 2; use a lower prompts_per_step"),
+    # The critic
+    ("train algorithm=ppo", "critic.kind", "needs values, and only a critic gives them, got none; set critic.kind=ada"),
+    ("train algorithm=a2c", "critic.kind", "or shared (a value head on the policy's features)"),
+    ("train critic.kind=adapter", "critic.kind", "has no use for a critic's values, got adapter; set critic.kind=none"),
+    ("train algorithm=rloo critic.kind=shared", "critic.kind", "has no use for a critic's values, got shared"),
+    ("train critic.kind=own", "critic.kind", "choose one of none, adapter, shared"),
+    ("train critic.init=critic", "critic.init", "critic.kind=none has none, got critic; set critic.kind=adapter or sh"),
+    ("train critic.init=reward", "critic.init", "critic.kind=none has none, got reward"),
+    ("train critic.warmup_steps=5", "critic.warmup_steps", "critic.kind=none has none, got 5"),
+    ("train critic.normalize_values=true", "critic.normalize_values", "critic.kind=none has none, got true"),
+    (f"{PPO} steps=10 critic.warmup_steps=10", "critic.warmup_steps", "would never learn, the run has steps=10, got 1"),
+    (f"{PPO} critic.init=reward", "critic.init", "the one learned reward, and there are 0, got reward; set reward=[.."),
+    (f"{PPO} {LEARNED} {TWO_LEARNED} critic.init=reward", "critic.init", "and there are 2, got reward"),
+    (f"{PPO} {LEARNED} critic.init=reward {REFRESH}", "critic.init", "and reward.learned.path=null is none, got rewar"),
+    (f"{PPO} {LEARNED} critic.init=reward reward.learned.path=mine", "critic.init", "reward.learned.path=mine is none"),
+    # References that move, or don't
+    ("train snapshot.refresh_every=5", "snapshot.refresh_every", "set snapshot.reference=copy"),
+    ("train snapshot.reference=ema snapshot.ema_decay=0.9 snapshot.refresh_every=5",
+     "snapshot.refresh_every", "snapshot.reference is ema, got 5"),
+    ("train snapshot.reference=ema", "snapshot.ema_decay", "needs the share of it that stays, per step, got null; use"),
+    ("train snapshot.ema_decay=0.9", "snapshot.ema_decay", "snapshot.reference is none, got 0.9; set snapshot.referen"),
+    ("train snapshot.reference=copy snapshot.ema_decay=0.9", "snapshot.ema_decay", "snapshot.reference is copy, got 0"),
+    ("train snapshot.reference=ema snapshot.ema_decay=1", "snapshot.ema_decay", "so it never moves, got 1"),
+    ("train snapshot.reference=ema snapshot.ema_decay=0", "snapshot.ema_decay", "must be greater than 0"),
+    ("train snapshot.reference=ema snapshot.ema_decay=1.5", "snapshot.ema_decay", "must be less than or equal to 1"),
+    ("train algorithm=rloo algorithm.kl_coef=0.1", "snapshot.reference", "base, copy, ema or an adapter folder"),
+    # KL controllers
+    ("train algorithm.kl_controller=adaptive snapshot.reference=base", "algorithm.kl_target", "there is none"),
+    ("train algorithm.kl_controller=proportional algorithm.kl_target=0.1", "algorithm.kl_coef", "and 0 stays 0"),
+    ("train algorithm.kl_to=old algorithm.kl_in=reward algorithm.kl_coef=1", "algorithm.kl_in", "use algorithm.kl_in="),
+    # Step scores and pretraining text
+    ("train algorithm=grpo_process", "reward", "gives any, got [exact_match,format]; add one, for instance reward=[e"),
+    ("train algorithm.supervision=process", "reward", "learns from scores of single steps"),
+    ("train algorithm=grpo_process reward=[exact_match,equations] reward.equations.weight=0", "reward", "gives any, g"),
+    (PTX, "pretrain.path", "mixes pretraining text in, and there is none, got null; set pretrain.path=<JSONL"),
+    (f"{PTX} pretrain.path=nowhere.jsonl", "pretrain.path", "got nowhere.jsonl"),
+    (f"{PTX} {TEXT} pretrain.max_tokens=600", "pretrain.max_tokens", "the model's context of 512 tokens, got 600; use"),
+    (f"{PTX} {TEXT} pretrain.max_tokens=20000", "token_budget", "may have pretrain.max_tokens=20000 tokens, got 16384"),
+    # Learned rewards
+    (f"train {LEARNED}", "reward.learned.path", "says 0 of every completion, and reward_model.refresh_every=0 never t"),
+    (f"train {LEARNED} reward.learned.path=nowhere", "reward.learned.path", "the reward model cannot be read"),
+    (f"train {LEARNED} reward.learned.path=mine", "reward.learned.path", "the reward model cannot be read"),
+    (f"train {LEARNED} reward.learned.path=three_labels", "reward.learned.path", "another num_labels, got 3; point it"),
+    (f"train {REFRESH}", "reward_model.refresh_every", "the one learned reward, and there are 0, got 10; set reward=["),
+    (f"train {LEARNED} {TWO_LEARNED} {REFRESH}", "reward_model.refresh_every", "and there are 2, got 10"),
+    (f"train {LEARNED} {REFRESH} reward.learned.path=three_labels", "reward_model.refresh_every", "is a network of it"),
+    (f"train {LEARNED} reward_model.refresh_every=10 reward_model.labels=null", "reward_model.labels", "got null; use"),
+    (f"train {LEARNED} reward_model.refresh_every=10 reward_model.labels=learned", "reward_model.labels", "got learne"),
+    (f"train {LEARNED} reward_model.refresh_every=10 reward_model.labels=math", "reward_model.labels", "got math; use"),
+    (f"train reward=[learned] {REFRESH}", "reward_model.labels", "got exact_match; put one in: reward=[exact_match,.."),
+    (f"train {LEARNED} {REFRESH} algorithm=reinforce algorithm.baseline=none group_size=1",
+     "reward_model.refresh_every", "and group_size=1 has none, got 10; set group_size=8"),
+    # Adapters of another rank
+    ("train lora.path=policy", "lora.rank", "the adapter at lora.path has rank 4, got 32; set lora.rank=4"),
+    ("train lora.path=policy lora.rank=4", "lora.alpha", "was trained with 8.0 and would be another function, got 32"),
+    ("train snapshot.reference=policy", "lora.rank", "the adapter at snapshot.reference has rank 4, got 32; set lora."),
+    (f"{PPO} critic.init=critic", "lora.rank", "the adapter at critic.init has rank 4, got 32; set lora.rank=4, or an"),
+    (f"{PPO} critic.init=critic lora.rank=4", "lora.alpha", "the adapter at critic.init was trained with 8"),
+    (f"train {LEARNED} reward.learned.path=critic", "lora.rank", "the adapter at reward.learned.path has rank 4, got"),
+    (f"train {LEARNED} reward.learned.path=critic lora.rank=4", "lora.alpha", "at reward.learned.path was trained wit"),
+    # Adapters of another base
+    (f"train {SMALL} lora.path=elsewhere", "lora.path", "says it was made for base 0123, and this base is"),
+    (f"train {SMALL} lora.path=deeper", "lora.path", f"this base has no module for its tensor {DEEPER}, got deeper; u"),
+    (f"train {SMALL} lora.path=wider", "lora.path", f"its tensor {FIRST} is (4, 999), and this base takes (4, "),
+    (f"train {SMALL} snapshot.reference=elsewhere", "snapshot.reference", "says it was made for base 0123"),
+    (f"train {SMALL} snapshot.reference=deeper", "snapshot.reference", f"has no module for its tensor {DEEPER}"),
+    (f"train {SMALL} snapshot.reference=wider", "snapshot.reference", f"its tensor {FIRST} is (4, 999)"),
+    (f"train {SMALL} snapshot.reference=lacking", "snapshot.reference", f"it lacks the tensor {FIRST}, unlike what it"),
+    (f"{PPO} {SMALL} critic.init=critic_elsewhere", "critic.init", "says it was made for base 0123"),
+    (f"{PPO} {SMALL} critic.init=critic_wider", "critic.init", f"its tensor {FIRST} is (4, 999)"),
+    (f"{PPO} {SMALL} critic.init=long_head", "critic.init", "its head has weight (1, 999), and this base takes (1, "),
+    (f"{PPO} {SMALL} critic.init=no_bias", "critic.init", "its head has no bias, and this base takes (1,)"),
+    (f"{PPO_SHARED} critic.init=shared_elsewhere", "critic.init", "says it was made for base 0123"),
+    (f"{PPO_SHARED} critic.init=long_head", "critic.init", "its head has weight (1, 999), and this base takes"),
+    (f"train {SMALL} {LEARNED} reward.learned.path=critic_elsewhere", "reward.learned.path", "was made for base 0123"),
+    (f"train {SMALL} {LEARNED} reward.learned.path=critic_wider", "reward.learned.path", f"its tensor {FIRST} is (4,"),
+    (f"train -m {SMALL} lora.path=policy,wider", "lora.path", "(job 1: "),
+    (f"train -m {SMALL} snapshot.reference=policy,wider", "snapshot.reference", "(job 1: "),
+    (f"{PPO} -m {SMALL} critic.init=critic,critic_wider", "critic.init", "(job 1: "),
+    # Adapters that cannot be used as they are
+    (f"train {SMALL} lora.path=policy lora.target_modules=[q_proj]",
+     "lora.path", f"it has the tensor {FIRST}, unlike what lora.target_modules says, got policy; set lora.target_mod"),
+    (f"train {SMALL} lora.path=lacking", "lora.path", f"it lacks the tensor {FIRST}, unlike what lora.target_modules"),
+    (f"train {SMALL} lora.path=rslora", "lora.path", "adapters with use_rslora are not served"),
+    (f"{PPO} {SMALL} critic.init=critic_patterns", "critic.init", "adapters with alpha_pattern are not served"),
+    (f"train {SMALL} lora.path=biased", "lora.path", "its bias changes the base, which all roles share"),
+    (f"train {SMALL} snapshot.reference=biased", "snapshot.reference", "its bias changes the base"),
+    (f"train {SMALL} snapshot.reference=loha", "snapshot.reference", "an adapter of the kind LOHA"),
+    (f"train {SMALL} lora.path=critic", "lora.path", "holds the adapter of the role critic, which is no policy"),
+    (f"train {SMALL} snapshot.reference=critic", "snapshot.reference", "the role critic, which is no policy, got crit"),
+    (f"{PPO} {SMALL} critic.init=policy", "critic.init", "there is no head.safetensors in that folder, got policy"),
+    (f"{PPO_SHARED} critic.init=policy", "critic.init", "there is no head.safetensors in that folder"),
+    (f"{PPO} {SMALL} critic.init=shared", "critic.init", "there is no adapter_config.json in that folder, got shared"),
+    (f"train {SMALL} {LEARNED} reward.learned.path=policy", "reward.learned.path", "there is no head.safetensors in t"),
+    (f"train {SMALL} lora.path=torn", "lora.path", "the adapter cannot be read"),
+    (f"train {SMALL} lora.path=torn_config", "lora.path", "adapter_config.json cannot be read"),
     # The machine
     ("train generation=vllm lora.rank=600", "lora.rank", "vLLM takes adapters up to rank 512, got 600"),
     ("train model.dtype=float8", "model.dtype", "is not a known dtype, got float8"),
@@ -172,8 +306,12 @@ TABLE = [
     ("train model.path=./mine", "model.path", "there is no config.json in that folder"),
     ("train model.path=nobody/nothing", "model.path", "the model cannot be read"),
     ("train model.path=embedded:big", "model.path", "use embedded:tiny-arithmetic"),
-    ("train lora.path=nowhere", "lora.path", "there is no adapter_config.json in that folder, got nowhere"),
-    ("train snapshot.reference=bas", "snapshot.reference", "is neither none, base or copy nor a folder"),
+    ("train lora.path=nowhere", "lora.path", "there is no such folder, got nowhere; point it at a PEFT adapter folder"),
+    ("train lora.path=mine", "lora.path", "there is no adapter_config.json in that folder, got mine"),
+    ("train lora.path=", "lora.path", "there is no such folder, got nothing"),
+    ("train snapshot.reference=bas", "snapshot.reference", "is neither none, base, copy or ema nor a folder"),
+    (f"{PPO} critic.init=rewad", "critic.init", "is neither base or reward nor a folder that is there, got rewad"),
+    (f"{PPO} critic.init=mine", "critic.init", "there is no adapter_config.json in that folder, got mine"),
     ("train snapshot.reference=mine", "snapshot.reference", "there is no adapter_config.json in that folder"),
     ("train hydra.run.dir=file/run", "hydra.run.dir", "cannot be written (Not a directory)"),
     ("train hydra.run.dir=", "hydra.run.dir", "is empty"),
@@ -242,8 +380,8 @@ Plant = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
-def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the rows find where they run: files, YAML of a user's own, and two runs that were begun."""
+def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny_path: Path) -> Path:
+    """What the rows find where they run: files, YAML of a user's own, two runs that were begun, and adapters."""
     folder = tmp_path_factory.mktemp("templates")
     row = {"prompt": "What is 1 + 1?", "answer": "2"}
     rows = [json.dumps({**row, "prompt": f"What is {i} + 1?"}) for i in range(40)]
@@ -267,7 +405,65 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         runfolder.start(folder / name, plain, make_plan(plain).fingerprints)
     (folder / "good.jsonl").write_text("\n".join(rows[1:]))
+    save_adapters(folder, backbone)
+    shutil.copytree(tiny_path, folder / "renamed")
+    classifier = LlamaConfig()
+    classifier.num_labels = 3
+    classifier.save_pretrained(folder / "three_labels")
     return folder
+
+
+def save_adapters(folder: Path, backbone: Backbone) -> None:
+    """`policy`, `critic` and `shared` (a head alone) as a run saves them, and copies that something is wrong with."""
+    config = build(compose(["lora.rank=4", "lora.alpha=8", "critic.kind=adapter"]))
+    roles = Roles(backbone, config.lora, config.snapshot, config.critic, temperature=1.0, token_budget=99, seed=0)
+    with contextlib.closing(roles):
+        head = roles.heads["critic"].weights()
+        saved = Checkpoint(
+            step=1,
+            adapters={"policy": roles.weights("policy"), "critic": roles.weights("critic")},
+            adapter_config=roles.adapter_config(),
+            optimizer={},
+            state={"base_fingerprint": fingerprint(config.model)},
+            heads={"critic": head, "shared": head},
+        )
+    checkpoint.save(folder / "checkpoints", saved, keep=1)
+    (folder / "checkpoints" / "step_000001").rename(folder / "saved")
+    for role in ("policy", "critic", "shared"):
+        (folder / "saved" / role).rename(folder / role)
+
+    def spoil(source: str, name: str, **fields: Any) -> Path:
+        """A copy of an adapter folder with other fields in its adapter_config.json."""
+        shutil.copytree(folder / source, folder / name)
+        if fields:
+            edit_json(folder / name / "adapter_config.json", fields)
+        return folder / name
+
+    for source, name in (("policy", "elsewhere"), ("critic", "critic_elsewhere"), ("shared", "shared_elsewhere")):
+        edit_json(spoil(source, name) / "rlft.json", {"base_fingerprint": "0123"})
+    for source, name in (("policy", "wider"), ("critic", "critic_wider")):
+        edit_tensors(spoil(source, name) / "adapter_model.safetensors", {FIRST: torch.zeros(4, 999)})
+    edit_tensors(spoil("policy", "deeper") / "adapter_model.safetensors", {DEEPER: torch.zeros(4, 128)})
+    edit_tensors(spoil("policy", "lacking") / "adapter_model.safetensors", {FIRST: None})
+    edit_tensors(spoil("critic", "long_head") / "head.safetensors", {"weight": torch.zeros(1, 999)})
+    edit_tensors(spoil("critic", "no_bias") / "head.safetensors", {"bias": None})
+    (spoil("policy", "unrecorded") / "rlft.json").unlink()  # as another program saves it
+    spoil("policy", "rslora", use_rslora=True)
+    spoil("policy", "biased", bias="all")
+    spoil("policy", "loha", peft_type="LOHA")
+    spoil("critic", "critic_patterns", alpha_pattern={"q_proj": 16})
+    weights = spoil("policy", "torn") / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (spoil("policy", "torn_config") / "adapter_config.json").write_text('{"r": 4')
+
+
+def edit_json(file: Path, changes: dict[str, Any]) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(file: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    tensors = {**load_file(file), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
 
 
 @pytest.fixture
@@ -282,7 +478,9 @@ def workplace(templates: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def load(*args: object, **keys: object) -> None:
         pytest.fail("weights were loaded")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        monkeypatch.setattr(kind, "from_pretrained", load)
+    monkeypatch.setattr(adapter_folder, "load_file", load)
     hub_answers.cache_clear()
     return templates
 
@@ -311,3 +509,49 @@ def test_a_mistake_is_refused_in_a_line_that_helps(
     assert told.out == ""
     assert sorted(workplace.rglob("*")) == before, "nothing is left behind"
     assert not GlobalHydra.instance().is_initialized()
+
+
+ACCEPTED = [
+    "algorithm=ppo critic.kind=adapter group_size=1",
+    "algorithm=a2c critic.kind=shared group_size=1",
+    "algorithm=reinforce algorithm.baseline=none group_size=1",
+    "algorithm=grpo_process reward=[exact_match,equations]",
+    f"algorithm=ppo_ptx critic.kind=adapter {TEXT}",
+    f"algorithm=grpo {TEXT}",  # only measured
+    "snapshot.reference=ema snapshot.ema_decay=0.99",
+    "snapshot.old=copy algorithm=rloo algorithm.kl_coef=0.1 snapshot.reference=base",
+    "snapshot.old=sampled algorithm=rloo algorithm.kl_coef=0.1 snapshot.reference=base",
+    f"{LEARNED} {REFRESH}",
+    f"{LEARNED} {REFRESH} {SMALL} reward.learned.path=critic",
+    f"{SMALL} lora.path=policy snapshot.reference=policy",
+    f"{SMALL} lora.path=unrecorded",
+    "lora.rank=4 lora.alpha=16 snapshot.reference=rslora",
+    f"algorithm=ppo critic.kind=adapter critic.init=critic {SMALL}",
+    "algorithm=ppo critic.kind=shared critic.init=shared",
+    "algorithm=ppo critic.kind=shared critic.init=critic",  # its head alone
+    f"algorithm=ppo critic.kind=adapter critic.init=reward {LEARNED} reward.learned.path=critic {SMALL}",
+    f"{SMALL} lora.path=policy model.path=renamed",
+    "eval.kl_base=true eval.temperature=1",
+    "eval.kl_base=true eval.temperature=0 eval.every=0",
+]
+
+
+@pytest.mark.parametrize("typed", ACCEPTED)
+def test_what_only_looks_like_a_mistake_is_planned(typed: str, workplace: Path) -> None:
+    assert make_plan(compose(shlex.split(typed))).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("typed", "fragment"),
+    [
+        ("algorithm=gspo algorithm.clip_high=0.2", "the paper's are clip_low=3e-4 clip_high=4e-4"),
+        ("algorithm=ppo_penalty critic.kind=adapter", "algorithm.kl_to: in the one update of a step"),
+    ],
+)
+def test_what_is_hardly_ever_meant_is_said_and_goes_on(typed: str, fragment: str, workplace: Path) -> None:
+    [warning] = make_plan(compose(shlex.split(typed))).warnings
+    assert fragment in warning
+
+
+def test_a_penalty_on_the_old_policy_is_at_work_with_several_updates(workplace: Path) -> None:
+    assert make_plan(compose(["algorithm=ppo_penalty", "critic.kind=adapter", "minibatches=2"])).warnings == ()

@@ -307,16 +307,31 @@ def test_an_updates_gradient_is_that_of_the_loss(make_refresh):
 
 
 def test_epochs_deal_all_pairs_to_updates_of_even_size(make_refresh, monkeypatch):
-    refresh = make_refresh(epochs=2, pairs_per_update=4)
+    refresh = make_refresh(epochs=2, pairs_per_update=4, lr=1e-9)
     seen, backward = [], refresh._backward
     monkeypatch.setattr(refresh, "_backward", lambda pairs: seen.append(pairs) or backward(pairs))
     refresh.waiting.extend(numbered(*range(10)))
-    refresh.train_if_due(2)
+    metrics = refresh.train_if_due(2)
     # Ten pairs are three updates of at most four.
     assert [len(pairs) for pairs in seen] == [4, 3, 3] * 2
     for epoch in (seen[:3], seen[3:]):
         assert {pair for pairs in epoch for pair in pairs} == set(numbered(*range(10)))
     assert seen[0] != seen[3]
+    # At this rate every score stays 0: log 2 a pair in each epoch, and so in their mean.
+    assert metrics["reward_model/loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_dropout_acts_in_a_training_and_not_in_scores(make_refresh):
+    def trained(dropout):
+        refresh = make_refresh(noise=0.05, dropout=dropout)
+        before = refresh.accuracy(numbered(*range(9)))
+        refresh.waiting.extend(numbered(*range(9)))
+        metrics = refresh.train_if_due(2)
+        return before, metrics["reward_model/accuracy"], metrics["reward_model/loss"]
+
+    calm, noisy = trained(0.0), trained(0.5)
+    assert noisy[:2] == calm[:2]
+    assert noisy[2] != pytest.approx(calm[2], rel=1e-3)
 
 
 def test_the_accuracy_is_that_of_the_new_pairs_before_the_training(make_refresh):

@@ -9,14 +9,17 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
 
 import rlft
 from rlft.collate import select
+from rlft.config import compose
+from rlft.engine import Engines
 from rlft.model import attention
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticKind
 from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward, padded_forward, padded_values
 from rlft.model.roles import POLICY
-from rlft.session import Session, State
-from rlft.train import backward, loss_scale, minibatches, update
+from rlft.plan import make_plan
+from rlft.session import Session, State, open_session
+from rlft.train import backward, loss_scale, minibatches, train, update
 from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
 from rlft.types import LossScale
 
@@ -84,7 +87,7 @@ def batch(make_batch):
 
 @pytest.fixture
 def make_double(backbone):
-    """Builds a random model that computes in float64 throughout (GPT-2 has nothing that transformers does in float32)."""
+    """Builds a random model that computes in float64 throughout: transformers does nothing of GPT-2 in float32."""
     return lambda: random_double(backbone.tokenizer)
 
 
@@ -437,9 +440,7 @@ def test_a_shared_critics_value_gradient_is_part_of_the_policys(normalize, sessi
     roles = with_critic(make_roles, backbone=make_double(), **keys)
     batch = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=False))
     roles.critic.observe(batch.returns, batch.loss_mask)
-    scale = LossScale(
-        num_tokens=24, num_sequences=9, max_completion_tokens=9, value_scale=roles.critic.value_scale
-    )
+    scale = LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9, value_scale=roles.critic.value_scale)
     outputs = padded_forward(roles.backbone.model, batch, 0.8, False, roles.critic.head)
     values = roles.critic.values(outputs.values, batch.loss_mask)
     loss = algorithm.loss(replace(outputs, values=values), batch, scale)
@@ -571,11 +572,25 @@ def test_moments_are_forgotten_before_the_first_update_of_every_so_many_steps(se
                 assert {int(t) for name, t in optimizer.state().items() if name.startswith("step/")} == {count}
 
 
+def test_a_controller_of_the_kl_coefficient_rests_while_the_policy_does(tmp_path):
+    # A resting policy has KL 0, which would halve the coefficient in each of its steps. The target is out of reach, so
+    # of three steps, two of them the critic's, one halves it: 8 to 4, not to 1.
+    settings = [
+        "algorithm=ppo_penalty", "algorithm.kl_coef=8", "algorithm.kl_target=1e6", "epochs=2", "critic.kind=adapter",
+        "critic.warmup_steps=2", "steps=3", "prompts_per_step=2", "group_size=2", "generation=scripted",
+        "generation.scripted.answers={*: [yes, no]}", "model.device=cpu", "model.dtype=float32", "lora.rank=2",
+        "eval.every=0", "logger=[]", "scoring.workers=0",
+    ]  # fmt: skip
+    plan = make_plan(compose(settings))
+    with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
+        assert train(session).algorithm.state() == {"kl_coef": 4.0}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_normalised_by_the_steps_returns_before_its_first_update_and_stay_what_they_were(
     kind, session, make_roles, batch, monkeypatch
 ):
-    # Nine rewards on the last tokens, gamma = lambda = 1 and values of 0: a row's returns are its reward, token by token.
+    # Rewards on the last tokens, gamma = lambda = 1 and values of 0: a row's returns are its reward, token by token.
     # Rows of 3, 3, 2 (rewards 1, 0, 1/2), 2, 4, 1 (2) and 7, 2 tokens (0; the ninth, of 1, is empty): over 24 tokens
     # mean (3 + 1 + 14) / 24 = 3/4, mean square (3 + 1/2 + 28) / 24 = 21/16, variance 21/16 - 9/16 = 3/4.
     algorithm = rlft.load_algorithm("ppo", lam=1.0)
@@ -614,9 +629,7 @@ def test_each_role_has_its_own_rate_on_one_schedule(session, make_roles, batch, 
     algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
     trainer = replace(config.trainer, schedule=type(config.trainer.schedule)("linear"))
-    run = session(
-        roles, algorithm, trainer=trainer, critic=replace(config.critic, lr=0.5), steps=10, epochs=2
-    )
+    run = session(roles, algorithm, trainer=trainer, critic=replace(config.critic, lr=0.5), steps=10, epochs=2)
     run.update(batch, NOBODY, 4)
     # Updates 8 and 9 of 20: 1 - 8/20 and 1 - 9/20 of 0.01 and of 0.5.
     assert run.optimizers[POLICY].rates == pytest.approx([0.006, 0.0055])

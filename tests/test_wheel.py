@@ -75,7 +75,8 @@ def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> Non
     expected = {f"rlft/configs/{file}" for file in yaml}
     expected |= {f"rlft/configs/recipe/{file.name}" for file in (REPOSITORY / "recipes").glob("*.yaml")}
     assert {name for name in names if name.endswith(".yaml")} == expected
-    assert {f"rlft/assets/tiny-arithmetic/{name}" for name in MODEL} <= set(names)
+    assets = {"arithmetic-text.jsonl", *(f"tiny-arithmetic/{name}" for name in MODEL)}
+    assert {f"rlft/assets/{name}" for name in assets} <= set(names)
 
 
 def test_the_wheel_is_small_and_holds_nothing_else(wheel: Path) -> None:

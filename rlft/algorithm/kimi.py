@@ -69,7 +69,6 @@ class Kimi(Objective):
                 advantages_B = group_zscore(scores_B, ids, Std.none, eps=0.0)
             case Baseline.soft:
                 advantages_B = scores_B - soft_mean(scores_B, ids, self.tau)
-                advantages_B = advantages_B.masked_fill(group_is_equal(scores_B, ids), 0.0)
         return replace(batch, advantages=keep(advantages_B.unsqueeze(-1).expand(mask.shape), mask))
 
     def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
@@ -83,5 +82,5 @@ def soft_mean(scores: Tensor, group_ids: Tensor, tau: float) -> Tensor:
     """tau log mean exp(R / tau) over each entry's group, `[B]`: the mean for large tau, the maximum for small."""
     groups, index = group_ids.unique(return_inverse=True)
     best_B = scores.new_zeros(len(groups)).scatter_reduce(0, index, scores, "amax", include_self=False)[index]
-    # With the maximum taken out no exp overflows, and the mean of them is at least 1 / G.
+    # With the maximum taken out no exp overflows, their mean is at least 1 / G, and equal scores give log 1 = 0 exactly.
     return best_B + tau * group_mean(((scores - best_B) / tau).exp(), group_ids).log()

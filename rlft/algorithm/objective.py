@@ -69,7 +69,7 @@ class Objective(ABC):
         if self.kl_to == KLAnchor.old and self.kl_in == KLPlace.reward:
             raise UserError(
                 "algorithm.kl_in",
-                "when completions are scored the policy still is the old one, so algorithm.kl_to=old acts in the loss only",
+                "the policy that is scored is the old one itself, so algorithm.kl_to=old can only act in the loss",
                 got=self.kl_in,
                 remedy="use algorithm.kl_in=loss, or algorithm.kl_to=reference",
             )

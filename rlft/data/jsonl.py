@@ -12,6 +12,8 @@ from rlft.data.records import RecordKeys, Row, RowError, split_of, without
 from rlft.fields import PositiveFraction
 from rlft.types import Prompt, Split, UserError
 
+MEND = "mend or remove that line"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jsonl(RecordKeys):
@@ -62,7 +64,9 @@ def rows(file: Path, keys: RecordKeys, key: str) -> list[Row]:
         try:
             found.append(keys.row(fields, f"{file.name}:{number}"))
         except RowError as error:
-            raise bad_line(file, number, str(error), key) from None
+            raise UserError(
+                key, f"{file}:{number}: {error}", remedy=f"{MEND}, or name other fields (data.*_field)"
+            ) from None
     if not found:
         raise UserError(key, "holds no data", got=file, remedy="give a file with one JSON object a line")
     return found
@@ -79,12 +83,6 @@ def objects(file: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         raise UserError(
             key, f"cannot be read ({error.strerror})", got=file, remedy="give a readable JSONL file"
         ) from None
-
-
-def bad_line(where: object, number: int, problem: str, key: str) -> UserError:
-    return UserError(
-        key, f"{where}:{number}: {problem}", remedy="mend or remove that line, or name other fields (data.*_field)"
-    )
 
 
 def hash_split(rows: list[Row], split: Split, held_out_fraction: float, where: object) -> list[Prompt]:
@@ -113,14 +111,18 @@ def training(rows: list[Row], held_out: list[Row], where: object) -> list[Prompt
     return [row.prompt for row in kept]
 
 
+def _bad_line(file: Path, number: int, problem: str, key: str) -> UserError:
+    return UserError(key, f"{file}:{number}: {problem}", remedy=MEND)
+
+
 def _object(line: bytes, file: Path, number: int, key: str) -> dict[str, Any]:
     try:
         value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError:
-        raise bad_line(file, number, "is not UTF-8 text", key) from None
+        raise _bad_line(file, number, "is not UTF-8 text", key) from None
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise bad_line(file, number, f"is not JSON ({reason})", key) from None
+        raise _bad_line(file, number, f"is not JSON ({reason})", key) from None
     if not isinstance(value, dict):
-        raise bad_line(file, number, f"must be a JSON object, it is {type(value).__name__}", key)
+        raise _bad_line(file, number, f"must be a JSON object, it is {type(value).__name__}", key)
     return value

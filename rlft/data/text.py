@@ -1,8 +1,9 @@
-"""Plain texts from a JSONL file, such as the pretraining text that PPO-ptx mixes in."""
+"""Texts from a JSONL file, such as the pretraining text that PPO-ptx mixes in."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,40 @@ from rlft.types import UserError
 EMBEDDED = "embedded:"
 
 
-def load_texts(path: str, field: str) -> list[str]:
-    """The texts in `field` of every line, in file order and as they stand, white space included.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A text to learn and what stands before it, which is given and not learned; "" where nothing does."""
+
+    given: str
+    text: str
+
+
+def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
+    """The texts of every line, in file order and as they stand, white space included.
 
     path: a JSONL file, or embedded:<name>, which ships with rlft.
+    field: the key of the text. given_field: the key of what stands before it, or None: nothing does.
 
     Raises:
-        UserError: the file is not there, cannot be read or is empty; a line is no JSON object, or its text is missing,
-            of another type or empty.
+        UserError: the file is not there, cannot be read or is empty; a line is no JSON object, one of its two parts is
+            missing or of another type, or its text is empty; both keys are the same.
     """
     file = resolve_file(path)
-    texts = [_text(fields, field, f"{file}:{number}") for number, fields in objects(file, "pretrain.path")]
+    if given_field == field:
+        raise UserError(
+            "pretrain.given_field",
+            "is the key of the text itself (pretrain.field)",
+            got=given_field,
+            remedy="name the field of what stands before the text, or set it to null",
+        )
+    texts = []
+    for number, fields in objects(file, "pretrain.path"):
+        where = f"{file}:{number}"
+        given = "" if given_field is None else _string(fields, "pretrain.given_field", given_field, where)
+        text = _string(fields, "pretrain.field", field, where)
+        if not text.strip():
+            raise UserError("pretrain.path", f"{where}: the text is empty", remedy="mend or remove that line")
+        texts.append(Text(given=given, text=text))
     if not texts:
         raise UserError("pretrain.path", "holds no texts", got=file, remedy="give a file with one JSON object a line")
     return texts
@@ -45,22 +69,22 @@ def resolve_file(path: str) -> Path:
     return known[path]
 
 
-def _text(fields: Mapping[str, Any], field: str, where: str) -> str:
+def _string(fields: Mapping[str, Any], key: str, field: str, where: str) -> str:
+    """What `field` holds; key: the config key that names it."""
+    meant = "the text" if key == "pretrain.field" else "what stands before the text"
     if field not in fields:
         raise UserError(
-            "pretrain.field",
+            key,
             f"{where}: there is no such field, only {', '.join(map(repr, fields)) or 'none at all'}",
             got=field,
-            remedy="name the field that holds the text",
+            remedy=f"name the field that holds {meant}",
         )
     value = fields[field]
     if not isinstance(value, str):
         raise UserError(
-            "pretrain.field",
+            key,
             f"{where}: it must hold a text, it holds {type(value).__name__}",
             got=field,
-            remedy="name the field that holds the text, or mend that line",
+            remedy=f"name the field that holds {meant}, or mend that line",
         )
-    if not value.strip():
-        raise UserError("pretrain.path", f"{where}: the text is empty", remedy="mend or remove that line")
     return value

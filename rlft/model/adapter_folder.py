@@ -66,10 +66,10 @@ def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
 
 
 def check_head(path: str | Path, key: str) -> None:
-    """Refuses a folder without head.safetensors: its adapter, if there is one, gives no number."""
+    """Refuses a folder without head.safetensors: it is no critic's or reward's."""
     if not (Path(path).expanduser() / HEAD).is_file():
-        problem = f"there is no {HEAD} in that folder, so its adapter gives no number"
-        raise UserError(key, problem, got=path, remedy="point it at the adapter of a reward or a critic")
+        problem = f"there is no {HEAD} in that folder"
+        raise UserError(key, problem, got=path, remedy="point it at the folder of a reward or a critic")
 
 
 def read_record(path: str | Path, key: str) -> dict[str, Any]:

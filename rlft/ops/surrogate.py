@@ -90,4 +90,4 @@ def mirror_descent(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, m
     logprobs, old_logprobs = keep(logprobs, mask), keep(old_logprobs, mask)
     log_ratio_B, mean_B = row_sum(logprobs - old_logprobs, mask), row_mean(logprobs - old_logprobs, mask)
     square_BT = (log_ratio_B * mean_B).unsqueeze(-1)  # L^2 / |o|
-    return keep(tau / 2 * square_BT - keep(advantages, mask) * logprobs, mask)
+    return keep(tau / 2 * square_BT - advantages * logprobs, mask)

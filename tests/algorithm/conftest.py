@@ -106,3 +106,56 @@ def rows_of():
         return replace(whole, **picked)
 
     return rows
+
+
+@pytest.fixture(scope="session")
+def full_step(random_step):
+    """Builds (outputs, batch) as `random_step` does, with a critic's values, scored steps and cut-off completions.
+
+    The steps of the equal group and of the row alone differ in nothing: the one step of each has the same score.
+    """
+
+    def build(seed=0):
+        outputs, batch = random_step(seed)
+        generator = torch.Generator().manual_seed(100 + seed)
+        shape, mask = batch.loss_mask.shape, batch.loss_mask
+        ends = torch.zeros(shape, dtype=torch.bool)
+        # Row: the completion's tokens (from 1) that a step ends with; row 6 has no tokens.
+        for row, tokens in enumerate([[2, 5], [1], [1, 3], [4], [2], [5], [], [1, 2], [3], [4]]):
+            ends[row, tokens] = True
+        scores = torch.randn(shape, generator=generator, dtype=torch.float64)
+        scores[[3, 4, 5, 9]] = 0.2
+        old_values = 0.3 + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        moved = 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        batch = replace(
+            batch,
+            token_rewards=scores * (ends & mask),
+            step_ends=ends & mask,
+            truncated=torch.tensor([True, False] * 5),
+            old_values=old_values,
+        )
+        return replace(outputs, values=(old_values + moved).requires_grad_()), batch
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def loss_of():
+    """The loss, and its gradients in log-probs, entropy and values (0 where one isn't used)."""
+
+    def loss_of(algorithm, outputs, batch, scale):
+        loss = algorithm.loss(outputs, batch, scale)
+        inputs = [x for x in (outputs.logprobs, outputs.entropy, outputs.values) if x is not None]
+        return loss, torch.autograd.grad(loss.total, inputs, allow_unused=True, materialize_grads=True)
+
+    return loss_of
+
+
+@pytest.fixture(scope="session")
+def close():
+    """Asserts equality up to rounding in float64."""
+
+    def close(value, expected, tol=1e-12):
+        torch.testing.assert_close(value, torch.as_tensor(expected, dtype=torch.float64), rtol=tol, atol=tol)
+
+    return close

@@ -92,6 +92,72 @@ def test_kl_in_the_reward_can_use_another_estimator(make, hand_batch):
     close(credited[:, 1], [-0.02, 0.02])
 
 
+def steps_of(batch, steps):
+    """The batch with steps scored: for each row {token of the completion, from 0: score}."""
+    scores, ends = torch.zeros_like(batch.old_logprobs), torch.zeros_like(batch.loss_mask)
+    for row, scored in enumerate(steps):
+        for token, score in scored.items():
+            scores[row, 1 + token], ends[row, 1 + token] = score, True
+    return replace(batch, token_rewards=scores, step_ends=ends)
+
+
+def test_scores_of_steps_are_part_of_a_completions_score(make, hand_batch):
+    # Scores 1 + 0.5 + 1 = 2.5 and 0.5: advantages 1 and -1.
+    batch = steps_of(hand_batch([2, 1], [1, 0.5], [0, 0]), [{0: 0.5, 1: 1}, {}])
+    close(make("grpo", std="none").credit(batch).advantages, [[0, 1, 1, 0], [0, -1, 0, 0]])
+
+
+def test_the_same_steps_in_another_order_are_no_difference(make, hand_batch):
+    # In float32 0.1 + 0.1 + 0.5 and 0.5 + 0.1 + 0.1 differ in the last bit; nothing may be divided by that.
+    batch = steps_of(hand_batch([3, 3], [0, 0], [0, 0]), [{0: 0.1, 1: 0.1, 2: 0.5}, {0: 0.5, 1: 0.1, 2: 0.1}])
+    one, other = batch.token_rewards.float().sum(-1)
+    assert one != other
+    batch = replace(batch, token_rewards=batch.token_rewards.float(), sampled_logprobs=batch.sampled_logprobs.float())
+    algorithm = make("grpo", eps=0.0)
+    assert (algorithm.credit(batch).advantages == 0).all()
+    assert algorithm.inert(batch).all()
+
+
+def test_process_advantages_sum_the_normalised_steps_that_are_still_to_end(make, hand_batch):
+    # Steps of the group: 1, 2 and 6; mean 3, sample variance (4 + 1 + 9) / 2 = 7. Row 0 has its at tokens 0 and 2 of 3:
+    # (-2 - 1) / a on token 0, -1 / a after it. Row 1 has one at token 1 of 3: 3 / a up to there, 0 after it.
+    batch = steps_of(hand_batch([3, 3], [0, 0], [5, 5]), [{0: 1, 2: 2}, {1: 6}])
+    a = math.sqrt(7) + 1e-6
+    close(make("grpo_process").credit(batch).advantages, [[0, -3 / a, -1 / a, -1 / a, 0], [0, 3 / a, 3 / a, 0, 0]])
+
+
+def test_rewards_of_completions_are_normalised_on_their_own_and_added_to_the_process_advantages(make, hand_batch):
+    # Steps 1 and 3, less their mean 2: -1 and 1. Outcomes 0 and 10, less 5: -5 and 5, on all tokens.
+    batch = steps_of(hand_batch([2, 2], [0, 10], [5, 5]), [{0: 1}, {1: 3}])
+    advantages = make("grpo_process", std="none").credit(batch).advantages
+    close(advantages, [[0, -1 - 5, -5, 0], [0, 1 + 5, 1 + 5, 0]])
+
+
+def test_process_rows_are_inert_where_neither_steps_nor_outcomes_differ(make, hand_batch):
+    algorithm = make("grpo_process")
+    alike = steps_of(hand_batch([2, 2], [1, 1], [0, 0]), [{0: 1, 1: 1}, {1: 1}])  # more steps, but none better
+    assert algorithm.inert(alike).all()
+    assert (algorithm.credit(alike).advantages == 0).all()
+    assert not algorithm.inert(replace(alike, rewards=torch.tensor([1.0, 2.0]))).any()
+    assert not algorithm.inert(steps_of(alike, [{0: 1, 1: 2}, {1: 1}])).any()
+    assert not make("grpo_process", kl_coef=0.1).inert(alike).any()
+
+
+def test_process_supervision_asks_for_steps_and_has_no_place_for_a_kl_in_the_reward(make, hand_batch):
+    assert make("grpo_process").needs_steps
+    assert not make("grpo").needs_steps
+    with pytest.raises(ValueError, match="token_rewards is None, but supervision=process"):
+        make("grpo_process").credit(hand_batch([1, 1], [0, 1], [0, 0]))
+    with pytest.raises(UserError, match=r"^algorithm\.kl_in: .*, got reward; use algorithm\.kl_in=loss"):
+        make("grpo_process", kl_coef=0.1, kl_in="reward")
+    assert make("grpo_process", kl_coef=0.0, kl_in="reward").needs_steps
+
+
+def test_variants_differ_from_grpo_in_the_keys_they_say(make):
+    assert make("grpo_process") == make("grpo", supervision="process")
+    assert make("dapo") == make("grpo", clip_high=0.28, aggregate="token_mean")
+
+
 # --- loss by hand ---------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import torch
 
@@ -37,3 +38,45 @@ def test_gspo_clips_whole_sequences_at_its_own_small_range(make, hand_batch, sca
 
 def test_gspo_differs_from_grpo_in_three_keys_only(make):
     assert make("gspo") == make("grpo", ratio="sequence", clip_low=3e-4, clip_high=4e-4)
+
+
+def test_gspo_token_agrees_with_gspo_where_a_completion_has_one_advantage(make, full_step, scale_of, loss_of, close):
+    outputs, batch = full_step()
+    batch = make("gspo").credit(batch)
+    sequence, (gradient, *_) = loss_of(make("gspo"), outputs, batch, scale_of(batch))
+    token, (gradient_of_token, *_) = loss_of(make("gspo_token"), outputs, batch, scale_of(batch))
+    close(token.total.detach(), sequence.total.detach())
+    close(gradient_of_token, gradient)
+
+
+def test_gspo_token_gives_each_token_its_own_advantage_where_they_vary(make, hand_batch, scale_of, close):
+    # Log-ratios 1e-4 and 3e-4: s = exp(2e-4) for both tokens, inside the range; A = 3 and -1. The loss is
+    # -s (3 - 1) / 2 = -s either way. By token the gradients are -s 3/2 and s/2; one ratio for both tokens gives each
+    # the mean advantage 1 times the mean's derivative, -s 1/2 and -s 1/2.
+    batch = hand_batch([2], [0], [0])
+    advantages = torch.tensor([[0, 3, -1, 0]], dtype=torch.float64)
+    batch, s = replace(batch, advantages=advantages), math.exp(2e-4)
+    moved = [[9, 1e-4, 3e-4, 9]]
+    loss, gradient = loss_at(make("gspo_token"), batch, scale_of(batch), moved)
+    close(loss.total.detach(), -s)
+    close(gradient, [[0, -1.5 * s, 0.5 * s, 0]])
+    loss, gradient = loss_at(make("gspo"), batch, scale_of(batch), moved)
+    close(loss.total.detach(), -s)
+    close(gradient, [[0, -0.5 * s, -0.5 * s, 0]])
+
+
+def test_gspo_token_differs_from_gspo_in_one_key_only(make):
+    assert make("gspo_token") == make("gspo", ratio="sequence_token")
+
+
+def test_a_clip_of_grpos_size_is_warned_of(make):
+    assert make("gspo").warnings == make("grpo").warnings == ()
+    assert make("grpo", ratio="sequence").warnings == (
+        "algorithm.clip_low: 0.2 never binds with algorithm.ratio=sequence, whose ratio is normalised by length; "
+        "the paper's are clip_low=3e-4 clip_high=4e-4",
+        "algorithm.clip_high: 0.2 never binds with algorithm.ratio=sequence, whose ratio is normalised by length; "
+        "the paper's are clip_low=3e-4 clip_high=4e-4",
+    )
+    (only,) = make("gspo_token", clip_high=0.28).warnings
+    assert only.startswith("algorithm.clip_high: 0.28 never binds with algorithm.ratio=sequence_token")
+    assert make("grpo", ratio="sequence", surrogate="importance").warnings == ()  # which has no clip

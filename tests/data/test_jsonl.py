@@ -100,10 +100,11 @@ def test_training_questions_that_are_held_out_are_left_out(make_data, tmp_path: 
 
 GOOD = '{"prompt": "1?", "answer": "1"}'
 MESSAGES = {"messages_field": "m", "answer_field": None}
+UNREADABLE = ("is not JSON", "must be a JSON object, it is list", "is not UTF-8 text")
 BROKEN = {
-    "not JSON": (b"{", {}, "is not JSON"),
-    "not an object": (b"[1, 2]", {}, "must be a JSON object, it is list"),
-    "not UTF-8": (b'{"prompt": "\xff", "answer": "1"}', {}, "is not UTF-8 text"),
+    "not JSON": (b"{", {}, UNREADABLE[0]),
+    "not an object": (b"[1, 2]", {}, UNREADABLE[1]),
+    "not UTF-8": (b'{"prompt": "\xff", "answer": "1"}', {}, UNREADABLE[2]),
     "no prompt": (b'{"question": "1?", "answer": "1"}', {}, "there is no field 'prompt', only 'question', 'answer'"),
     "no answer": (b'{"prompt": "1?"}', {}, "there is no field 'answer', only 'prompt'"),
     "prompt of another type": (b'{"prompt": 1, "answer": "1"}', {}, "field 'prompt' must be a text, it is a number"),
@@ -137,6 +138,8 @@ def test_a_broken_line_is_named_by_file_and_line(make_data, tmp_path: Path, line
     assert refusal.value.key == "data.path"
     assert f"{file}:3: " in str(refusal.value)
     assert problem in str(refusal.value)
+    # Other fields can only help where there are fields.
+    assert str(refusal.value).endswith("; mend or remove that line") is (problem in UNREADABLE)
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(make_data, tmp_path: Path) -> None:

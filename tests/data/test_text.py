@@ -8,7 +8,8 @@ from transformers import AutoTokenizer
 
 import rlft
 from rlft.data.arithmetic import question, split_of
-from rlft.data.text import load_texts, resolve_file
+from rlft.data.text import Text, load_texts, resolve_file
+from rlft.pretrain import scan_texts
 from rlft.types import Split, UserError
 
 ASSETS = Path(rlft.__file__).parent / "assets"
@@ -23,7 +24,14 @@ def write(path: Path, *rows) -> str:
 # -- reading -----------------------------------------------------------------------------------------------------------
 def test_texts_come_in_file_order_and_as_they_stand(tmp_path: Path) -> None:
     rows = [{"body": " a\n", "id": 7}, {"body": "é <|im_end|>"}, {"body": "a"}, {"body": "a"}]
-    assert load_texts(write(tmp_path / "a.jsonl", *rows), "body") == [" a\n", "é <|im_end|>", "a", "a"]
+    found = load_texts(write(tmp_path / "a.jsonl", *rows), "body", None)
+    assert found == [Text(given="", text=text) for text in (" a\n", "é <|im_end|>", "a", "a")]
+
+
+def test_what_stands_before_a_text_is_read_from_its_own_field_and_may_be_empty(tmp_path: Path) -> None:
+    rows = [{"before": " q\n", "body": "a "}, {"body": "b", "before": ""}, {"before": " ", "body": "c"}]
+    found = load_texts(write(tmp_path / "a.jsonl", *rows), "body", "before")
+    assert [(text.given, text.text) for text in found] == [(" q\n", "a "), ("", "b"), (" ", "c")]
 
 
 REFUSALS = {
@@ -62,15 +70,54 @@ def test_what_holds_no_texts_is_refused_by_its_line(tmp_path: Path, content: byt
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError) as refusal:
-        load_texts(str(file), "text")
+        load_texts(str(file), "text", None)
     assert str(refusal.value) == message.format(file=file)
 
 
+GIVEN_REFUSALS = {
+    "missing": (
+        b'{"given": "q", "text": "a"}\n{"text": "a"}',
+        "pretrain.given_field: {file}:2: there is no such field, only 'text', got given; "
+        "name the field that holds what stands before the text",
+    ),
+    "null": (
+        b'{"given": null, "text": "a"}',
+        "pretrain.given_field: {file}:1: it must hold a text, it holds NoneType, got given; "
+        "name the field that holds what stands before the text, or mend that line",
+    ),
+    "nothing after it": (
+        b'{"given": "q", "text": ""}',
+        "pretrain.path: {file}:1: the text is empty; mend or remove that line",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), GIVEN_REFUSALS.values(), ids=GIVEN_REFUSALS)
+def test_a_line_without_its_given_part_or_with_nothing_else_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as refusal:
+        load_texts(str(file), "text", "given")
+    assert str(refusal.value) == message.format(file=file)
+
+
+def test_one_key_cannot_be_both_given_and_learned(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refusal:
+        load_texts(write(tmp_path / "a.jsonl", {"text": "a"}), "text", "text")
+    assert str(refusal.value) == (
+        "pretrain.given_field: is the key of the text itself (pretrain.field), got text; "
+        "name the field of what stands before the text, or set it to null"
+    )
+
+
 def test_a_line_that_is_not_json_is_refused_under_the_key_of_the_text(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("plain text\n")
-    with pytest.raises(UserError, match=r"^pretrain\.path: .*a\.jsonl:1: is not JSON") as refusal:
-        load_texts(str(tmp_path / "a.jsonl"), "text")
-    assert refusal.value.key == "pretrain.path"
+    file = tmp_path / "a.jsonl"
+    file.write_text("plain text\n")
+    with pytest.raises(UserError) as refusal:
+        load_texts(str(file), "text", None)
+    assert str(refusal.value) == (f"pretrain.path: {file}:1: is not JSON (Expecting value); mend or remove that line")
 
 
 def test_an_embedded_text_that_is_not_there_is_refused_with_those_that_are() -> None:
@@ -99,40 +146,50 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[str]:
-    return load_texts("embedded:arithmetic-text", "text")
+def texts() -> list[Text]:
+    return load_texts("embedded:arithmetic-text", "text", "given")
 
 
 START, TURN = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 
 
-def parts(text: str) -> tuple[int, str, int, str]:
+def parts(text: Text) -> tuple[int, str, int, str]:
     """(47, "+", 85, answer) of a chat about 47 + 85."""
-    asked, answer = text.removeprefix(START).removesuffix("<|im_end|>").split(TURN)
+    asked = text.given.removeprefix(START).removesuffix(TURN)
     a, operation, b = asked.removeprefix("What is ").removesuffix("?").split()
-    return int(a), operation, int(b), answer
+    return int(a), operation, int(b), text.text.removesuffix("<|im_end|>")
 
 
 def test_the_script_gives_the_text_that_ships(maker, tokenizer, texts) -> None:
-    assert maker.make_texts(tokenizer, 1500, seed=0) == texts
+    assert maker.make_texts(tokenizer, 1350, seed=0) == texts
     assert maker.make_texts(tokenizer, 20, seed=1) != texts[:20]
     assert resolve_file("embedded:arithmetic-text").stat().st_size <= 200_000
 
 
 def test_its_tokens_are_those_the_model_was_taught(maker, tokenizer, texts) -> None:
-    """The question in the chat template with the start of the answer, the answer, the end token (`make_batch`)."""
-    for text, ids in zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+    """Given: the question in the chat template with the start of the answer. Learned: the answer and the end token.
+
+    As in `make_batch` of scripts/make_tiny_model.py, whose labels are the answer and the end token.
+    """
+    keys = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
+    for text in texts:
+        # One text of two is held out: a second, which is not of the file, leaves this one somewhere.
+        found = scan_texts([text, Text(given="", text="ab")], tokenizer, **keys)
+        (tokens,) = (t for t in (*found.train_texts, *found.held_out_texts) if len(t.ids) > 2)
+        ids = tokens.ids.tolist()
         a, operation, b, answer = parts(text)
         asked = {"role": "user", "content": question(a, operation, b)}
         prompt = tokenizer.apply_chat_template([asked], add_generation_prompt=True, return_dict=False)
-        assert ids == prompt + tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        assert ids[: tokens.num_given] == prompt
+        learned = tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        assert ids[tokens.num_given :] == learned
         # The template itself only adds the line break between turns.
         chat = [asked, {"role": "assistant", "content": answer}]
         assert tokenizer.apply_chat_template(chat, return_dict=False) == ids + tokenizer("\n")["input_ids"]
     # By hand: 3 tokens are special, then come the bytes in the order of their signs, of which "!" is the first.
     byte = {sign: 3 + ord(sign) - ord("!") for sign in "Wh?1"}
     user, *_ = tokenizer("user\n")["input_ids"]
-    first = tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+    first = tokenizer(texts[0].given + texts[0].text, add_special_tokens=False)["input_ids"]
     assert first[:4] == [1, user, byte["W"], byte["h"]]
     assert first[-1] == 2
 
@@ -140,7 +197,7 @@ def test_its_tokens_are_those_the_model_was_taught(maker, tokenizer, texts) -> N
 def test_it_is_about_problems_of_the_training_split_each_once(texts) -> None:
     problems = [parts(text)[:3] for text in texts]
     assert {split_of(*numbers) for numbers in problems} == {Split.train}
-    assert len(set(problems)) == len(texts) == 1500
+    assert len(set(problems)) == len(texts) == 1350
 
 
 def test_it_mixes_right_answers_near_misses_and_bad_format_as_the_model_was_taught(texts) -> None:
@@ -155,8 +212,8 @@ def test_it_mixes_right_answers_near_misses_and_bad_format_as_the_model_was_taug
             right += 1
         else:
             near += 1
-    # Shares 0.40, 0.36, 0.24 of 1500: 600, 540, 360, standard deviations sqrt(1500 p (1 - p)) = 19.0, 18.6, 16.5.
+    # Shares 0.40, 0.36, 0.24 of 1350: 540, 486, 324, standard deviations sqrt(1350 p (1 - p)) = 18.0, 17.6, 15.7.
     # A near miss is never right: what it adds is not 0, and digits are only swapped where they differ.
-    assert abs(right - 600) < 5 * 19.0
-    assert abs(near - 540) < 5 * 18.6
-    assert abs(bad - 360) < 5 * 16.5
+    assert abs(right - 540) < 5 * 18.0
+    assert abs(near - 486) < 5 * 17.6
+    assert abs(bad - 324) < 5 * 15.7

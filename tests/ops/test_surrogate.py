@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rlft.ops.surrogate import cispo, clipped_surrogate, mirror_descent, policy_gradient
+from rlft.ops.surrogate import cispo, clipped_surrogate, importance, mirror_descent, policy_gradient
 
 nan, inf = float("nan"), float("inf")
 
@@ -50,6 +50,15 @@ def test_policy_gradient_is_minus_advantage_times_log_prob_and_never_binds():
     assert surrogate.loss.tolist() == [[3.0, -2.0, 0.0]]
     (gradient,) = torch.autograd.grad(surrogate.loss.sum(), logprobs)
     assert gradient.tolist() == [[-1.5, 4.0, 0.0]]
+    assert not (surrogate.low | surrogate.high | surrogate.dual).any()
+
+
+def test_importance_is_minus_ratio_times_advantage_at_any_ratio_and_never_binds():
+    ratios = torch.tensor([[0.125, 1.0, 1000.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    surrogate = importance(ratios, torch.tensor([[-2.0, 1.5, 2.0, 0.0]], dtype=torch.float64))
+    assert surrogate.loss.tolist() == [[0.25, -1.5, -2000.0, 0.0]]
+    (gradient,) = torch.autograd.grad(surrogate.loss.sum(), ratios)
+    assert gradient.tolist() == [[2.0, -1.5, -2.0, 0.0]]
     assert not (surrogate.low | surrogate.high | surrogate.dual).any()
 
 

@@ -49,10 +49,11 @@ def test_without_a_clip_or_old_values_it_is_half_the_squared_error(value, target
 
 
 def test_nothing_binds_by_rounding_where_no_value_has_left_the_range():
-    # old + (V - old) is not V in floating point: half of these would look clipped.
+    # old + (V - old) is not V in floating point: some of these would look clipped.
     generator = torch.Generator().manual_seed(0)
-    old, noise, returns = torch.randn(3, 1, 1000, generator=generator, dtype=torch.float64).unbind()
-    values = old + 0.1 * noise.clamp(-1, 1)
+    values, old, returns = torch.randn(3, 1, 1000, generator=generator, dtype=torch.float64).clamp(-1, 1).unbind()
+    values, old = 0.1 * values, 0.01 * old
+    assert (old + (values - old) != values).any()
     loss, binds = value_loss(values, returns, old, 0.2, 1.0)
     assert not binds.any()
     assert torch.equal(loss, 0.5 * (values - returns).square())

@@ -27,6 +27,11 @@ def test_a_length_beyond_the_limit_costs_no_more(group):
     assert scores(group, [101, 500], max_tokens=100, cache=10) == [-1, -1]
 
 
+def test_without_a_cache_the_penalty_grows_over_a_fifth_of_the_limit(group):
+    # L_max - L_cache = 50 - 10 = 40: (40 - n) / 10 from there.
+    assert scores(group, [40, 41, 50], max_tokens=50, cache=None) == [0, -0.1, -1]
+
+
 def test_a_cache_as_long_as_the_limit_charges_every_token(group):
     assert scores(group, [0, 1, 2, 4], max_tokens=4, cache=4) == [0, -0.25, -0.5, -1]
 

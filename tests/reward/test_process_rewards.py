@@ -93,6 +93,13 @@ def test_steps_are_summed_in_float64(scorer, group):
     assert scores.total.tolist() == [[3.0]]
 
 
+def test_rewards_are_summed_in_float64(scorer, group):
+    bonuses = {name: {"target": "Bonus", "bonus": bonus} for name, bonus in zip("abc", (1e8, 1.0, -1e8), strict=True)}
+    scores = scorer(**bonuses, stepwise={})([group(["xy"])])
+    assert scores.outcome.tolist() == [[1.0]]
+    assert scores.total.tolist() == [[3.0]]
+
+
 # (what the completion does, what the message says)
 FAULTS = [
     ("number", "returned 1.0, not StepScores (it says scores_steps = True),"),

@@ -1,0 +1,339 @@
+"""What holds for every algorithm that configs/algorithm/ has, as it is and with every term of the loss at work."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rlft
+from rlft import catalog
+from rlft.types import LossScale, Outputs
+
+nan, inf = float("nan"), float("inf")
+
+NAMES = catalog.choices("algorithm")
+EXTRAS = {"": {}, "all terms": {"kl_coef": 0.1, "entropy_coef": 0.02, "mismatch": "token_mask"}}
+algorithms = pytest.mark.parametrize(("name", "extra"), [(name, extra) for name in NAMES for extra in EXTRAS])
+INPUTS = ("sampled_logprobs", "old_logprobs", "reference_logprobs", "old_values")
+
+
+@pytest.fixture(scope="session")
+def made(make):
+    return lambda name, extra: make(name, **EXTRAS[extra])
+
+
+def test_all_fifteen_are_there():
+    group_relative = {"grpo", "grpo_process", "dr_grpo", "gspo", "gspo_token", "dapo", "cispo"}
+    with_a_critic = {"a2c", "ppo", "ppo_penalty", "ppo_ptx"}
+    assert set(NAMES) == group_relative | with_a_critic | {"reinforce", "rloo", "reinforce_pp", "kimi"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_load_algorithm_builds_it_and_takes_overrides(make, name):
+    assert rlft.load_algorithm(name) == make(name)
+    assert rlft.load_algorithm(name, entropy_coef=0.5).entropy_coef == 0.5
+    assert rlft.load_algorithm(name).warnings == ()
+
+
+def test_together_they_reach_every_branch_that_the_properties_below_are_about(made, full_step, scale_of):
+    outputs, batch = full_step()
+    seen = {}
+    for name in NAMES:
+        for extra in EXTRAS:
+            algorithm = made(name, extra)
+            metrics = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch)).metrics
+            seen |= {f"{name} {metric}": value.item() for metric, value in metrics.items()}
+    for name in ("ppo", "grpo", "gspo", "gspo_token", "reinforce_pp", "dapo"):
+        assert seen[f"{name} ratio/clip_low_fraction"] > 0
+        assert seen[f"{name} ratio/clip_high_fraction"] > 0
+    for name in NAMES:
+        assert seen[f"{name} waste/importance_dropped_fraction"] > 0
+    assert seen["ppo value/clip_fraction"] > 0
+    assert seen["ppo_penalty loss/kl"] > 0
+    assert made("ppo", "").credit(batch).returns is not None
+
+
+# In gspo_token and cispo part of the value has its gradient stopped, which differences do not see: the first is
+# compared with gspo in test_gspo.py, the second derived in test_cispo.py.
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gspo_token", "cispo")])
+def test_gradient_agrees_with_central_differences(made, full_step, scale_of, loss_of, close, name, extra):
+    outputs, batch = full_step()
+    algorithm = made(name, extra)
+    batch, scale = algorithm.credit(batch), replace(scale_of(batch), value_scale=1.5)
+    _, gradients = loss_of(algorithm, outputs, batch, scale)
+    inputs = [x.detach() for x in (outputs.logprobs, outputs.entropy, outputs.values)]
+
+    # Fourth-order central differences: step 1e-3 leaves 1e-3^4 / 30 times the fifth derivative, about 1e-13. No clip's
+    # end lies within 2e-3 of where it is taken, or one of them would disagree.
+    h = 1e-3
+    for which, gradient in enumerate(gradients):
+        for position in batch.loss_mask.nonzero():
+            step = torch.zeros_like(inputs[which])
+            step[tuple(position)] = h
+
+            def at(k, which=which, step=step):
+                logprobs, entropy, values = (x + k * step if i == which else x for i, x in enumerate(inputs))
+                return algorithm.loss(Outputs(logprobs=logprobs, entropy=entropy, values=values), batch, scale).total
+
+            difference = (8 * (at(1) - at(-1)) - (at(2) - at(-2))) / (12 * h)
+            close(gradient[tuple(position)], difference, tol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_the_old_policy_it_has_the_policy_gradient(make, full_step, scale_of, loss_of, close, name):
+    outputs, batch = full_step()
+    algorithm = make(name)
+    batch = algorithm.credit(replace(batch, old_logprobs=outputs.logprobs.detach()))
+    scale = scale_of(batch)
+    _, (gradient, *_) = loss_of(algorithm, outputs, batch, scale)
+
+    n = batch.loss_mask.sum(-1, keepdim=True).clamp(min=1).double()
+    weight = {
+        "token_mean": 1 / scale.num_tokens,
+        "sequence_mean_token_mean": 1 / (n * scale.num_sequences),
+        "sequence_mean_token_sum": 1 / scale.num_sequences,
+        "constant": 1 / (scale.num_sequences * scale.max_completion_tokens),
+    }[algorithm.aggregate]
+    assert (batch.advantages != 0).any()
+    close(gradient, -batch.advantages * weight)
+
+
+@algorithms
+@pytest.mark.parametrize("seed", range(3))
+def test_any_split_into_micro_batches_leaves_loss_gradient_and_metrics_unchanged(
+    made, full_step, scale_of, rows_of, loss_of, close, name, extra, seed
+):
+    outputs, batch = full_step()
+    algorithm = made(name, extra)
+    batch = algorithm.credit(batch)
+    scale = replace(scale_of(batch), value_scale=1.5)
+    whole, gradients = loss_of(algorithm, outputs, batch, scale)
+    whole_value = algorithm.value_loss(outputs.values, batch, scale).item() if algorithm.needs_values else 0.0
+
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(seed))
+    sizes = ([1] * 10, [3, 1, 6], [4, 0, 6])[seed]  # a micro-batch of no rows does no harm either
+    total, value, pieces, metrics = 0.0, 0.0, [torch.zeros_like(g) for g in gradients], {}
+    for index in order.split(sizes):
+        some, micro = rows_of(outputs, index), rows_of(batch, index)
+        part, part_gradients = loss_of(algorithm, some, micro, scale)
+        total += part.total.item()
+        value += algorithm.value_loss(some.values, micro, scale).item()
+        for piece, gradient in zip(pieces, part_gradients, strict=True):
+            piece[index] += gradient
+        for metric, number in part.metrics.items():
+            before = metrics.get(metric, 0.0)
+            metrics[metric] = max(before, number.item()) if metric.endswith("_max") else before + number.item()
+
+    assert total == pytest.approx(whole.total.item(), abs=1e-9)
+    assert value == pytest.approx(whole_value, abs=1e-9)
+    for piece, gradient in zip(pieces, gradients, strict=True):
+        close(piece, gradient, tol=1e-9)
+    assert metrics == pytest.approx({metric: number.item() for metric, number in whole.metrics.items()}, abs=1e-9)
+
+
+@algorithms
+def test_leaving_out_inert_rows_leaves_loss_and_gradient_unchanged(
+    made, full_step, scale_of, rows_of, loss_of, close, name, extra
+):
+    outputs, batch = full_step()
+    algorithm = made(name, extra)
+    inert = algorithm.inert(replace(batch, old_logprobs=None, reference_logprobs=None, old_values=None))
+    batch = algorithm.credit(batch)
+    whole, gradients = loss_of(algorithm, outputs, batch, scale_of(batch))
+    live = (~inert).nonzero().squeeze(-1)
+    part, part_gradients = loss_of(algorithm, rows_of(outputs, live), rows_of(batch, live), scale_of(batch))
+    close(part.total.detach(), whole.total.detach())
+    for some, every in zip(part_gradients, gradients, strict=True):
+        close(some, every[live])
+        assert (every[inert] == 0).all()
+
+
+def test_who_leaves_out_equal_groups_and_who_cannot(make, made, full_step):
+    _, batch = full_step()
+    equal_or_alone = [False, False, False, True, True, True, False, False, False, True]
+    inert = {name: make(name).inert(batch).tolist() for name in NAMES}
+    for name in ("grpo", "grpo_process", "gspo", "gspo_token", "dr_grpo", "dapo", "cispo"):
+        assert inert[name] == equal_or_alone, name
+    assert inert["rloo"] == [alike or row == 6 for row, alike in enumerate(equal_or_alone)]  # row 6 has no tokens
+    for name in ("a2c", "ppo", "ppo_penalty", "ppo_ptx", "kimi"):
+        assert not any(inert[name]), name
+    for name in NAMES:
+        assert not made(name, "all terms").inert(batch).any(), name
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@algorithms
+def test_what_lies_outside_the_completions_does_not_matter(made, full_step, scale_of, loss_of, name, extra):
+    outputs, batch = full_step()
+    algorithm = made(name, extra)
+    outside = ~batch.loss_mask
+    clean, clean_gradients = loss_of(algorithm, outputs, algorithm.credit(batch), scale_of(batch))
+
+    def dirty(tensor):
+        junk = torch.tensor([nan, inf, -inf, 1e308, -7.0], dtype=torch.float64)
+        tensor = tensor.detach().clone()
+        tensor[outside] = junk[torch.arange(int(outside.sum())) % 5]
+        return tensor
+
+    names = (*INPUTS, "token_rewards")
+    soiled = replace(batch, **{name: dirty(getattr(batch, name)) for name in names})
+    inert, credited = algorithm.inert(soiled), algorithm.credit(soiled)
+    assert torch.equal(inert, algorithm.inert(batch))
+    assert torch.equal(credited.advantages, algorithm.credit(batch).advantages)
+    assert (credited.advantages[outside] == 0).all()
+    soiled = replace(credited, advantages=dirty(credited.advantages))
+    if soiled.returns is not None:
+        soiled = replace(soiled, returns=dirty(soiled.returns))
+    outputs = Outputs(
+        **{name: dirty(getattr(outputs, name)).requires_grad_() for name in ("logprobs", "entropy", "values")}
+    )
+    with torch.autograd.detect_anomaly():  # not even inside the backward pass does a NaN appear
+        loss, gradients = loss_of(algorithm, outputs, soiled, scale_of(batch))
+    assert torch.equal(loss.total, clean.total)
+    assert {k: v.item() for k, v in loss.metrics.items()} == {k: v.item() for k, v in clean.metrics.items()}
+    for gradient, wanted in zip(gradients, clean_gradients, strict=True):
+        assert torch.equal(gradient, wanted)
+        assert (gradient[outside] == 0).all()
+
+
+@algorithms
+def test_without_old_logprobs_the_current_policy_stands_in_detached(made, full_step, scale_of, loss_of, name, extra):
+    outputs, batch = full_step()
+    algorithm = made(name, extra)
+    batch = algorithm.credit(batch)
+    given, wanted = loss_of(algorithm, outputs, replace(batch, old_logprobs=outputs.logprobs.detach()), scale_of(batch))
+    absent, gradients = loss_of(algorithm, outputs, replace(batch, old_logprobs=None), scale_of(batch))
+    assert torch.equal(absent.total, given.total)
+    assert all(map(torch.equal, gradients, wanted))
+    assert {k: v.item() for k, v in absent.metrics.items()} == {k: v.item() for k, v in given.metrics.items()}
+
+
+@algorithms
+def test_no_gradient_flows_into_the_batch(made, full_step, scale_of, name, extra):
+    outputs, batch = full_step()
+    algorithm = made(name, extra)
+    data = {field: getattr(batch, field).clone().requires_grad_() for field in (*INPUTS, "token_rewards", "rewards")}
+    batch = algorithm.credit(replace(batch, **data))
+    assert not batch.advantages.requires_grad
+    total = algorithm.loss(outputs, batch, scale_of(batch)).total
+    assert all(gradient is None for gradient in torch.autograd.grad(total, list(data.values()), allow_unused=True))
+
+
+@algorithms
+def test_log_probs_and_values_100_apart_give_no_nan_and_no_inf(made, full_step, scale_of, loss_of, name, extra):
+    _, batch = full_step()
+    far = 100.0 * (torch.arange(batch.loss_mask.numel()) % 2 * 2 - 1).reshape(batch.loss_mask.shape).double()
+    algorithm = made(name, extra)
+    for sign in (1, -1):
+        batch = replace(batch, reference_logprobs=batch.old_logprobs + sign * far)
+        outputs = Outputs(
+            logprobs=(batch.old_logprobs - sign * far).requires_grad_(),
+            entropy=torch.zeros_like(far, requires_grad=True),
+            values=(batch.old_values - sign * far).requires_grad_(),
+        )
+        loss, gradients = loss_of(algorithm, outputs, algorithm.credit(batch), scale_of(batch))
+        assert loss.total.isfinite()
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert all(value.isfinite() for value in loss.metrics.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kl_in_the_loss_is_never_negative_and_pulls_with_a_finite_gradient(make, hand_batch, scale_of, name):
+    # d = 100 and -100: k3 is 99 + e^-100 and, clamped at -20, e^20 - 21. Both finite, and so is their gradient.
+    batch = hand_batch([1, 1], [0, 0], [0, 0], advantages=[0, 0])
+    values = torch.zeros_like(batch.old_logprobs)
+    batch = replace(batch, returns=values, old_values=values)
+    moved = torch.tensor([[100.0], [-100.0]], dtype=torch.float64)
+    outputs = Outputs(logprobs=(batch.old_logprobs + moved).requires_grad_(), entropy=values, values=values)
+    loss = make(name, kl_coef=1.0, kl_in="loss").loss(outputs, batch, scale_of(batch))
+    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
+    assert 0 < loss.metrics["loss/kl"] < inf
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if rlft.load_algorithm(name).min_group_size == 2])
+def test_where_siblings_are_compared_groups_without_a_difference_give_exactly_0(make, hand_batch, loss_of, name):
+    algorithm = make(name)
+    for batch in (
+        hand_batch([2, 3, 1], [0.1, 0.1, 0.1], [0, 0, 0]),  # equal rewards
+        hand_batch([2], [5.0], [3]),  # a row alone
+        hand_batch([0, 0], [0, 1], [0, 0]),  # no tokens
+    ):
+        steps = {"token_rewards": torch.zeros_like(batch.old_logprobs), "step_ends": batch.loss_mask}
+        batch = algorithm.credit(replace(batch, **steps))
+        assert (batch.advantages == 0).all()
+        moved = batch.old_logprobs + 0.3 if name != "kimi" else batch.old_logprobs  # tau (log-ratio)^2 is there alone
+        scale = LossScale(num_tokens=6, num_sequences=3, max_completion_tokens=4)
+        loss, (gradient,) = loss_of(algorithm, Outputs(logprobs=moved.clone().requires_grad_()), batch, scale)
+        assert loss.total == 0
+        assert (gradient == 0).all()
+        assert not any(value.isnan() for value in loss.metrics.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_completions_without_a_token_give_exactly_0(make, hand_batch, loss_of, name):
+    algorithm = make(name, kl_coef=0.1, entropy_coef=0.1)
+    batch = hand_batch([0, 0], [0, 1], [0, 0])
+    ones = torch.ones_like(batch.old_logprobs)
+    steps = {"token_rewards": torch.zeros_like(ones), "step_ends": batch.loss_mask, "old_values": ones}
+    batch = algorithm.credit(replace(batch, **steps))
+    outputs = Outputs(logprobs=ones.clone().requires_grad_(), entropy=ones, values=ones)
+    loss = algorithm.loss(outputs, batch, LossScale(num_tokens=0, num_sequences=2, max_completion_tokens=4))
+    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
+    assert loss.total == 0
+    assert (gradient == 0).all()
+    assert all(value == 0 for value in loss.metrics.values())
+
+
+@algorithms
+def test_float32_works_and_stays_float32(made, full_step, scale_of, name, extra):
+    outputs, batch = full_step()
+    algorithm = made(name, extra)
+    exact = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch)).total.item()
+    single = {field: getattr(batch, field).float() for field in (*INPUTS, "token_rewards", "rewards")}
+    credited = algorithm.credit(replace(batch, **single))
+    outputs = Outputs(logprobs=outputs.logprobs.float(), entropy=outputs.entropy.float(), values=outputs.values.float())
+    loss = algorithm.loss(outputs, credited, scale_of(batch))
+    assert credited.advantages.dtype == loss.total.dtype == torch.float32
+    assert all(value.dtype == torch.float32 for value in loss.metrics.values())
+    assert loss.total.item() == pytest.approx(exact, abs=2e-5)
+
+
+@algorithms
+def test_loss_metrics_are_the_terms_of_the_total_and_carry_no_gradient(made, full_step, scale_of, close, name, extra):
+    outputs, batch = full_step()
+    algorithm = made(name, extra)
+    loss = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch))
+    terms = [value for metric, value in loss.metrics.items() if metric.startswith("loss/") and metric != "loss/total"]
+    close(sum(terms), loss.total.detach())
+    close(loss.metrics["loss/total"], loss.total.detach())
+    assert not any(value.requires_grad for value in loss.metrics.values())
+    assert all(value.shape == () for value in loss.metrics.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_reads_only_what_it_says_it_needs(make, full_step, scale_of, name):
+    outputs, batch = full_step()
+    algorithm = make(name)
+    bare = replace(
+        batch,
+        old_logprobs=None,
+        reference_logprobs=batch.reference_logprobs if algorithm.needs_reference else None,
+        old_values=batch.old_values if algorithm.needs_values else None,
+        token_rewards=batch.token_rewards if algorithm.needs_steps else None,
+        step_ends=batch.step_ends if algorithm.needs_steps else None,
+        truncated=None,
+    )
+    said = Outputs(
+        logprobs=outputs.logprobs,
+        entropy=outputs.entropy if algorithm.needs_entropy else None,
+        values=outputs.values if algorithm.needs_values else None,
+    )
+    assert algorithm.loss(said, algorithm.credit(bare), scale_of(batch)).total.isfinite()
+    assert algorithm.needs_values is (name in ("a2c", "ppo", "ppo_penalty", "ppo_ptx"))
+    assert algorithm.needs_steps is (name == "grpo_process")
+    assert algorithm.needs_text is (name == "ppo_ptx")
+    assert algorithm.needs_entropy is (name == "a2c")
+    assert algorithm.needs_reference is False  # whoever wants the KL says so in the recipe
+    assert algorithm.needs_old_in_credit is False

@@ -1,0 +1,194 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlft.ops.surrogate import importance
+from rlft.types import Outputs, UserError
+
+# --- KL to the old policy -------------------------------------------------------------------------------------------
+
+
+def test_kl_to_the_old_policy_by_hand(make, hand_batch, scale_of, close):
+    # r = 2: r - 1 - log r, gradient r - 1 in lp; beta 1/2, one token. The reference has no say.
+    batch = hand_batch([1], [0], [0], advantages=[0])
+    outputs = Outputs(logprobs=(batch.old_logprobs + math.log(2)).requires_grad_())
+    algorithm = make("grpo", kl_coef=0.5, kl_to="old")
+    loss = algorithm.loss(outputs, replace(batch, reference_logprobs=None), scale_of(batch))
+    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
+    close(loss.metrics["loss/kl"], 0.5 * (1 - math.log(2)))
+    close(loss.total.detach(), 0.5 * (1 - math.log(2)))
+    close(gradient, [[0, 0.5, 0]])
+    assert not algorithm.needs_reference
+    assert not algorithm.needs_old_in_credit
+    assert not algorithm.inert(batch).any()
+
+
+def test_its_expectation_over_old_samples_is_the_kl_with_the_kls_own_gradient(make, hand_batch, scale_of, close):
+    # One row for each word of a vocabulary of 4, weighed by its old probability: sum_v old_v (r_v - 1 - log r_v).
+    logits = torch.tensor([0.3, -1.0, 0.7, 2.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([1.0, 0.2, -0.5, 0.1], dtype=torch.float64).log_softmax(0)
+    new = logits.log_softmax(0)
+    algorithm = make("grpo", kl_coef=1.0, kl_to="old")
+    estimate = 0.0
+    for v in range(4):
+        batch = hand_batch([1], [0], [0], advantages=[0], padding=0)
+        batch = replace(batch, old_logprobs=torch.stack([old[v], old[v]])[None])
+        loss = algorithm.loss(Outputs(logprobs=torch.stack([new[v], new[v]])[None]), batch, scale_of(batch))
+        estimate = estimate + old[v].exp() * loss.total
+    exact = (old.exp() * (old - new)).sum()
+    close(estimate.detach(), exact.detach())
+    (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    close(gradient, torch.autograd.grad(exact, logits)[0])
+
+
+def test_at_the_first_update_the_policy_has_no_distance_from_itself(make, full_step, scale_of):
+    outputs, batch = full_step()
+    algorithm = make("ppo_penalty")
+    batch = replace(algorithm.credit(batch), old_logprobs=None)
+    assert algorithm.loss(outputs, batch, scale_of(batch)).metrics["loss/kl"] == 0
+
+
+# --- the coefficient that moves -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("controller", "kl", "coef"),
+    [
+        # Target 0.03: 0.02 and 0.045 are target / 1.5 and 1.5 target, the ends that do not move it yet.
+        ("adaptive", 0.019, 0.5),
+        ("adaptive", 0.0200001, 1.0),
+        ("adaptive", 0.0449999, 1.0),
+        ("adaptive", 0.046, 2.0),
+        # 1 + 0.1 * (0.033 / 0.03 - 1); beyond +-0.2 no further.
+        ("proportional", 0.033, 1.01),
+        ("proportional", 3.0, 1.02),
+        ("proportional", 0.0, 0.98),
+        ("fixed", 3.0, 1.0),
+    ],
+)
+def test_the_controller_moves_the_coefficient_after_a_step(make, close, controller, kl, coef):
+    algorithm = make("grpo", kl_coef=1.0, kl_controller=controller, kl_target=0.03)
+    assert algorithm.adapt({"kl/reference": kl, "kl/old_last": 0.03}).kl_coef == pytest.approx(coef, rel=1e-12)
+    algorithm = make("ppo_penalty", kl_controller=controller, kl_target=0.03)
+    moved = algorithm.adapt({"kl/reference": 0.03, "kl/old_last": kl})
+    assert moved.kl_coef == pytest.approx(coef, rel=1e-12)
+    assert moved == replace(algorithm, kl_coef=moved.kl_coef)
+
+
+def test_the_coefficient_can_always_come_back(make):
+    start = make("ppo_penalty")
+    for kl, end in ((0.0, 1e-12), (1.0, 1e12)):
+        algorithm = start
+        for _ in range(1200):  # 2^-1200 is 0 and 2^1200 is inf
+            algorithm = algorithm.adapt({"kl/old_last": kl})
+        assert algorithm.kl_coef == end
+
+
+def test_what_has_moved_is_saved_and_restored(make):
+    algorithm = make("ppo_penalty").adapt({"kl/old_last": 1.0})
+    assert algorithm.state() == {"kl_coef": 2.0}
+    assert make("ppo_penalty").restored(algorithm.state()) == algorithm
+    fixed = make("grpo", kl_coef=0.04)
+    assert fixed.adapt({}) is fixed  # it looks at nothing
+    assert fixed.state() == {}
+    assert fixed.restored({}) == fixed
+
+
+# --- scores ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo"])
+def test_rewards_of_tokens_add_up_to_the_scores_of_completions(make, full_step, close, name):
+    _, batch = full_step()
+    algorithm = make(name, kl_coef=0.3)
+    tokens_B, scores_B = algorithm.token_scores(batch).sum(-1), algorithm.completion_scores(batch)
+    some = batch.loss_mask.any(-1)  # an empty completion has no token to hold its reward
+    close(tokens_B[some], scores_B[some])
+    assert tokens_B[~some].tolist() == [0]
+    assert scores_B[~some].tolist() == [2]
+
+
+def test_scores_by_hand(make, hand_batch, close):
+    # R = 1, a step of 2 on token 0, beta 1/2 times old - reference = 0.2, 0.4: 1.9 and 0.8, in all 2.7.
+    batch = hand_batch([2], [1], [0])
+    gap = torch.tensor([[math.nan, 0.2, 0.4, math.inf]], dtype=torch.float64)
+    scores = torch.tensor([[math.nan, 2, 0, math.inf]], dtype=torch.float64)
+    batch = replace(batch, reference_logprobs=batch.old_logprobs - gap, token_rewards=scores)
+    algorithm = make("reinforce", kl_coef=0.5)
+    close(algorithm.token_scores(batch), [[0, 1.9, 0.8, 0]])
+    close(algorithm.completion_scores(batch), [2.7])
+    close(make("reinforce").token_scores(batch), [[0, 2, 1, 0]])
+
+
+# --- surrogates -----------------------------------------------------------------------------------------------------
+
+
+def test_the_importance_surrogate_is_the_ratio_times_the_advantage_and_nothing_binds(close):
+    r = torch.tensor([[3.0, 0.1], [3.0, 0.1]], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([[1.0, 1.0], [-2.0, -2.0]], dtype=torch.float64)
+    surrogate = importance(r, advantages)
+    close(surrogate.loss.detach(), [[-3, -0.1], [6, 0.2]])
+    close(torch.autograd.grad(surrogate.loss.sum(), r)[0], [[-1, -1], [2, 2]])
+    assert not (surrogate.low | surrogate.high | surrogate.dual).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "slope", "low", "high"),
+    [
+        # Token 0: A = 1, r = 3; token 1: A = -2, r = 1/2; old log-probs -1, so lp = log 3 - 1 and -log 2 - 1.
+        ("clipped", [-1.2, 1.6], [0, 0], 0.5, 0.5),
+        ("importance", [-3, 1], [-3, 1], 0, 0),
+        ("policy_gradient", [1 - math.log(3), -2 * math.log(2) - 2], [-1, 2], 0, 0),
+        # Weights 1.2 and 0.8.
+        ("cispo", [1.2 * (1 - math.log(3)), -1.6 * (math.log(2) + 1)], [-1.2, 1.6], 0.5, 0.5),
+    ],
+)
+def test_each_surrogate_by_hand(make, hand_batch, scale_of, close, kind, loss, slope, low, high):
+    batch = hand_batch([1, 1], [0, 0], [0, 0], advantages=[1, -2])
+    r = torch.tensor([[1, 3, 1], [1, 0.5, 1]], dtype=torch.float64)
+    outputs = Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_())
+    made = make("grpo", surrogate=kind, aggregate="token_mean").loss(outputs, batch, scale_of(batch))
+    (gradient,) = torch.autograd.grad(made.total, outputs.logprobs)
+    close(made.total.detach(), sum(loss) / 2)
+    close(gradient[:, 1], [slope[0] / 2, slope[1] / 2])
+    close(made.metrics["ratio/clip_low_fraction"], low)
+    close(made.metrics["ratio/clip_high_fraction"], high)
+
+
+# --- what is refused, and what is warned of -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("grpo", {"kl_to": "old", "kl_in": "reward"}, r"algorithm\.kl_in: .*, got reward; use algorithm\.kl_in=loss"),
+        ("grpo", {"kl_to": "old", "kl_estimator": "k2"}, r"algorithm\.kl_estimator: .*, got k2; use .*=auto"),
+        ("grpo", {"kl_coef": 0.1, "kl_controller": "adaptive"}, r"algorithm\.kl_target: .*adaptive.*; set"),
+        ("grpo", {"kl_controller": "proportional", "kl_target": 0.1}, r"algorithm\.kl_coef: .*, got 0\.0; start"),
+        ("cispo", {"dual_clip": 7.0}, r"algorithm\.dual_clip: .*surrogate=cispo.*, got 7\.0; use .*null"),
+        ("ppo", {"dual_clip": 1.1}, r"algorithm\.dual_clip: .* = 1\.2, got 1\.1; use 3"),
+        ("kimi", {"mismatch_low": 1.5}, r"algorithm\.mismatch_low: .*, got 1\.5 \.\. 2; use"),
+    ],
+)
+def test_contradictions_are_refused_with_key_value_and_remedy(make, name, overrides, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        make(name, **overrides)
+
+
+def test_k1_as_a_loss_is_warned_of(make):
+    (told,) = make("grpo", kl_coef=0.1, kl_estimator="k1").warnings
+    assert told.startswith("algorithm.kl_estimator: k1 has zero expected gradient as a loss, got k1; use")
+    assert make("grpo", kl_coef=0.1, kl_estimator="k1", kl_in="reward").warnings == ()
+    assert make("kimi", kl_coef=0.1, kl_estimator="k1").warnings == (told,)
+
+
+def test_without_a_critic_or_text_their_terms_are_0(make, full_step, scale_of):
+    outputs, batch = full_step()
+    for name in ("grpo", "reinforce", "kimi"):
+        algorithm = make(name)
+        assert not algorithm.needs_values
+        assert not algorithm.needs_text
+        assert algorithm.value_loss(outputs.values, batch, scale_of(batch)) == 0
+        assert algorithm.text_loss(outputs.logprobs, batch.loss_mask, 5) == 0

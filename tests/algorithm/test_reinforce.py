@@ -1,0 +1,147 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlft.types import Outputs
+
+
+def test_without_a_baseline_each_token_has_what_is_still_to_come(make, hand_batch, close):
+    # gamma 1/2 and R = 8 on the last of three tokens: 2, 4, 8.
+    batch = hand_batch([3], [8], [0])
+    close(make("reinforce", gamma=0.5).credit(batch).advantages, [[0, 2, 4, 8, 0]])
+    close(make("reinforce").credit(batch).advantages, [[0, 8, 8, 8, 0]])
+
+
+def test_steps_count_up_to_where_they_end(make, hand_batch, close):
+    # R = 1 at the end, a step of 4 that ends with token 1 (of 0 .. 2).
+    batch = hand_batch([3], [1], [0])
+    scores = torch.tensor([[9, 0, 4, 0, 9]], dtype=torch.float64)
+    batch = replace(batch, token_rewards=scores)
+    close(make("reinforce").credit(batch).advantages, [[0, 5, 5, 1, 0]])
+    close(make("reinforce", gamma=0.5).credit(batch).advantages, [[0, 0 + 2 + 0.25, 4 + 0.5, 1, 0]])
+    close(make("reinforce", reward_to_go=False).credit(batch).advantages, [[0, 5, 5, 5, 0]])
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [
+        # G_0 with gamma 1/2: of R = 4 on two tokens 2, of 4 on one 4, in group 0; of 9 on one 9, alone in group 1.
+        ("none", ([2, 4], [4], [9])),
+        ("batch", ([2 - 5, 4 - 5], [4 - 5], [9 - 5])),
+        ("group", ([2 - 3, 4 - 3], [4 - 3], [0])),
+        ("leave_one_out", ([2 - 4, 4 - 4], [4 - 2], [0])),
+    ],
+)
+def test_the_baseline_is_a_mean_of_returns_of_whole_completions(make, hand_batch, close, baseline, expected):
+    batch = hand_batch([2, 1, 1], [4, 4, 9], [0, 0, 1], padding=0)
+    a, b, c = expected
+    advantages = make("reinforce", gamma=0.5, baseline=baseline).credit(batch).advantages
+    close(advantages, [[0, *a], [0, *b, 0], [0, *c, 0]])
+
+
+def test_an_empty_completion_earns_nothing_by_its_tokens_but_counts_in_the_baseline(make, hand_batch, close):
+    batch = hand_batch([1, 0], [4, 2], [0, 0], padding=0)
+    for to_go in (True, False):
+        advantages = make("reinforce", baseline="batch", reward_to_go=to_go).credit(batch).advantages
+        close(advantages, [[0, 4 - 3], [0, 0]])
+
+
+def test_kl_is_a_reward_of_each_token(make, hand_batch, close):
+    # beta 1/2, old - reference = 0.2 and 0.6: r = -0.1, 1 - 0.3. To go: 0.6, 0.7. As one action: 0.6, 0.6.
+    batch = hand_batch([2], [1], [0])
+    reference = batch.old_logprobs - torch.tensor([[math.nan, 0.2, 0.6, math.inf]], dtype=torch.float64)
+    batch = replace(batch, reference_logprobs=reference)
+    close(make("reinforce", kl_coef=0.5).credit(batch).advantages, [[0, 0.6, 0.7, 0]])
+    close(make("reinforce", kl_coef=0.5, reward_to_go=False).credit(batch).advantages, [[0, 0.6, 0.6, 0]])
+    # With k2 = d^2/2: r = -0.01, 1 - 0.09.
+    close(make("reinforce", kl_coef=0.5, kl_estimator="k2").credit(batch).advantages, [[0, 0.9, 0.91, 0]])
+
+
+def test_whitening_is_over_all_tokens_of_the_batch(make, hand_batch, close):
+    # Returns 1, 1, 1 and 5 on one token: mean 2, squares 1 + 1 + 1 + 9 = 12, over 3: deviation 2.
+    batch = hand_batch([3, 1], [1, 5], [0, 1])
+    close(make("reinforce", whiten=True).credit(batch).advantages, [[0, -0.5, -0.5, -0.5, 0], [0, 1.5, 0, 0, 0]], 1e-8)
+
+
+def test_loss_and_gradient_are_those_of_the_completions_log_likelihood(make, hand_batch, scale_of, close):
+    # -A lp with lp = -1, whatever the ratio to the old policy: row 0 sums to 2 * 3, row 1 to -1, the mean is 5/2.
+    batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[3, -1])
+    batch = replace(batch, old_logprobs=batch.old_logprobs - 7)
+    outputs = Outputs(logprobs=batch.sampled_logprobs.clone().requires_grad_())
+    loss = make("reinforce").loss(outputs, batch, scale_of(batch))
+    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
+    close(loss.total.detach(), (6 - 1) / 2)
+    close(gradient, [[0, -1.5, -1.5, 0], [0, 0.5, 0, 0]])
+    close(loss.metrics["ratio/clip_high_fraction"], 0.0)
+    close(loss.metrics["ratio/clip_low_fraction"], 0.0)
+
+
+def test_rloo_by_hand(make, hand_batch, scale_of, close):
+    # Rewards 1, 2, 6: less the mean of the other two, -3, -1.5, 4.5. Gradient -A / 3 on every token.
+    batch = make("rloo").credit(hand_batch([2, 1, 1], [1, 2, 6], [0, 0, 0]))
+    close(batch.advantages, [[0, -3, -3, 0], [0, -1.5, 0, 0], [0, 4.5, 0, 0]])
+    outputs = Outputs(logprobs=batch.old_logprobs.clone().requires_grad_())
+    loss = make("rloo").loss(outputs, batch, scale_of(batch))
+    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
+    close(loss.total.detach(), (-6 - 1.5 + 4.5) / 3)
+    close(gradient, -batch.advantages / 3)
+
+
+def test_reinforce_pp_by_hand(make, hand_batch, scale_of, close):
+    # Returns 1, 1 and -1, -1: mean 0, deviation sqrt(4/3), so A = a, a, -a, -a with a = sqrt(3)/2. Ratios 1.5, 1 and
+    # 0.5, 1 with the clip at 0.8 .. 1.2: terms -1.2 a, -a, 0.8 a, a over 4 tokens; gradient where nothing binds.
+    batch = make("reinforce_pp").credit(hand_batch([2, 2], [1, -1], [0, 1]))
+    a = math.sqrt(3) / 2
+    close(batch.advantages, [[0, a, a, 0], [0, -a, -a, 0]], 1e-8)
+    r = torch.tensor([[1, 1.5, 1, 1], [1, 0.5, 1, 1]], dtype=torch.float64)
+    outputs = Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_())
+    loss = make("reinforce_pp").loss(outputs, batch, scale_of(batch))
+    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
+    close(loss.total.detach(), (-1.2 - 1 + 0.8 + 1) * a / 4, 1e-8)
+    close(gradient, [[0, 0, -a / 4, 0], [0, 0, a / 4, 0]], 1e-8)
+    close(loss.metrics["ratio/clip_high_fraction"], 1 / 4)
+    close(loss.metrics["ratio/clip_low_fraction"], 1 / 4)
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+@pytest.mark.parametrize("to_go", [True, False])
+def test_equal_groups_get_exactly_0_and_are_inert(make, hand_batch, baseline, to_go):
+    # Three times 0.1 is not 0.3 in floating point.
+    batch = hand_batch([2, 3, 1, 1, 2], [0.1, 0.1, 0.1, 0, 1], [0, 0, 0, 1, 1])
+    algorithm = make("reinforce", baseline=baseline, reward_to_go=to_go)
+    assert (algorithm.credit(batch).advantages[:3] == 0).all()
+    assert algorithm.inert(batch).tolist() == [True, True, True, False, False]
+    assert not make("reinforce", baseline=baseline, kl_coef=0.1).inert(batch).any()
+    assert not make("reinforce", baseline=baseline, entropy_coef=0.1).inert(batch).any()
+
+
+def test_rows_that_have_earned_nothing_are_inert_without_a_baseline(make, hand_batch):
+    batch = hand_batch([2, 1, 0], [0, 1, 1], [0, 0, 0])
+    assert make("reinforce").inert(batch).tolist() == [True, False, True]
+    assert make("reinforce", baseline="batch").inert(batch).tolist() == [False, False, True]
+    assert make("reinforce", whiten=True).inert(batch).tolist() == [False, False, True]
+    # A step that went well and one that went badly: 0 in all, but not from the second token on.
+    scores = torch.tensor([[0, 1, -1, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
+    assert not make("reinforce").inert(replace(batch, token_rewards=scores))[0]
+
+
+def test_only_who_compares_siblings_needs_them(make):
+    sizes = {b: make("reinforce", baseline=b).min_group_size for b in ("none", "batch", "group", "leave_one_out")}
+    assert sizes == {"none": 1, "batch": 1, "group": 2, "leave_one_out": 2}
+    assert make("rloo").min_group_size == 2
+    assert make("reinforce_pp").min_group_size == 1
+
+
+def test_kl_in_the_reward_needs_the_reference_and_the_old_policy_before_credit(make):
+    for name in ("reinforce", "rloo", "reinforce_pp"):
+        assert make(name, kl_coef=0.1).needs_reference
+        assert make(name, kl_coef=0.1).needs_old_in_credit
+        assert not make(name, kl_coef=0.1, kl_in="loss").needs_old_in_credit
+
+
+def test_variants_differ_from_reinforce_in_the_keys_they_say(make):
+    assert make("rloo") == make("reinforce", reward_to_go=False, baseline="leave_one_out")
+    keys = {"whiten": True, "surrogate": "clipped", "aggregate": "token_mean"}
+    assert make("reinforce_pp") == make("reinforce", **keys)

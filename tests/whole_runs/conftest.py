@@ -1,0 +1,71 @@
+"""Whole runs of the embedded model, small enough for seconds, in processes that are killed, stopped and resumed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from run_processes import Nursery
+
+TINY = (
+    "+recipe=grpo_arithmetic",
+    "steps=5",
+    "prompts_per_step=3",
+    "group_size=4",
+    "generation=transformers",
+    "generation.max_tokens=24",
+    "model.device=cpu",
+    "lora.rank=2",
+    "lora.dropout=0.1",
+    "data.size=64",
+    "data.held_out_size=8",
+    "eval.every=2",
+    "eval.num_prompts=3",
+    "eval.num_samples=2",
+    "scoring.workers=0",
+    "logger=[jsonl]",
+)
+
+
+@pytest.fixture(scope="session")
+def quiet() -> Iterator[Nursery]:
+    """Where runs go undisturbed."""
+    nursery = Nursery(hash_seed=1)
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def rough() -> Iterator[Nursery]:
+    """Where runs are killed and resumed."""
+    nursery = Nursery(hash_seed=2)
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[str, ...]:
+    """What is said to `rlft train` for a run of five steps of 3 x 4 completions, evaluated at 0, 2, 4 and 5."""
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def all_checkpoints() -> tuple[str, ...]:
+    """Keys that keep a checkpoint of every step."""
+    return "checkpoint.every=1", "checkpoint.keep=99"
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    quiet: Nursery, tiny: tuple[str, ...], all_checkpoints: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """That run, with every checkpoint."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    done = quiet.run("train", *tiny, *all_checkpoints, "hydra.run.dir=run", cwd=place)
+    assert done.code == 0, done.err
+    return place / "run"

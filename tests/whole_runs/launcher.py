@@ -1,0 +1,250 @@
+"""Starts `rlft` as a process of its own in which something happens: a kill at an exact place, Ctrl-C, a failure.
+
+    python launcher.py run '<JSON: a list of events>' <rlft's arguments>
+    python launcher.py nursery
+
+The tested code knows nothing of its events: each wraps a function, found by name, that rlft calls anyway.
+
+    {"at": "rlft.train:update", "call": 2, "do": "kill"}   on the 2nd call, before it; "when": "after" it
+        do: kill (SIGKILL) | interrupt (SIGINT, as Ctrl-C) | terminate (SIGTERM) | stop (SIGSTOP: until SIGCONT)
+            | fail (RuntimeError)
+            | note (every call: a line of JSON with the process's id and its descendants' goes to the file "to")
+    {"half": "metrics.jsonl", "call": 2}   the 2nd write to a file of that name is done by half, then SIGKILL
+    {"half": "shutil:rmtree", "call": 1}   the first removal of a folder is done by half, then SIGKILL
+
+A nursery has imported torch and transformers, which takes seconds, but computed nothing. For each line of JSON on its
+stdin (arguments, events, cwd, environment, out, err) it forks a child that goes on as `rlft`, and says the child's id;
+when the child has ended it says how, as `subprocess` would: the exit code, or minus the signal.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import io
+import json
+import os
+import pathlib
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Event = dict[str, Any]
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "interrupt": signal.SIGINT,
+    "terminate": signal.SIGTERM,
+    "stop": signal.SIGSTOP,
+}
+
+
+def main() -> None:
+    if sys.argv[1] == "nursery":
+        order = nursery()
+        if order is None:
+            return
+        arguments, events = order["arguments"], order["events"]
+    else:
+        arguments, events = sys.argv[3:], json.loads(sys.argv[2])
+    for event in events:
+        plant(event)
+    from rlft import cli
+
+    sys.argv = ["rlft", *arguments]
+    cli.main()
+
+
+# -- the nursery -----------------------------------------------------------------------------------------------------
+def nursery() -> dict[str, Any] | None:
+    """In a child: its order. In the nursery itself: None, when there are no more orders."""
+    import hydra
+    import transformers
+    from transformers.models.qwen2 import modeling_qwen2
+
+    import rlft.session
+    import rlft.train
+
+    _ = hydra, rlft.session, rlft.train, modeling_qwen2, transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+    say({"ready": os.getpid()})
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            order = json.loads(line)
+            settle(order)
+            return order
+        say({"pid": child})
+        _, status = os.waitpid(child, 0)
+        say({"code": os.waitstatus_to_exitcode(status)})
+    return None
+
+
+def settle(order: dict[str, Any]) -> None:
+    """A session, a folder, an environment and streams of the child's own."""
+    os.setsid()
+    os.chdir(order["cwd"])
+    os.environ.update(order["environment"])
+    for number, file, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        (2, order["err"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        opened = os.open(file, flags, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+
+
+def say(facts: dict[str, Any]) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+# -- events ----------------------------------------------------------------------------------------------------------
+def plant(event: Event) -> None:
+    if event.get("half") == "shutil:rmtree":
+        wrap("shutil:rmtree", lambda original: half_removed(original, event))
+    elif "half" in event:
+        wrap("pathlib:Path.write_text", lambda original: half_of_a_text(original, event))
+        wrap("pathlib:Path.write_bytes", lambda original: half_of_bytes(original, event))
+        wrap("pathlib:Path.open", lambda original: torn_when_appended(original, event))
+        wrap("safetensors.torch:save_file", lambda original: half_of_tensors(original, event))
+    else:
+        wrap(event["at"], lambda original: eventful(original, event))
+
+
+def wrap(place: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replaces `module:name` or `module:Class.name` by what `wrapper` makes of it."""
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = getattr(owner, name)
+    wrapped = functools.wraps(original)(wrapper(original))
+    setattr(owner, name, staticmethod(wrapped) if inspect.ismethod(original) else wrapped)
+
+
+def eventful(original: Any, event: Event) -> Any:
+    count = 0
+
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal count
+        count += 1
+        due = event["do"] == "note" or count == event["call"]
+        if due and event.get("when") != "after":
+            happen(event)
+        result = original(*arguments, **keywords)
+        if due and event.get("when") == "after":
+            happen(event)
+        return result
+
+    return wrapped
+
+
+def happen(event: Event) -> None:
+    if event["do"] == "note":
+        note(pathlib.Path(event["to"]))
+    elif event["do"] == "fail":
+        raise RuntimeError("this failure was planted")
+    else:
+        os.kill(os.getpid(), SIGNALS[event["do"]])
+
+
+def note(file: pathlib.Path) -> None:
+    import psutil
+
+    children = [child.pid for child in psutil.Process().children(recursive=True)]
+    with io.open(file, "a") as stream:  # noqa: UP020  # not Path.open, which may be wrapped
+        stream.write(json.dumps({"pid": os.getpid(), "children": children}) + "\n")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Due:
+    """Whether a write is the one to be torn: the `call`-th to a file of that name."""
+
+    def __init__(self, event: Event) -> None:
+        self.name, self.call, self.count = event["half"], event["call"], 0
+
+    def __call__(self, file: Any) -> bool:
+        if pathlib.Path(file).name == self.name:
+            self.count += 1
+        return pathlib.Path(file).name == self.name and self.count == self.call
+
+
+def half_of_a_text(original: Any, event: Event) -> Any:
+    due = Due(event)
+
+    def write_text(file: pathlib.Path, text: str, *rest: Any, **keywords: Any) -> int:
+        if due(file):
+            original(file, text[: len(text) // 2], *rest, **keywords)
+            die()
+        return original(file, text, *rest, **keywords)
+
+    return write_text
+
+
+def half_of_bytes(original: Any, event: Event) -> Any:
+    due = Due(event)
+
+    def write_bytes(file: pathlib.Path, data: bytes) -> int:
+        if due(file):
+            original(file, data[: len(data) // 2])
+            die()
+        return original(file, data)
+
+    return write_bytes
+
+
+def half_of_tensors(original: Any, event: Event) -> Any:
+    due = Due(event)
+
+    def save_file(tensors: Any, filename: Any, *rest: Any, **keywords: Any) -> None:
+        original(tensors, filename, *rest, **keywords)
+        if due(filename):
+            os.truncate(filename, os.path.getsize(filename) // 2)
+            die()
+
+    return save_file
+
+
+def torn_when_appended(original: Any, event: Event) -> Any:
+    due = Due(event)
+
+    class Torn(io.BufferedWriter):
+        def write(self, data: Any) -> int:
+            if due(self.raw.name):
+                super().write(data[: len(data) // 2])
+                self.flush()
+                die()
+            return super().write(data)
+
+    def open_path(file: pathlib.Path, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
+        if mode == "ab":
+            return Torn(io.FileIO(file, "ab"))
+        return original(file, mode, *rest, **keywords)
+
+    return open_path
+
+
+def half_removed(original: Any, event: Event) -> Any:
+    count = 0
+
+    def rmtree(folder: Any, *rest: Any, **keywords: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == event["call"]:
+            files = sorted(file for file in pathlib.Path(folder).rglob("*") if file.is_file())
+            for file in files[: len(files) // 2]:
+                file.unlink()
+            die()
+        original(folder, *rest, **keywords)
+
+    return rmtree
+
+
+if __name__ == "__main__":
+    main()

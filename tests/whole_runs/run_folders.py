@@ -1,0 +1,88 @@
+"""What two runs left behind, compared bit for bit: seconds and memory aside, nothing may differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+MEASURED = ("time/", "memory/")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl without what a clock says. Floats are read back to the bit."""
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(MEASURED)}
+        for line in whole_lines(folder / "metrics.jsonl")
+    ]
+
+
+def whole_lines(file: Path) -> list[bytes]:
+    """The lines of a file, without a last one that has no end; none where there is no file."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+def rollouts(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted((folder / "rollouts").glob("*"))}
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Those that have their final names, oldest first."""
+    return sorted((folder / "checkpoints").glob("step_*"))
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """{path in the folder: sha256}."""
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Every file that its MANIFEST names is there with that checksum, and no other."""
+    found = files_of(checkpoint)
+    if "MANIFEST" not in found:
+        return False
+    listed = dict(reversed(line.split("  ", 1)) for line in (checkpoint / "MANIFEST").read_text().splitlines())
+    return listed == {name: digest for name, digest in found.items() if name != "MANIFEST"}
+
+
+def check_so_far(folder: Path, undisturbed: Path) -> None:
+    """What a killed run has left is the beginning of the undisturbed one, which kept every checkpoint."""
+    expected = metrics(undisturbed)
+    found = metrics(folder)
+    assert found == expected[: len(found)]
+    evaluations = whole_lines(folder / "eval.jsonl")
+    assert evaluations == whole_lines(undisturbed / "eval.jsonl")[: len(evaluations)]
+    completions = rollouts(undisturbed)
+    for name, content in rollouts(folder).items():
+        assert name.endswith(".tmp") or content == completions[name], name
+    present = checkpoints(folder)
+    assert not present or is_whole(present[-1]), "the newest checkpoint has its name only when it is whole"
+    for checkpoint in present:
+        if is_whole(checkpoint):
+            assert files_of(checkpoint) == files_of(undisturbed / "checkpoints" / checkpoint.name), checkpoint
+
+
+def check_same(folder: Path, undisturbed: Path) -> None:
+    """The finished run left what the undisturbed one left, and nothing of its interruptions."""
+    assert metrics(folder) == metrics(undisturbed)
+    assert (folder / "metrics.jsonl").read_bytes().endswith(b"\n")
+    assert (folder / "eval.jsonl").read_bytes() == (undisturbed / "eval.jsonl").read_bytes()
+    assert rollouts(folder) == rollouts(undisturbed)
+    last = checkpoints(undisturbed)[-1]
+    assert checkpoints(folder)[-1].name == last.name
+    assert files_of(checkpoints(folder)[-1]) == files_of(last)
+    assert all(map(is_whole, checkpoints(folder)))
+    assert [file.name for file in folder.rglob("*") if ".writing" in file.name or file.suffix == ".tmp"] == []
+
+
+def learned(folder: Path) -> bool:
+    """Whether there was something to get wrong: gradients, and weights that differ from step to step."""
+    norms = [line["policy/grad_norm"] for line in metrics(folder)]
+    weights = [(c / "policy" / "adapter_model.safetensors").read_bytes() for c in checkpoints(folder)]
+    return sum(norm > 0 for norm in norms) >= len(norms) - 1 and len(set(weights)) >= len(weights) - 1

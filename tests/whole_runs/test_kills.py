@@ -1,0 +1,128 @@
+"""A run that is killed at any moment and resumed leaves bit for bit what it would have left."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import check_same, check_so_far, checkpoints, learned, metrics, rollouts, whole_lines
+from run_processes import Nursery, happens, start_fresh
+
+KILLED = -9
+
+
+def killed_at(place: str, call: int, when: str = "before") -> dict[str, Any]:
+    return {"at": place, "call": call, "when": when, "do": "kill"}
+
+
+# In the order in which a run, going on from its newest checkpoint (every 2 steps), comes to them.
+STAGES = [
+    killed_at("rlft.runfolder:start", 1),
+    killed_at("rlft.runfolder:start", 1, "after"),
+    killed_at("rlft.evaluate:summarise", 1),  # in the evaluation before the first step
+    killed_at("rlft.generation.transformers:_decode", 2, "after"),  # sample, after the evaluation's
+    killed_at("rlft.reward.scorer:Scorer.__call__", 3),  # score: the evaluation, step 1, step 2
+    killed_at("rlft.algorithm.grpo:GRPO.credit", 2, "after"),
+    killed_at("rlft.trainer.optimizer:Optimizer.update", 2),  # update, gradients are there
+    killed_at("rlft.trainer.optimizer:Optimizer.update", 2, "after"),  # update, weights have moved
+    killed_at("rlft.model.roles:Roles.load_sampler", 3, "after"),  # publish: at the start, after steps 1 and 2
+    killed_at("rlft.session:Session.record", 2),
+    killed_at("rlft.session:Session.record", 2, "after"),
+    killed_at("rlft.evaluate:summarise", 2, "after"),  # in the evaluation after step 2
+    killed_at("rlft.trainer.checkpoint:save", 1),  # after it, before the checkpoint
+    killed_at("rlft.trainer.checkpoint:save", 1, "after"),
+    killed_at("rlft.model.roles:Roles.restore", 1, "after"),  # while it resumes
+    killed_at("rlft.session:Session.sample", 2),  # between steps 3 and 4
+    killed_at("rlft.trainer.checkpoint:save", 1, "after"),
+    killed_at("rlft.session:Session.evaluate_if_due", 1),  # after the last step
+    killed_at("rlft.trainer.checkpoint:save", 1),
+]
+WRITES = [
+    {"half": ".config.yaml.writing", "call": 1},
+    {"half": "eval.jsonl", "call": 1},
+    {"half": "step_000001.jsonl.tmp", "call": 1},
+    killed_at("pathlib:Path.replace", 2, "before"),  # config.yaml's, then the first rollouts'
+    killed_at("pathlib:Path.replace", 2, "after"),
+    {"half": "metrics.jsonl", "call": 1},
+    {"half": "metrics.jsonl", "call": 2},
+    {"half": "eval.jsonl", "call": 2},
+    {"half": "adapter_model.safetensors", "call": 1},
+    {"half": "adapter_config.json", "call": 1},
+    {"half": "optimizer.safetensors", "call": 1},
+    {"half": "state.json", "call": 1},
+    {"half": "MANIFEST", "call": 1},
+    killed_at("pathlib:Path.rename", 1),  # the checkpoint is whole but has not its name
+    killed_at("pathlib:Path.rename", 1, "after"),
+    {"half": "metrics.jsonl", "call": 2},
+    {"half": "shutil:rmtree", "call": 1},  # the checkpoint of step 2 is being removed: only the newest is kept
+    {"half": "step_000005.jsonl.tmp", "call": 1},
+    {"half": "state.json", "call": 1},
+]
+
+
+def killed_and_finished(
+    nursery: Nursery, place: Path, undisturbed: Path, arguments: tuple[str, ...], events: list[dict[str, Any]]
+) -> Path:
+    """The run's folder, after a kill at each event in turn and a last resume that nothing disturbs."""
+    folder = place / "run"
+    for event in events:
+        begun = (folder / "config.yaml").exists()
+        words = ("resume", "run") if begun else ("train", *arguments, "hydra.run.dir=run")
+        done = nursery.run(*words, cwd=place, events=[event])
+        assert done.code == KILLED, f"{event}: {done.err}"
+        check_so_far(folder, undisturbed)
+    done = nursery.run("resume", "run", cwd=place)
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.mark.slow
+def test_killed_in_every_stage_and_resumed_it_is_the_same_run(
+    rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    arguments = (*tiny, "checkpoint.every=2", "checkpoint.keep=2")
+    check_same(killed_and_finished(rough, tmp_path, undisturbed, arguments, STAGES), undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_inside_every_kind_of_write_and_resumed_it_is_the_same_run(
+    rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    arguments = (*tiny, "checkpoint.every=2", "checkpoint.keep=1")
+    check_same(killed_and_finished(rough, tmp_path, undisturbed, arguments, WRITES), undisturbed)
+
+
+def test_the_undisturbed_run_has_something_to_lose(undisturbed: Path) -> None:
+    assert learned(undisturbed)
+    assert [line["step"] for line in metrics(undisturbed)] == [1, 2, 3, 4, 5]
+    assert len(whole_lines(undisturbed / "eval.jsonl")) == 4  # before the first step, after 2, 4 and the last
+    assert list(rollouts(undisturbed)) == [f"step_00000{step}.jsonl" for step in range(1, 6)]
+    assert [c.name for c in checkpoints(undisturbed)] == [f"step_00000{step}" for step in range(1, 6)]
+
+
+@pytest.mark.slow
+def test_killed_from_outside_at_random_moments_and_resumed_it_is_the_same_run(
+    tiny: tuple[str, ...], all_checkpoints: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In fresh interpreters, with as many threads as torch takes."""
+    done = start_fresh("train", *tiny, *all_checkpoints, "hydra.run.dir=undisturbed", cwd=tmp_path).wait()
+    assert done.code == 0, done.err
+    steps = tmp_path / "undisturbed" / "metrics.jsonl"
+    seconds = sum(json.loads(line)["time/step"] for line in whole_lines(steps))
+    run = tmp_path / "run"
+    words = ["train", *tiny, "hydra.run.dir=run", "checkpoint.every=1"]
+    for _ in range(2):
+        started = start_fresh(*words, cwd=tmp_path)
+        before = len(metrics(run))
+        assert happens(lambda: len(metrics(run)) != before or (run / "eval.jsonl").exists(), within_s=120)
+        time.sleep(random.uniform(0, seconds))
+        started.kill()
+        assert started.wait().code in (KILLED, 0)
+        check_so_far(run, tmp_path / "undisturbed")
+        words = ["resume", "run"]
+    assert start_fresh("resume", "run", cwd=tmp_path).wait().code in (0, 2)  # 2: it had been faster than the kill
+    check_same(run, tmp_path / "undisturbed")

@@ -1,0 +1,50 @@
+"""Whatever ends a run, the processes that it has started end with it, within seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from run_processes import Nursery, happens, marked
+
+END_S = 5.0
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+ENDS: dict[str, tuple[list[dict[str, Any]], int]] = {
+    "by itself": ([], 0),
+    "an exception": ([{"at": UPDATE, "call": 1, "do": "fail"}], 1),
+    "a reward that fails": ([{"at": "rlft.reward.pool:WorkerPool.run", "call": 2, "do": "fail"}], 1),
+    "Ctrl-C": ([{"at": UPDATE, "call": 1, "do": "interrupt"}], 130),
+    "Ctrl-C twice": ([{"at": UPDATE, "call": n, "do": "interrupt"} for n in (1, 2)], 130),
+    "SIGTERM": ([{"at": UPDATE, "call": 1, "do": "terminate"}], 130),
+    "kill -9": ([{"at": UPDATE, "call": 1, "do": "kill"}], -9),
+}
+
+
+@pytest.mark.parametrize(("events", "code"), ENDS.values(), ids=list(ENDS))
+def test_no_process_outlives_a_run_that_ends_by(
+    events: list[dict[str, Any]], code: int, rough: Nursery, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    changed = ("steps=", "scoring.", "eval.")
+    keys = [key for key in tiny if not key.startswith(changed)]
+    keys += ["steps=2", "minibatches=3", "scoring.workers=2", "eval.every=0"]
+    seen = tmp_path / "seen"
+    look = {"at": "rlft.session:Session.score", "do": "note", "when": "after", "to": str(seen)}
+    started = rough.start("train", *keys, "hydra.run.dir=run", cwd=tmp_path, events=[look, *events])
+    done = started.wait()
+    assert done.code == code, done.err
+    [first, *_] = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert first["pid"] == started.pid
+    assert len(first["children"]) >= 2, "two workers at the least were there"
+    assert happens(lambda: not marked(started.mark), within_s=END_S), marked(started.mark)
+    assert not any(map(is_alive, first["children"]))
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is not: whoever became its parent has yet to ask for its exit code."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

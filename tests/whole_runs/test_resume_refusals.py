@@ -1,0 +1,209 @@
+"""When a folder may not be trained in: with the reason, before a weight is loaded, and nothing in it changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from run_folders import check_same, checkpoints, files_of, metrics
+from run_processes import Ended, Nursery
+
+from rlft import runfolder
+from rlft.types import UserError
+
+
+@pytest.fixture
+def stopped(undisturbed: Path, tmp_path: Path) -> Path:
+    """A run that was killed after step 4 with every checkpoint kept, in a folder of its own: `tmp_path / "run"`."""
+    shutil.copytree(undisturbed, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000005")
+    return tmp_path / "run"
+
+
+def refused(done: Ended, start: str, *parts: str) -> None:
+    """One line on stderr, and exit code 2."""
+    assert done.code == 2, done.err
+    assert len(done.err.splitlines()) == 1, done.err
+    assert done.err.startswith(f"rlft: {start}")
+    for part in parts:
+        assert part in done.err
+
+
+def test_a_folder_that_holds_a_run_is_not_trained_in_again(
+    rough: Nursery, tiny: tuple[str, ...], stopped: Path
+) -> None:
+    before = files_of(stopped)
+    done = rough.run("train", *tiny, f"hydra.run.dir={stopped}", cwd=stopped.parent)
+    refused(done, "hydra.run.dir: there is a run in that folder", f"go on with it by `rlft resume {stopped.name}`")
+    assert files_of(stopped) == before
+
+
+def test_a_finished_run_is_not_resumed_and_is_told_how_to_train_on(
+    rough: Nursery, undisturbed: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    before = files_of(tmp_path / "run")
+    refused(rough.run("resume", "run", cwd=tmp_path), "resume: the run is finished", "rlft resume run steps=10")
+    assert files_of(tmp_path / "run") == before
+
+
+def test_a_folder_without_a_run_is_not_resumed(rough: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(rough.run("resume", "empty", cwd=tmp_path), "resume: there is no run in that folder")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_every_changed_key_is_named_with_both_values(rough: Nursery, stopped: Path) -> None:
+    before = files_of(stopped)
+    changes = ("seed=3", "trainer.lr=0.5", "group_size=8", "reward.format.weight=0.7", "lora.target_modules=[q_proj]")
+    done = rough.run("resume", "run", *changes, cwd=stopped.parent)
+    refused(
+        done,
+        "resume: the config differs from the run's (group_size: 4 -> 8; ",
+        "; lora.target_modules: all-linear -> ['q_proj']; ",
+        "; reward.format.weight: ",
+        " -> 0.7; seed: 0 -> 3; trainer.lr: 0.001 -> 0.5)",
+        "leave these keys as they were",
+    )
+    assert files_of(stopped) == before
+
+
+# What may differ on resume: how long, how often, where to, and how it fits the machine. Nothing that a number rests on.
+FREE = {
+    "resume", "steps", "name", "token_budget",
+    "data.path", "pretrain.path", "model.path", "model.device",
+    "scoring.workers", "scoring.timeout", "freshness.threshold", "freshness.every",
+    "checkpoint.every", "checkpoint.keep",
+    "eval.every", "eval.num_prompts", "eval.num_samples", "eval.temperature", "eval.correct_at", "eval.num_examples",
+    "eval.kl_base",
+    "generation.transformers.batch_size", "generation.vllm.gpu_memory_utilization", "generation.vllm.max_num_seqs",
+    "generation.vllm.sleep", "generation.vllm.enforce_eager",
+    "logger.jsonl._target_", "logger.jsonl.rollouts_every", "logger.jsonl.rollouts_max",
+}  # fmt: skip
+
+
+def test_of_all_keys_those_that_change_no_number_are_free(undisturbed: Path) -> None:
+    saved = runfolder.read(undisturbed)
+    saved.pop("origin")
+    keys = sorted(runfolder.flatten(saved))
+    assert len(keys) > 90
+    free = set()
+    for key in keys:
+        *sections, name = key.split(".")
+        changed = json.loads(json.dumps(saved))
+        place = changed
+        for section in sections:
+            place = place[section]
+        place[name] = "another"
+        try:
+            runfolder.check_same_config(undisturbed, changed)
+            free.add(key)
+        except UserError as error:
+            assert f"({key}: " in error.problem, "it names the key, and no other"
+            assert error.problem.count(" -> ") == 1
+    assert free <= FREE
+    assert {"steps", "eval.every", "checkpoint.every", "scoring.workers", "token_budget"} <= free
+
+
+@pytest.fixture
+def local_data(tiny: tuple[str, ...], tmp_path: Path) -> list[str]:
+    """Keys of a run on files in `tmp_path`: train.jsonl, held_out.jsonl and texts.jsonl."""
+    for split, numbers in (("train", range(10, 22)), ("held_out", range(30, 34))):
+        lines = [{"prompt": f"What is {n} + 7?", "answer": str(n + 7)} for n in numbers]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    texts = [{"text": f"{n}+7={n + 7}"} for n in range(40, 60)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in texts))
+    mine = ["data=jsonl", f"data.path={tmp_path}/train.jsonl", f"data.held_out_path={tmp_path}/held_out.jsonl"]
+    text = [f"pretrain.path={tmp_path}/texts.jsonl", "pretrain.sequences_per_update=2", "pretrain.held_out=2"]
+    return [key for key in tiny if not key.startswith(("data.", "steps="))] + [*mine, *text, "steps=3"]
+
+
+def test_changed_data_texts_and_base_are_refused_and_put_back_they_are_taken(
+    rough: Nursery, local_data: list[str], tiny_path: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_path, tmp_path / "base")
+    keys = [*local_data, f"model.path={tmp_path}/base", "checkpoint.every=1"]
+    kill = {"at": "rlft.session:Session.sample", "call": 2, "do": "kill"}
+    assert rough.run("train", *keys, "hydra.run.dir=run", cwd=tmp_path, events=[kill]).code == -9
+    before = files_of(tmp_path / "run")
+    for name, old, new, key, noun in (
+        ("train.jsonl", "What is 12 + 7?", "What is 12 + 8?", "data.path", "training data"),
+        ("held_out.jsonl", '"40"', '"41"', "data.path", "held-out data"),
+        ("texts.jsonl", "50+7=57", "50+7=58", "pretrain.path", "pretraining text"),
+        ("base/config.json", "10000.0", "10001.0", "model.path", "base"),
+    ):
+        file = tmp_path / name
+        text = file.read_text()
+        assert text.count(old) == 1
+        file.write_text(text.replace(old, new))
+        done = rough.run("resume", "run", cwd=tmp_path)
+        refused(done, f"{key}: the {noun} changed since the run began (fingerprint ")
+        file.write_text(text)
+    assert files_of(tmp_path / "run") == before
+    done = rough.run("resume", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
+    rough: Nursery, stopped: Path, undisturbed: Path
+) -> None:
+    flip_a_bit(stopped / "checkpoints" / "step_000004" / "policy" / "adapter_model.safetensors")
+    os.truncate(stopped / "checkpoints" / "step_000003" / "optimizer.safetensors", 1000)
+    (stopped / "checkpoints" / "step_000002" / "state.json").unlink()
+    done = rough.run("resume", "run", cwd=stopped.parent)
+    assert done.code == 0, done.err
+    said = "checkpoint step_00000{} is damaged ({}); going back to the one before"
+    assert done.err.splitlines()[:3] == [
+        said.format(4, "policy/adapter_model.safetensors does not match its checksum"),
+        said.format(3, "optimizer.safetensors does not match its checksum"),
+        said.format(2, "state.json is missing"),
+    ]
+    shutil.rmtree(stopped / "checkpoints" / "step_000002", ignore_errors=True)  # was never used again
+    shutil.rmtree(stopped / "checkpoints" / "step_000003", ignore_errors=True)
+    shutil.rmtree(stopped / "checkpoints" / "step_000004", ignore_errors=True)
+    check_same(stopped, undisturbed)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_alone(rough: Nursery, stopped: Path) -> None:
+    for checkpoint in checkpoints(stopped):
+        flip_a_bit(checkpoint / "optimizer.safetensors")
+    done = rough.run("resume", "run", cwd=stopped.parent)
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith("rlft: resume: every checkpoint of this run is damaged, got run/")
+    assert len(metrics(stopped)) == 5, "not a line was cut"
+
+
+def test_a_run_that_is_going_on_is_not_resumed_beside_itself(
+    quiet: Nursery, rough: Nursery, stopped: Path, undisturbed: Path
+) -> None:
+    wait = {"at": "rlft.session:Session.sample", "call": 1, "do": "stop"}
+    going = quiet.start("resume", "run", cwd=stopped.parent, events=[wait])
+    try:
+        going.wait_until_stopped()
+        done = rough.run("resume", "run", cwd=stopped.parent)
+        refused(done, "resume: the run is going on in another process", "stop it")
+    finally:
+        going.go_on()
+    assert going.wait().code == 0
+    check_same(stopped, undisturbed)
+
+
+def test_a_finished_run_trained_on_is_the_longer_run(
+    rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    keys = [key for key in tiny if not key.startswith("steps=")]
+    # Evaluated and saved at 4 in both: the last step of a run is, whatever the dates.
+    shorter = [*keys, "steps=4", "checkpoint.every=2", "hydra.run.dir=run"]
+    assert rough.run("train", *shorter, cwd=tmp_path).code == 0
+    done = rough.run("resume", "run", "steps=5", "scoring.workers=1", cwd=tmp_path)
+    assert done.code == 0, done.err
+    check_same(tmp_path / "run", undisturbed)

@@ -1,0 +1,130 @@
+"""Sweeps as they are run: one process, one base, each job as if alone, a table; stopped and repeated, nothing twice."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from run_folders import check_same, learned, metrics
+from run_processes import Ended, Nursery
+
+RATES, SEEDS = ("0.001", "0.003"), ("0", "1")
+JOBS = [(rate, seed) for rate in RATES for seed in SEEDS]  # in Hydra's order
+SWEEP = (f"trainer.lr={','.join(RATES)}", f"seed={','.join(SEEDS)}", "hydra.sweep.dir=sweep")
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+BASE = "transformers:AutoModelForCausalLM.from_pretrained"
+
+
+@pytest.fixture(scope="module")
+def keys(tiny: tuple[str, ...]) -> tuple[str, ...]:
+    """Two steps, saved each, and enough held-out completions to tell jobs apart."""
+    changed = ("steps=", "eval.", "data.held_out_size")
+    return (
+        *(key for key in tiny if not key.startswith(changed)),
+        "steps=2",
+        "checkpoint.every=1",
+        "data.held_out_size=16",
+        "eval.num_prompts=16",
+        "eval.num_samples=2",
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(keys: tuple[str, ...], quiet: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The folder of each job, run by itself in a process of its own."""
+    place = tmp_path_factory.mktemp("alone")
+    for number, (rate, seed) in enumerate(JOBS):
+        job = (f"trainer.lr={rate}", f"seed={seed}", f"hydra.run.dir={number}")
+        done = quiet.run("train", *keys, *job, cwd=place)
+        assert done.code == 0, done.err
+        assert learned(place / str(number))
+    return [place / str(number) for number in range(len(JOBS))]
+
+
+def check_jobs(folder: Path, alone: list[Path]) -> None:
+    for number, undisturbed in enumerate(alone):
+        check_same(folder / str(number), undisturbed)
+
+
+def check_table(folder: Path, done: Ended, alone: list[Path]) -> None:
+    """sweep.csv has a line a job, best held-out accuracy first, with what the job reached; the terminal shows it."""
+    with (folder / "sweep.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    accuracies = [float(row["accuracy"]) for row in rows]
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert sorted(int(row["job"]) for row in rows) == list(range(len(JOBS)))
+    for row in rows:
+        number = int(row["job"])
+        evaluations = [json.loads(line) for line in (alone[number] / "eval.jsonl").read_text().splitlines()]
+        assert (row["trainer.lr"], row["seed"]) == JOBS[number]
+        assert float(row["accuracy_before"]) == evaluations[0]["accuracy"]
+        assert float(row["accuracy"]) == evaluations[-1]["accuracy"]
+        assert float(row["reward"]) == metrics(alone[number])[-1]["reward/mean"]
+        assert (row["steps"], row["folder"]) == ("2", f"sweep/{number}")
+    assert "sweep of 4 jobs, best held-out accuracy first" in done.out
+    assert "written to sweep/sweep.csv" in done.out
+
+
+@pytest.mark.slow
+def test_jobs_share_one_base_in_one_process_and_each_is_as_if_alone(
+    keys: tuple[str, ...], alone: list[Path], rough: Nursery, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    look = {"at": BASE, "do": "note", "to": str(seen)}
+    done = rough.run("train", "-m", *keys, *SWEEP, cwd=tmp_path, events=[look])
+    assert done.code == 0, done.err
+    assert len(seen.read_text().splitlines()) == 1, "the base was loaded once"
+    check_jobs(tmp_path / "sweep", alone)
+    check_table(tmp_path / "sweep", done, alone)
+    assert len({accuracy(folder) for folder in alone}) > 1, "the order is one by accuracy, not by number"
+
+
+def accuracy(folder: Path) -> float:
+    return json.loads((folder / "eval.jsonl").read_text().splitlines()[-1])["accuracy"]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is_repeated(
+    keys: tuple[str, ...], alone: list[Path], rough: Nursery, tmp_path: Path
+) -> None:
+    words, sweep = ("train", "-m", *keys, *SWEEP), tmp_path / "sweep"
+    kill = {"at": "rlft.session:Session.sample", "call": 4, "do": "kill"}  # in job 1, with its first step saved
+    assert rough.run(*words, cwd=tmp_path, events=[kill]).code == -9
+    assert steps_done(sweep) == [2, 1]
+    first = (sweep / "0" / "metrics.jsonl").read_bytes()
+
+    fail = {"at": UPDATE, "call": 2, "do": "fail"}  # job 1 lacks one, so: in job 2's first step
+    ctrl_c = {"at": UPDATE, "call": 3, "do": "interrupt"}  # in job 3's first step
+    done = rough.run(*words, cwd=tmp_path, events=[fail, ctrl_c])
+    assert done.code == 130, done.err
+    assert "job 2 failed: this failure was planted" in done.err
+    assert "repeat it with hydra.sweep.dir=sweep" in done.err
+    assert "sweep of 4 jobs" in done.out, "the table is told whatever became of the jobs"
+    assert steps_done(sweep) == [2, 2, 0, 1]
+
+    seen = tmp_path / "seen"
+    look = {"at": "rlft.session:Session.sample", "do": "note", "to": str(seen)}
+    done = rough.run(*words, cwd=tmp_path, events=[look])
+    assert done.code == 0, done.err
+    assert [f"job {n} is finished already: sweep/{n}" in done.out for n in range(4)] == [True, True, False, False]
+    assert len(seen.read_text().splitlines()) == 2 + 1, "both steps of job 2, and the one that job 3 lacked"
+    assert (sweep / "0" / "metrics.jsonl").read_bytes() == first, "times included: nothing was done again"
+    check_jobs(sweep, alone)
+    check_table(sweep, done, alone)
+
+
+def steps_done(sweep: Path) -> list[int]:
+    return [len(metrics(job)) for job in sorted(folder for folder in sweep.iterdir() if folder.is_dir())]
+
+
+def test_a_sweep_repeated_with_other_values_in_the_same_folder_is_refused(
+    keys: tuple[str, ...], rough: Nursery, tmp_path: Path
+) -> None:
+    kill = {"at": "rlft.session:Session.sample", "call": 1, "do": "kill"}
+    assert rough.run("train", "-m", *keys, *SWEEP, cwd=tmp_path, events=[kill]).code == -9
+    others = [word.replace("trainer.lr=0.001,", "trainer.lr=0.002,") for word in SWEEP]
+    done = rough.run("train", "-m", *keys, *others, cwd=tmp_path)
+    assert done.code == 2
+    assert done.err.startswith("rlft: resume: the config differs from the run's (trainer.lr: 0.001 -> 0.002) (job 0: ")
