@@ -26,7 +26,7 @@ from rlft.model.adapter_folder import (
     read_record,
 )
 from rlft.model.config import CriticKind, ModelConfig
-from rlft.model.reward_model import is_adapter
+from rlft.model.reward_model import is_adapter, read_classifier
 from rlft.model.roles import OLD, POLICY, REFERENCE
 from rlft.reward.spec import RewardSpec
 from rlft.types import UserError
@@ -153,9 +153,14 @@ def check_adapters(
 ) -> None:
     """Every adapter was made for the base whose fingerprint and config these are; after `check_folders`.
 
+    Reward models that are networks of their own are looked at, too.
+
     Raises:
         UserError: with the key, the first tensor that does not fit, and the way out.
     """
+    for spec in rewards.values():
+        if spec.runs_in_trainer and not is_adapter(spec.kwargs["path"]):
+            read_classifier(spec.kwargs["path"], f"reward.{spec.name}.path")
     for use in uses(config, rewards):
         made_for = read_record(use.path, use.key).get("base_fingerprint")
         if made_for not in (None, base_fingerprint):

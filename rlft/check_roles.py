@@ -86,7 +86,8 @@ def _text(config: RunConfig, algorithm: Algorithm) -> None:
             "pretrain.path",
             "this algorithm mixes pretraining text in, and there is none",
             got="null",
-            remedy="set pretrain.path=<JSONL with a text a line>, or embedded:arithmetic-text pretrain.given_field=given",
+            remedy="set pretrain.path=<JSONL with a text a line>, "
+            "or embedded:arithmetic-text pretrain.given_field=given",
         )
 
 

@@ -338,7 +338,7 @@ def _expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _check_jobs(jobs: Sequence[Sequence[str]], config_dir: Path | None) -> None:
-    """All that can be refused in any job; data that several jobs have in common are scanned once."""
+    """All that can be refused in any job; files that several jobs have in common are looked at once."""
     _import_libraries()
     from rlft.plan import check_components, make_plan
 
@@ -347,10 +347,11 @@ def _check_jobs(jobs: Sequence[Sequence[str]], config_dir: Path | None) -> None:
         try:
             plain = configs.compose([o for o in overrides if not o.startswith("hydra.")], config_dir)
             check_components(configs.build(plain))
-            of_the_data = [plain[key] for key in ("model", "data", "prompts", "generation", "reward", "lora")]
-            if of_the_data not in scanned:
+            sections = ("model", "data", "prompts", "generation", "reward", "lora", "snapshot", "critic", "pretrain")
+            of_the_files = [plain[key] for key in sections]
+            if of_the_files not in scanned:
                 make_plan(plain)
-                scanned.append(of_the_data)
+                scanned.append(of_the_files)
             _check_repeated(number, overrides, plain)
         except UserError as error:
             problem = f"{error.problem} (job {number}: {' '.join(overrides)})"

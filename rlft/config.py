@@ -155,7 +155,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None) 
 
 
 def register_resolvers() -> None:
-    """`rlft_run_dir`: a resumed run goes on in its folder, a new one gets runs/<name>/<time>."""
+    """`rlft_run_dir`: a resumed run goes on in its folder, a new one gets runs/<name>/<time>. `rlft_choices`: for help."""
     from omegaconf import OmegaConf
 
     def run_dir(resume: str | None, name: str) -> str:
@@ -163,6 +163,10 @@ def register_resolvers() -> None:
 
         return resume or f"runs/{name}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
+    def choices() -> str:
+        return "\n".join(f"{group}: {', '.join(catalog.choices(group))}" for group in catalog.groups())
+
+    OmegaConf.register_new_resolver("rlft_choices", choices, replace=True)
     OmegaConf.register_new_resolver("rlft_run_dir", run_dir, replace=True, use_cache=True)
 
 

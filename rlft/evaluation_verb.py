@@ -46,7 +46,7 @@ def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) 
     from rlft.session import open_session
     from rlft.trainer import checkpoint
 
-    plain = {**plain, "logger": {}, "resume": None, "eval": {**plain["eval"], "every": 1}}
+    plain = {**plain, "logger": {}, "resume": None, "eval": {**plain["eval"], "every": 1, "kl_base": False}}
     plan = make_plan(plain)
     saved = None
     if place is not None:

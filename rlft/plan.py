@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlft import check
 from rlft.algorithm.protocol import Algorithm
+from rlft.check_adapters import check_adapters, check_folders
+from rlft.check_roles import check_roles
 from rlft.config import RunConfig, build
 from rlft.data.text import load_texts
 from rlft.model.backbone import fingerprint, load_tokenizer, read_config
@@ -56,11 +58,13 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
     """
     config = build(plain)
     algorithm, loggers = check_components(config)
+    rewards = specs(config.reward)
     engine, reason = check.choose_engine(config)
     model_config = read_config(config.model)
     base_fingerprint = fingerprint(config.model)
     check.check_context(config, model_config)
     check.check_targets(config, model_config)
+    check_adapters(config, rewards, base_fingerprint, model_config)
     tokenizer = load_tokenizer(config.model)
     data = instantiate(config.data, "data")
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
@@ -68,7 +72,8 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
     held_out = None
     if config.eval.every:
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out)
-    check.check_metadata(specs(config.reward), train_prompts.prompts[0])
+    check.check_metadata(rewards, train_prompts.prompts[0])
+    check.check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)
     return Plan(
         config=config,
@@ -86,7 +91,7 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
             "base_fingerprint": base_fingerprint,
         },
         pretrain_text=pretrain_text,
-        warnings=algorithm.warnings,
+        warnings=check.warnings(config, algorithm),
     )
 
 
@@ -106,8 +111,10 @@ def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def check_components(config: RunConfig) -> tuple[Algorithm, tuple[Logger, ...]]:
-    """The algorithm and the loggers, after every rule that needs neither model nor data; rewards are resolved too."""
+    """The algorithm and the loggers, after every rule that needs neither model nor data."""
     algorithm = instantiate(config.algorithm, "algorithm")
     check.check(config, algorithm)
-    specs(config.reward)
+    rewards = specs(config.reward)
+    check_roles(config, algorithm, rewards)
+    check_folders(config, rewards)
     return algorithm, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())

@@ -261,6 +261,7 @@ class Session:
             optimizer=tensors,
             state={"seed": self.config.seed, **self.plan.fingerprints, **moves},
             heads={role: head.weights() for role, head in self.roles.heads.items()},
+            records={CRITIC: {"returns": moves["critic"]}} if "critic" in moves else {},
         )
         checkpoint.save(runfolder.checkpoints(self.folder), saved, self.config.checkpoint.keep)
 

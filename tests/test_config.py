@@ -260,7 +260,7 @@ def test_a_key_means_what_stands_beside_it() -> None:
     assert (meaning.default, meaning.comment) == ("16", "prompts sampled in a step")
     below = catalog.meaning("snapshot.old")
     assert below is not None
-    assert below.comment.endswith("| sampled (trust the engine's) | recompute (always)")
+    assert below.comment.endswith("| sampled (trust the engine's) | recompute (always) | copy (an adapter of its own)")
     assert catalog.meaning("data.path") is None  # each data set means something else by it
 
 

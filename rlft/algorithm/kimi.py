@@ -18,6 +18,7 @@ from rlft.algorithm.objective import Objective
 from rlft.fields import NonNegativeFloat
 from rlft.ops.advantage import Std, group_is_equal, group_mean, group_zscore
 from rlft.ops.mask import keep
+from rlft.ops.mismatch import Mismatch
 from rlft.ops.surrogate import Surrogate, mirror_descent
 from rlft.types import Batch, UserError
 
@@ -38,6 +39,13 @@ class Kimi(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.mismatch != Mismatch.off:
+            raise UserError(
+                "algorithm.mismatch",
+                "weighs the policy gradient of single tokens, and the squared log-ratio is of a whole completion",
+                got=self.mismatch,
+                remedy="use algorithm.mismatch=off",
+            )
         if self.baseline == Baseline.soft and self.tau == 0:
             raise UserError(
                 "algorithm.tau",
@@ -82,5 +90,5 @@ def soft_mean(scores: Tensor, group_ids: Tensor, tau: float) -> Tensor:
     """tau log mean exp(R / tau) over each entry's group, `[B]`: the mean for large tau, the maximum for small."""
     groups, index = group_ids.unique(return_inverse=True)
     best_B = scores.new_zeros(len(groups)).scatter_reduce(0, index, scores, "amax", include_self=False)[index]
-    # With the maximum taken out no exp overflows, their mean is at least 1 / G, and equal scores give log 1 = 0 exactly.
+    # With the maximum taken out no exp overflows, their mean is at least 1 / G, and of equal scores it is exactly 1.
     return best_B + tau * group_mean(((scores - best_B) / tau).exp(), group_ids).log()

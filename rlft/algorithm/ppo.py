@@ -76,6 +76,16 @@ class PPO(RatioObjective):
         advantages_BT = whiten(advantages_BT, mask) if self.whiten else advantages_BT
         return replace(batch, advantages=advantages_BT, returns=returns_BT)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed and hardly ever meant."""
+        found = super().warnings
+        if self.bootstrap_truncated and self.gamma == 1:
+            # At the last token d = R + V - V: its advantage is R whatever V is, and its target V + R.
+            problem = "with algorithm.gamma=1 the value of a truncated completion's last token is its own target plus R"
+            found += (f"algorithm.bootstrap_truncated: {problem}, got true; use false, or a gamma below 1",)
+        return found
+
     def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
         """The shared loss plus c_v agg[0.5 (V - return)^2], with `loss/value` and `value/clip_fraction`."""
         others = super().loss(outputs, batch, scale)

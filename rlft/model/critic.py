@@ -62,13 +62,18 @@ class Critic:
         """What errors of values are divided by in the loss."""
         return self.statistics.std if self.normalize else 1.0
 
-    @torch.no_grad()
     def observe(self, returns: Tensor, mask: Tensor) -> None:
         """Takes a step's returns into the statistics; the values stay what they were."""
-        if not self.normalize:
-            return
-        before, self.statistics = self.statistics, self.statistics.seen(returns, mask)
-        after = self.statistics
+        if self.normalize:
+            self._rescale(self.statistics.seen(returns, mask))
+
+    def forget_statistics(self) -> None:
+        """Begins anew, as for a run that starts from this head: the values stay what they were."""
+        self._rescale(ReturnStatistics())
+
+    @torch.no_grad()
+    def _rescale(self, after: ReturnStatistics) -> None:
+        before, self.statistics = self.statistics, after
         self.head.weight.mul_(before.std / after.std)
         self.head.bias.mul_(before.std).add_(before.mean - after.mean).div_(after.std)
 

@@ -231,32 +231,14 @@ def load_classifier(
     Raises:
         UserError: it cannot be read, has another number of labels, or no weights for its score.
     """
-    folder = str(Path(path).expanduser()) if looks_local(path) else path
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": folder,
-        "trust_remote_code": False,
-        "local_files_only": Path(folder).is_dir() or not hub_answers(),
-    }
+    config = read_classifier(path, key)
     try:
-        config = AutoConfig.from_pretrained(**source)
-        if config.num_labels != 1:
-            raise UserError(
-                key,
-                "a reward model gives one score, this model's config has another num_labels",
-                got=config.num_labels,
-                remedy="point it at a sequence-classification model with num_labels 1, or at an adapter folder",
-            )
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        tokenizer = AutoTokenizer.from_pretrained(**_source(path))
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            **source, config=config, dtype=dtype, output_loading_info=True
+            **_source(path), config=config, dtype=dtype, output_loading_info=True
         )
     except (OSError, ValueError) as error:
-        raise UserError(
-            key,
-            f"the reward model cannot be read ({str(error).strip().splitlines()[0][:200]})",
-            got=path,
-            remedy="point it at an adapter folder that rlft has made, or at a sequence-classification model",
-        ) from None
+        raise _unreadable(error, path, key) from None
     if report["missing_keys"]:
         raise UserError(
             key,
@@ -268,6 +250,45 @@ def load_classifier(
     tokenizer.truncation_side = "left"
     model.to(device)
     return model.requires_grad_(False).eval(), tokenizer
+
+
+def read_classifier(path: str, key: str) -> Any:
+    """The config of a sequence classifier with one label, from a folder or the hub; reads no weights.
+
+    Raises:
+        UserError: it cannot be read, or has another number of labels.
+    """
+    try:
+        config = AutoConfig.from_pretrained(**_source(path))
+    except (OSError, ValueError) as error:
+        raise _unreadable(error, path, key) from None
+    if config.num_labels != 1:
+        raise UserError(
+            key,
+            "a reward model gives one score, this model's config has another num_labels",
+            got=config.num_labels,
+            remedy="point it at a sequence-classification model with num_labels 1, or at an adapter folder",
+        )
+    return config
+
+
+def _source(path: str) -> dict[str, Any]:
+    """Where from transformers loads a classifier, without code of its own."""
+    folder = str(Path(path).expanduser()) if looks_local(path) else path
+    return {
+        "pretrained_model_name_or_path": folder,
+        "trust_remote_code": False,
+        "local_files_only": Path(folder).is_dir() or not hub_answers(),
+    }
+
+
+def _unreadable(error: Exception, path: str, key: str) -> UserError:
+    return UserError(
+        key,
+        f"the reward model cannot be read ({str(error).strip().splitlines()[0][:200]})",
+        got=path,
+        remedy="point it at an adapter folder that rlft has made, or at a sequence-classification model",
+    )
 
 
 def _padding(model: PreTrainedModel) -> int | None:

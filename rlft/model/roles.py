@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.collate import select
-from rlft.model.adapter_folder import load_adapter, load_head
+from rlft.model.adapter_folder import load_adapter, load_head, read_record
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
@@ -329,6 +329,9 @@ class Roles:
                 self.heads[CRITIC].restore(load_head(path, "critic.init"))
         role = CRITIC if config.kind is CriticKind.adapter else POLICY
         self.critic = Critic(role, self.heads[CRITIC], config.normalize_values)
+        if path is not None and (returns := read_record(path, "critic.init").get("returns")) is not None:
+            self.critic.restore_statistics(returns)
+            self.critic.forget_statistics()
 
     def _new_head(self) -> ScalarHead:
         size = self.backbone.model.config.get_text_config().hidden_size

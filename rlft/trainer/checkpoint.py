@@ -3,7 +3,7 @@
     checkpoints/step_000100/
       policy/ reference/ old/ critic/ ..   PEFT adapters: adapter_config.json, adapter_model.safetensors;
                               head.safetensors where the role has a scalar head; rlft.json: role, base, step
-      optimizer.safetensors   moments by parameter name, of every role that learns
+      optimizer.safetensors   moments by parameter name, of every role that learns; the reward model's pairs of tokens
       state.json              step and everything else that moves
       MANIFEST                sha256 of each file above, one a line, as `sha256sum -c` reads it
 
@@ -39,7 +39,8 @@ class Checkpoint:
     """What moves in a run, all of it.
 
     adapters: {role: {PEFT name: tensor}}; adapter_config: the fields of adapter_config.json, of all of them. heads:
-    {role: {name: tensor}}; a role may have a head without an adapter. state: plain values, saved as JSON.
+    {role: {name: tensor}}; a role may have a head without an adapter. state: plain values, saved as JSON. records: more
+    fields of a role's rlft.json, for who starts another run from its folder; they are not read on resume.
     """
 
     step: int
@@ -48,6 +49,7 @@ class Checkpoint:
     optimizer: Mapping[str, Tensor]
     state: Mapping[str, Any]
     heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def folder_name(step: int) -> str:
@@ -70,7 +72,7 @@ def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
         if role in checkpoint.heads:
             _write_tensors(temporary / role / HEAD, checkpoint.heads[role])
         belongs = {"role": role, "step": checkpoint.step, "base_fingerprint": checkpoint.state.get("base_fingerprint")}
-        _write_json(temporary / role / "rlft.json", belongs)
+        _write_json(temporary / role / "rlft.json", {**belongs, **checkpoint.records.get(role, {})})
     _write_tensors(temporary / OPTIMIZER, checkpoint.optimizer)
     _write_json(temporary / STATE, {"step": checkpoint.step, **checkpoint.state})
     lines = [f"{_sha256(f)}  {f.relative_to(temporary)}" for f in _files(temporary)]

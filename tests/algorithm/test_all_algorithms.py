@@ -19,7 +19,12 @@ INPUTS = ("sampled_logprobs", "old_logprobs", "reference_logprobs", "old_values"
 
 @pytest.fixture(scope="session")
 def made(make):
-    return lambda name, extra: make(name, **EXTRAS[extra])
+    def build(name, extra):
+        # Kimi refuses the weights of single tokens: its squared log-ratio is of a whole completion.
+        keys = {key: value for key, value in EXTRAS[extra].items() if (name, key) != ("kimi", "mismatch")}
+        return make(name, **keys)
+
+    return build
 
 
 def test_all_fifteen_are_there():
@@ -47,7 +52,7 @@ def test_together_they_reach_every_branch_that_the_properties_below_are_about(ma
         assert seen[f"{name} ratio/clip_low_fraction"] > 0
         assert seen[f"{name} ratio/clip_high_fraction"] > 0
     for name in NAMES:
-        assert seen[f"{name} waste/importance_dropped_fraction"] > 0
+        assert (seen[f"{name} waste/importance_dropped_fraction"] > 0) == (name != "kimi")
     assert seen["ppo value/clip_fraction"] > 0
     assert seen["ppo_penalty loss/kl"] > 0
     assert made("ppo", "").credit(batch).returns is not None

@@ -97,3 +97,8 @@ def test_siblings_are_needed_and_a_soft_baseline_needs_tau(make):
     assert make("kimi").min_group_size == 2
     with pytest.raises(UserError, match=r"^algorithm\.tau: .*, got 0\.0; use"):
         make("kimi", baseline="soft", tau=0.0)
+
+
+def test_weights_of_single_tokens_are_refused(make):
+    with pytest.raises(UserError, match="algorithm.mismatch: .* whole completion"):
+        make("kimi", mismatch="token_mask")

@@ -47,7 +47,8 @@ def test_n_step_advantages_by_hand(make, valued, close):
     close(batch.advantages, [[0, -0.25, 2, 5, 0]])
     close(batch.returns, [[0, 0.75, 4, 8, 0]])
     # Cut off: V past the end is 3. Token 1: 4 + 3 / 4. Token 2: 8 + 3 / 2.
-    batch = make("a2c", n_steps=2, gamma=0.5).credit(valued([1, 2, 3], 8, truncated=True))
+    bootstrapping = make("a2c", n_steps=2, gamma=0.5, bootstrap_truncated=True)
+    batch = bootstrapping.credit(valued([1, 2, 3], 8, truncated=True))
     close(batch.advantages, [[0, -0.25, 2.75, 6.5, 0]])
 
 
@@ -218,3 +219,9 @@ def test_a_missing_tensor_is_named(make, full_step, scale_of):
         algorithm.loss(replace(outputs, values=None), credited, scale_of(batch))
     with pytest.raises(ValueError, match="returns is None"):
         algorithm.value_loss(outputs.values, replace(credited, returns=None), scale_of(batch))
+
+
+def test_bootstrapping_without_a_discount_is_warned_of(make):
+    # d = R + V - V at the last token: the advantage there is R whatever V is, and the value's target V + R.
+    assert "its own target" in make("ppo", bootstrap_truncated=True).warnings[0]
+    assert make("ppo", bootstrap_truncated=True, gamma=0.99).warnings == ()

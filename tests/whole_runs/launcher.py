@@ -8,7 +8,8 @@ The tested code knows nothing of its events: each wraps a function, found by nam
     {"at": "rlft.train:update", "call": 2, "do": "kill"}   on the 2nd call, before it; "when": "after" it
         do: kill (SIGKILL) | interrupt (SIGINT, as Ctrl-C) | terminate (SIGTERM) | stop (SIGSTOP: until SIGCONT)
             | fail (RuntimeError)
-            | note (every call: a line of JSON with the process's id and its descendants' goes to the file "to")
+            | note (every call: a line of JSON with the process's id and its descendants' goes to the file "to", and
+              the call's "argument" of that number, if one is named)
     {"half": "metrics.jsonl", "call": 2}   the 2nd write to a file of that name is done by half, then SIGKILL
     {"half": "shutil:rmtree", "call": 1}   the first removal of a folder is done by half, then SIGKILL
 
@@ -26,10 +27,9 @@ import io
 import json
 import os
 import pathlib
-import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Event = dict[str, Any]
@@ -133,30 +133,31 @@ def eventful(original: Any, event: Event) -> Any:
         count += 1
         due = event["do"] == "note" or count == event["call"]
         if due and event.get("when") != "after":
-            happen(event)
+            happen(event, arguments)
         result = original(*arguments, **keywords)
         if due and event.get("when") == "after":
-            happen(event)
+            happen(event, arguments)
         return result
 
     return wrapped
 
 
-def happen(event: Event) -> None:
+def happen(event: Event, arguments: Sequence[Any]) -> None:
     if event["do"] == "note":
-        note(pathlib.Path(event["to"]))
+        named = {"argument": list(arguments[event["argument"]])} if "argument" in event else {}
+        note(event["to"], named)
     elif event["do"] == "fail":
         raise RuntimeError("this failure was planted")
     else:
         os.kill(os.getpid(), SIGNALS[event["do"]])
 
 
-def note(file: pathlib.Path) -> None:
+def note(file: str, more: Event) -> None:
     import psutil
 
     children = [child.pid for child in psutil.Process().children(recursive=True)]
     with io.open(file, "a") as stream:  # noqa: UP020  # not Path.open, which may be wrapped
-        stream.write(json.dumps({"pid": os.getpid(), "children": children}) + "\n")
+        stream.write(json.dumps({"pid": os.getpid(), "children": children, **more}) + "\n")
 
 
 def die() -> None:
@@ -205,7 +206,7 @@ def half_of_tensors(original: Any, event: Event) -> Any:
     def save_file(tensors: Any, filename: Any, *rest: Any, **keywords: Any) -> None:
         original(tensors, filename, *rest, **keywords)
         if due(filename):
-            os.truncate(filename, os.path.getsize(filename) // 2)
+            os.truncate(filename, pathlib.Path(filename).stat().st_size // 2)
             die()
 
     return save_file
@@ -216,7 +217,7 @@ def torn_when_appended(original: Any, event: Event) -> Any:
 
     class Torn(io.BufferedWriter):
         def write(self, data: Any) -> int:
-            if due(self.raw.name):
+            if due(self.name):
                 super().write(data[: len(data) // 2])
                 self.flush()
                 die()

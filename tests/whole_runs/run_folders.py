@@ -45,10 +45,10 @@ def files_of(folder: Path) -> dict[str, str]:
 def is_whole(checkpoint: Path) -> bool:
     """Every file that its MANIFEST names is there with that checksum, and no other."""
     found = files_of(checkpoint)
-    if "MANIFEST" not in found:
+    if found.pop("MANIFEST", None) is None:
         return False
-    listed = dict(reversed(line.split("  ", 1)) for line in (checkpoint / "MANIFEST").read_text().splitlines())
-    return listed == {name: digest for name, digest in found.items() if name != "MANIFEST"}
+    lines = [line.split("  ", 1) for line in (checkpoint / "MANIFEST").read_text().splitlines()]
+    return {name: digest for digest, name in lines} == found
 
 
 def check_so_far(folder: Path, undisturbed: Path) -> None:

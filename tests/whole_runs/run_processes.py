@@ -162,7 +162,7 @@ def places(cwd: Path) -> tuple[Path, Path, str]:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """The rlft that these tests import, and threads that sleep while they wait: torch is imported before rlft says so."""
+    """The rlft that these tests import; threads that wait sleep: torch is imported before rlft can say so."""
     others = os.environ.get("PYTHONPATH")
     path = os.pathsep.join(filter(None, [str(Path(rlft.__file__).parents[1]), others]))
     return {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", **more}

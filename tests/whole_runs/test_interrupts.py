@@ -1,4 +1,4 @@
-"""Ctrl-C once: the step is finished and saved, exit code 130, and resumed it is the same run. Twice: stopped at once."""
+"""Ctrl-C once: the step is finished and saved, exit code 130, resumed it is the same run. Twice: stopped at once."""
 
 from __future__ import annotations
 

@@ -1,0 +1,74 @@
+"""A run with the real vLLM engine in its process: killed, it leaves no process; resumed, it goes on as the same run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import metrics
+from run_processes import Started, happens, marked, start_fresh
+
+from rlft.generation.adapter_files import PREFIX, memory_folder
+
+TOLERANCE = 1e-4  # nats; vLLM gives no promise to the bit
+SAMPLE = "rlft.generation.vllm:VLLMGenerator.sample"
+END_S = 5.0
+
+
+def start(place: Path, name: str, *words: str, events: tuple[dict[str, Any], ...] = ()) -> Started:
+    """A run that notes its children and the seeds of each call of the engine in the file `name`."""
+    look = {"at": SAMPLE, "do": "note", "argument": 3, "to": str(place / name)}
+    return start_fresh(*words, cwd=place, events=(look, *events))
+
+
+def noted(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def completions(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def adapter_folders(pid: int) -> list[Path]:
+    return list(memory_folder().glob(f"{PREFIX}{pid}-*"))
+
+
+@pytest.mark.slow
+def test_a_run_with_vllm_that_is_killed_leaves_no_process_and_resumed_it_is_the_same_run(
+    tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    changed = ("generation=", "steps=", "eval.", "scoring.")
+    keys = [key for key in tiny if not key.startswith(changed)]
+    keys += ["generation=vllm", "generation.vllm.max_num_seqs=16", "steps=2", "eval.every=0", "scoring.workers=1"]
+
+    whole = start(tmp_path, "whole", "train", *keys, "hydra.run.dir=undisturbed")
+    assert whole.wait().code == 0, whole.wait().err
+    assert happens(lambda: not marked(whole.mark), within_s=END_S)
+    assert adapter_folders(whole.pid) == []
+
+    kill = {"at": SAMPLE, "call": 2, "do": "kill", "when": "after"}
+    killed = start(tmp_path, "killed", "train", *keys, "checkpoint.every=1", "hydra.run.dir=run", events=(kill,))
+    assert killed.wait().code == -9, killed.wait().err
+    assert noted(tmp_path / "killed")[0]["children"] != [], "there was a worker to outlive it"
+    assert happens(lambda: not marked(killed.mark), within_s=END_S)
+    assert len(adapter_folders(killed.pid)) == 1, "nobody had a chance to clean up"
+
+    resumed = start(tmp_path, "resumed", "resume", "run")
+    assert resumed.wait().code == 0, resumed.wait().err
+    assert happens(lambda: not marked(resumed.mark), within_s=END_S)
+    assert adapter_folders(killed.pid) == adapter_folders(resumed.pid) == [], "the next engine does it"
+
+    seeds = [line["argument"] for line in noted(tmp_path / "whole")]
+    assert len(seeds) == 2
+    assert seeds[0] != seeds[1]
+    assert [line["argument"] for line in noted(tmp_path / "resumed")] == seeds[1:]
+    for step in (1, 2):
+        expected, found = completions(tmp_path / "undisturbed", step), completions(tmp_path / "run", step)
+        assert [line["policy_version"] for line in found] == [step - 1] * 12
+        for one, other in zip(expected, found, strict=True):
+            for name in ("prompt_id", "index", "policy_version", "token_ids", "reward", "finish_reason"):
+                assert one[name] == other[name], name
+            assert other["logprobs"] == pytest.approx(one["logprobs"], rel=0, abs=TOLERANCE)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
