@@ -158,12 +158,14 @@ def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned:
                 "reward_model.labels=<a rule reward>",
             )
         return
-    if len(learned) != 1:
+    if not learned:
+        return  # a recipe may say how a learned reward would be trained, if the command line adds one
+    if len(learned) > 1:
         raise UserError(
             "reward_model.refresh_every",
             f"trains the one learned reward, and there are {len(learned)}",
             got=every,
-            remedy="set reward=[...,learned], or reward_model.refresh_every=0",
+            remedy="leave all but one out, or set reward_model.refresh_every=0",
         )
     [(name, spec)] = learned.items()
     if not is_adapter(spec.kwargs["path"]):

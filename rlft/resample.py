@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that are all right or all wrong are replaced by groups of fresh prompts (arXiv 2503.14476)."""
+"""Dynamic sampling: groups that are all right or all wrong give way to groups of fresh prompts (arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fill(session: Session, step: int, clock: Clock, groups: list[Group], scores:
         with clock("sample"):
             new = session.sample_prompts(prompts, step, f"resample {turn}")
         with clock("score"):
-            new_scores = session.scorer(new)
+            new_scores = session.score(new)
         num_sampled += sum(len(group.rollouts) for group in new)
         seen |= {prompt.id for prompt in prompts}
         lost = set(uninformative(new_scores, session.config.eval.correct_at))

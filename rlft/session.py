@@ -20,6 +20,7 @@ from rlft.freshness import Freshness
 from rlft.interrupt import Interrupt
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
+from rlft.memory import return_large_blocks
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
@@ -82,8 +83,8 @@ class Session:
             settings = replace(trainer, lr=self.config.critic.lr)
             self.optimizers[CRITIC] = Optimizer(roles.named_parameters(CRITIC), settings, CRITIC)
         self.reward_refresh: RewardRefresh | None = None
-        if self.config.reward_model.refresh_every:
-            role = reward_role(learned_rewards(specs(self.config.reward))[0].name)
+        if self.config.reward_model.refresh_every and (learned := learned_rewards(specs(self.config.reward))):
+            role = reward_role(learned[0].name)
             settings = self.config.reward_model
             self.reward_refresh = RewardRefresh(settings, roles, role, trainer, self.config.seed)
         self.freshness = Freshness(
@@ -358,6 +359,7 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
         rewards = specs(config.reward)
+        return_large_blocks()
         backbone = load_backbone(config.model)
         stack.enter_context(same_every_time(backbone.device))
         roles = Roles(

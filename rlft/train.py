@@ -11,6 +11,7 @@ from torch import Tensor
 from rlft.algorithm.protocol import Algorithm
 from rlft.collate import collate, select
 from rlft.metrics import Clock, UpdateMetrics, peak_memory_bytes, rollout_metrics
+from rlft.model.critic import CRITIC
 from rlft.model.roles import Roles
 from rlft.resample import fill
 from rlft.seeds import derive
@@ -94,6 +95,8 @@ def backward(
     if loss.total.requires_grad:
         loss.total.backward()
         roles.check_gradients()
+        if algorithm.needs_values and values is None:
+            roles.check_gradients(CRITIC)
     return loss.metrics
 
 

@@ -233,7 +233,6 @@ TABLE = [
     (f"train {LEARNED} reward.learned.path=nowhere", "reward.learned.path", "the reward model cannot be read"),
     (f"train {LEARNED} reward.learned.path=mine", "reward.learned.path", "the reward model cannot be read"),
     (f"train {LEARNED} reward.learned.path=three_labels", "reward.learned.path", "another num_labels, got 3; point it"),
-    (f"train {REFRESH}", "reward_model.refresh_every", "the one learned reward, and there are 0, got 10; set reward=["),
     (f"train {LEARNED} {TWO_LEARNED} {REFRESH}", "reward_model.refresh_every", "and there are 2, got 10"),
     (f"train {LEARNED} {REFRESH} reward.learned.path=three_labels", "reward_model.refresh_every", "is a network of it"),
     (f"train {LEARNED} reward_model.refresh_every=10 reward_model.labels=null", "reward_model.labels", "got null; use"),

@@ -17,7 +17,7 @@ class Old(StrEnum):
 
 
 class CriticKind(StrEnum):
-    """Where values come from: no critic, an adapter of its own with a value head, or a head on the policy's features."""
+    """Where values come from: nowhere, an adapter of its own with a value head, or a head on the policy's features."""
 
     none = "none"
     adapter = "adapter"

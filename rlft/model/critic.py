@@ -37,9 +37,7 @@ class ReturnStatistics:
         old_square = self.variance + self.mean**2 if self.num_steps else 0.0
         new_mean = (1 - share) * self.mean + share * mean
         new_square = (1 - share) * old_square + share * square
-        return replace(
-            self, mean=new_mean, variance=max(new_square - new_mean**2, 0.0), num_steps=self.num_steps + 1
-        )
+        return replace(self, mean=new_mean, variance=max(new_square - new_mean**2, 0.0), num_steps=self.num_steps + 1)
 
 
 class Critic:

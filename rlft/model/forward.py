@@ -133,9 +133,7 @@ def padded_forward(
     """The plain way, for models the packed forward cannot serve; also what it is tested against."""
     ids_BT, mask_BT = _narrowed(batch)
     with_values = value_head is not None
-    output = model(
-        input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False, output_hidden_states=with_values
-    )
+    output = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False, output_hidden_states=with_values)
     logits_BTV = _widened(output.logits[:, :-1]) / temperature
     normaliser_BT = logits_BTV.logsumexp(-1)
     logprobs_BT = logits_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0] - normaliser_BT
@@ -154,7 +152,7 @@ def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Ten
 
 
 def _narrowed(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Token ids and mask up to the longest row. Under the padding must be a token id, whatever the caller left there."""
+    """Token ids and mask up to the longest row. Padding becomes token 0, whatever the caller left there."""
     width = int(batch.attention_mask.sum(1).max())
     mask_BT = batch.attention_mask[:, :width]
     return batch.token_ids[:, :width].where(mask_BT, 0), mask_BT

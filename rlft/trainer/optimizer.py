@@ -21,7 +21,9 @@ class NonFiniteGradientError(RuntimeError):
 class Optimizer:
     """Gradients start at zero, not at None: an update in which nothing taught anything still counts as one."""
 
-    def __init__(self, parameters: Sequence[tuple[str, Parameter]], config: TrainerConfig, role: str = "policy") -> None:
+    def __init__(
+        self, parameters: Sequence[tuple[str, Parameter]], config: TrainerConfig, role: str = "policy"
+    ) -> None:
         self.role, self.config = role, config
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
@@ -46,8 +48,8 @@ class Optimizer:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm).item()
         if not math.isfinite(norm):
             raise NonFiniteGradientError(
-                f"{self.role}/grad_norm is {norm}: stopped before it reached the weights; the newest checkpoint is good. "
-                f"Lower {'trainer' if self.role == 'policy' else self.role}.lr or use model.dtype=float32"
+                f"{self.role}/grad_norm is {norm}: stopped before it reached the weights; the newest checkpoint is "
+                f"good. Lower {'trainer' if self.role == 'policy' else self.role}.lr or use model.dtype=float32"
             )
         self.adamw.param_groups[0]["lr"] = lr
         self.adamw.step()

@@ -100,5 +100,5 @@ def test_siblings_are_needed_and_a_soft_baseline_needs_tau(make):
 
 
 def test_weights_of_single_tokens_are_refused(make):
-    with pytest.raises(UserError, match="algorithm.mismatch: .* whole completion"):
+    with pytest.raises(UserError, match=r"algorithm\.mismatch: .* whole completion"):
         make("kimi", mismatch="token_mask")
