@@ -155,7 +155,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None) 
 
 
 def register_resolvers() -> None:
-    """`rlft_run_dir`: a resumed run's folder, or runs/<name>/<time>. `rlft_choices`: groups and choices, for the help."""
+    """`rlft_run_dir`: a resumed run's folder, or runs/<name>/<time>. `rlft_choices`: groups and choices, for help."""
     from omegaconf import OmegaConf
 
     def run_dir(resume: str | None, name: str) -> str:
