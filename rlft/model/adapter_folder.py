@@ -9,6 +9,7 @@ Nothing pickled is ever loaded. Only `load_adapter` and `load_head` read weights
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,16 @@ def check_head(path: str | Path, key: str) -> None:
     if not (Path(path).expanduser() / HEAD).is_file():
         problem = f"there is no {HEAD} in that folder"
         raise UserError(key, problem, got=path, remedy="point it at the folder of a reward or a critic")
+
+
+def content_fingerprint(path: str | Path) -> str:
+    """sha256 (hex) over the files that make an adapter what it is: its config, its weights and its head."""
+    digest = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS, HEAD):
+        file = Path(path).expanduser() / name
+        if file.is_file():
+            digest.update(f"{name}:{file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def read_record(path: str | Path, key: str) -> dict[str, Any]:

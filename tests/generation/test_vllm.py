@@ -401,8 +401,10 @@ def test_ctrl_c_reaches_the_program_and_a_kill_leaves_no_process(bench: Bench, t
         # A KeyboardInterrupt that falls into a destructor or a callback from C is lost; a person presses again.
         for _ in range(30):
             process.send_signal(signal.SIGINT)
-            if select.select([process.stdout], [], [], 2.0)[0]:
+            heard = select.select([process.stdout], [], [], 2.0)[0]
+            if heard:
                 break
+        assert heard, "it answers within a minute"
         assert json.loads(process.stdout.readline()) == {"stage": "interrupted"}
         assert json.loads(process.stdout.readline()) == {"stage": "still working", "completions": 2}
     finally:

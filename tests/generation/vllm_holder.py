@@ -5,6 +5,7 @@ Usage: python vllm_holder.py <model folder> <adapter folder>. Prints a line of J
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def say(stage: str, **facts: object) -> None:
 def main(model_path: str, adapter_path: str) -> None:
     from safetensors.torch import load_file
 
+    # A shell ignores Ctrl-C in what it starts in the background, and everything started from there inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     generator = VLLMGenerator(
         model_path=model_path,
         dtype="float32",

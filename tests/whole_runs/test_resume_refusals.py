@@ -216,3 +216,20 @@ def test_a_finished_run_trained_on_is_the_longer_run(
     done = rough.run("resume", "run", "steps=5", "scoring.workers=1", cwd=tmp_path)
     assert done.code == 0, done.err
     check_same(tmp_path / "run", undisturbed)
+
+
+def test_a_changed_adapter_folder_is_refused(
+    rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    checkpoint = checkpoints(undisturbed)[0]
+    shutil.copytree(checkpoint / "policy", tmp_path / "sft")
+    kill = {"at": "rlft.session:Session.sample", "call": 2, "do": "kill"}
+    keys = (*tiny, "snapshot.reference=sft", "algorithm.kl_coef=0.01", "checkpoint.every=1", "hydra.run.dir=run")
+    assert rough.run("train", *keys, cwd=tmp_path, events=[kill]).code == -9
+    weights = tmp_path / "sft" / "adapter_model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes((checkpoints(undisturbed)[-1] / "policy" / "adapter_model.safetensors").read_bytes())
+    done = rough.run("resume", "run", cwd=tmp_path)
+    refused(done, "snapshot.reference: the adapter in that folder changed since the run began (fingerprint ")
+    weights.write_bytes(before)
+    assert rough.run("resume", "run", cwd=tmp_path).code == 0
