@@ -38,16 +38,16 @@ def larger_model(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def peak_bytes(folder: Path, model: Path, *keys: str) -> int:
-    """The most memory of a process that trains two steps of 128 completions of 48 tokens in one micro-batch."""
+    """The most memory of a process that trains a step of 64 completions of 48 tokens in one micro-batch."""
     command = [
-        *(sys.executable, "-m", "rlft.cli", "train", "+recipe=grpo_arithmetic", f"model.path={model}", "steps=2"),
-        *("prompts_per_step=16", "eval.every=0", "checkpoint.every=0", "logger=[jsonl]", "token_budget=16384"),
+        *(sys.executable, "-m", "rlft.cli", "train", "+recipe=grpo_arithmetic", f"model.path={model}", "steps=1"),
+        *("prompts_per_step=8", "eval.every=0", "checkpoint.every=0", "logger=[jsonl]", "token_budget=16384"),
         *("algorithm.kl_coef=0.01", "snapshot.reference=base", f"hydra.run.dir={folder}", *keys),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["tokens/completion"] > 4000, "random weights seldom end a completion"
+    assert lines[-1]["tokens/completion"] > 2000, "random weights seldom end a completion"
     return lines[-1]["memory/peak_bytes"]
 
 
@@ -56,5 +56,5 @@ def test_a_critic_adapter_adds_little_to_the_peak_memory(larger_model: Path, tmp
     grpo = peak_bytes(tmp_path / "grpo", larger_model)
     ppo = peak_bytes(tmp_path / "ppo", larger_model, "algorithm=ppo", "critic.kind=adapter")
     print(f"peak memory: GRPO {grpo / 1e9:.2f} GB, PPO {ppo / 1e9:.2f} GB, ratio {ppo / grpo:.3f}")
-    assert grpo > 1.5e9, "the batch must be what takes the memory"
+    assert grpo > 1.2e9, "the batch must be what takes the memory"
     assert ppo <= LIMIT * grpo
