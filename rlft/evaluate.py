@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from rlft.model.roles import POLICY, Roles
+from rlft.ops.kl import k3
+from rlft.ops.mask import row_sum
 from rlft.seeds import sampling_seeds
-from rlft.types import Evaluation, Generator, Group, Prompt, Sampling, Scores
+from rlft.types import Batch, Evaluation, Generator, Group, Prompt, Sampling, Scores
 
 
 def evaluate(
@@ -55,6 +58,12 @@ def summarise(
         examples=tuple(g.rollouts[0] for g in shown),
         example_scores=tuple(scores.by_reward[primary][: len(shown), 0].tolist()),
     )
+
+
+def kl_to_base(roles: Roles, batch: Batch) -> float:
+    """KL(policy || base) on the policy's own completions, in nats, mean over tokens (k3: unbiased, never negative)."""
+    gaps_BT = k3(roles.logprobs(batch, POLICY), roles.logprobs(batch, None))
+    return row_sum(gaps_BT.double(), batch.loss_mask).sum().item() / max(1, int(batch.loss_mask.sum()))
 
 
 def pass_sizes(k: int) -> list[int]:

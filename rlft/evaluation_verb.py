@@ -69,7 +69,7 @@ def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) 
     folder = place.run if place is not None else Path("runs") / "eval" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     with Engines() as engines, open_session(plan, folder, engines, say) as session:
         if saved is not None:
-            session.roles.restore({role: saved.adapters[role] for role in session.roles.moving})
+            session.roles.restore(saved.adapters, saved.heads)
             session.publish(saved.step)
         assert plan.held_out is not None, "eval.every is 1 here"
         prompts = plan.held_out.prompts[: plan.config.eval.num_prompts]

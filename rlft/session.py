@@ -15,7 +15,7 @@ from rlft.algorithm.protocol import Algorithm
 from rlft.collate import collate
 from rlft.config import RunConfig
 from rlft.engine import Engines
-from rlft.evaluate import evaluate
+from rlft.evaluate import evaluate, kl_to_base
 from rlft.freshness import Freshness
 from rlft.interrupt import Interrupt
 from rlft.logger.hints import Hints
@@ -221,7 +221,7 @@ class Session:
         evaluation, groups, scores = self.evaluate(held_out.prompts[: self.config.eval.num_prompts], step)
         more: dict[str, float] = {}
         if self.config.eval.kl_base:
-            more["eval/kl_base"] = self.roles.kl_to_base(collate(groups, scores, self.backbone.decode))
+            more["eval/kl_base"] = kl_to_base(self.roles, collate(groups, scores, self.backbone.decode))
         if self.plan.pretrain_text is not None:
             text = self.plan.pretrain_text.held_out()
             more["eval/pretrain_loss"] = text_loss(self.roles, text, self.config.token_budget)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
 from rlft.plan import Plan
+from rlft.reward.spec import specs
 
 
 def size_rows(plan: Plan, roles: Roles, backbone: Backbone) -> list[tuple[str, str, str]]:
@@ -55,7 +56,10 @@ def role_names(plan: Plan) -> list[str]:
     """What is on the base, or beside it, in this run."""
     snapshot, critic = plan.config.snapshot, plan.config.critic
     there = {"policy": True, "old": snapshot.old == "copy", "reference": snapshot.reference != "none"}
-    there["critic"] = critic.kind != "none"
+    there |= {
+        "critic": critic.kind != "none",
+        "reward": any(s.runs_in_trainer for s in specs(plan.config.reward).values()),
+    }
     return [role for role, is_there in there.items() if is_there]
 
 

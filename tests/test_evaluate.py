@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from rlft.evaluate import evaluate, mean_and_error, pass_at, pass_sizes, summarise
+from rlft.evaluate import evaluate, kl_to_base, mean_and_error, pass_at, pass_sizes, summarise
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.seeds import sampling_seeds
 from rlft.types import Sampling, Scores
@@ -121,3 +121,23 @@ def test_the_same_prompts_and_seeds_are_drawn_at_every_step(backbone, make_promp
         assert found.by_reward["is_a"].shape == (2, 2)
         assert len(groups) == 2
     assert [evaluation.step for evaluation, _, _ in results] == [0, 10]
+
+
+def test_the_kl_to_the_base_is_that_of_the_completions_tokens(make_roles, make_batch):
+    rows = [(0, [5, 6, 7], [20, 21]), (1, [9, 8], [22, 23, 24])]
+    batch = make_batch(rows)
+    assert kl_to_base(make_roles(), batch) == 0  # a fresh adapter changes nothing
+    roles = make_roles(noise=0.05)
+    # exp(-d) - 1 + d with d = log pi - log base, one row at a time, over the five completion tokens.
+    gaps = []
+    for _, prompt, completion in rows:
+        sequence = [*prompt, *completion]
+        [policy] = roles.score([sequence])
+        with torch.no_grad(), roles.using(None) as base:
+            logits = base(input_ids=torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
+        reference = logits.gather(-1, torch.tensor(sequence)[1:, None])[:, 0].tolist()
+        pairs = list(zip(policy, reference, strict=True))[len(prompt) - 1 :]
+        gaps += [math.exp(q - p) - 1 + p - q for p, q in pairs]
+    assert len(gaps) == 5
+    assert sum(gaps) / 5 > 1e-3
+    assert kl_to_base(roles, batch) == pytest.approx(sum(gaps) / 5, rel=1e-4)

@@ -250,13 +250,10 @@ class Roles:
                     values[part] = made.to(values)
         return found
 
-    def kl_to_base(self, batch: Batch) -> float:
-        """KL(policy || base) on the policy's own completions, nats a token (k3, unbiased and never negative)."""
+    def logprobs(self, batch: Batch, role: str | None) -> Tensor:
+        """float32 `[B, T]` of every row by this role (None: the bare base), without gradient or dropout."""
         rows = torch.arange(len(batch.rewards))
-        base = self._without_gradient(batch, rows, None, {"reference_logprobs"})["reference_logprobs"]
-        policy = self._without_gradient(batch, rows, POLICY, {"old_logprobs"})["old_logprobs"]
-        d = (policy - base)[batch.loss_mask].double()
-        return (d + torch.expm1(-d)).mean().item() if len(d) else 0.0
+        return self._without_gradient(batch, rows, role, {"old_logprobs"})["old_logprobs"]
 
     def scalars(self, role: str, batch: Batch) -> Tensor:
         """The role's head at each completion token `[B, T]`; a role with an adapter must be the active one."""
