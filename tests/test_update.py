@@ -196,7 +196,8 @@ def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if
     (without, metrics, seen), (with_them, all_metrics, all_seen) = results
     assert (seen, all_seen) == ([0, 0, 0, 2, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2])
     close(without, with_them, 1e-6)
-    assert metrics["loss/total"] == pytest.approx(all_metrics["loss/total"], abs=1e-7)
+    # Of two sums in float32, whose order the processor's vector width decides: a few roundings (6e-8) apart.
+    assert metrics["loss/total"] == pytest.approx(all_metrics["loss/total"], rel=1e-6)
 
 
 def test_what_metrics_say_of_tokens_is_of_the_forwarded_tokens(session, make_roles, batch):

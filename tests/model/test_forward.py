@@ -263,10 +263,11 @@ def test_values_and_their_gradients_are_those_of_rows_run_one_by_one(kind, rando
     expected = value_results(lambda b, h: plain_values(model, b, h), awkward_batch, head, parameters)
     # All of them matter: the head's two parameters and the adapter's.
     assert all(g.abs().max() > 1e-3 for g in expected[1])
+    scale = expected[0].abs().max()  # in float32 a small value has the rounding of the large terms it is the sum of
     for packed in (True, False) if kind in PACKED else (False,):
         for values_of in forwards(model, packed):
             found = value_results(values_of, awkward_batch, head, parameters)
-            close(found[0], expected[0], 1e-5)
+            close(found[0] / scale, expected[0] / scale, 1e-5)
             close_gradients(found[1], expected[1], 1e-5)
 
 

@@ -83,6 +83,8 @@ def nursery() -> dict[str, Any] | None:
 
 def settle(order: dict[str, Any]) -> None:
     """A session, a folder, an environment and streams of the child's own."""
+    # A shell starts what it puts into the background deaf to Ctrl-C, and so would all its children be.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
     os.chdir(order["cwd"])
     os.environ.update(order["environment"])
