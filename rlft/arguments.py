@@ -1,4 +1,4 @@
-"""What stands after `rlft train`: options, and overrides such as key=value.
+"""What stands after a verb: options, and overrides such as key=value.
 
 Hydra takes some mistakes too kindly: it lets the last of two equal keys win, ends the process on an option it doesn't
 know, and takes a dash for an option of its own. Here every word is understood, or refused with the word that was meant.
@@ -50,7 +50,7 @@ class Arguments:
         return next((value for name, _, value in given if name == key and value != "null"), None)
 
 
-def parse(words: Sequence[str]) -> Arguments:
+def parse(words: Sequence[str], verb: str = "train") -> Arguments:
     """The words after the verb, sorted into options and overrides.
 
     Raises:
@@ -67,7 +67,7 @@ def parse(words: Sequence[str]) -> Arguments:
             continue
         name, equals, value = word.partition("=")
         if name not in (*ASKING, *SWEEPING, *CONFIG_DIR):
-            raise _unknown_option(name, value if equals else _next_word(todo))
+            raise _unknown_option(name, value if equals else _next_word(todo), verb)
         options.append(word)
         if name in WITH_VALUE and not equals:
             if not todo:
@@ -78,7 +78,7 @@ def parse(words: Sequence[str]) -> Arguments:
             raise UserError(name, "is not one of its choices", got=value, remedy="use job, hydra or all")
         if name in CONFIG_DIR:
             config_dir = _checked_folder(name, value)
-    _check_overrides(overrides)
+    _check_overrides(overrides, verb)
     names = [option.partition("=")[0] for option in options]
     return Arguments(
         overrides=tuple(overrides),
@@ -89,12 +89,12 @@ def parse(words: Sequence[str]) -> Arguments:
     )
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
+def _check_overrides(overrides: Sequence[str], verb: str) -> None:
     seen: dict[str, str] = {}
     for i, override in enumerate(overrides):
         match = OVERRIDE.fullmatch(override)
         if match is None or not (match["equals"] or match["sign"] == "~"):
-            raise _not_an_override(override, overrides[i + 1 : i + 2])
+            raise _not_an_override(override, overrides[i + 1 : i + 2], verb)
         key, value = match["key"], match["value"]
         if value.count("[") > value.count("]") or value.count("{") > value.count("}"):
             raise UserError(
@@ -106,21 +106,27 @@ def _check_overrides(overrides: Sequence[str]) -> None:
                 "recipe", "a recipe is added, so it takes a plus", got=override, remedy=f"write +recipe={name}"
             )
         if key == "recipe" and not value:
-            raise UserError("+recipe", "has no name", remedy=f"choose one of {', '.join(catalog.choices('recipe'))}")
+            choices = ", ".join(catalog.choices("recipe", verb))
+            raise UserError("+recipe", "has no name", remedy=f"choose one of {choices}")
+        if key == "recipe" and value in catalog.choices("recipe") and catalog.verb_of(value) != verb:
+            other = catalog.verb_of(value)
+            raise UserError("+recipe", f"is for rlft {other}", got=value, remedy=f"write rlft {other} +recipe={value}")
+        if key == "verb" and value != verb:
+            raise UserError("verb", f"this is rlft {verb}", got=value, remedy="leave it as it is")
         if key.startswith(OURS):
-            remedy = "sweep with rlft train -m, add YAML with --config-dir"
+            remedy = f"sweep with rlft {verb} -m, add YAML with --config-dir"
             raise UserError(key, "is not the user's to set", got=value, remedy=remedy)
         if key in ("hydra.run.dir", "hydra.sweep.dir") and value.strip("'\"") in ("", "null"):
             raise UserError(key, "is empty", remedy="name a folder, or leave it out for runs/<name>/<time>")
         if key in seen:
-            remedy = "give it once; to sweep over values use rlft train -m with commas between them"
+            remedy = f"give it once; to sweep over values use rlft {verb} -m with commas between them"
             raise UserError(key, "is given twice", got=f"{seen[key]} and {override}", remedy=remedy)
         seen[key] = override
 
 
-def _not_an_override(word: str, following: Sequence[str]) -> UserError:
+def _not_an_override(word: str, following: Sequence[str], verb: str) -> UserError:
     key, bare = word.strip("+~="), following and "=" not in following[0]
-    known = [*catalog.entries(catalog.config_folder() / "train.yaml"), *catalog.groups()]
+    known = [*catalog.root_entries(verb), *catalog.groups(verb)]
     if key in catalog.choices("recipe"):
         meant = f"+recipe={key}"
     elif key == "recipe":
@@ -133,9 +139,9 @@ def _not_an_override(word: str, following: Sequence[str]) -> UserError:
     return UserError("command line", "must be words such as key=value", got=word or "an empty word", remedy=remedy)
 
 
-def _unknown_option(name: str, value: str) -> UserError:
+def _unknown_option(name: str, value: str, verb: str) -> UserError:
     key = name.lstrip("-").replace("-", "_")
-    known = [*catalog.entries(catalog.config_folder() / "train.yaml"), *catalog.groups()]
+    known = [*catalog.root_entries(verb), *catalog.groups(verb)]
     meant = difflib.get_close_matches(key, [*known, *(k.rpartition(".")[2] for k in known)], n=1, cutoff=0.8)
     full = next((k for k in known if meant and (k == meant[0] or k.endswith(f".{meant[0]}"))), None)
     if full is not None:

@@ -12,6 +12,10 @@ import rlft
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_][A-Za-z_0-9]*):(?: +(?P<rest>.*))?")
 _VALUE = re.compile(r"""(?P<value>(?:'[^']*'|"[^"]*"|[^'"#]|(?<=\S)#)*?)(?: *(?<!\S)# ?(?P<comment>.*))?""")
 _BASES = re.compile(r"^defaults: \[(.*)\]", re.MULTILINE)
+_CHOSEN = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
+_ROOT_BASES = re.compile(r"^  - base/(\w+)$", re.MULTILINE)
+_VERB = re.compile(r"^verb: (\w+)", re.MULTILINE)
+VERBS = ("train", "sft", "rm", "sample")
 _NOT_KEYS = ("defaults", "hydra", "_target_")
 
 
@@ -33,14 +37,48 @@ def recipe_folder() -> Path:
     return config_folder() / "recipe"
 
 
-def groups() -> list[str]:
-    """Names of the config groups, `recipe` among them."""
-    return sorted(f.name for f in config_folder().iterdir() if f.is_dir() and f.name != "hydra")
+def groups(verb: str | None = None) -> list[str]:
+    """Names of the config groups, `recipe` among them; of a verb: those that its defaults list has."""
+    found = sorted(f.name for f in config_folder().iterdir() if f.is_dir() and f.name not in ("hydra", "base"))
+    return found if verb is None else [group for group in found if group == "recipe" or group in _chosen(verb)]
 
 
-def choices(group: str) -> list[str]:
-    """Names of the YAML files of a config group."""
-    return sorted(f.stem for f in (config_folder() / group).glob("*.yaml"))
+def choices(group: str, verb: str | None = None) -> list[str]:
+    """Names of the YAML files of a config group; of recipes, where a verb is given, those for it."""
+    found = sorted(f.stem for f in (config_folder() / group).glob("*.yaml"))
+    return [name for name in found if verb_of(name) == verb] if group == "recipe" and verb else found
+
+
+def may_be_absent(group: str, verb: str) -> bool:
+    """Whether the verb's own defaults list chooses nothing of the group."""
+    return _chosen(verb).get(group) == "null"
+
+
+def _chosen(verb: str) -> dict[str, str]:
+    """{group: its choice as it is written} of a verb's defaults list."""
+    return dict(_CHOSEN.findall((config_folder() / f"{verb}.yaml").read_text()))
+
+
+def verb_of(recipe: str) -> str:
+    """The verb that a recipe of ours is for."""
+    match = _VERB.search((recipe_folder() / f"{recipe}.yaml").read_text())
+    return match[1] if match else "train"
+
+
+def root_files(verb: str) -> list[Path]:
+    """The YAML files of a verb's own keys: those it builds on, then its own."""
+    file = config_folder() / f"{verb}.yaml"
+    return [*(config_folder() / "base" / f"{name}.yaml" for name in _ROOT_BASES.findall(file.read_text())), file]
+
+
+def root_entries(verb: str) -> dict[str, Entry]:
+    """The keys of a verb outside its groups; a default that it changes is told as it is there, meant as it was."""
+    found: dict[str, Entry] = {}
+    for file in root_files(verb):
+        for key, entry in entries(file).items():
+            told = entry.comment or (found[key].comment if key in found else "")
+            found[key] = Entry(default=entry.default, comment=told)
+    return found
 
 
 def first_comment(file: Path) -> str:
@@ -100,10 +138,10 @@ def keys(group: str) -> dict[str, list[str]]:
 
 
 def meaning(key: str) -> Entry | None:
-    """Default and comment of a key; None where nothing is written, or different things in different files."""
+    """Default and comment of a key; None where nothing is written, or unlike things in a group's files."""
     group, _, rest = key.partition(".")
     if group not in groups():
-        return entries(config_folder() / "train.yaml").get(key)
+        return next((found[key] for verb in VERBS if key in (found := root_entries(verb))), None)
     files = [config_folder() / group / f"{choice}.yaml" for choice in choices(group)]
     # A variant (`defaults: [grpo]`) only says how it differs from the file that explains its keys, and so does a choice
     # of the keys of its base.

@@ -6,10 +6,12 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlft.config import RunConfig
+from rlft.generation.config import GenerationConfig
+from rlft.model.config import LoraSettings, ModelConfig
 from rlft.reward.spec import RewardSpec
+from rlft.roots import EvalConfig, RunConfig, ScoringConfig
 from rlft.targets import locate
 from rlft.types import Prompt, UserError
 
@@ -27,16 +29,22 @@ def check(config: RunConfig, algorithm: Algorithm) -> None:
     Raises:
         UserError: with the key, what is wrong and the way out.
     """
-    for rule in (_name, _sizes, _sampling, _evaluation, _engine, _resampling, _model):
+    check_name(config.name)
+    for rule in (_sizes, _sampling, _evaluation):
         rule(config, algorithm)
+    check_time_limits(config.reward, config.scoring)
+    check_engine(config.generation)
+    _resampling(config)
+    check_model(config.model)
+    if config.generation.engine == "vllm":
+        check_vllm(config.lora.rank)
 
 
-def _name(config: RunConfig, algorithm: Algorithm) -> None:
-    if not config.name.strip() or config.name == ".." or Path(config.name).name != config.name:
+def check_name(name: str) -> None:
+    """A run's name is a folder's."""
+    if not name.strip() or name == ".." or Path(name).name != name:
         problem = "names a folder under runs/, and must be one plain word or several"
-        raise UserError(
-            "name", problem, got=config.name or "nothing", remedy="leave out slashes, for instance name=first_try"
-        )
+        raise UserError("name", problem, got=name or "nothing", remedy="leave out slashes, for instance name=first_try")
 
 
 def _sizes(config: RunConfig, algorithm: Algorithm) -> None:
@@ -101,20 +109,25 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
 
 
 def _evaluation(config: RunConfig, algorithm: Algorithm) -> None:
-    temperature, generation = config.eval.temperature, config.generation
+    check_evaluation(config.eval, config.generation)
+
+
+def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None:
+    """What the held-out prompts are sampled with, and whether their completions say what is asked of them."""
+    temperature = settings.temperature
     if temperature is not None and temperature < 0:
         raise UserError(
             "eval.temperature", "must not be negative", got=temperature, remedy="use 0 for the likeliest token"
         )
     samples_as_training = temperature in (None, generation.temperature)
-    if config.eval.kl_base and config.eval.every and not samples_as_training:
+    if settings.kl_base and settings.every and not samples_as_training:
         raise UserError(
             "eval.kl_base",
             f"is estimated from the policy's own samples, and eval.temperature={temperature:g} samples another one",
             got="true",
             remedy="set eval.temperature=null, or eval.kl_base=false",
         )
-    if config.eval.kl_base and config.eval.every and (generation.top_p < 1 or generation.top_k > 0):
+    if settings.kl_base and settings.every and (generation.top_p < 1 or generation.top_k > 0):
         raise UserError(
             "eval.kl_base",
             "is estimated from the policy's own samples, and generation.top_p and top_k leave some of them out",
@@ -123,8 +136,9 @@ def _evaluation(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def _engine(config: RunConfig, algorithm: Algorithm) -> None:
-    engine, answers = config.generation.engine, config.generation.scripted.answers
+def check_engine(generation: GenerationConfig) -> None:
+    """The engine is known, and the scripted one has something to say."""
+    engine, answers = generation.engine, generation.scripted.answers
     if engine not in ("auto", *ENGINES) and "." not in engine:
         raise UserError(
             "generation.engine",
@@ -143,7 +157,7 @@ def _engine(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def _resampling(config: RunConfig, algorithm: Algorithm) -> None:
+def _resampling(config: RunConfig) -> None:
     if config.dynamic_sampling.max_rounds and config.group_size == 1:
         raise UserError(
             "dynamic_sampling.max_rounds",
@@ -153,40 +167,44 @@ def _resampling(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def _model(config: RunConfig, algorithm: Algorithm) -> None:
+def check_model(settings: ModelConfig) -> None:
+    """The model's device and libraries are here; nothing is read."""
     from transformers import AttentionInterface
 
     from rlft.model.backbone import resolve_device, resolve_dtype
 
-    if not config.model.path:
+    if not settings.path:
         raise UserError("model.path", "is empty", remedy="give a model folder, a hub id or embedded:tiny-arithmetic")
-    device = resolve_device(config.model.device)
-    resolve_dtype(config.model.dtype, device)
-    if config.model.attn_implementation not in ("auto", "eager", *AttentionInterface().valid_keys()):
+    device = resolve_device(settings.device)
+    resolve_dtype(settings.dtype, device)
+    if settings.attn_implementation not in ("auto", "eager", *AttentionInterface().valid_keys()):
         raise UserError(
             "model.attn_implementation",
             "is not known to transformers",
-            got=config.model.attn_implementation,
+            got=settings.attn_implementation,
             remedy="use auto, sdpa or eager",
         )
-    if config.model.quantization is not None and device.type != "cuda":
+    if settings.quantization is not None and device.type != "cuda":
         raise UserError(
             "model.quantization",
             "4-bit weights need a CUDA device",
-            got=config.model.quantization,
+            got=settings.quantization,
             remedy="set model.quantization=null",
         )
-    if config.model.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
+    if settings.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             "model.quantization",
             "bitsandbytes is not installed",
-            got=config.model.quantization,
+            got=settings.quantization,
             remedy="pip install 'rlft[quantization]'",
         )
-    if config.generation.engine == "vllm":
-        from rlft.generation.vllm import engine_rank
 
-        engine_rank(config.lora.rank)
+
+def check_vllm(rank: int) -> None:
+    """vLLM serves adapters of this rank."""
+    from rlft.generation.vllm import engine_rank
+
+    engine_rank(rank)
 
 
 def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
@@ -200,15 +218,8 @@ def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
 
 def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
     """The longest row and text must fit the model's context, as its config.json gives it."""
-    context = getattr(model.get_text_config(), "max_position_embeddings", None)
-    longest = config.prompts.max_tokens + config.generation.max_tokens
-    if context is not None and longest > context:
-        raise UserError(
-            "generation.max_tokens",
-            f"with prompts.max_tokens={config.prompts.max_tokens} it exceeds the model's context of {context} tokens",
-            got=config.generation.max_tokens,
-            remedy=f"use at most {max(0, context - config.prompts.max_tokens)}, or lower prompts.max_tokens",
-        )
+    check_row(config.prompts.max_tokens, config.generation.max_tokens, "generation.max_tokens", model)
+    context = context_of(model)
     if context is not None and config.pretrain.path is not None and config.pretrain.max_tokens > context:
         raise UserError(
             "pretrain.max_tokens",
@@ -218,16 +229,33 @@ def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
         )
 
 
-def check_targets(config: RunConfig, model: PreTrainedConfig) -> None:
+def check_row(prompt_tokens: int, completion_tokens: int, key: str, model: PreTrainedConfig) -> None:
+    """A prompt and a completion of these lengths fit the model's context; key: of the completion's."""
+    context = context_of(model)
+    if context is not None and prompt_tokens + completion_tokens > context:
+        raise UserError(
+            key,
+            f"with prompts.max_tokens={prompt_tokens} it exceeds the model's context of {context} tokens",
+            got=completion_tokens,
+            remedy=f"use at most {max(0, context - prompt_tokens)}, or lower prompts.max_tokens",
+        )
+
+
+def context_of(model: PreTrainedConfig) -> int | None:
+    """Tokens that the model can take, as its config.json gives it."""
+    return getattr(model.get_text_config(), "max_position_embeddings", None)
+
+
+def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> None:
     """Every name in lora.target_modules must be that of a linear layer; looked up in a model that has no weights."""
-    targets = config.lora.target_modules
+    targets = lora.target_modules
     if targets == "all-linear":
         return
     import torch
 
     from rlft.check_adapters import empty_model
 
-    empty = empty_model(config.model, model)
+    empty = empty_model(settings, model)
     layers = [name for name, module in empty.named_modules() if isinstance(module, torch.nn.Linear)]
     names = sorted({name.rpartition(".")[2] for name in layers} - {"lm_head"})
     for target in [targets] if isinstance(targets, str) else targets:
@@ -241,8 +269,18 @@ def check_targets(config: RunConfig, model: PreTrainedConfig) -> None:
             )
 
 
+def check_time_limits(rewards: Mapping[str, Any], scoring: ScoringConfig) -> None:
+    """A reward that is told how long a group may take is told no more than the scorer gives it."""
+    for name, keys in rewards.items():
+        told = keys.get("group_timeout") if isinstance(keys, Mapping) else None
+        if isinstance(told, int | float) and told > scoring.timeout:
+            problem = f"exceeds scoring.timeout={scoring.timeout:g}, which cuts the reward off"
+            remedy = f"leave it out and set scoring.timeout={told:g}"
+            raise UserError(f"reward.{name}.group_timeout", problem, got=f"{told:g}", remedy=remedy)
+
+
 def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
-    """A reward that reads the prompt's metadata (its `needs_metadata`) must find it there."""
+    """What a reward reads of the prompt's metadata must be there: its `needs_metadata`, its keys in `metadata_keys`."""
     for name, spec in rewards.items():
         needed = getattr(locate(spec.target, f"reward.{name}._target_"), "needs_metadata", None)
         if needed is not None and needed not in prompt.metadata:
@@ -252,6 +290,15 @@ def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
                 got=f"prompt {prompt.id}",
                 remedy=f"use data={needed}, or another reward",
             )
+        for key in getattr(locate(spec.target, f"reward.{name}._target_"), "metadata_keys", ()):
+            field = spec.kwargs.get(key)
+            if field is not None and field not in prompt.metadata:
+                raise UserError(
+                    f"reward.{name}.{key}",
+                    f"the data keep no such field with their prompts, only {list(prompt.metadata) or 'none'}",
+                    got=field,
+                    remedy=f"set data.metadata_fields=[{field}]",
+                )
 
 
 def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
@@ -265,11 +312,10 @@ def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
         )
 
 
-def choose_engine(config: RunConfig) -> tuple[str, str]:
+def choose_engine(engine: str) -> tuple[str, str]:
     """(engine, why), with `auto` resolved: vLLM where it is installed with a GPU, else transformers."""
     import torch
 
-    engine = config.generation.engine
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:
         raise UserError(

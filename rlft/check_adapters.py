@@ -6,7 +6,7 @@ rlft.json where there is one, and always by its tensors' names and shapes, again
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -16,7 +16,6 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rlft.config import RunConfig
 from rlft.model.adapter_folder import (
     Shapes,
     adapter_shapes,
@@ -25,10 +24,11 @@ from rlft.model.adapter_folder import (
     head_shapes,
     read_record,
 )
-from rlft.model.config import CriticKind, ModelConfig
+from rlft.model.config import CriticKind, LoraSettings, ModelConfig
 from rlft.model.reward_model import is_adapter, read_classifier
 from rlft.model.roles import OLD, POLICY, REFERENCE
 from rlft.reward.spec import RewardSpec
+from rlft.roots import RunConfig
 from rlft.types import UserError
 
 BASE_CHANGES = ("modules_to_save", "layer_replication", "trainable_token_indices")
@@ -42,13 +42,15 @@ class Wanted(Enum):
     """What the run makes of a folder.
 
     policy: its adapter is where the policy begins. reference: its adapter, as PEFT reads it. scalar: its adapter and
-    head are where a critic or a reward begins. head: only its head is.
+    head are where a critic or a reward begins. head: only its head is. any: its adapter is, whatever role it had, with
+    its head if it has one.
     """
 
     policy = auto()
     reference = auto()
     scalar = auto()
     head = auto()
+    any = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class Use:
     @property
     def starts_role(self) -> bool:
         """Whether a role that the run makes begins as this adapter, and so has its rank, alpha and targets."""
-        return self.wanted in (Wanted.policy, Wanted.scalar)
+        return self.wanted in (Wanted.policy, Wanted.scalar, Wanted.any)
 
 
 def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
@@ -83,27 +85,33 @@ def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
     if config.critic.kind is not CriticKind.none and config.critic.init not in ("base", "reward"):
         wanted = Wanted.scalar if config.critic.kind is CriticKind.adapter else Wanted.head
         found.append(Use(key="critic.init", path=config.critic.init, wanted=wanted))
-    for spec in rewards.values():
-        if spec.runs_in_trainer and spec.kwargs["path"] is not None and is_adapter(spec.kwargs["path"]):
-            found.append(Use(key=f"reward.{spec.name}.path", path=spec.kwargs["path"], wanted=Wanted.scalar))
-    return found
+    return [*found, *uses_of_rewards(rewards)]
+
+
+def uses_of_rewards(rewards: Mapping[str, RewardSpec]) -> list[Use]:
+    """Those of learned rewards that are adapters."""
+    return [
+        Use(key=f"reward.{spec.name}.path", path=spec.kwargs["path"], wanted=Wanted.scalar)
+        for spec in rewards.values()
+        if spec.runs_in_trainer and spec.kwargs["path"] is not None and is_adapter(spec.kwargs["path"])
+    ]
 
 
 # -- without the model -----------------------------------------------------------------------------------------------
-def check_folders(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> None:
+def check_folders(used: Sequence[Use], lora: LoraSettings) -> None:
     """Every adapter folder has the files that are wanted of it, of the run's rank.
 
     Raises:
         UserError: with the key, what is wrong and the way out.
     """
-    for use in uses(config, rewards):
+    for use in used:
         _check_there(use)
         if use.has_adapter:
-            _check_fields(config, use, check_adapter_folder(use.path, use.key))
+            _check_fields(lora, use, check_adapter_folder(use.path, use.key))
         if use.has_head:
             check_head(use.path, use.key)
         role = read_record(use.path, use.key).get("role", POLICY)
-        if not use.has_head and role not in (POLICY, OLD, REFERENCE):
+        if use.wanted is not Wanted.any and not use.has_head and role not in (POLICY, OLD, REFERENCE):
             problem = f"holds the adapter of the role {role}, which is no policy"
             raise UserError(use.key, problem, got=use.path, remedy="point it at the adapter of a policy")
 
@@ -119,7 +127,7 @@ def _check_there(use: Use) -> None:
     raise UserError(use.key, problem, got=use.path or "nothing", remedy=remedy)
 
 
-def _check_fields(config: RunConfig, use: Use, fields: Mapping[str, Any]) -> None:
+def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> None:
     """adapter_config.json against the run's `lora`."""
     changes = [name for name in BASE_CHANGES if fields.get(name)]
     changes += ["bias"] if fields.get("bias", "none") != "none" else []
@@ -131,37 +139,48 @@ def _check_fields(config: RunConfig, use: Use, fields: Mapping[str, Any]) -> Non
         problem = f"adapters with {variants[0]} are not served"
         raise UserError(use.key, problem, got=use.path, remedy="use a plain one")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if rank != config.lora.rank:
+    if rank != lora.rank:
         raise UserError(
             "lora.rank",
             f"the adapter at {use.key} has rank {rank}",
-            got=config.lora.rank,
+            got=lora.rank,
             remedy=f"set lora.rank={rank}, or another {use.key}",
         )
-    if use.starts_role and alpha != config.lora.alpha:
+    if use.starts_role and alpha != lora.alpha:
         raise UserError(
             "lora.alpha",
             f"the adapter at {use.key} was trained with {alpha} and would be another function",
-            got=config.lora.alpha,
+            got=lora.alpha,
             remedy=f"set lora.alpha={alpha}, or another {use.key}",
         )
 
 
 # -- with the base's config ------------------------------------------------------------------------------------------
+def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
+    """A learned reward of a run that trains none comes from a folder."""
+    for spec in rewards.values():
+        if spec.runs_in_trainer and spec.kwargs["path"] is None:
+            problem = "a fresh head says 0 of every completion, and nothing trains it here"
+            remedy = "give it a folder, such as a run of rlft rm"
+            raise UserError(f"reward.{spec.name}.path", problem, got="null", remedy=remedy)
+
+
+def check_classifiers(rewards: Mapping[str, RewardSpec]) -> None:
+    """Reward models that are networks of their own give one score."""
+    for spec in rewards.values():
+        if spec.runs_in_trainer and not is_adapter(spec.kwargs["path"]):
+            read_classifier(spec.kwargs["path"], f"reward.{spec.name}.path")
+
+
 def check_adapters(
-    config: RunConfig, rewards: Mapping[str, RewardSpec], base_fingerprint: str, model: PreTrainedConfig
+    used: Sequence[Use], lora: LoraSettings, settings: ModelConfig, base_fingerprint: str, model: PreTrainedConfig
 ) -> None:
     """Every adapter was made for the base whose fingerprint and config these are; after `check_folders`.
-
-    Reward models that are networks of their own are looked at, too.
 
     Raises:
         UserError: with the key, the first tensor that does not fit, and the way out.
     """
-    for spec in rewards.values():
-        if spec.runs_in_trainer and not is_adapter(spec.kwargs["path"]):
-            read_classifier(spec.kwargs["path"], f"reward.{spec.name}.path")
-    for use in uses(config, rewards):
+    for use in used:
         made_for = read_record(use.path, use.key).get("base_fingerprint")
         if made_for not in (None, base_fingerprint):
             problem = f"its rlft.json says it was made for base {made_for}, and this base is {base_fingerprint}"
@@ -169,7 +188,7 @@ def check_adapters(
         if use.has_head:
             _check_head(use, model.get_text_config().hidden_size)
         if use.has_adapter:
-            _check_tensors(config, use, model)
+            _check_tensors(lora, settings, use, model)
 
 
 def _check_head(use: Use, hidden_size: int) -> None:
@@ -180,14 +199,14 @@ def _check_head(use: Use, hidden_size: int) -> None:
             raise _other_base(use, f"its head has {found}, and this base takes {shape}")
 
 
-def _check_tensors(config: RunConfig, use: Use, model: PreTrainedConfig) -> None:
-    empty = empty_model(config.model, model)
+def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> None:
+    empty = empty_model(settings, model)
     modules = {name for name, _ in empty.named_modules()}
     there = adapter_shapes(use.path, use.key)
     for name in sorted(there):
         if name.removeprefix("base_model.model.").partition(".lora_")[0] not in modules:
             raise _other_base(use, f"this base has no module for its tensor {name}")
-    here = fresh_shapes(empty, _lora_config(config, use))
+    here = fresh_shapes(empty, _lora_config(lora, use))
     for name in sorted(there.keys() & here.keys()):
         if there[name] != here[name]:
             raise _other_base(use, f"its tensor {name} is {there[name]}, and this base takes {here[name]}")
@@ -202,13 +221,13 @@ def _other_base(use: Use, problem: str) -> UserError:
     return UserError(use.key, problem, got=use.path, remedy="use the base it was made for, or an adapter for this one")
 
 
-def _lora_config(config: RunConfig, use: Use) -> PeftConfig:
+def _lora_config(lora: LoraSettings, use: Use) -> PeftConfig:
     """That of the role which the adapter is loaded into."""
     if not use.starts_role:
         return PeftConfig.from_pretrained(str(Path(use.path).expanduser()))
-    targets = config.lora.target_modules
+    targets = lora.target_modules
     names = targets if isinstance(targets, str) else list(targets)
-    return LoraConfig(r=config.lora.rank, target_modules=names, task_type="CAUSAL_LM")
+    return LoraConfig(r=lora.rank, target_modules=names, task_type="CAUSAL_LM")
 
 
 def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:

@@ -104,3 +104,10 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     """The batch of these rows (int64 `[N]`), in this order."""
     chosen = {f.name: value[rows] for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
     return replace(batch, **chosen)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with all its tensors there."""
+    if device.type == "cpu":
+        return batch
+    return replace(batch, **{n: v.to(device) for n in Batch.__slots__ if (v := getattr(batch, n)) is not None})

@@ -1,116 +1,26 @@
 """YAML in, frozen dataclasses out; and everything that can be refused without loading a weight.
 
-`build` turns a composed config into a `RunConfig`: every key is known, has its type and its bounds. `rlft.check` holds
-the rules between parts. This file and cli.py are the only ones that know Hydra and OmegaConf.
+`build` turns a composed config into its verb's root (rlft.roots): every key is known, has its type and its bounds.
+`rlft.check` holds the rules between parts. This file and cli.py are the only ones that know Hydra and OmegaConf.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft import catalog
 from rlft.catalog import config_folder
-from rlft.fields import NonNegativeInt, PositiveFloat, PositiveInt
-from rlft.generation.config import GenerationConfig
-from rlft.model.config import CriticConfig, LoraSettings, ModelConfig, RewardModelConfig, SnapshotConfig
+from rlft.roots import ROOTS, RmConfig, Root, RunConfig, SampleConfig, SftConfig, Verb
 from rlft.targets import from_mapping, instantiate
-from rlft.trainer.config import CheckpointConfig, TrainerConfig
 from rlft.types import UserError
 
 if TYPE_CHECKING:
     from rlft.algorithm.protocol import Algorithm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptsConfig:
-    max_tokens: PositiveInt
-    over_limit: typing.Literal["drop", "refuse"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringConfig:
-    workers: NonNegativeInt
-    timeout: PositiveFloat
-    on_error: float | typing.Literal["stop"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicSamplingConfig:
-    max_rounds: NonNegativeInt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PretrainConfig:
-    path: str | None
-    field: str
-    given_field: str | None
-    max_tokens: PositiveInt
-    sequences_per_update: PositiveInt
-    held_out: PositiveInt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreshnessConfig:
-    threshold: PositiveFloat | typing.Literal["auto"]
-    every: PositiveInt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
-    every: NonNegativeInt
-    num_prompts: PositiveInt
-    num_samples: PositiveInt
-    temperature: float | None
-    correct_at: float
-    num_examples: NonNegativeInt
-    kl_base: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """The typed root. algorithm, data, reward, logger are open: `_target_` names a class, the rest is its keys."""
-
-    name: str
-    seed: NonNegativeInt
-    steps: PositiveInt
-    resume: str | None
-    prompts_per_step: PositiveInt
-    group_size: PositiveInt
-    epochs: PositiveInt
-    minibatches: PositiveInt
-    token_budget: PositiveInt
-    prompts: PromptsConfig
-    model: ModelConfig
-    lora: LoraSettings
-    snapshot: SnapshotConfig
-    critic: CriticConfig
-    trainer: TrainerConfig
-    generation: GenerationConfig
-    scoring: ScoringConfig
-    reward_model: RewardModelConfig
-    dynamic_sampling: DynamicSamplingConfig
-    pretrain: PretrainConfig
-    freshness: FreshnessConfig
-    eval: EvalConfig
-    checkpoint: CheckpointConfig
-    algorithm: Mapping[str, Any]
-    data: Mapping[str, Any]
-    reward: Mapping[str, Any]
-    logger: Mapping[str, Any]
-
-    @property
-    def completions_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.epochs * self.minibatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,16 +31,16 @@ class Composed:
     folder: Path
 
 
-def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> dict[str, Any]:
-    """The plain, resolved config that these command-line overrides give.
+def compose(overrides: Sequence[str], config_dir: str | Path | None = None, verb: Verb = Verb.train) -> dict[str, Any]:
+    """The plain, resolved config of this verb that these command-line overrides give.
 
     Raises:
         UserError: for whatever Hydra refuses in them.
     """
-    return compose_run(overrides, config_dir).plain
+    return compose_run(overrides, config_dir, verb).plain
 
 
-def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None) -> Composed:
+def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, verb: Verb = Verb.train) -> Composed:
     """As `compose`, with the run's folder, which is not made."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -142,12 +52,12 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None) 
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(config_folder().resolve()), version_base="1.3"):
-            composed = hydra_compose("train", [*overrides, *search], return_hydra_config=True)
+            composed = hydra_compose(str(verb), [*overrides, *search], return_hydra_config=True)
         folder = Path(composed.hydra.run.dir)
         with open_dict(composed):
             del composed["hydra"]
     except Exception as error:
-        told = explain(error)
+        told = explain(error, verb)
         if told is None:
             raise
         raise told from None
@@ -155,16 +65,17 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None) 
 
 
 def register_resolvers() -> None:
-    """`rlft_run_dir`: a resumed run's folder, or runs/<name>/<time>. `rlft_choices`: groups and choices, for help."""
+    """`rlft_run_dir`: a resumed run's folder, or runs/<name>/<time>. `rlft_choices`: a verb's choices, for its help."""
     from omegaconf import OmegaConf
 
     def run_dir(resume: str | None, name: str) -> str:
         from datetime import datetime
 
-        return resume or f"runs/{name}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+        return resume if resume not in (None, "auto") else f"runs/{name}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
-    def choices() -> str:
-        return "\n".join(f"{group}: {', '.join(catalog.choices(group))}" for group in catalog.groups())
+    def choices(verb: str) -> str:
+        groups = {group: catalog.choices(group, verb) for group in catalog.groups(verb)}
+        return "\n".join(f"{group}: {', '.join(names)}" for group, names in groups.items() if names)
 
     OmegaConf.register_new_resolver("rlft_choices", choices, replace=True)
     OmegaConf.register_new_resolver("rlft_run_dir", run_dir, replace=True, use_cache=True)
@@ -182,21 +93,43 @@ def plain(composed: Any) -> dict[str, Any]:
 
 
 def build(config: Mapping[str, Any]) -> RunConfig:
-    """The typed root from a plain config; refuses unknown keys, wrong types and values out of bounds."""
+    """The typed root of `rlft train` from a plain config; refuses unknown keys, wrong types, values out of bounds."""
+    return _build(config, Verb.train)
+
+
+def build_sft(config: Mapping[str, Any]) -> SftConfig:
+    """As `build`, of `rlft sft`."""
+    return _build(config, Verb.sft)
+
+
+def build_rm(config: Mapping[str, Any]) -> RmConfig:
+    """As `build`, of `rlft rm`."""
+    return _build(config, Verb.rm)
+
+
+def build_sample(config: Mapping[str, Any]) -> SampleConfig:
+    """As `build`, of `rlft sample`."""
+    return _build(config, Verb.sample)
+
+
+def _build(config: Mapping[str, Any], verb: Verb) -> Any:
+    root: type[Root] = ROOTS[verb]
+    names = [field.name for field in fields(root)]
     # `+recpie=x` is a new key to Hydra; `recipe` itself is a group, not a key.
     for key in config:
         if isinstance(config[key], Mapping) and key == "recipe":
             problem = "its keys stay below `recipe` and would set nothing"
             raise UserError("+recipe", problem, remedy="make `# @package _global_` the first line of the recipe's file")
-        if key not in RunConfig.__slots__ and difflib.get_close_matches(key, [*RunConfig.__slots__, "recipe"], 1) == [
-            "recipe"
-        ]:
+        if key not in names and difflib.get_close_matches(key, [*names, "recipe"], 1) == ["recipe"]:
             raise UserError(key, "there is no such key", got=config[key], remedy=f"did you mean +recipe={config[key]}?")
-    for group in ("algorithm", "data"):
-        if group not in config:
+    if config.get("verb", verb) != verb:
+        raise UserError("verb", f"this is rlft {verb}", got=config["verb"], remedy="leave it as it is")
+    for group in ("algorithm", "data", "demonstrations", "preferences"):
+        if group in names and group not in config and not catalog.may_be_absent(group, verb):
             raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
-    # An empty list of rewards or loggers composes to no section at all.
-    return from_mapping(RunConfig, {"reward": {}, "logger": {}, **config}, "")
+    # An empty list of rewards or loggers composes to no section at all, and so does a group of which nothing is chosen.
+    empty = {name: {} for name in ("reward", "logger", "data") if name in names}
+    return from_mapping(root, {**empty, **config}, "")
 
 
 def load_algorithm(name: str, **overrides: Any) -> Algorithm:
@@ -209,7 +142,7 @@ def load_algorithm(name: str, **overrides: Any) -> Algorithm:
 
 
 # -- Hydra's errors in our words -------------------------------------------------------------------------------------
-def explain(error: BaseException) -> UserError | None:
+def explain(error: BaseException, verb: Verb = Verb.train) -> UserError | None:
     """What a user got wrong when Hydra, OmegaConf or the YAML parser complains; None for anything else."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -219,7 +152,8 @@ def explain(error: BaseException) -> UserError | None:
     if isinstance(error, MissingConfigException) and (
         match := re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)
     ):
-        return _unknown_choice(*match[1].rpartition("/")[::2])
+        group, _, name = match[1].rpartition("/")
+        return _unknown_choice(group, name, verb)
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         place = f"line {error.problem_mark.line + 1}"
         return UserError(error.problem_mark.name, f"{place} is not YAML ({error.problem})", remedy="mend that line")
@@ -239,12 +173,12 @@ def explain(error: BaseException) -> UserError | None:
             str(key or "config"), f"refers to a key that is not there, ${{{absent}}}", remedy="name a key that is"
         )
     if match := re.search(r"Could not override[^']*'([^'=@]+)", text):
-        return unknown_key(match[1])
+        return unknown_key(match[1], verb)
     if match := re.search(r"Could not append to config[^']*'([^'=@]+)|Could not append '([^'=@]+)", text):
         given = match[1] or match[2]
         return UserError(f"+{given}", "a plus adds a key, and this one is there", remedy=f"write {given}=<value>")
     if match := re.search(r"Could not delete[^']*'([^'=@]+)", text):
-        return unknown_key(match[1])
+        return unknown_key(match[1], verb)
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'", text):
         remedy = "sweep with rlft train -m, or write a list as '[a,b]'"
         return UserError(match[1], "has several values but this is no sweep", got=match[2], remedy=remedy)
@@ -256,14 +190,14 @@ def explain(error: BaseException) -> UserError | None:
         return UserError(key.lstrip("+~"), "the value cannot be read", got=value, remedy=remedy)
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return UserError(
-        str(key or "command line"), f"cannot be understood ({first.strip()})", remedy="see rlft train --help"
+        str(key or "command line"), f"cannot be understood ({first.strip()})", remedy=f"see rlft {verb} --help"
     )
 
 
-def _unknown_choice(group: str, name: str) -> UserError:
-    known = catalog.choices(group)
+def _unknown_choice(group: str, name: str, verb: Verb) -> UserError:
+    known = catalog.choices(group, verb)
     if not known:
-        return unknown_key(group)
+        return unknown_key(group, verb)
     close = difflib.get_close_matches(name, known, n=1)
     remedy = (f"did you mean {close[0]}? All: " if close else "choose one of ") + ", ".join(known)
     return UserError(
@@ -271,11 +205,11 @@ def _unknown_choice(group: str, name: str) -> UserError:
     )
 
 
-def unknown_key(key: str) -> UserError:
+def unknown_key(key: str, verb: Verb = Verb.train) -> UserError:
     """The refusal of a key that the composed config doesn't have, with the most likely cure."""
     group, _, rest = key.partition(".")
     problem = "there is no such key"
-    if group in catalog.groups() and rest:
+    if group in catalog.groups(verb) and rest:
         known = catalog.keys(group)
         if key in known and group in ("reward", "logger"):
             name = rest.partition(".")[0]
@@ -285,11 +219,11 @@ def unknown_key(key: str) -> UserError:
             return UserError(key, f"the {group} chosen here has no such key", remedy=f"it belongs to {has}")
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     else:
-        known = [*catalog.entries(config_folder() / "train.yaml"), *catalog.groups()]
+        known = [*catalog.root_entries(verb), *catalog.groups(verb)]
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     remedy = (
         f"did you mean {'+' if close == ['recipe'] else ''}{close[0]}?"
         if close
-        else "`rlft train --cfg job` shows every key"
+        else f"`rlft {verb} --cfg job` shows every key"
     )
     return UserError(key, problem, remedy=remedy)

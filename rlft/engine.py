@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from rlft.config import RunConfig
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.generation.transformers import TransformersGenerator
+from rlft.generation.transformers import Slot, TransformersGenerator
 from rlft.model.backbone import Backbone, resolve_path
-from rlft.model.roles import Roles
+from rlft.roots import SamplingRoot
 from rlft.targets import locate
 from rlft.types import Generator
 
@@ -33,9 +32,10 @@ class Engines:
             generator.close()
         self._vllm.clear()
 
-    def open(self, engine: str, config: RunConfig, roles: Roles, backbone: Backbone) -> Generator:
+    def open(self, engine: str, config: SamplingRoot, rank: int, roles: Slot, backbone: Backbone) -> Generator:
         """The generator for this engine: `transformers`, `vllm`, `scripted`, or `module.Class` from outside the tree.
 
+        rank: of the adapters it will be given. roles: where an engine on the trainer's own base keeps its copy.
         A class from outside is called with the keywords config, roles and backbone.
         """
         generation = config.generation
@@ -45,14 +45,14 @@ class Engines:
         if engine == "scripted":
             return ScriptedGenerator(generation.scripted.answers, backbone.tokenizer)
         if engine == "vllm":
-            key = (config.model, config.lora.rank, config.prompts, generation.max_tokens, generation.vllm)
+            key = (config.model, rank, config.prompts, generation.max_tokens, generation.vllm)
             if key not in self._vllm:
                 self.close()  # two engines do not fit beside each other
-                self._vllm[key] = self._start_vllm(config, backbone)
+                self._vllm[key] = self._start_vllm(config, rank, backbone)
             return self._vllm[key]
         return locate(engine, "generation.engine")(config=config, roles=roles, backbone=backbone)
 
-    def _start_vllm(self, config: RunConfig, backbone: Backbone) -> Generator:
+    def _start_vllm(self, config: SamplingRoot, rank: int, backbone: Backbone) -> Generator:
         from rlft.generation.vllm import VLLMGenerator
 
         settings = config.generation.vllm
@@ -62,7 +62,7 @@ class Engines:
             trust_remote_code=config.model.trust_remote_code,
             revision=config.model.revision,
             quantization=config.model.quantization,
-            max_lora_rank=config.lora.rank,
+            max_lora_rank=rank,
             max_sequence_tokens=config.prompts.max_tokens + config.generation.max_tokens,
             max_num_seqs=settings.max_num_seqs,
             gpu_memory_utilization=settings.gpu_memory_utilization,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlft import runfolder
+from rlft.adapters_of_runs import folder_of
+from rlft.config import compose
+from rlft.place import Place, check_base, find_checkpoint
+from rlft.roots import Verb
 from rlft.types import Evaluation, Group, Scores, UserError
 
 USAGE = """\
@@ -21,22 +23,26 @@ Samples the held-out split and prints mean@k and pass@k with standard errors; ev
   rlft eval model.path=embedded:tiny-arithmetic data=arithmetic generation.max_tokens=48"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A run, or one checkpoint of it. config: the run's plain config. checkpoint: its folder, None for the newest."""
+def as_training(place: Place) -> dict[str, Any]:
+    """The run's config with the root of `rlft train`, whose sections another verb's run has in part; it may be changed.
 
-    run: Path
-    config: dict[str, Any]
-    checkpoint: Path | None
-
-
-def find(path: Path) -> Place:
-    """The run that this folder is, or belongs to as a checkpoint."""
-    is_checkpoint = (path / "state.json").is_file()
-    run = path.parents[1] if is_checkpoint else path
-    config = runfolder.read(run, "run")
-    config.pop(runfolder.ORIGIN, None)
-    return Place(run=run, config=config, checkpoint=path if is_checkpoint else None)
+    Raises:
+        UserError: the run has no policy.
+    """
+    config = place.config
+    verb = config.get("verb", Verb.train)
+    if verb == Verb.train:
+        return config
+    if verb != Verb.sft:
+        problem, remedy = f"is a run of rlft {verb}, which has no policy", "name one of rlft train or rlft sft"
+        raise UserError("run", problem, got=place.run, remedy=remedy)
+    common = compose([])
+    shared = {key: value for key, value in config.items() if key in common and key not in ("verb", "epochs", "steps")}
+    weights: dict[str, Any] = {}
+    if config["lora"] is None:
+        folder = folder_of(str(place.checkpoint or place.run), ["model"], "run")
+        weights = {"lora": common["lora"], "model": {**config["model"], "path": folder}}
+    return {**common, "data": {}, **shared, **weights}
 
 
 def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) -> Evaluation:
@@ -50,25 +56,15 @@ def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) 
     plan = make_plan(plain)
     saved = None
     if place is not None:
-        root = runfolder.checkpoints(place.run)
-        saved = checkpoint.load_newest(root, say) if place.checkpoint is None else _load_one(place.checkpoint)
-        if saved is None:
-            raise UserError(
-                "run",
-                "there is no checkpoint in that run yet",
-                got=place.run,
-                remedy="let it reach checkpoint.every steps first",
-            )
-        if saved.state.get("base_fingerprint") != plan.fingerprints["base_fingerprint"]:
-            raise UserError(
-                "model.path",
-                "is not the base this run was trained on",
-                got=plan.config.model.path,
-                remedy="leave it as it was",
-            )
+        found = find_checkpoint(place, say)
+        saved = checkpoint.load(found)
+        if saved.adapters:  # else its weights are the model's own
+            check_base(found, plan.config.model)
+    for note in plan.warnings:
+        say(f"note: {note}")
     folder = place.run if place is not None else Path("runs") / "eval" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     with Engines() as engines, open_session(plan, folder, engines, say) as session:
-        if saved is not None:
+        if saved is not None and saved.adapters:
             session.roles.restore(saved.adapters, saved.heads)
             session.publish(saved.step)
         assert plan.held_out is not None, "eval.every is 1 here"
@@ -78,15 +74,6 @@ def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) 
     file = write(folder, evaluation, groups, scores)
     print_table(what, evaluation, len(prompts), plan.config.eval.num_samples, file)
     return evaluation
-
-
-def _load_one(folder: Path) -> Any:
-    from rlft.trainer import checkpoint
-
-    damage = checkpoint.find_damage(folder)
-    if damage is not None:
-        raise UserError("run", f"the checkpoint is damaged ({damage})", got=folder, remedy="evaluate another one")
-    return checkpoint.load(folder)
 
 
 def write(folder: Path, evaluation: Evaluation, groups: Sequence[Group], scores: Scores) -> Path:

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from rlft import check
 from rlft.algorithm.protocol import Algorithm
-from rlft.check_adapters import check_adapters, check_folders, uses
+from rlft.check_adapters import check_adapters, check_classifiers, check_folders, uses
 from rlft.check_roles import check_roles
-from rlft.config import RunConfig, build
+from rlft.config import build
 from rlft.data.text import load_texts
 from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import fingerprint, load_tokenizer, read_config
 from rlft.model.config import Old
 from rlft.pretrain import PretrainText, scan_texts
 from rlft.prompts import PromptSet, scan
-from rlft.reward.spec import specs
+from rlft.reward.spec import notes, specs
+from rlft.roots import RunConfig
 from rlft.targets import instantiate
 from rlft.types import Logger, Split
 
@@ -45,6 +46,10 @@ class Plan:
     warnings: tuple[str, ...]
 
     @property
+    def num_steps(self) -> int:
+        return self.config.steps
+
+    @property
     def needs_old(self) -> bool:
         """`snapshot.old: auto` recomputes only where old is not simply the current policy of the one update."""
         several = self.config.updates_per_step > 1
@@ -60,19 +65,21 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
     config = build(plain)
     algorithm, loggers = check_components(config)
     rewards = specs(config.reward)
-    engine, reason = check.choose_engine(config)
+    used = uses(config, rewards)
+    engine, reason = check.choose_engine(config.generation.engine)
     model_config = read_config(config.model)
     base_fingerprint = fingerprint(config.model)
     check.check_context(config, model_config)
-    check.check_targets(config, model_config)
-    check_adapters(config, rewards, base_fingerprint, model_config)
+    check.check_targets(config.lora, config.model, model_config)
+    check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
+    check_classifiers(rewards)
     tokenizer = load_tokenizer(config.model)
     data = instantiate(config.data, "data")
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
-    train_prompts = scan(data.load(Split.train), tokenizer, limit, over_limit, Split.train)
+    train_prompts = scan(data.load(Split.train), tokenizer, limit, over_limit, Split.train, config.prompts.style)
     held_out = None
     if config.eval.every:
-        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out)
+        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, config.prompts.style)
     check.check_metadata(rewards, train_prompts.prompts[0])
     check.check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)
@@ -90,10 +97,10 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
             **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
             **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
             "base_fingerprint": base_fingerprint,
-            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in uses(config, specs(config.reward))},
+            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
         },
         pretrain_text=pretrain_text,
-        warnings=check.warnings(config, algorithm),
+        warnings=(*check.warnings(config, algorithm), *notes(rewards)),
     )
 
 
@@ -118,5 +125,5 @@ def check_components(config: RunConfig) -> tuple[Algorithm, tuple[Logger, ...]]:
     check.check(config, algorithm)
     rewards = specs(config.reward)
     check_roles(config, algorithm, rewards)
-    check_folders(config, rewards)
+    check_folders(uses(config, rewards), config.lora)
     return algorithm, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())

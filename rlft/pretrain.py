@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlft.data.text import Text
-    from rlft.model.roles import Roles
+    from rlft.model.forward import Forward
+
+
+class Learner(Protocol):
+    """What gives log-probs: `Roles`, by the adapter that is active, or `WholeModel`."""
+
+    @property
+    def forward(self) -> Forward: ...
+
+    def to_device(self, batch: Batch) -> Batch: ...
+
 
 MIN_TOKENS = 2
 """Nothing predicts a text's first token: with one token there is nothing to learn."""
@@ -156,7 +166,7 @@ def as_batch(texts: Sequence[TextTokens]) -> Batch:
     )
 
 
-def text_loss(roles: Roles, batch: Batch, token_budget: int) -> float:
+def text_loss(learner: Learner, batch: Batch, token_budget: int) -> float:
     """Mean negative log-prob a token (nats) of these texts by the active adapter, at temperature 1, without gradient.
 
     Over learned tokens, not texts: sum over the batch of -log p(token | those before it in its text, given or not) /
@@ -164,10 +174,10 @@ def text_loss(roles: Roles, batch: Batch, token_budget: int) -> float:
     """
     total = 0.0
     with torch.no_grad():
-        for part in roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
-            micro = roles.to_device(select(batch, part))
+        for part in learner.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
+            micro = learner.to_device(select(batch, part))
             # Outside the mask the forward gives 0.
-            total -= roles.forward(micro, 1.0).logprobs.double().sum().item()
+            total -= learner.forward(micro, 1.0).logprobs.double().sum().item()
     return total / int(batch.loss_mask.sum())
 
 

@@ -56,8 +56,12 @@ def scan(
     max_prompt_tokens: int,
     over_limit: Literal["drop", "refuse"],
     split: Split,
+    style: Literal["chat", "raw"] = "chat",
 ) -> PromptSet:
     """The split's prompts with their token ids, those over the limit dropped or refused.
+
+    style: `chat`, by the tokenizer's chat template, or where it has none as `raw`: the plain texts of the messages,
+    blank lines between them.
 
     Raises:
         UserError: nothing to scan or nothing left, an id that occurs twice, over-long prompts where `over_limit` is
@@ -66,7 +70,9 @@ def scan(
     if not prompts:
         raise UserError("data", f"the {split} split is empty", remedy="choose other data")
     _check_ids(prompts, split)
-    tokenised = [replace(p, token_ids=ids) for p, ids in zip(prompts, _token_ids(prompts, tokenizer), strict=True)]
+    tokenised = [
+        replace(p, token_ids=ids) for p, ids in zip(prompts, token_ids(prompts, tokenizer, style), strict=True)
+    ]
     kept = [p for p in tokenised if len(p.token_ids) <= max_prompt_tokens]
     if len(kept) < len(tokenised) and (over_limit == "refuse" or not kept):
         raise _over_limit(tokenised, max_prompt_tokens, over_limit, split)
@@ -76,8 +82,14 @@ def scan(
         num_dropped=len(tokenised) - len(kept),
         lengths=Lengths(shortest=min(lengths), median=median(lengths), longest=max(lengths)),
         fingerprint=fingerprint(kept),
-        note=None if tokenizer.chat_template else NO_TEMPLATE_NOTE,
+        note=NO_TEMPLATE_NOTE if style == "chat" and not tokenizer.chat_template else None,
     )
+
+
+def left_out(prompts: PromptSet, max_prompt_tokens: int) -> tuple[str, ...]:
+    """What the person watching should know of a scan."""
+    dropped = f"{prompts.num_dropped} prompts longer than prompts.max_tokens={max_prompt_tokens} were dropped"
+    return (*((dropped,) if prompts.num_dropped else ()), *((prompts.note,) if prompts.note else ()))
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -86,6 +98,12 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode() + b"\n")
     return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """12 hex digits of a sha256 over what token ids mean: the vocabulary with added tokens, template and end token."""
+    known = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
 
 
 def prompts_for_step(num_prompts: int, prompts_per_step: int, seed: int, step: int) -> list[int]:
@@ -119,13 +137,14 @@ def permutation(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def _token_ids(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+def token_ids(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> list[tuple[int, ...]]:
+    """The tokens of each prompt up to where its completion begins; style: chat or raw (`scan`)."""
     chunks = (prompts[i : i + CHUNK] for i in range(0, len(prompts), CHUNK))
-    return [tuple(ids) for chunk in chunks for ids in _tokenise(chunk, tokenizer)]
+    return [tuple(ids) for chunk in chunks for ids in _tokenise(chunk, tokenizer, style)]
 
 
-def _tokenise(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> Sequence[Sequence[int]]:
-    if not tokenizer.chat_template:
+def _tokenise(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> Sequence[Sequence[int]]:
+    if style == "raw" or not tokenizer.chat_template:
         return tokenizer(["\n\n".join(m["content"] for m in p.messages) for p in prompts])["input_ids"]  # type: ignore[return-value]
     from jinja2.exceptions import TemplateError
 

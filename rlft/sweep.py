@@ -77,7 +77,8 @@ def rows(folder: Path, jobs: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
                 "accuracy_before": evaluations[0]["accuracy"] if evaluations else None,
                 "accuracy": evaluations[-1]["accuracy"] if evaluations else None,
                 "accuracy_se": evaluations[-1]["accuracy_se"] if evaluations else None,
-                "reward": metrics[-1]["reward/mean"] if metrics else None,
+                "reward": metrics[-1].get("reward/mean") if metrics else None,
+                "loss": (evaluations[-1] if evaluations else {}).get("eval/loss"),
                 "seconds": round(sum(line.get("time/step") or 0.0 for line in metrics), 1),
                 "folder": str(run),
             }

@@ -97,8 +97,9 @@ def from_mapping(cls: Any, values: Any, prefix: str) -> Any:
 
 def convert(hint: Any, value: Any, key: str) -> Any:
     """The value as its field's type, checked by pydantic in strict mode (no "5" for 5, no True for 1)."""
-    if dataclasses.is_dataclass(hint):
-        return from_mapping(hint, value, key)
+    sections = [kind for kind in _options(hint) if dataclasses.is_dataclass(kind)]
+    if sections and not (value is None and type(None) in _options(hint)):
+        return from_mapping(sections[0], value, key)
     from pydantic import ValidationError
     from pydantic.errors import PydanticSchemaGenerationError
 

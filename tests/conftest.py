@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config
 
 import rlft
-from rlft.config import RunConfig, build, compose
+from rlft.config import build, compose
+from rlft.model import attention
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.model.roles import Roles
+from rlft.roots import RunConfig
 from rlft.types import Batch, Prompt
 
 # The models here are so small that a second thread only gets in the way, most of all on a machine that has other work.
@@ -85,6 +88,24 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
     yield make
     for roles in opened:
         roles.close()
+
+
+@pytest.fixture(scope="session")
+def make_double(backbone: Backbone) -> Callable[[], Backbone]:
+    """Builds a random model that computes in float64 throughout: transformers does nothing of GPT-2 in float32."""
+
+    def make() -> Backbone:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            sizes = GPT2Config(
+                vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2,
+                attn_pdrop=0, resid_pdrop=0, embd_pdrop=0,
+            )  # fmt: skip
+            model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float64).eval().requires_grad_(False)
+        attention.install(model)
+        return Backbone(model=model, tokenizer=backbone.tokenizer, device=torch.device("cpu"), path="none")
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,7 @@ TESTED_ELSEWHERE = {
     "data/records": "data/test_jsonl.py",
     "generation/config": "test_config.py",
     "model/config": "test_config.py",
+    "model/whole": "test_sft.py",
     "trainer/config": "test_config.py",
     "reward/spec": "reward/test_reward_spec.py",
     "reward/pool": "reward/test_reward_workers.py",
@@ -110,12 +111,14 @@ def test_the_command_line_is_on_top() -> None:
     ("library", "places"),
     [
         ("vllm", {"generation/vllm"}),
-        ("hydra", {"cli", "config"}),
+        ("hydra", {"cli", "config", "multirun"}),
         ("omegaconf", {"cli", "config"}),
         ("wandb", {"logger/wandb"}),
         ("reasoning_gym", {"data/reasoning_gym", "reward/reasoning_gym"}),
         ("math_verify", {"reward/math"}),
         ("datasets", {"data/hub"}),
+        ("py3langid", {"reward/language"}),
+        ("httpx2", {"reward/remote"}),
     ],
 )
 def test_a_library_is_imported_in_its_place_only(library: str, places: set[str]) -> None:
@@ -147,7 +150,7 @@ def test_data_rule_rewards_and_the_command_line_know_no_torch(module: Path) -> N
 def test_importing_every_light_module_imports_neither_torch_nor_transformers() -> None:
     """Not even by way of others: reward workers and `rlft --help` start without them."""
     names = [".".join(("rlft", *module.parts)).removesuffix(".__init__") for module in LIGHT]
-    heavy = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "reasoning_gym")
+    heavy = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "reasoning_gym", "httpx2")
     code = f"import sys\nfor name in {names}: __import__(name)\nprint([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
@@ -175,6 +178,7 @@ def targets(value: object) -> Iterator[str]:
 
 
 CHOICES = [(g, c) for g in catalog.groups() if g not in ("recipe", "generation") for c in catalog.choices(g)]
+READ_FROM_DATA = ("demonstrations", "preferences")  # one module a group, whatever the file they come from
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
@@ -182,6 +186,9 @@ def test_a_yamls_address_is_its_codes_address(group: str, choice: str) -> None:
     """Or it is a variant: another choice's code with other keys."""
     text = (catalog.config_folder() / group / f"{choice}.yaml").read_text()
     for target in targets(yaml.safe_load(text)):
+        if group in READ_FROM_DATA:
+            assert target.startswith(f"rlft.data.{group}.")
+            continue
         assert target.startswith(f"rlft.{group}.")
         module = Path(*target.split(".")[1:-1])
         assert module in MODULES

@@ -68,10 +68,21 @@ def test_help_comes_in_a_second_and_a_half_and_without_torch(arguments: list[str
 def test_train_help_shows_groups_recipes_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "--help"]) == 0
     shown = capsys.readouterr().out
-    for group in catalog.groups():
-        assert f"{group}: {', '.join(catalog.choices(group))}" in shown
     assert "rlft train +recipe=grpo_arithmetic " in shown
     assert "--config-dir" in shown
+
+
+@pytest.mark.parametrize("verb", catalog.VERBS)
+def test_a_verbs_help_shows_its_own_groups_and_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Usage: rlft {verb} " in shown
+    told = dict(line.split(": ", 1) for line in shown.splitlines() if re.match(r"[a-z]+: ", line))
+    others = set(catalog.groups()) - set(catalog.groups(verb))
+    assert not told.keys() & others
+    for group in catalog.groups(verb):
+        if catalog.choices(group, verb):
+            assert told[group] == ", ".join(catalog.choices(group, verb))
 
 
 def test_recipes_are_listed_with_their_first_comment_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +91,10 @@ def test_recipes_are_listed_with_their_first_comment_line(capsys: pytest.Capture
     for name in catalog.choices("recipe"):
         first, second = (catalog.recipe_folder() / f"{name}.yaml").read_text().splitlines()[:2]
         assert first == "# @package _global_"
-        assert any(line.split(maxsplit=1) == [name, second.removeprefix("# ")] for line in lines)
+        words = ["rlft", catalog.verb_of(name), f"+recipe={name}", second.removeprefix("# ")]
+        assert any(line.split(maxsplit=3) == words for line in lines)
+    verbs = [line.split()[1] for line in lines]
+    assert verbs == sorted(verbs, key=catalog.VERBS.index), "by verb"
 
 
 def test_cfg_job_prints_the_config_and_trains_nothing(

@@ -16,10 +16,11 @@ from annotated_types import Gt
 import rlft
 from rlft import catalog
 from rlft.algorithm.grpo import GRPO
-from rlft.config import RunConfig, build, compose, compose_run
+from rlft.config import build, build_rm, build_sample, build_sft, compose, compose_run
 from rlft.fields import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.ops.mismatch import Mismatch
 from rlft.reward.spec import specs
+from rlft.roots import RmConfig, RunConfig, SampleConfig, SftConfig, Verb
 from rlft.targets import convert, from_mapping, instantiate, locate
 from rlft.types import UserError
 
@@ -151,6 +152,33 @@ def test_the_defaults_build_and_every_section_is_typed() -> None:
     assert config.completions_per_step == config.prompts_per_step * config.group_size
 
 
+@pytest.mark.parametrize(
+    ("verb", "build_one", "root", "needs"),
+    [
+        (Verb.sft, build_sft, SftConfig, ["demonstrations.path=some.jsonl"]),
+        (Verb.rm, build_rm, RmConfig, ["preferences.path=some.jsonl"]),
+        (Verb.sample, build_sample, SampleConfig, []),
+    ],
+)
+def test_every_verbs_defaults_build(verb: Verb, build_one: Any, root: type, needs: list[str]) -> None:
+    plain = compose(needs, verb=verb)
+    assert isinstance(build_one(plain), root)
+    with pytest.raises(UserError, match=rf"^verb: this is rlft {verb}, got train; leave it as it is$"):
+        build_one({**plain, "verb": "train"})
+
+
+def test_prompts_with_answers_are_left_out_by_default_of_sft_only() -> None:
+    assert build_sft(compose(["demonstrations.path=some.jsonl"], verb=Verb.sft)).data == {}
+    plain = compose([], verb=Verb.sample)
+    del plain["data"]
+    with pytest.raises(UserError, match=r"^data: is missing; choose data=arithmetic or "):
+        build_sample(plain)
+
+
+def test_a_run_without_an_adapter_has_no_lora_section() -> None:
+    assert build_sft(compose(["demonstrations.path=some.jsonl", "lora=null"], verb=Verb.sft)).lora is None
+
+
 def test_an_empty_list_of_loggers_is_no_logger() -> None:
     assert build(compose(["logger=[]"])).logger == {}
 
@@ -203,12 +231,18 @@ def test_load_algorithm_refuses_as_the_command_line_does(name: str, overrides: A
 CHOICES = [(group, choice) for group in catalog.groups() if group != "recipe" for choice in catalog.choices(group)]
 CHOSEN = [catalog.config_folder() / group / f"{choice}.yaml" for group, choice in CHOICES]
 BASES = list(dict.fromkeys(base for file in CHOSEN for base in catalog.bases(file)))
-FILES = [catalog.config_folder() / "train.yaml", *CHOSEN, *BASES]
+ROOT_FILES = list(dict.fromkeys(file for verb in catalog.VERBS for file in catalog.root_files(verb)))
+FILES = [*ROOT_FILES, *CHOSEN, *BASES]
 NEEDS = {("data", "jsonl"): ["data.path=some.jsonl"]}
+VERB_OF = {"demonstrations": Verb.sft, "preferences": Verb.rm}
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_builds(group: str, choice: str) -> None:
+    if group in VERB_OF:
+        plain = compose([f"{group}={choice}", f"{group}.path=some.jsonl"], verb=VERB_OF[group])
+        assert type(instantiate(plain[group], group)).__module__ == f"rlft.data.{group}"
+        return
     config = build(compose([f"{group}={choice}", *NEEDS.get((group, choice), [])]))
     built = {
         "algorithm": lambda: instantiate(config.algorithm, "algorithm"),
@@ -228,7 +262,9 @@ def test_every_key_has_a_comment_and_every_file_a_first_line(file: Path) -> None
     assert file.read_text().startswith("# ")
     entries = catalog.entries(file)
     sections = {key.rpartition(".")[0] for key in entries}
-    bare = [k for k, e in entries.items() if not e.comment and k not in sections and not k.endswith("_target_")]
+    told = {key for verb in catalog.VERBS for key, entry in catalog.root_entries(verb).items() if entry.comment}
+    told = told if file in ROOT_FILES else set()  # what one of them changes is explained in the base that it builds on
+    bare = [k for k, e in entries.items() if not e.comment and k not in sections | told and not k.endswith("_target_")]
     # The upper end of a range that is explained at its lower end.
     assert [key for key in bare if key.replace("high", "low") not in entries or key.replace("high", "low") == key] == []
 
@@ -262,6 +298,33 @@ def test_a_key_means_what_stands_beside_it() -> None:
     assert below is not None
     assert below.comment.endswith("| sampled (trust the engine's) | recompute (always) | copy (an adapter of its own)")
     assert catalog.meaning("data.path") is None  # each data set means something else by it
+
+
+def test_a_verbs_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_it_did() -> None:
+    names = {verb: [file.stem for file in catalog.root_files(verb)] for verb in catalog.VERBS}
+    assert names["sft"] == ["run", "training", "sampling", "evaluation", "sft"]
+    assert names["rm"] == ["run", "training", "rm"]
+    assert names["sample"] == ["run", "sampling", "sample"]
+    train, sft = catalog.root_entries("train")["trainer.lr"], catalog.root_entries("sft")["trainer.lr"]
+    assert (train.comment, sft.comment) == ("AdamW's learning rate",) * 2
+    assert (train.default, sft.default) == ("1.0e-5", "1.0e-4")
+
+
+def test_a_verb_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it() -> None:
+    assert catalog.groups("sft") == ["data", "demonstrations", "generation", "logger", "recipe", "reward"]
+    assert catalog.groups("rm") == ["logger", "preferences", "recipe"]
+    assert catalog.groups("sample") == ["data", "generation", "recipe", "reward"]
+    assert {"algorithm", "data", "reward"} < set(catalog.groups("train"))
+    by_verb = [name for verb in catalog.VERBS for name in catalog.choices("recipe", verb)]
+    assert sorted(by_verb) == catalog.choices("recipe")
+    assert "sft_arithmetic" in catalog.choices("recipe", "sft")
+    assert "grpo_arithmetic" in catalog.choices("recipe", "train")
+    assert catalog.choices("data", "sft") == catalog.choices("data")  # of any other group every verb has all
+
+
+def test_only_the_data_of_sft_may_be_absent() -> None:
+    found = {(verb, group) for verb in catalog.VERBS for group in catalog.groups(verb)}
+    assert {(verb, group) for verb, group in found if catalog.may_be_absent(group, verb)} == {("sft", "data")}
 
 
 def test_what_choices_share_stands_in_a_base_that_is_no_choice() -> None:

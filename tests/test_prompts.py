@@ -1,4 +1,5 @@
 import hashlib
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from transformers import AutoTokenizer
 
 import rlft
 from rlft.data.arithmetic import Arithmetic
-from rlft.prompts import NO_TEMPLATE_NOTE, fingerprint, permutation, prompts_for_step, scan
+from rlft.prompts import NO_TEMPLATE_NOTE, fingerprint, permutation, prompts_for_step, scan, tokenizer_fingerprint
 from rlft.types import Prompt, Split, UserError
 
 TINY = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
@@ -76,6 +77,18 @@ def test_without_a_chat_template_the_plain_texts_are_used() -> None:
     assert found.prompts[0].token_ids == tuple(plain("12\n\n34")["input_ids"])
 
 
+def test_raw_prompts_are_the_plain_texts_also_where_there_is_a_chat_template(tokenizer) -> None:
+    turns = [("system", "1"), ("user", "2"), ("assistant", "3"), ("user", "4")]
+    talk = Prompt(id="a", messages=tuple({"role": r, "content": c} for r, c in turns), answer="1")
+    found = scan([talk], tokenizer, 100, "drop", Split.train, style="raw")
+    assert found.prompts[0].token_ids == tuple(tokenizer("1\n\n2\n\n3\n\n4")["input_ids"])
+    assert found.note is None
+    assert scan([talk], tokenizer, 100, "drop", Split.train, style="chat").fingerprint != found.fingerprint
+    plain = AutoTokenizer.from_pretrained(TINY)
+    plain.chat_template = None
+    assert scan([talk], plain, 100, "drop", Split.train, style="raw") == found  # as asked for: nothing to note
+
+
 def test_a_template_that_takes_no_system_message_is_told_with_the_way_out() -> None:
     strict = AutoTokenizer.from_pretrained(TINY)
     strict.chat_template = (
@@ -110,6 +123,22 @@ def test_the_fingerprint_keeps_fields_apart() -> None:
     assert fingerprint(one) != fingerprint(two)
     # By hand: one JSON array a prompt, one line each.
     assert fingerprint(one) == hashlib.sha256(b'["a", [1], "23"]\n').hexdigest()
+
+
+def test_a_tokenizers_fingerprint_changes_with_what_its_ids_mean(tokenizer) -> None:
+    def changed(**keys) -> str:
+        other = AutoTokenizer.from_pretrained(TINY)
+        for name, value in keys.items():
+            setattr(other, name, value)
+        return tokenizer_fingerprint(other)
+
+    one = tokenizer_fingerprint(tokenizer)
+    assert one == changed()
+    assert re.fullmatch("[0-9a-f]{12}", one)
+    with_token = AutoTokenizer.from_pretrained(TINY)
+    with_token.add_tokens(["<new>"])
+    another_end = changed(eos_token=tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id - 1))
+    assert len({one, changed(chat_template="x"), another_end, tokenizer_fingerprint(with_token)}) == 4
 
 
 # -- prompts_for_step --------------------------------------------------------------------------------------------------

@@ -5,11 +5,37 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from rlft import catalog
-from rlft.config import build, compose
+from rlft import catalog, rm, sft
+from rlft.config import build, build_rm, build_sft, compose
 from rlft.plan import check_components
+from rlft.roots import Verb
 
 RECIPES = catalog.choices("recipe")
+BUILD = {Verb.train: build, Verb.sft: build_sft, Verb.rm: build_rm}
+CHECK = {
+    Verb.train: lambda plain: check_components(build(plain)),
+    Verb.sft: sft.check_config,
+    Verb.rm: rm.check_config,
+}
+
+# What a stage of a pipeline is told on the command line: what an earlier stage has made.
+LESSONS = ["demonstrations.path=embedded:arithmetic-cold-start"]
+WITHOUT_REWARD_MODEL = ["~reward.learned", "critic.init=base", "reward.exact_match.weight=1.0"]
+TOLD = {
+    "r1_keepers_arithmetic": LESSONS,
+    "distill_arithmetic": LESSONS,
+    "r1_final_arithmetic": WITHOUT_REWARD_MODEL,
+    "rlhf_ppo_arithmetic": WITHOUT_REWARD_MODEL,
+}
+
+
+def verb_of(recipe: str) -> Verb:
+    return Verb(catalog.verb_of(recipe))
+
+
+def composed(recipe: str, *words: str):
+    """The plain config of the recipe, with what it must be told."""
+    return compose([f"+recipe={recipe}", *TOLD.get(recipe, []), *words], verb=verb_of(recipe))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -28,16 +54,23 @@ def test_a_recipe_is_named_as_its_file(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_composes_builds_and_passes_the_checks(recipe: str) -> None:
-    config = build(compose([f"+recipe={recipe}"]))
-    algorithm, loggers = check_components(config)
-    assert config.group_size >= algorithm.min_group_size
+    plain = composed(recipe)
+    config = BUILD[verb_of(recipe)](plain)
+    _, loggers = CHECK[verb_of(recipe)](plain)
     assert len(loggers) == len(config.logger)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_command_line_goes_before_a_recipe(recipe: str) -> None:
-    config = build(compose(["trainer.lr=0.25", f"+recipe={recipe}", "reward=[exact_match]", "steps=7"]))
+    config = BUILD[verb_of(recipe)](composed(recipe, "trainer.lr=0.25", "steps=7"))
     assert (config.trainer.lr, config.steps) == (0.25, 7)
+
+
+def test_a_recipe_of_another_verb_says_which() -> None:
+    own = {recipe: yaml.safe_load((catalog.recipe_folder() / f"{recipe}.yaml").read_text()) for recipe in RECIPES}
+    assert {recipe for recipe in RECIPES if verb_of(recipe) is Verb.train} == {
+        recipe for recipe in RECIPES if "verb" not in own[recipe]
+    }
 
 
 def test_the_main_job_is_what_it_says() -> None:

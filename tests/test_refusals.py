@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlft import cli, runfolder
 from rlft.config import build, compose
+from rlft.data.sampled import sampled_line
 from rlft.hub import hub_answers
+from rlft.launch import work_of
 from rlft.model import adapter_folder
 from rlft.model.backbone import Backbone, fingerprint
 from rlft.model.roles import Roles
 from rlft.plan import make_plan
+from rlft.roots import Verb
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
+from rlft.types import Completion, FinishReason, Prompt, Rollout
 
 # What rows have in common.
 PPO = "train algorithm=ppo critic.kind=adapter"
@@ -37,6 +41,8 @@ PTX = "train algorithm=ppo_ptx critic.kind=adapter"
 SMALL = "lora.rank=4 lora.alpha=8"
 TEXT = "pretrain.path=embedded:arithmetic-text"
 LEARNED = "reward=[exact_match,learned]"
+SFT = "sft demonstrations.path=embedded:arithmetic-demonstrations max_completion_tokens=64"
+RM = "rm preferences.path=embedded:arithmetic-preferences max_completion_tokens=64"
 TWO_LEARNED = "+reward.second='${reward.learned}'"
 REFRESH = "reward_model.refresh_every=10 reward_model.labels=exact_match"
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
@@ -46,6 +52,19 @@ DEEPER = "base_model.model.model.layers.99.mlp.down_proj.lora_A.weight"
 # `templates` filled: see there for `mine`, `run`, `file`, the .jsonl files and the adapters.
 TABLE = [
     # Verbs
+    ("stf +recipe=sft_arithmetic", "stf", "did you mean rlft sft?"),
+    ("train +recipe=sft_arithmetic", "+recipe", "is for rlft sft, got sft_arithmetic; write rlft sft +recipe=sft_ari"),
+    ("sft +recipe=grpo_arithmetic", "+recipe", "is for rlft train, got grpo_arithmetic; write rlft train +recipe=grpo"),
+    ("sft +recipe=", "+recipe", "has no name; choose one of distill_arithmetic, "),
+    ("rm +recipe=rm_arithmetik", "+recipe", "did you mean rm_arithmetic?"),
+    ("sft group_size=4", "group_size", "there is no such key; `rlft sft --cfg job` shows every key"),
+    ("sft algorithm=grpo", "algorithm", "there is no such key"),
+    ("rm reward=format", "reward", "there is no such key"),
+    ("sample critic.kind=adapter", "critic.kind", "there is no such key"),
+    ("sft demonstration.path=x", "demonstration.path", "did you mean demonstrations"),
+    ("sft demonstrations=jsnl", "demonstrations", "did you mean jsonl?"),
+    ("rm +verb=train", "verb", "this is rlft rm, got train"),
+    (f"{SFT} verb=train", "verb", "this is rlft sft, got train; leave it as it is"),
     ("trian +recipe=grpo_arithmetic", "trian", "did you mean rlft train?"),
     ("recipes gsm8k", "recipes", "takes no more words, got gsm8k"),
     # Misspelt groups, choices and keys
@@ -62,7 +81,7 @@ TABLE = [
     ("train reward.format.wieght=1", "reward.format.wieght", "did you mean reward.format.weight?"),
     ("train hydra.run.dri=x", "hydra.run.dri", "there is no such key"),
     ("train foo=1", "foo", "`rlft train --cfg job` shows every key"),
-    ("train +foo=1", "foo", "there is no such key, got 1; known here: name, seed, steps"),
+    ("train +foo=1", "foo", "there is no such key, got 1; known here: verb, name, seed"),
     ("train +trainer.foo=1", "trainer.foo", "known here: lr, schedule"),
     ("train ~seed", "seed", "is missing"),
     ("train ~algorithm", "algorithm", "is missing; choose algorithm=a2c or cispo or dapo or dr_grpo or "),
@@ -299,6 +318,7 @@ TABLE = [
     ("train generation=vllm", "generation.engine", "vLLM is not installed", "vllm"),
     ("train logger=[console,wandb]", "logger.wandb", "pip install 'rlft[wandb]'", "wandb"),
     ("train data=reasoning_gym reward=reasoning_gym", "data", "pip install 'rlft[reasoning-gym]'", "reasoning_gym"),
+    (f"train {LEARNED} reward.learned.path=renamed", "reward.learned.path", "holds a causal language model (Qwen2Fo"),
     # Paths
     ("train model.path=", "model.path", "is empty"),
     ("train model.path=/nowhere", "model.path", "got /nowhere"),
@@ -362,7 +382,74 @@ TABLE = [
     ("train -m model.device=cpu,cuda", "model.device", "(job 1: model.device=cuda)"),
     ("train -m generation.max_tokens=100,300", "generation.max_tokens", "context of 512 tokens (job 1: "),
     ("train -m --cfg jobs", "--cfg", "got jobs"),
+    # Supervised fine-tuning
+    ("sft", "demonstrations.path", "has no value yet; give demonstrations.path=<value>"),
+    ("sft demonstrations.path=no.jsonl max_completion_tokens=64", "demonstrations.path", "there is no such file, got"),
+    ("sft demonstrations.path=empty.jsonl max_completion_tokens=64", "demonstrations.path", "holds no data"),
+    ("sft demonstrations.path=other.jsonl max_completion_tokens=64", "demonstrations.path", "other.jsonl:1: is no ch"),
+    ("sft demonstrations.path=foreign.jsonl max_completion_tokens=64", "demonstrations", "another tokenizer (0123)"),
+    (f"{SFT} token_budget=100", "token_budget", "may have 512 tokens (prompts.max_tokens and a completion), got 100;"),
+    (f"{SFT} max_completion_tokens=300", "max_completion_tokens", "is given twice"),
+    ("sft demonstrations.path=embedded:arithmetic-demonstrations", "max_completion_tokens", "of 512 tokens, got 1024"),
+    (f"{SFT} examples_per_step=2000", "examples_per_step", "demonstrations to train on, got 2000; use at most 9"),
+    (f"{SFT} prompts.over_limit=refuse prompts.max_tokens=20", "max_completion_tokens", "demonstrations exceed pro"),
+    (f"{SFT} steps=0", "steps", "must be greater than 0, got 0"),
+    (f"{SFT} lora=null generation=vllm", "generation.engine", "vLLM is given adapters only, and lora=null has none"),
+    (f"{SFT} lora=null model.quantization=4bit", "model.quantization", "4-bit weights cannot be trained"),
+    (f"{SFT} lora=null eval.kl_base=true", "eval.kl_base", "lora=null changes the base itself"),
+    (f"{SFT} lora=null data=arithmetic {LEARNED} reward.learned.path=critic", "reward", "stand on a frozen base, wh"),
+    (f"{SFT} lora=null lora.rank=4", "lora.rank", "there is no such key"),
+    (f"{SFT} lora=none", "lora", "must be a section of keys, got 'none'"),
+    (f"{SFT} {SMALL} lora.path=critic", "lora.path", "holds the adapter of the role critic, which is no policy"),
+    (f"{SFT} {SMALL} lora.path=elsewhere", "lora.path", "it was made for base 0123"),
+    (f"{SFT} lora.path=policy", "lora.rank", "the adapter at lora.path has rank 4, got 32; set lora.rank=4"),
+    (f"{SFT} lora.path=run", "lora.path", "that run has no checkpoint, got run; let it reach one first"),
+    (f"{SFT} data=arithmetic data.difficulty=10", "data.difficulty", "must be 1 to 9 digits"),
+    (f"{SFT} data=arithmetic {LEARNED}", "reward.learned.path", "says 0 of every completion"),
+    (f"{SFT} data=arithmetic {LEARNED} reward.learned.path=renamed", "reward.learned.path", "causal language model"),
+    (f"{SFT} resume=nowhere", "resume", "there is no run in that folder"),
+    ("resume sft_run demonstrations.path=demonstrations.jsonl", "resume", "demonstrations.path: "),
+    ("resume sft_run examples_per_step=5", "resume", "examples_per_step: 4 -> 5"),
+    ("resume sft_run group_size=5", "group_size", "there is no such key"),
+    ("resume sft_changed", "demonstrations.path", "the demonstrations changed since the run began"),
+    (f"sft -m {SFT[4:]} seed=1 token_budget=100,5000", "token_budget", "and a completion) (job 0: "),
+    # Reward models
+    ("rm", "preferences.path", "has no value yet; give preferences.path=<value>"),
+    ("rm preferences.path=identical.jsonl max_completion_tokens=64", "preferences.path",
+     "preference data without a margin of difference"),
+    ("rm preferences.path=foreign.jsonl max_completion_tokens=64", "preferences", "with another tokenizer (0123)"),
+    (f"{RM} rankings_per_step=2000", "rankings_per_step", "rankings to train on, got 2000; use at most 9"),
+    (f"{RM} token_budget=100", "token_budget", "may have 321 tokens (prompts.max_tokens, max_completion_tokens and an"),
+    (f"{RM} margin=-1", "margin", "must be greater than or equal to 0"),
+    (f"{RM} replay.fraction=1", "replay.fraction", "must be less than 1"),
+    (f"{RM} replay.path=nowhere.jsonl", "replay.path", "there is no such file, got nowhere.jsonl"),
+    (f"{RM} replay.path=identical.jsonl", "replay.path", "preference data without a margin of difference"),
+    (f"{RM} {SMALL} lora.path=critic_elsewhere", "lora.path", "it was made for base 0123"),
+    (f"{RM} lora.path=critic", "lora.rank", "the adapter at lora.path has rank 4, got 32; set lora.rank=4"),
+    (f"{RM} {SMALL} lora.path=long_head", "lora.path", "its head has weight (1, 999), and this base takes (1, 128)"),
+    (f"{RM} lora=null", "lora", "must be a section of keys, got null"),
+    # Sampling
+    ("sample keep=above", "min_reward", "is null, and keep=above needs it; set min_reward=1.0, or keep=all"),
+    ("sample min_reward=1", "min_reward", "is read by keep=above only, and keep=all, got 1.0; set keep=above, or"),
+    ("sample keep=best min_reward=0", "min_reward", "is read by keep=above only, and keep=best, got 0.0"),
+    ("sample keep=worst", "keep", "choose one of all, best, above"),
+    ("sample split=test", "split", "use train or held_out"),
+    ("sample n=0", "n", "must be greater than 0"),
+    ("sample adapter=critic", "adapter", "holds the adapter of the role critic, which is no policy"),
+    ("sample adapter=nowhere", "adapter", "there is no such folder, got nowhere"),
+    ("sample adapter=", "adapter", "there is no such folder, got nothing"),
+    ("sample adapter=elsewhere", "adapter", "it was made for base 0123"),
+    ("sample adapter=run", "adapter", "that run has no checkpoint"),
+    ("sample adapter=torn", "adapter", "cannot be read"),
+    ("sample reward=[]", "reward", "is empty"),
+    (f"sample {LEARNED}", "reward.learned.path", "says 0 of every completion"),
+    ("sample generation.max_tokens=300", "generation.max_tokens", "exceeds the model's context of 512 tokens, got 300"),
+    ("sample run=nowhere", "run", "there is no run in that folder"),
+    ("sample run=run", "adapter", "that run has no checkpoint"),
+    ("sample run=run nn=3", "nn", "there is no such key"),
+    ("sample -m run=run n=1,2", "command line", "this verb has no such option"),
     # Evaluating
+    ("eval run=rm_run", "run", "is a run of rlft rm, which has no policy"),
     ("eval", "run", "there is nothing to evaluate; give run=<run>, model.path=<model>"),
     ("eval run=", "run", "is empty"),
     ("eval run=nothing", "run", "there is no run in that folder"),
@@ -390,6 +477,9 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
         "empty.jsonl": "\n",
         "broken.jsonl": f"{rows[0]}\n{{oops",
         "other.jsonl": json.dumps({"question": "1 + 1?", "answer": "2"}),
+        "demonstrations.jsonl": lines({"prompt": f"{i} + 1?", "completion": f"{i + 1}"} for i in range(40)),
+        "identical.jsonl": lines({"prompt": f"{i}?", "chosen": "x", "rejected": "x"} for i in range(40)),
+        "foreign.jsonl": lines(sampled(i, reward) for i in range(40) for reward in (0.0, 1.0)),
         "mine/reward/mine.yaml": "# Not there.\nmine:\n  _target_: not_there.reward\n  weight: 1.0\n",
         "mine/recipe/no_package.yaml": "# Forgot the package.\nseed: 1\n",
         "mine/recipe/bad_yaml.yaml": "# @package _global_\n# Unfinished.\nseed: [1\n",
@@ -399,17 +489,38 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    for name, overrides in {"run": [], "changed": ["data=jsonl", f"data.path={folder}/good.jsonl"]}.items():
-        plain = compose(overrides)
+    demonstrations = "max_completion_tokens=64 examples_per_step=4 demonstrations.path="
+    begun: dict[str, tuple[Verb, str]] = {
+        "run": (Verb.train, ""),
+        "changed": (Verb.train, f"data=jsonl data.path={folder}/good.jsonl"),
+        "sft_run": (Verb.sft, f"{demonstrations}embedded:arithmetic-demonstrations"),
+        "sft_changed": (Verb.sft, f"{demonstrations}{folder}/demonstrations.jsonl"),
+        "rm_run": (Verb.rm, RM.removeprefix("rm ")),
+    }
+    for name, (verb, overrides) in begun.items():
+        plain = compose(overrides.split(), verb=verb)
         (folder / name).mkdir()
-        runfolder.start(folder / name, plain, make_plan(plain).fingerprints)
-    (folder / "good.jsonl").write_text("\n".join(rows[1:]))
+        runfolder.start(folder / name, plain, work_of(verb).make_plan(plain).fingerprints)
+    for name in ("good.jsonl", "demonstrations.jsonl"):
+        (folder / name).write_text((folder / name).read_text().partition("\n")[2])
     save_adapters(folder, backbone)
     shutil.copytree(tiny_path, folder / "renamed")
     classifier = LlamaConfig()
     classifier.num_labels = 3
     classifier.save_pretrained(folder / "three_labels")
     return folder
+
+
+def lines(rows: Iterable[dict[str, Any]]) -> str:
+    return "\n".join(map(json.dumps, rows))
+
+
+def sampled(number: int, reward: float) -> dict[str, Any]:
+    """A line of `rlft sample` by a model with another tokenizer."""
+    prompt = Prompt(id=str(number), messages=({"role": "user", "content": f"{number}?"},), answer="")
+    said = Completion(text="x", token_ids=(7, int(reward)), logprobs=(0.0, 0.0), finish_reason=FinishReason.stop)
+    rollout = Rollout(prompt=prompt, completion=said, policy_version=0)
+    return sampled_line(rollout, index=0, rewards={}, reward=reward, model="other", tokenizer="0123")
 
 
 def save_adapters(folder: Path, backbone: Backbone) -> None:

@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig
 
 import rlft
 from rlft.collate import select
 from rlft.config import compose
 from rlft.engine import Engines
-from rlft.model import attention
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticKind
 from rlft.model.critic import CRITIC
@@ -86,26 +85,8 @@ def batch(make_batch):
 
 
 @pytest.fixture
-def make_double(backbone):
-    """Builds a random model that computes in float64 throughout: transformers does nothing of GPT-2 in float32."""
-    return lambda: random_double(backbone.tokenizer)
-
-
-@pytest.fixture
 def double(make_double):
     return make_double()
-
-
-def random_double(tokenizer):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        sizes = GPT2Config(
-            vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2,
-            attn_pdrop=0, resid_pdrop=0, embd_pdrop=0,
-        )  # fmt: skip
-        model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float64).eval().requires_grad_(False)
-    attention.install(model)
-    return Backbone(model=model, tokenizer=tokenizer, device=torch.device("cpu"), path="none")
 
 
 def double_batch(batch):

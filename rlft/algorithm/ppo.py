@@ -19,7 +19,8 @@ from rlft.algorithm.objective import RatioObjective, there
 from rlft.fields import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.ops.advantage import gae, n_step, whiten
 from rlft.ops.aggregate import Aggregate, aggregate
-from rlft.ops.mask import keep, row_sum
+from rlft.ops.likelihood import negative_log_likelihood
+from rlft.ops.mask import keep
 from rlft.ops.value import value_loss
 from rlft.types import Batch, Loss, LossScale, Outputs
 
@@ -105,7 +106,7 @@ class PPO(RatioObjective):
 
     def text_loss(self, logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
         """The term `[]` that pretraining text adds: -ptx_coef * mean lp, over the `num_tokens` of the whole update."""
-        return -self.ptx_coef * row_sum(logprobs, mask).sum() / max(num_tokens, 1)
+        return self.ptx_coef * negative_log_likelihood(logprobs, mask, num_tokens)
 
     def _value_errors(self, values: Tensor, batch: Batch, scale: LossScale) -> tuple[Tensor, Tensor]:
         mask = batch.loss_mask

@@ -6,71 +6,81 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlft.data.jsonl import hash_split, rows, training
-from rlft.data.records import RecordKeys, Row, RowError
+from rlft.data.records import Made, Parse, RecordKeys, Row, RowError
 from rlft.fields import PositiveFraction
 from rlft.hub import hub_answers
 from rlft.types import Prompt, Split, UserError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hub(RecordKeys):
-    """Prompts of a hub set, or of local files in its format. The keys of RecordKeys say which fields are what.
+@dataclass(frozen=True, kw_only=True)
+class HubSet:
+    """The config keys that name a hub set, or local files in its format, of any component that reads one.
 
+    section: of the config, that the keys belong to.
     path: a hub id; or a folder with <train_split>.jsonl and <held_out_split>.jsonl (or the set's own parquet files, as
         `hf download` leaves them); or one .jsonl file. What exists locally, or looks like a path (starts with / . ~ or
         ends with .jsonl), is local.
     subset: the set's configuration, None if it has one only. revision: branch, tag or commit on the hub.
     train_split, held_out_split: names of the set's splits; questions that are in both are left out of training.
-    held_out_fraction: share held out of a single .jsonl file, chosen by a hash of the question.
+    held_out_fraction: share held out by a hash of the question where held_out_split is None, and of a single .jsonl
+        file.
     """
 
+    __slots__ = ()  # the slots are the component's, which also inherits the keys of its rows
+
+    section: ClassVar[str]
     path: str
     subset: str | None
     revision: str | None
     train_split: str
-    held_out_split: str
+    held_out_split: str | None
     held_out_fraction: PositiveFraction
 
-    def load(self, split: Split) -> list[Prompt]:
-        """The split's prompts, in the order of the set. Raises UserError."""
-        local = local_path(self.path)
+    def read(self, split: Split, parse: Parse[Made]) -> list[Row[Made]]:
+        """The split's rows, in the order of the set. Raises UserError."""
+        key = f"{self.section}.path"
+        local = local_path(self.path, key)
         if local is not None and local.is_file():
-            return hash_split(rows(local, self, "data.path"), split, self.held_out_fraction, local)
-        held_out = self._rows(self.held_out_split, "data.held_out_split", local)
+            return hash_split(rows(local, parse, key), split, self.held_out_fraction, local, self.section)
+        if self.held_out_split is None:
+            found = self._rows(self.train_split, "train_split", local, parse)
+            return hash_split(found, split, self.held_out_fraction, self.path, self.section)
+        held_out = self._rows(self.held_out_split, "held_out_split", local, parse)
         if split is Split.held_out:
-            return [row.prompt for row in held_out]
-        return training(self._rows(self.train_split, "data.train_split", local), held_out, self.path)
+            return held_out
+        return training(self._rows(self.train_split, "train_split", local, parse), held_out, self.path, key)
 
-    def _rows(self, name: str, key: str, folder: Path | None) -> list[Row]:
+    def _rows(self, name: str, named_by: str, folder: Path | None, parse: Parse[Made]) -> list[Row[Made]]:
+        """named_by: the key that gives the split its name."""
         if folder is None:
-            return self._parsed(self._download(name, key), name, self.path)
+            return self._parsed(self._download(name, f"{self.section}.{named_by}"), name, self.path, parse)
         file = folder / f"{name}.jsonl"
         if file.is_file():
-            return rows(file, self, "data.path")
+            return rows(file, parse, f"{self.section}.path")
         tables = parquet_files(folder, self.subset, name)
         if tables:
-            return self._parsed(_parquet_records(tables), name, str(folder))
+            return self._parsed(_parquet_records(tables), name, str(folder), parse)
         raise UserError(
-            "data.path",
+            f"{self.section}.path",
             f"the folder has no {name}.jsonl",
             got=self.path,
-            remedy=f"put {self.train_split}.jsonl and {self.held_out_split}.jsonl there, or give a .jsonl file",
+            remedy=f"put {self._files()} there, or give a .jsonl file",
         )
 
-    def _parsed(self, records: Any, name: str, where: str) -> list[Row]:
-        found = []
+    def _parsed(self, records: Any, name: str, where: str, parse: Parse[Made]) -> list[Row[Made]]:
+        key, other_fields = f"{self.section}.path", f"name other fields ({self.section}.*_field)"
+        found: list[Row[Made]] = []
         for number, fields in enumerate(records):
             try:
-                found.append(self.row(fields, f"{name}:{number}"))
+                found += parse(fields, f"{name}:{number}")
             except RowError as error:
-                raise UserError(
-                    "data.path", f"{where}, {name}, row {number}: {error}", remedy="name other fields (data.*_field)"
-                ) from None
+                problem = f"{where}, {name}, row {number}: {error}"
+                raise UserError(key, problem, remedy=error.remedy or other_fields) from None
         if not found:
-            raise UserError("data.path", f"the split {name} is empty", got=where, remedy="choose another set or split")
+            raise UserError(key, f"the split {name} is empty", got=where, remedy="choose another set or split")
         return found
 
     def _download(self, name: str, key: str) -> Any:
@@ -83,7 +93,7 @@ class Hub(RecordKeys):
             except DatasetNotFoundError as error:
                 if online:
                     raise UserError(
-                        "data.path",
+                        f"{self.section}.path",
                         "is no local path and not on the hub, or not yours to read",
                         got=self.path,
                         remedy=self._local_remedy(),
@@ -92,36 +102,57 @@ class Hub(RecordKeys):
             except (OSError, DatasetsError) as error:
                 if online and not isinstance(error, ConnectionError):
                     raise UserError(
-                        "data.path", f"cannot be loaded ({error})", got=self.path, remedy=self._local_remedy()
+                        f"{self.section}.path",
+                        f"cannot be loaded ({error})",
+                        got=self.path,
+                        remedy=self._local_remedy(),
                     ) from error
                 raise self._unreachable() from error
             except ValueError as error:
                 # "BuilderConfig 'x' not found. ...", "Config name is missing. ..." or 'Unknown split "x". ...'
-                wrong, got = ("data.subset", self.subset) if "onfig" in str(error) else (key, name)
+                wrong, got = (f"{self.section}.subset", self.subset) if "onfig" in str(error) else (key, name)
                 problem = " ".join(str(error).split())[:300]
                 raise UserError(wrong, f"does not fit the set ({problem})", got=got, remedy="choose another") from error
 
     def _unreachable(self) -> UserError:
         return UserError(
-            "data.path",
+            f"{self.section}.path",
             "the hub cannot be reached and its cache here has no such set",
             got=self.path,
             remedy=self._local_remedy(),
         )
 
     def _local_remedy(self) -> str:
-        files = f"{self.train_split}.jsonl and {self.held_out_split}.jsonl, or a .jsonl file"
-        return f"use local copies: data.path=<folder with {files}>, and for the model model.path=<folder>"
+        local = f"{self.section}.path=<folder with {self._files()}, or a .jsonl file>"
+        return f"use local copies: {local}, and for the model model.path=<folder>"
+
+    def _files(self) -> str:
+        return " and ".join(f"{name}.jsonl" for name in (self.train_split, self.held_out_split) if name is not None)
 
 
-def local_path(path: str) -> Path | None:
-    """The local file or folder that `path` means, None for a hub id. Raises UserError where a local path is missing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub(HubSet, RecordKeys):
+    """Prompts of a hub set, or of local files in its format. The keys of RecordKeys say which fields are what."""
+
+    section: ClassVar[str] = "data"
+
+    def load(self, split: Split) -> list[Prompt]:
+        """The split's prompts, in the order of the set. Raises UserError."""
+        return self.prompts(self.read, split)
+
+
+def local_path(path: str, key: str) -> Path | None:
+    """The local file or folder that `path` means, None for a hub id; key: the config key that holds it.
+
+    Raises:
+        UserError: a local path is missing.
+    """
     local = Path(path).expanduser()
     if local.exists():
         return local
     if path.startswith(("/", ".", "~")) or path.endswith(".jsonl"):
         raise UserError(
-            "data.path",
+            key,
             "there is no such file or folder",
             got=path,
             remedy="give an existing one, or the id of a hub set",

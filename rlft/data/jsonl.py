@@ -1,4 +1,4 @@
-"""Prompts from a local JSONL file: one JSON object a line."""
+"""Prompts from a local JSONL file, one JSON object a line; and what all components read such files with."""
 
 from __future__ import annotations
 
@@ -6,47 +6,68 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from rlft.data.records import RecordKeys, Row, RowError, split_of, without
+import rlft
+from rlft.data.records import Made, Parse, RecordKeys, Row, RowError, split_of, without
 from rlft.fields import PositiveFraction
 from rlft.types import Prompt, Split, UserError
 
 MEND = "mend or remove that line"
+EMBEDDED = "embedded:"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Jsonl(RecordKeys):
-    """Prompts of a JSONL file; ids are `<file>:<line>`. The keys of RecordKeys say which fields are what.
+@dataclass(frozen=True, kw_only=True)
+class JsonlFiles:
+    """The config keys that name JSONL files, of any component that reads them; the ids of rows are `<file>:<line>`.
 
+    section: of the config, that the keys belong to.
     path: the file. held_out_path: a second file to evaluate on (questions it shares with `path` are left out of
     training), or None: the share `held_out_fraction` of `path`, chosen by a hash of the question.
     """
 
+    __slots__ = ()  # the slots are the component's, which also inherits the keys of its rows
+
+    section: ClassVar[str]
     path: str
     held_out_path: str | None
     held_out_fraction: PositiveFraction
 
-    def load(self, split: Split) -> list[Prompt]:
-        """The split's prompts in file order. Raises UserError naming `file:line` for the first bad line."""
-        file = existing_file(self.path, "data.path")
+    def read(self, split: Split, parse: Parse[Made]) -> list[Row[Made]]:
+        """The split's rows in file order. Raises UserError naming `file:line` for the first bad line."""
+        key, held_out_key = f"{self.section}.path", f"{self.section}.held_out_path"
+        file = existing_file(self.path, key)
         if self.held_out_path is None:
-            return hash_split(rows(file, self, "data.path"), split, self.held_out_fraction, file)
-        held_out_file = existing_file(self.held_out_path, "data.held_out_path")
+            return hash_split(rows(file, parse, key), split, self.held_out_fraction, file, self.section)
+        held_out_file = existing_file(self.held_out_path, held_out_key)
         if held_out_file.samefile(file):
             raise UserError(
-                "data.held_out_path",
+                held_out_key,
                 "is the training file itself",
                 got=self.held_out_path,
-                remedy="set it to null to hold out data.held_out_fraction of that file",
+                remedy=f"set it to null to hold out {self.section}.held_out_fraction of that file",
             )
-        held_out = rows(held_out_file, self, "data.held_out_path")
+        held_out = rows(held_out_file, parse, held_out_key)
         if split is Split.held_out:
-            return [row.prompt for row in held_out]
-        return training(rows(file, self, "data.path"), held_out, file)
+            return held_out
+        return training(rows(file, parse, key), held_out, file, key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jsonl(JsonlFiles, RecordKeys):
+    """Prompts of a JSONL file. The keys of RecordKeys say which fields are what."""
+
+    section: ClassVar[str] = "data"
+
+    def load(self, split: Split) -> list[Prompt]:
+        """The split's prompts in file order. Raises UserError naming `file:line` for the first bad line."""
+        return self.prompts(self.read, split)
 
 
 def existing_file(path: str, key: str) -> Path:
+    """The JSONL file that config key `key` names; `embedded:<name>` ships with rlft."""
+    if path.startswith(EMBEDDED):
+        return _embedded(path, key)
     file = Path(path).expanduser()
     if file.is_dir():
         raise UserError(
@@ -57,16 +78,23 @@ def existing_file(path: str, key: str) -> Path:
     return file
 
 
-def rows(file: Path, keys: RecordKeys, key: str) -> list[Row]:
+def _embedded(path: str, key: str) -> Path:
+    known = {f"{EMBEDDED}{f.stem}": f for f in sorted((Path(rlft.__file__).parent / "assets").glob("*.jsonl"))}
+    if path not in known:
+        remedy = f"use {', '.join(known)}, or the path of a JSONL file"
+        raise UserError(key, "there is no such embedded file", got=path, remedy=remedy)
+    return known[path]
+
+
+def rows(file: Path, parse: Parse[Made], key: str) -> list[Row[Made]]:
     """Every row of the JSONL file that config key `key` names. Raises UserError: unreadable, empty, malformed."""
-    found = []
+    other_fields = f"{MEND}, or name other fields ({key.partition('.')[0]}.*_field)"
+    found: list[Row[Made]] = []
     for number, fields in objects(file, key):
         try:
-            found.append(keys.row(fields, f"{file.name}:{number}"))
+            found += parse(fields, f"{file.name}:{number}")
         except RowError as error:
-            raise UserError(
-                key, f"{file}:{number}: {error}", remedy=f"{MEND}, or name other fields (data.*_field)"
-            ) from None
+            raise UserError(key, f"{file}:{number}: {error}", remedy=error.remedy or other_fields) from None
     if not found:
         raise UserError(key, "holds no data", got=file, remedy="give a file with one JSON object a line")
     return found
@@ -85,12 +113,14 @@ def objects(file: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from None
 
 
-def hash_split(rows: list[Row], split: Split, held_out_fraction: float, where: object) -> list[Prompt]:
+def hash_split(
+    rows: list[Row[Made]], split: Split, held_out_fraction: float, where: object, section: str
+) -> list[Row[Made]]:
     """The rows of one split by the hash of their question, so that the two are disjoint by construction."""
-    chosen = [row.prompt for row in rows if split_of(row.identity, held_out_fraction) is split]
+    chosen = [row for row in rows if split_of(row.identity, held_out_fraction) is split]
     if not chosen:
         raise UserError(
-            "data.held_out_fraction",
+            f"{section}.held_out_fraction",
             f"leaves no {split} prompts of the {len(rows)} in {where}",
             got=held_out_fraction,
             remedy="use another fraction, more data, or a file of its own to hold out",
@@ -98,17 +128,17 @@ def hash_split(rows: list[Row], split: Split, held_out_fraction: float, where: o
     return chosen
 
 
-def training(rows: list[Row], held_out: list[Row], where: object) -> list[Prompt]:
-    """The prompts whose questions are not held out."""
+def training(rows: list[Row[Made]], held_out: list[Row[Made]], where: object, key: str) -> list[Row[Made]]:
+    """The rows whose questions are not held out; key: the config key that names the data."""
     kept = without(rows, held_out, where)
     if not kept:
         raise UserError(
-            "data.path",
+            key,
             "every training question is also held out, which leaves nothing to train on",
             got=where,
             remedy="give other data",
         )
-    return [row.prompt for row in kept]
+    return kept
 
 
 def _bad_line(file: Path, number: int, problem: str, key: str) -> UserError:

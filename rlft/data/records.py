@@ -1,32 +1,62 @@
-"""A row of somebody's data (a mapping of fields) as a `Prompt`: what `hub` and `jsonl` have in common."""
+"""A row of somebody's data (a mapping of fields), and what is made of it: what all sources of rows have in common."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from rlft.fields import NonNegativeInt
 from rlft.types import Message, Prompt, Split, UserError
 
 logger = logging.getLogger(__name__)
 
 PLACEHOLDER = "{question}"
 ROLES = ("system", "user", "assistant")
+_SHOWN = re.compile(r"\{(answer|final)\}")
+"""What may stand in data.few_shot_template."""
+
+Made = TypeVar("Made")
 
 
 class RowError(Exception):
-    """What is wrong with one row; whoever knows its file and line turns it into a UserError."""
+    """What is wrong with one row, and what helps if that is not another field; its reader makes it a UserError."""
+
+    def __init__(self, problem: str, *, remedy: str | None = None) -> None:
+        self.remedy = remedy
+        super().__init__(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A prompt and the identity of its question: equal for equal questions, whatever the instruction around them."""
+class Row(Generic[Made]):
+    """What was made of a row and the identity of its question: equal for equal questions, whatever surrounds them."""
 
     identity: str
-    prompt: Prompt
+    made: Made
+
+
+Parse = Callable[[Mapping[str, Any], str], Sequence[Row[Made]]]
+"""(fields, id) of a row to what is made of it, all with one identity. Raises RowError."""
+
+Read = Callable[[Split, Parse[Made]], list[Row[Made]]]
+"""The rows of a split, in the order of the data. Raises UserError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A row as it is asked and answered: its turns up to the last user message, the whole answer, what counts of it.
+
+    metadata: its fields that go with the prompt.
+    """
+
+    id: str
+    turns: tuple[Message, ...]
+    worked_answer: str
+    answer: str
+    metadata: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +70,11 @@ class RecordKeys:
     answer_remove: characters taken out of the answer, such as the commas of "1,000".
     system_prompt: put first in a prompt that has no system message of its own.
     prompt_template: the (last) user message, with {question} standing for the row's own text.
+    few_shot: worked examples before each question, as user and assistant turns: the training questions whose hashes
+        come first, never the question itself.
+    few_shot_template: an example's assistant turn, with {answer} standing for the whole text of the answer's field and
+        {final} for what answer_pattern takes of it.
+    metadata_fields: fields that go with the prompt as they are, for rewards that read them.
     """
 
     prompt_field: str
@@ -49,9 +84,19 @@ class RecordKeys:
     answer_remove: str
     system_prompt: str | None
     prompt_template: str
+    few_shot: NonNegativeInt
+    few_shot_template: str
+    metadata_fields: Sequence[str]
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
+        if not _SHOWN.search(self.few_shot_template):
+            raise UserError(
+                "data.few_shot_template",
+                "has neither {answer} nor {final}",
+                got=repr(self.few_shot_template),
+                remedy="put {answer} where the worked answer goes",
+            )
         if self.answer_field is None and self.messages_field is None:
             raise UserError(
                 "data.answer_field",
@@ -68,29 +113,44 @@ class RecordKeys:
                 remedy="mend it, or use null",
             ) from None
 
-    def row(self, fields: Mapping[str, Any], row_id: str) -> Row:
-        """The row's prompt. Raises RowError."""
+    def prompts(self, read: Read[Question], split: Split) -> list[Prompt]:
+        """The split's prompts in the order of the data."""
+        rows = read(split, self.parse)
+        if not self.few_shot:
+            return [self._prompt(row.made, ()) for row in rows]
+        training = rows if split is Split.train else read(Split.train, self.parse)
+        # One more than is shown: a question that is among them is left out of its own examples.
+        first = sorted({row.identity: row for row in training}.items())[: self.few_shot + 1]
+        return [self._prompt(row.made, self._examples(row, [example for _, example in first])) for row in rows]
+
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Question]]:
+        """The row's question. Raises RowError."""
         turns = self._turns(fields)
-        answer = self._answer(fields, turns)
+        worked_answer = self._worked_answer(fields, turns)
         if turns[-1]["role"] == "assistant":
             turns = turns[:-1]
         if not turns or turns[-1]["role"] != "user":
             raise RowError(f"field {self.messages_field!r} holds no user message for the model to answer")
-        messages = chat(turns, self.system_prompt, self.prompt_template)
-        return Row(identity=identity(turns), prompt=Prompt(id=row_id, messages=messages, answer=answer))
+        answer = self._answer(worked_answer)
+        if absent := [name for name in self.metadata_fields if name not in fields]:
+            raise RowError(f"there is no field {absent[0]!r} (data.metadata_fields), {only(fields)}")
+        kept = {name: fields[name] for name in self.metadata_fields}
+        made = Question(id=row_id, turns=turns, worked_answer=worked_answer, answer=answer, metadata=kept)
+        return [Row(identity=identity(turns), made=made)]
 
     def _turns(self, fields: Mapping[str, Any]) -> tuple[Message, ...]:
         if self.messages_field is not None:
-            return _messages(_field(fields, self.messages_field), self.messages_field)
-        return ({"role": "user", "content": _text(_field(fields, self.prompt_field), self.prompt_field)},)
+            return messages_of(fields, self.messages_field)
+        return ({"role": "user", "content": text_of(fields, self.prompt_field)},)
 
-    def _answer(self, fields: Mapping[str, Any], turns: Sequence[Message]) -> str:
+    def _worked_answer(self, fields: Mapping[str, Any], turns: Sequence[Message]) -> str:
         if self.answer_field is not None:
-            text = _text(_field(fields, self.answer_field), self.answer_field, numbers=True)
-        elif turns[-1]["role"] == "assistant":
-            text = turns[-1]["content"]
-        else:
-            raise RowError(f"field {self.messages_field!r} does not end with an assistant message, the answer")
+            return text_of(fields, self.answer_field, numbers=True)
+        if turns[-1]["role"] == "assistant":
+            return turns[-1]["content"]
+        raise RowError(f"field {self.messages_field!r} does not end with an assistant message, the answer")
+
+    def _answer(self, text: str) -> str:
         if self.answer_pattern is not None:
             matches = list(re.finditer(self.answer_pattern, text))
             if not matches:
@@ -101,23 +161,51 @@ class RecordKeys:
             raise RowError("the answer is empty")
         return answer
 
+    def _prompt(self, question: Question, examples: Sequence[Message]) -> Prompt:
+        messages = chat(question.turns, self.system_prompt, self.prompt_template, examples)
+        return Prompt(id=question.id, messages=messages, answer=question.answer, metadata=question.metadata)
 
-def chat(turns: Sequence[Message], system_prompt: str | None, prompt_template: str) -> tuple[Message, ...]:
-    """The messages of a prompt: the template around the last turn, and the system prompt first where there is none.
+    def _examples(self, row: Row[Question], first: Sequence[Row[Question]]) -> list[Message]:
+        """The worked examples as turns, without system messages."""
+        others = [example.made for example in first if example.identity != row.identity][: self.few_shot]
+        if len(others) < self.few_shot:
+            raise UserError(
+                "data.few_shot",
+                f"there are only {len(others)} training questions besides {row.made.id} to show",
+                got=self.few_shot,
+                remedy=f"use data.few_shot={len(others)}, or more data",
+            )
+        return [turn for example in others for turn in self._example(example)]
+
+    def _example(self, example: Question) -> tuple[Message, ...]:
+        words = {"answer": example.worked_answer, "final": example.answer}
+        shown = _SHOWN.sub(lambda match: words[match[1]], self.few_shot_template)
+        turns = [turn for turn in example.turns if turn["role"] != "system"]
+        return (*chat(turns, None, self.prompt_template), {"role": "assistant", "content": shown})
+
+
+def chat(
+    turns: Sequence[Message], system_prompt: str | None, prompt_template: str, examples: Sequence[Message] = ()
+) -> tuple[Message, ...]:
+    """The messages of a prompt: a system message (the turns' own goes before ours), examples, then the turns.
+
+    The template goes around the last turn.
 
     >>> chat([{"role": "user", "content": "2 + 2?"}], None, "Q: {question}")
     ({'role': 'user', 'content': 'Q: 2 + 2?'},)
     """
+    system: Sequence[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    if turns[0]["role"] == "system":
+        system, turns = turns[:1], turns[1:]
     last = {"role": "user", "content": prompt_template.replace(PLACEHOLDER, turns[-1]["content"])}
-    has_own = turns[0]["role"] == "system"
-    system = [] if system_prompt is None or has_own else [{"role": "system", "content": system_prompt}]
-    return (*system, *turns[:-1], last)
+    return (*system, *examples, *turns[:-1], last)
 
 
-def check_template(prompt_template: str) -> None:
+def check_template(prompt_template: str, section: str = "data") -> None:
+    """Refuses a template without {question}; section: of the config, that the key belongs to."""
     if PLACEHOLDER not in prompt_template:
         raise UserError(
-            "data.prompt_template",
+            f"{section}.prompt_template",
             f"has no {PLACEHOLDER}",
             got=repr(prompt_template),
             remedy=f"put {PLACEHOLDER} where the question goes",
@@ -135,7 +223,7 @@ def split_of(question_identity: str, held_out_fraction: float) -> Split:
     return Split.held_out if int(question_identity[:16], 16) < held_out_fraction * 2**64 else Split.train
 
 
-def without(rows: Iterable[Row], held_out: Iterable[Row], where: object) -> list[Row]:
+def without(rows: Iterable[Row[Made]], held_out: Iterable[Row[Made]], where: object) -> list[Row[Made]]:
     """The rows whose questions are not held out; a warning says how many were."""
     taken = {row.identity for row in held_out}
     rows = list(rows)
@@ -147,25 +235,23 @@ def without(rows: Iterable[Row], held_out: Iterable[Row], where: object) -> list
     return kept
 
 
-def _field(fields: Mapping[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise RowError(f"there is no field {name!r}, only {', '.join(map(repr, fields)) or 'none at all'}")
-    return fields[name]
-
-
-def _text(value: Any, name: str, *, numbers: bool = False) -> str:
+def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blank: bool = False) -> str:
+    """The text (or number, as text) of a field. Raises RowError: not there, of another type, blank where it may not."""
+    value = _field(fields, name)
     if numbers and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise RowError(f"field {name!r} must be a text{' or number' if numbers else ''}, it is {_kind(value)}")
-    if not value.strip():
+        raise RowError(f"field {name!r} must be a text{' or number' if numbers else ''}, it is {kind(value)}")
+    if not blank and not value.strip():
         raise RowError(f"field {name!r} is empty")
     return value
 
 
-def _messages(value: Any, name: str) -> tuple[Message, ...]:
+def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
+    """The chat of a field, a system message first or not at all. Raises RowError."""
+    value = _field(fields, name)
     if not isinstance(value, list | tuple) or not value:
-        raise RowError(f"field {name!r} must be a list of messages, it is {_kind(value)}")
+        raise RowError(f"field {name!r} must be a list of messages, it is {kind(value)}")
     for i, message in enumerate(value):
         if (
             not isinstance(message, Mapping)
@@ -178,8 +264,45 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
-def _kind(value: Any) -> str:
+def turns_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
+    """The turns of a prompt, given as a text or as a chat that ends with the user's message. Raises RowError."""
+    if not isinstance(fields.get(name), list | tuple):
+        return ({"role": "user", "content": text_of(fields, name)},)
+    turns = messages_of(fields, name)
+    if turns[-1]["role"] != "user":
+        raise RowError(f"the last message of field {name!r} is no user message")
+    return turns
+
+
+def completion_of(fields: Mapping[str, Any], name: str) -> str:
+    """A completion, given as a text, which may be empty, or as one assistant message. Raises RowError."""
+    if not isinstance(fields.get(name), list | tuple):
+        return text_of(fields, name, blank=True)
+    turns = messages_of(fields, name)
+    if [turn["role"] for turn in turns] != ["assistant"]:
+        raise RowError(f"field {name!r} must be a text or one assistant message")
+    return turns[0]["content"]
+
+
+def has(fields: Mapping[str, Any], *names: str) -> bool:
+    """Whether a row has all these fields; tables have null where a row has none."""
+    return all(fields.get(name) is not None for name in names)
+
+
+def kind(value: Any) -> str:
+    """What a JSON value is, in words."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
     if isinstance(value, list) and not value:
         return "an empty list"
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
+
+
+def only(fields: Mapping[str, Any]) -> str:
+    """The names of all fields, to say what a row has instead."""
+    return f"only {', '.join(map(repr, fields)) or 'none at all'}"
+
+
+def _field(fields: Mapping[str, Any], name: str) -> Any:
+    if name not in fields:
+        raise RowError(f"there is no field {name!r}, {only(fields)}")
+    return fields[name]

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import rlft
 from rlft.data.jsonl import existing_file, objects
 from rlft.types import UserError
-
-EMBEDDED = "embedded:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +28,7 @@ def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
         UserError: the file is not there, cannot be read or is empty; a line is no JSON object, one of its two parts is
             missing or of another type, or its text is empty; both keys are the same.
     """
-    file = resolve_file(path)
+    file = existing_file(path, "pretrain.path")
     if given_field == field:
         raise UserError(
             "pretrain.given_field",
@@ -51,22 +47,6 @@ def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
     if not texts:
         raise UserError("pretrain.path", "holds no texts", got=file, remedy="give a file with one JSON object a line")
     return texts
-
-
-def resolve_file(path: str) -> Path:
-    """The JSONL file that `pretrain.path` names."""
-    if not path.startswith(EMBEDDED):
-        return existing_file(path, "pretrain.path")
-    assets = Path(rlft.__file__).parent / "assets"
-    known = {f"{EMBEDDED}{file.stem}": file for file in sorted(assets.glob("*.jsonl"))}
-    if path not in known:
-        raise UserError(
-            "pretrain.path",
-            "there is no such embedded text",
-            got=path,
-            remedy=f"use {', '.join(known)}, or the path of a JSONL file",
-        )
-    return known[path]
 
 
 def _string(fields: Mapping[str, Any], key: str, field: str, where: str) -> str:

@@ -95,7 +95,7 @@ class Progress:
         self.run, self.glyphs = run, glyphs
         self.done = run.step
         self.metrics: Mapping[str, float] = {}
-        self.rewards: list[float] = []
+        self.watched: list[float] = []
         self.evaluations: list[Evaluation] = []
         self.current = "starting"
         self.started = time.monotonic()
@@ -103,16 +103,21 @@ class Progress:
 
     def stage(self, name: str) -> None:
         self.current = name
-        if name == STAGES[0] and not self._turns:
+        if name in (STAGES[0], "update") and not self._turns:
             self._turns.append(time.monotonic())
 
     def step(self, record: StepRecord) -> None:
         self.done, self.metrics = record.step, record.metrics
-        self.rewards.append(record.metrics.get("reward/mean", 0.0))
+        self.watched.append(record.metrics.get(self.run.watched[1], 0.0))
         self._turns = [*self._turns, time.monotonic()][-PACE_STEPS - 1 :]
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Of the evaluations that measured one."""
+        return [evaluation.accuracy for evaluation in self.evaluations if evaluation.accuracy is not None]
 
     @property
     def elapsed(self) -> float:
@@ -147,9 +152,8 @@ class Progress:
     def evaluation_line(self) -> str:
         """The latest evaluation, and the first one beside it."""
         last, first = self.evaluations[-1], self.evaluations[0]
-        accuracy = f"{last.accuracy:.3f} {self.glyphs.plus_minus} {last.accuracy_se:.3f}"
-        line = f"step {last.step}: held-out accuracy {accuracy}"
-        return line if last is first else f"{line} (step {first.step}: {first.accuracy:.3f})"
+        line = f"step {last.step}: held-out {headline(last, self.glyphs)}"
+        return line if last is first else f"{line} (step {first.step}: {headline(first, None)})"
 
     def closing_line(self, status: str) -> str:
         if status == "finished":
@@ -160,6 +164,19 @@ class Progress:
             if status == "interrupted"
             else f"stopped {where}: {status.removeprefix('stopped: ')}"
         )
+
+
+def headline(evaluation: Evaluation, glyphs: Glyphs | None) -> str:
+    """The accuracy, or the loss where there is none; beside a loss both. With glyphs: its word and error, too."""
+    loss = evaluation.metrics.get("eval/loss")
+    parts = []
+    if evaluation.accuracy is not None:
+        error = evaluation.accuracy_se or 0.0
+        value = f"{evaluation.accuracy:.3f}"
+        parts.append(value if glyphs is None else f"accuracy {value} {glyphs.plus_minus} {error:.3f}")
+    if loss is not None:
+        parts.append(f"{loss:.3f}" if glyphs is None else f"loss {loss:.3f}")
+    return ", ".join(parts)
 
 
 class PlainView:
@@ -188,8 +205,9 @@ def step_line(progress: Progress) -> str:
     """`step  12/100  reward 0.620  length 41  3,412 tokens/s  2.1 s/step  elapsed 0:25  ETA 2:56`."""
     metrics, steps = progress.metrics, progress.run.steps
     parts = [f"step {progress.done:>{len(str(steps))}}/{steps}"]
-    parts += [f"reward {metrics['reward/mean']:.3f}"] if "reward/mean" in metrics else []
-    parts += [f"accuracy {progress.evaluations[-1].accuracy:.3f}"] if progress.evaluations else []
+    word, watched = progress.run.watched
+    parts += [f"{word} {metrics[watched]:.3f}"] if watched in metrics else []
+    parts += [f"accuracy {value:.3f}" for value in progress.accuracies[-1:]]
     parts += [f"length {metrics['length/mean']:.0f}"] if "length/mean" in metrics else []
     speed = progress.tokens_per_second()
     parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
@@ -247,17 +265,26 @@ class LiveView:
 def live_rows(progress: Progress) -> list[tuple[str, str]]:
     """The lines of the live view, (label, text); all there from the start, so that the height stays."""
     metrics = progress.metrics
-    accuracies = [evaluation.accuracy for evaluation in progress.evaluations]
     by_name = [(name, value) for name, value in metrics.items() if name.startswith("reward/")]
     parts = [f"{name[len('reward/') :]} {value:.2f}" for name, value in by_name if name[7:] not in {"mean", "std"}]
     length = f"{metrics['length/mean']:.0f} tokens" if "length/mean" in metrics else "-"
     truncated = metrics.get("length/truncated_fraction")
     speed, seconds = progress.tokens_per_second(), metrics.get("time/step")
     stages = [f"{stage} {seconds_text(metrics[f'time/{stage}'])}" for stage in STAGES if f"time/{stage}" in metrics]
+    word = progress.run.watched[0]
+    if word != "reward":
+        losses = [e.metrics["eval/loss"] for e in progress.evaluations if "eval/loss" in e.metrics]
+        return [
+            (word, progress.trend(progress.watched)),
+            ("held out", progress.trend(losses)),
+            ("accuracy", progress.trend(progress.accuracies)),
+            ("speed", "-" if speed is None else f"{speed:,.0f} tokens/s, {seconds_text(seconds or 0.0)} s/step"),
+            ("now", progress.current),
+        ]
     return [
-        ("reward", progress.trend(progress.rewards)),
+        ("reward", progress.trend(progress.watched)),
         ("rewards", "  ".join(parts) or "-"),
-        ("accuracy", progress.trend(accuracies) if accuracies else "- (held out)"),
+        ("accuracy", progress.trend(progress.accuracies) if progress.accuracies else "- (held out)"),
         ("length", length if truncated is None else f"{length}, {truncated:.0%} truncated"),
         ("speed", "-" if speed is None else f"{speed:,.0f} tokens/s, {seconds_text(seconds or 0.0)} s/step"),
         ("seconds", "  ".join(stages) or "-"),

@@ -56,7 +56,7 @@ class Jsonl:
 
     def step(self, record: StepRecord) -> None:
         # Rollouts first: a line in metrics.jsonl promises that the step's completions are there.
-        if self.rollouts_every and record.step % self.rollouts_every == 0:
+        if record.groups and self.rollouts_every and record.step % self.rollouts_every == 0:
             self._write_rollouts(record)
         self._append(METRICS, {"step": record.step, **numbers(record.metrics)})
 
@@ -128,8 +128,8 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
     ]
     return {
         "step": evaluation.step,
-        "accuracy": number(evaluation.accuracy),
-        "accuracy_se": number(evaluation.accuracy_se),
+        "accuracy": None if evaluation.accuracy is None else number(evaluation.accuracy),
+        "accuracy_se": None if evaluation.accuracy_se is None else number(evaluation.accuracy_se),
         **numbers(evaluation.metrics),
         "examples": examples,
     }

@@ -49,9 +49,13 @@ def fact_rows(
     """(label, value): accuracy before and after with standard errors, seconds of training, the folder."""
     rows = []
     if evaluations:
-        accuracy = f" {glyphs.arrow} ".join(accuracy_text(line, glyphs) for line in ends(evaluations))
         steps = f" {glyphs.arrow} ".join(str(line["step"]) for line in ends(evaluations))
-        rows.append(("held-out accuracy", f"{accuracy}  (step {steps})"))
+        if evaluations[-1]["accuracy"] is not None:
+            accuracy = f" {glyphs.arrow} ".join(accuracy_text(line, glyphs) for line in ends(evaluations))
+            rows.append(("held-out accuracy", f"{accuracy}  (step {steps})"))
+        if evaluations[-1].get("eval/loss") is not None:
+            loss = f" {glyphs.arrow} ".join(f"{line['eval/loss']:.3f}" for line in ends(evaluations))
+            rows.append(("held-out loss", f"{loss}  (step {steps})"))
     seconds = sum(line.get("time/step") or 0.0 for line in metrics)
     if seconds:
         rows.append(("training", f"{duration(seconds)} for {metrics[-1]['step']} steps"))
@@ -80,13 +84,19 @@ def print_commands(terminal: Terminal, next_commands: Sequence[tuple[str, str]])
 
 
 def print_curve(terminal: Terminal, metrics: Sequence[Line], evaluations: Sequence[Line], glyphs: Glyphs) -> None:
-    """Mean reward over the steps as a line, held-out accuracy as circles on the same axes; nothing below two steps."""
-    rewards = points(metrics, "reward/mean")
+    """Mean reward over the steps as a line, held-out accuracy as circles on the same axes; nothing below two steps.
+
+    Where nothing was rewarded the loss, with the loss on what is held out.
+    """
+    watched, measured, word = "reward/mean", "accuracy", "accuracy"
+    if not points(metrics, watched):
+        watched, measured, word = "loss/total", "eval/loss", "loss"
+    rewards = points(metrics, watched)
     if len(rewards) < 2:
         return
-    accuracies = points(evaluations, "accuracy")
+    accuracies = points(evaluations, measured)
     drawing = curve(rewards, accuracies, width=min(terminal.width, CURVE_WIDTH), ascii_only=glyphs is ASCII)
-    legend = "reward/mean per step (line)" + (", held-out accuracy (o)" if accuracies else "")
+    legend = f"{watched} per step (line)" + (f", held-out {word} (o)" if accuracies else "")
     terminal.print(Text(legend, style="bold"))
     text = Text(drawing, no_wrap=True, overflow="crop")
     text.highlight_regex("(?<=[│| \u2800-\u28ff.])o", "bold green")

@@ -77,7 +77,8 @@ class Wandb:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         headline = {"eval/accuracy": evaluation.accuracy, "eval/accuracy_se": evaluation.accuracy_se}
-        self._send({**evaluation.metrics, **headline}, evaluation.step)
+        there = {name: value for name, value in headline.items() if value is not None}
+        self._send({**evaluation.metrics, **there}, evaluation.step)
 
     def note(self, text: str) -> None:
         pass

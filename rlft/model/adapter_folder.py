@@ -66,9 +66,14 @@ def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
     return fields
 
 
+def has_head(path: str | Path) -> bool:
+    """Whether a scalar head lies in the folder: it is a critic's or a reward's."""
+    return (Path(path).expanduser() / HEAD).is_file()
+
+
 def check_head(path: str | Path, key: str) -> None:
     """Refuses a folder without head.safetensors: it is no critic's or reward's."""
-    if not (Path(path).expanduser() / HEAD).is_file():
+    if not has_head(path):
         problem = f"there is no {HEAD} in that folder"
         raise UserError(key, problem, got=path, remedy="point it at the folder of a reward or a critic")
 

@@ -262,6 +262,14 @@ def read_classifier(path: str, key: str) -> Any:
         config = AutoConfig.from_pretrained(**_source(path))
     except (OSError, ValueError) as error:
         raise _unreadable(error, path, key) from None
+    causal = [name for name in config.architectures or [] if name.endswith(("ForCausalLM", "LMHeadModel"))]
+    if causal:
+        raise UserError(
+            key,
+            f"it holds a causal language model ({causal[0]}), which gives no score",
+            got=path,
+            remedy="train a reward model with rlft rm, or point it at a sequence-classification model",
+        )
     if config.num_labels != 1:
         raise UserError(
             key,

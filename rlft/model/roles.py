@@ -18,7 +18,7 @@ from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict, se
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.collate import select
+from rlft.collate import select, to_device
 from rlft.model.adapter_folder import load_adapter, load_head, read_record
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
@@ -121,10 +121,14 @@ class Roles:
     ) -> None:
         """Sets every moving role to what a checkpoint held: {role: {PEFT name: tensor}}, {role: {name: tensor}}."""
         for role in self.moving:
-            self._restore(role, adapters[role])
+            self.restore_role(role, adapters[role])
         for role, weights in (heads or {}).items():
             if role in self.heads:
                 self.heads[role].restore(weights)
+
+    def restore_role(self, role: str, weights: Mapping[str, Tensor]) -> None:
+        """Sets one adapter to these tensors, under PEFT's names."""
+        set_peft_model_state_dict(self.model, dict(weights), adapter_name=role)
 
     def adapter_config(self) -> dict[str, Any]:
         """The fields of adapter_config.json, the same for every role that rlft makes."""
@@ -197,7 +201,7 @@ class Roles:
             assert decay is not None, "check.py refuses ema without a decay"
             policy = self.weights(POLICY)
             moved = {name: decay * old + (1 - decay) * policy[name] for name, old in self.weights(REFERENCE).items()}
-            self._restore(REFERENCE, moved)
+            self.restore_role(REFERENCE, moved)
             due.append(REFERENCE)
         if self.snapshot.old is Old.copy:
             self.copy(POLICY, OLD)
@@ -206,7 +210,7 @@ class Roles:
 
     def copy(self, source: str, target: str) -> None:
         """target's adapter becomes source's, exactly; source's tensors are not shared."""
-        self._restore(target, self.weights(source))
+        self.restore_role(target, self.weights(source))
 
     # -- passes without gradient -------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, inert_B: Tensor, *, needs_old: bool) -> Batch:
@@ -265,10 +269,7 @@ class Roles:
             return [score_sequence(self.model, ids, self.backbone.device) for ids in sequences]
 
     def to_device(self, batch: Batch) -> Batch:
-        device = self.backbone.device
-        if device.type == "cpu":
-            return batch
-        return replace(batch, **{n: v.to(device) for n in Batch.__slots__ if (v := getattr(batch, n)) is not None})
+        return to_device(batch, self.backbone.device)
 
     # -- the sampler's slot, for an engine that shares this base -------------------------------------------------------
     def load_sampler(self, adapter: Adapter) -> None:
@@ -277,7 +278,7 @@ class Roles:
             self.model.add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
             self._activate(POLICY)
             self.model.eval()
-        self._restore(SAMPLER, adapter.weights)
+        self.restore_role(SAMPLER, adapter.weights)
 
     @contextmanager
     def using(self, role: str | None) -> Iterator[PeftModel]:
@@ -349,10 +350,7 @@ class Roles:
                 got=path,
                 remedy="set both as in its adapter_config.json",
             )
-        self._restore(role, weights)
-
-    def _restore(self, role: str, weights: Mapping[str, Tensor]) -> None:
-        set_peft_model_state_dict(self.model, dict(weights), adapter_name=role)
+        self.restore_role(role, weights)
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
@@ -364,3 +362,12 @@ def score_sequence(model: Any, ids: Sequence[int], device: torch.device) -> list
     input_ids = torch.tensor([ids], device=device)
     logprobs = model(input_ids=input_ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, input_ids[0, 1:, None])[:, 0].tolist()
+
+
+def policy_alone(
+    backbone: Backbone, lora: LoraSettings, *, token_budget: int, seed: int, temperature: float = 1.0
+) -> Roles:
+    """The policy's adapter on the base, without reference, old policy or critic."""
+    snapshot = SnapshotConfig(reference="none", refresh_every=0, ema_decay=None, old=Old.auto)
+    critic = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
+    return Roles(backbone, lora, snapshot, critic, temperature=temperature, token_budget=token_budget, seed=seed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -22,3 +25,25 @@ def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Share `[]` of the pairs whose chosen one has the higher score; a tie counts half. 0 without pairs."""
     assert chosen.shape == rejected.shape, (chosen.shape, rejected.shape)
     return torch.heaviside(chosen - rejected, chosen.new_tensor(0.5)).sum() / max(len(chosen), 1)
+
+
+def pairs_of_ranking(ranks: Sequence[float]) -> tuple[list[int], list[int]]:
+    """(better, worse): the two ends of every pair of unequal rank, as places in the ranking; a higher rank is better.
+
+    >>> pairs_of_ranking([2.0, 1.0, 1.0])
+    ([0, 0], [1, 2])
+    """
+    pairs = [(i, j) for i, j in product(range(len(ranks)), repeat=2) if ranks[i] > ranks[j]]
+    return [i for i, _ in pairs], [j for _, j in pairs]
+
+
+def ranking_loss(scores: Tensor, ranks: Sequence[float], margin: float) -> Tensor:
+    """Mean of the Bradley-Terry loss over all pairs of one ranking, `[]`; scores `[K]`, ranks: what orders them.
+
+    K different ranks are K(K-1)/2 pairs, divided by their number, so that a prompt with many ranked completions weighs
+    no more than one with a pair (arXiv 2203.02155, section 3.5). margin: how far apart two scores should be, per unit
+    of the difference of their ranks (arXiv 2307.09288, equation 2, whose m(r) it is for a linear m).
+    """
+    better, worse = pairs_of_ranking(ranks)
+    gaps = scores.new_tensor([margin * (ranks[i] - ranks[j]) for i, j in zip(better, worse, strict=True)])
+    return bradley_terry(scores[better], scores[worse], gaps)

@@ -1,7 +1,13 @@
-"""How well a completion keeps to the template `<think>...</think><answer>...</answer>`."""
+"""How well a completion keeps to a template: `<think>...</think><answer>...</answer>`, or a pattern of one's own.
+
+Tags are found in linear time. A pattern is the user's: Python's `re` goes back over what it has matched, so one with
+nested repetition, such as `(a+)*b`, can take for ever on a text that the model happens to write. What bounds it is the
+scorer's time limit (`scoring.timeout`): the completion then gets `on_error`, 0.0, and the run goes on.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -69,20 +75,51 @@ def soft_score(text: str, tags: Sequence[str]) -> float:
     return (markers_in_place(text, tags) + follows_template(text, tags)) / (2 * len(tags) + 1)
 
 
+def follows_pattern(text: str, pattern: str) -> bool:
+    """Whether the whole text matches a regular expression, in which a dot also stands for the end of a line.
+
+    >>> follows_pattern("8 + 10 = 18" + chr(10) + "#### 18", r".+ #### -?[0-9]+"), follows_pattern("#### 18", "####")
+    (False, False)
+    >>> follows_pattern("8 + 10 = 18" + chr(10) + "#### 18", r".+\\n#### -?[0-9]+")
+    True
+    """
+    return re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """1.0 for each completion that keeps to the template; otherwise 0.0 (strict) or a part of 1 (soft).
 
     mode: `strict` or `soft`. tags: names of the template's blocks, in order.
+    pattern: a regular expression for the whole completion, in place of the tags (mode strict only, which gives no
+        parts); None for the tags.
     """
 
     mode: Mode
     tags: Sequence[str]
+    pattern: str | None
 
     def __post_init__(self) -> None:
         if not self.tags or len(set(self.tags)) < len(self.tags) or not all(self.tags):
             raise UserError("tags", "must be different names", got=list(self.tags), remedy="try [think, answer]")
+        if self.pattern is not None:
+            _check_pattern(self.pattern, self.mode)
 
     def __call__(self, group: Group) -> list[float]:
-        score = follows_template if self.mode == Mode.strict else soft_score
-        return [float(score(rollout.completion.text, self.tags)) for rollout in group.rollouts]
+        return [float(self._score(rollout.completion.text)) for rollout in group.rollouts]
+
+    def _score(self, text: str) -> float:
+        if self.pattern is not None:
+            return follows_pattern(text, self.pattern)
+        return follows_template(text, self.tags) if self.mode == Mode.strict else soft_score(text, self.tags)
+
+
+def _check_pattern(pattern: str, mode: Mode) -> None:
+    if mode != Mode.strict:
+        problem = "a pattern is matched or not, and has no parts to count"
+        raise UserError("mode", problem, got=mode, remedy="use mode=strict, or pattern=null")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        remedy = r"mend it, for instance '.*#### -?[0-9]+'"
+        raise UserError("pattern", f"is no regular expression ({error})", got=pattern, remedy=remedy) from None

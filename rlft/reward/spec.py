@@ -51,6 +51,11 @@ class RewardSpec:
         """Whether the trainer computes it, never a worker: its class or function has `runs_in_trainer = True`."""
         return self._says("runs_in_trainer")
 
+    def note(self) -> str | None:
+        """What the reward has to say when a run begins, by its method `note()`; None: nothing."""
+        note = getattr(self.build(), "note", None)
+        return f"reward.{self.name}: {note()}" if callable(note) else None
+
     def _says(self, attribute: str) -> bool:
         return getattr(locate(self.target, f"reward.{self.name}._target_"), attribute, False) is True
 
@@ -64,6 +69,11 @@ def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:
     if not rewards:
         raise UserError("reward", "is empty: nothing would be learned", remedy="try reward=[exact_match,format]")
     return {name: _spec(name, config) for name, config in rewards.items()}
+
+
+def notes(rewards: Mapping[str, RewardSpec]) -> tuple[str, ...]:
+    """What these rewards have to say when a run begins, such as how untrusted code is isolated."""
+    return tuple(note for spec in rewards.values() if (note := spec.note()) is not None)
 
 
 def _spec(name: str, config: Any) -> RewardSpec:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.reward.spec import RewardSpec
-from rlft.types import Completion, Group, Reward, Rollout, StepScores
+from rlft.types import Completion, Group, Reward, Rollout, StepScores, Unscored
 
 READY = "ready"
 NOWHERE = -1
@@ -143,6 +143,9 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
             values = list(values) if isinstance(values, Iterator) else values  # a generator does its work only now
     except _OutOfTime:
         pass
+    except Unscored as error:
+        if not alarm.rang:
+            return unscored(error)
     except (
         Exception,
         SystemExit,
@@ -199,6 +202,12 @@ def checked_steps(values: Any, texts: Sequence[str]) -> list[StepScores] | Failu
             sound = tuple(None if isinstance(each, str) else each for each in steps)
             return Failure(cause=Cause.invalid, problem=problem, completion=bad, scores=sound)
     return [each for each in steps if not isinstance(each, str)]
+
+
+def unscored(error: Unscored) -> Failure:
+    """The failure of a reward that says itself what it could not score: nothing is tried again to find the culprit."""
+    bad = None if error.scores is None else error.scores.index(None)
+    return Failure(cause=Cause.invalid, problem=str(error), completion=bad, scores=error.scores)
 
 
 def out_of_time(timeout_s: float, completion: int | None) -> Failure:

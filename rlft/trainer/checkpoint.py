@@ -3,6 +3,7 @@
     checkpoints/step_000100/
       policy/ reference/ old/ critic/ ..   PEFT adapters: adapter_config.json, adapter_model.safetensors;
                               head.safetensors where the role has a scalar head; rlft.json: role, base, step
+      model/                  a complete Hugging Face model, where its own weights are trained
       optimizer.safetensors   moments by parameter name, of every role that learns; the reward model's pairs of tokens
       state.json              step and everything else that moves
       MANIFEST                sha256 of each file above, one a line, as `sha256sum -c` reads it
@@ -41,6 +42,7 @@ class Checkpoint:
     adapters: {role: {PEFT name: tensor}}; adapter_config: the fields of adapter_config.json, of all of them. heads:
     {role: {name: tensor}}; a role may have a head without an adapter. state: plain values, saved as JSON. records: more
     fields of a role's rlft.json, for who starts another run from its folder; they are not read on resume.
+    write_folders: {name: what writes the folder of that name}, a whole model's. folder: where it was loaded from.
     """
 
     step: int
@@ -50,6 +52,8 @@ class Checkpoint:
     state: Mapping[str, Any]
     heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    write_folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    folder: Path | None = None
 
 
 def folder_name(step: int) -> str:
@@ -73,6 +77,8 @@ def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
             _write_tensors(temporary / role / HEAD, checkpoint.heads[role])
         belongs = {"role": role, "step": checkpoint.step, "base_fingerprint": checkpoint.state.get("base_fingerprint")}
         _write_json(temporary / role / "rlft.json", {**belongs, **checkpoint.records.get(role, {})})
+    for name, write in checkpoint.write_folders.items():
+        write(temporary / name)
     _write_tensors(temporary / OPTIMIZER, checkpoint.optimizer)
     _write_json(temporary / STATE, {"step": checkpoint.step, **checkpoint.state})
     lines = [f"{_sha256(f)}  {f.relative_to(temporary)}" for f in _files(temporary)]
@@ -148,10 +154,11 @@ def load(folder: Path) -> Checkpoint:
     return Checkpoint(
         step=state.pop("step"),
         adapters=tensors(ADAPTER),
-        adapter_config=json.loads(configs[0].read_text()),
+        adapter_config=json.loads(configs[0].read_text()) if configs else {},
         optimizer=load_file(folder / OPTIMIZER),
         state=state,
         heads=tensors(HEAD),
+        folder=folder,
     )
 
 

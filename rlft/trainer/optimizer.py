@@ -47,9 +47,10 @@ class Optimizer:
                 p.grad = torch.zeros_like(p)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm).item()
         if not math.isfinite(norm):
+            section = self.role if self.role in ("critic", "reward_model") else "trainer"
             raise NonFiniteGradientError(
                 f"{self.role}/grad_norm is {norm}: stopped before it reached the weights; the newest checkpoint is "
-                f"good. Lower {'trainer' if self.role == 'policy' else self.role}.lr or use model.dtype=float32"
+                f"good. Lower {section}.lr or use model.dtype=float32"
             )
         self.adamw.param_groups[0]["lr"] = lr
         self.adamw.step()

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -6,17 +7,65 @@ import pytest
 import yaml
 
 from rlft.config import config_folder, instantiate
+from rlft.data.sampled import sampled_line
+from rlft.types import Completion, FinishReason, Prompt, Rollout
 
 Make = Callable[..., Any]
 
 
-@pytest.fixture
-def make_data() -> Make:
-    """Makes the component of configs/data/<name>.yaml with some keys overridden."""
+def maker(group: str) -> Make:
+    """Makes the component of configs/<group>/<name>.yaml with some keys overridden."""
 
     def make(name: str, **overrides: Any) -> Any:
-        keys = yaml.safe_load((config_folder() / "data" / f"{name}.yaml").read_text())
-        return instantiate({**keys, **overrides}, "data")
+        keys = yaml.safe_load((config_folder() / group / f"{name}.yaml").read_text())
+        return instantiate({**keys, **overrides}, group)
+
+    return make
+
+
+@pytest.fixture
+def make_data() -> Make:
+    return maker("data")
+
+
+@pytest.fixture
+def make_demonstrations() -> Make:
+    return maker("demonstrations")
+
+
+@pytest.fixture
+def make_preferences() -> Make:
+    return maker("preferences")
+
+
+@pytest.fixture
+def write() -> Callable[..., Path]:
+    """Writes objects as the lines of a JSONL file."""
+
+    def write_lines(path: Path, *rows: Any) -> Path:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write_lines
+
+
+@pytest.fixture
+def sample() -> Make:
+    """Makes a line of `rlft sample`: the completion `text` of the prompt `name`."""
+
+    def make(name: str, text: str, reward: float = 0.0, *, cut: bool = False, **keys: Any) -> dict[str, Any]:
+        messages = ({"role": "user", "content": f"What is {name}?"},)
+        completion = Completion(
+            text=text,
+            token_ids=keys.pop("token_ids", [ord(c) for c in text] + [0] * (not cut)),
+            logprobs=[],
+            finish_reason=FinishReason.length if cut else FinishReason.stop,
+        )
+        rollout = Rollout(
+            prompt=Prompt(id=name, messages=messages, answer="2"), completion=completion, policy_version=3
+        )
+        fixed = {"index": 0, "rewards": {"format": 1.0}, "model": "tiny, step 3", "tokenizer": "0123456789ab"}
+        return sampled_line(rollout, reward=reward, **{**fixed, **keys})
 
     return make
 

@@ -55,6 +55,23 @@ def test_one_file_is_split_by_the_hash_of_its_questions(make_data, gsm8k_mini: P
     assert not {p.id for p in train} & {p.id for p in held_out}
 
 
+def test_a_held_out_question_is_shown_worked_training_examples(make_data, gsm8k_mini: Path) -> None:
+    data = make_data("gsm8k", path=str(gsm8k_mini), few_shot=2)
+    lines = (gsm8k_mini / "train.jsonl").read_text().splitlines()
+    answers = {row["question"]: row["answer"] for row in map(json.loads, lines)}
+    for prompt in data.load(Split.held_out):
+        assert [m["role"] for m in prompt.messages] == ["system", *["user", "assistant"] * 2, "user"]
+        for asked, answered in (prompt.messages[1:3], prompt.messages[3:5]):
+            assert answered["content"] == answers[asked["content"]]
+
+
+def test_without_a_held_out_split_a_part_of_the_training_split_is_held_out(make_data, gsm8k_mini: Path) -> None:
+    data = make_data("gsm8k", path=str(gsm8k_mini), held_out_split=None, held_out_fraction=0.3)
+    one_file = make_data("gsm8k", path=str(gsm8k_mini / "train.jsonl"), held_out_fraction=0.3)
+    for split in Split:
+        assert data.load(split) == one_file.load(split)
+
+
 @pytest.mark.parametrize("place", [".", "main", "data"])
 def test_the_sets_own_parquet_files_are_read(make_data, gsm8k_mini: Path, tmp_path: Path, place: str) -> None:
     import pyarrow
@@ -75,12 +92,12 @@ def test_the_sets_own_parquet_files_are_read(make_data, gsm8k_mini: Path, tmp_pa
 
 def test_what_looks_like_a_path_or_exists_is_local(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert local_path("openai/gsm8k") is None
+    assert local_path("openai/gsm8k", "data.path") is None
     Path("openai/gsm8k").mkdir(parents=True)
-    assert local_path("openai/gsm8k") == Path("openai/gsm8k")
+    assert local_path("openai/gsm8k", "data.path") == Path("openai/gsm8k")
     for missing in ("/no/such/folder", "./no", "../no", "~/no/such", "no.jsonl", "no/such.jsonl"):
         with pytest.raises(UserError, match=r"^data\.path: there is no such file or folder, got "):
-            local_path(missing)
+            local_path(missing, "data.path")
 
 
 def test_a_folder_without_the_files_is_refused(make_data, gsm8k_mini: Path, tmp_path: Path) -> None:

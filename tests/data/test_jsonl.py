@@ -1,4 +1,3 @@
-import json
 import logging
 from pathlib import Path
 
@@ -7,16 +6,11 @@ import pytest
 from rlft.types import Split, UserError
 
 
-def write(path: Path, *rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def sums(count: int) -> list[dict]:
     return [{"prompt": f"{i} + {i} = ?", "answer": 2 * i} for i in range(count)]
 
 
-def test_a_row_becomes_a_prompt(make_data, tmp_path: Path) -> None:
+def test_a_row_becomes_a_prompt(make_data, write, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"q": "7 + 7?", "a": 14, "more": [1]}, {"q": "8 + 8?", "a": " 16 "})
     data = make_data(
         "jsonl",
@@ -36,7 +30,7 @@ def test_a_row_becomes_a_prompt(make_data, tmp_path: Path) -> None:
     assert [p.id for p in data.load(Split.held_out)] == ["b.jsonl:1"]
 
 
-def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, tmp_path: Path) -> None:
+def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, write, tmp_path: Path) -> None:
     turns = [
         {"role": "system", "content": "own"},
         {"role": "user", "content": "a"},
@@ -57,7 +51,7 @@ def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, tmp_path:
     assert (last.messages, last.answer) == (tuple(turns), "d")
 
 
-def test_the_pattern_takes_the_last_match_and_its_first_group(make_data, tmp_path: Path) -> None:
+def test_the_pattern_takes_the_last_match_and_its_first_group(make_data, write, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}", "answer": f"#### 1\nso\n#### {i},000"} for i in range(50)]
     keys = {"path": str(write(tmp_path / "a.jsonl", *rows)), "held_out_fraction": 0.5}
     data = make_data("jsonl", **keys, answer_pattern=r"#### ([\d,]+)", answer_remove=",")
@@ -67,7 +61,7 @@ def test_the_pattern_takes_the_last_match_and_its_first_group(make_data, tmp_pat
     assert whole_match.answer == f"{whole_match.messages[0]['content']},000"
 
 
-def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make_data, tmp_path: Path) -> None:
+def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make_data, write, tmp_path: Path) -> None:
     rows = sums(2000)
     # The same question twice, once with other white space, must not be on both sides.
     rows += [{"prompt": f"  {row['prompt'].replace(' ', '  ')}", "answer": 0} for row in rows]
@@ -80,7 +74,7 @@ def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make
 
 
 def test_the_split_of_a_question_does_not_depend_on_the_rest_of_the_file_or_the_template(
-    make_data, tmp_path: Path
+    make_data, write, tmp_path: Path
 ) -> None:
     rows = sums(200)
     one = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)))
@@ -90,7 +84,7 @@ def test_the_split_of_a_question_does_not_depend_on_the_rest_of_the_file_or_the_
         assert prompt.messages[0]["content"].removeprefix("?") not in held_out
 
 
-def test_training_questions_that_are_held_out_are_left_out(make_data, tmp_path: Path, caplog) -> None:
+def test_training_questions_that_are_held_out_are_left_out(make_data, write, tmp_path: Path, caplog) -> None:
     file, other = write(tmp_path / "a.jsonl", *sums(10)), write(tmp_path / "b.jsonl", *sums(3))
     data = make_data("jsonl", path=str(file), held_out_path=str(other))
     with caplog.at_level(logging.WARNING):
@@ -163,13 +157,18 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(make_data, tmp_path: P
         ({"held_out_fraction": 1.5}, "data.held_out_fraction"),
         ({"held_out_path": "same_questions.jsonl"}, "data.path"),
         ({"answer_pattern": "("}, "data.answer_pattern"),
+        ({"few_shot": -1}, "data.few_shot"),
+        ({"few_shot": 5, "held_out_fraction": 1e-9}, "data.few_shot"),  # a question of 5 has 4 others
+        ({"few_shot_template": "{anwser}"}, "data.few_shot_template"),
         ({"answer_field": None}, "data.answer_field"),
         ({"prompt_template": "{qestion}"}, "data.prompt_template"),
         ({"promt_field": "x"}, "data.promt_field"),
         ({"prompt_field": 3}, "data.prompt_field"),
     ],
 )
-def test_files_and_keys_that_cannot_work_are_refused(make_data, tmp_path: Path, monkeypatch, keys, key: str) -> None:
+def test_files_and_keys_that_cannot_work_are_refused(
+    make_data, write, tmp_path: Path, monkeypatch, keys, key: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good.jsonl", *sums(5))
     write(tmp_path / "same_questions.jsonl", *sums(9))
@@ -178,3 +177,83 @@ def test_files_and_keys_that_cannot_work_are_refused(make_data, tmp_path: Path, 
     with pytest.raises(UserError) as refusal:
         make_data("jsonl", **{"path": "good.jsonl"} | keys).load(Split.train)
     assert refusal.value.key == key
+
+
+# -- worked examples ---------------------------------------------------------------------------------------------------
+WORKED = {"answer_pattern": "#### (.*)", "prompt_template": "Q: {question}"}
+
+
+def worked(count: int) -> list[dict]:
+    return [{"prompt": f"{i} + {i} = ?", "answer": f"so {{final}}\n#### {2 * i}"} for i in range(count)]
+
+
+def test_worked_examples_come_before_the_question_and_after_the_system_message(
+    make_data, write, tmp_path: Path
+) -> None:
+    path = str(write(tmp_path / "a.jsonl", *worked(50)))
+    keys = {"path": path, "system_prompt": "Be brief.", **WORKED}
+    plain = make_data("jsonl", **keys).load(Split.held_out)
+    for before, prompt in zip(plain, make_data("jsonl", **keys, few_shot=2).load(Split.held_out), strict=True):
+        assert [m["role"] for m in prompt.messages] == ["system", *["user", "assistant"] * 2, "user"]
+        assert (prompt.messages[0], prompt.messages[-1]) == before.messages
+        assert (prompt.id, prompt.answer) == (before.id, before.answer)
+        for asked, answered in (prompt.messages[1:3], prompt.messages[3:5]):
+            number = int(asked["content"].removeprefix("Q: ").split()[0])
+            assert answered["content"] == f"so {{final}}\n#### {2 * number}"  # the whole text, as it stands
+
+
+def test_an_example_may_show_the_bare_answer_too(make_data, write, tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a.jsonl", *worked(50)))
+    template = "<think>{answer}</think><answer>{final}</answer>"
+    prompt = make_data("jsonl", path=path, **WORKED, few_shot=1, few_shot_template=template).load(Split.train)[0]
+    number = int(prompt.messages[0]["content"].removeprefix("Q: ").split()[0])
+    # Only the template's own words are filled in, not those of the answer.
+    assert (
+        prompt.messages[1]["content"] == f"<think>so {{final}}\n#### {2 * number}</think><answer>{2 * number}</answer>"
+    )
+
+
+def test_examples_are_training_questions_and_never_the_question_itself(make_data, write, tmp_path: Path) -> None:
+    rows = worked(40)
+    # Asked twice, with other white space: still one example.
+    rows += [row | {"prompt": f" {row['prompt']} "} for row in rows]
+    data = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)), held_out_fraction=0.5, few_shot=3)
+    train = {p.messages[-1]["content"].strip() for p in data.load(Split.train)}
+    shown = []
+    for prompt in [*data.load(Split.train), *data.load(Split.held_out)]:
+        *examples, own = (m["content"].strip() for m in prompt.messages if m["role"] == "user")
+        assert len(set(examples)) == 3
+        assert set(examples) <= train - {own}
+        shown.append(tuple(examples))
+    # The first three of the hashes; for each of these three, the other two and the fourth.
+    assert len(set(shown)) == 4
+    assert len({example for examples in shown for example in examples}) == 4
+
+
+def test_the_examples_do_not_depend_on_the_order_of_the_file(make_data, write, tmp_path: Path) -> None:
+    rows = worked(30)
+    files = [write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[::-1])]
+    one, two = (make_data("jsonl", path=str(file), few_shot=2).load(Split.train) for file in files)
+    assert [p.messages for p in one] == [p.messages for p in two[::-1]]
+
+
+def test_a_chat_is_an_example_without_its_system_message(make_data, write, tmp_path: Path) -> None:
+    def talk(i: int) -> list[dict]:
+        turns = [("system", f"own {i}"), ("user", f"a {i}"), ("assistant", f"b {i}"), ("user", f"c {i}")]
+        return [{"role": role, "content": text} for role, text in [*turns, ("assistant", f"d {i}")]]
+
+    file = write(tmp_path / "a.jsonl", *({"chat": talk(i)} for i in range(2)))
+    other = write(tmp_path / "b.jsonl", {"chat": talk(2)})
+    keys = {"path": str(file), "held_out_path": str(other), "messages_field": "chat", "answer_field": None}
+    first, second = make_data("jsonl", **keys, few_shot=1, prompt_template="Q: {question}").load(Split.train)
+    assert [m["content"] for m in first.messages] == ["own 0", "a 1", "b 1", "Q: c 1", "d 1", "a 0", "b 0", "Q: c 0"]
+    assert [m["content"] for m in second.messages] == ["own 1", "a 0", "b 0", "Q: c 0", "d 0", "a 1", "b 1", "Q: c 1"]
+
+
+def test_fields_that_rewards_read_go_with_the_prompt(make_data, write, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"prompt": "Add", "answer": "-", "tests": ["assert add(1, 2) == 3"]})
+    keys = {"path": str(file), "held_out_fraction": 1.0}
+    (prompt,) = make_data("jsonl", **keys, metadata_fields=["tests"]).load(Split.held_out)
+    assert prompt.metadata == {"tests": ["assert add(1, 2) == 3"]}
+    with pytest.raises(UserError, match=r"there is no field 'test' \(data.metadata_fields\), only 'prompt'"):
+        make_data("jsonl", **keys, metadata_fields=["test"]).load(Split.held_out)

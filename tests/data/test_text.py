@@ -8,7 +8,8 @@ from transformers import AutoTokenizer
 
 import rlft
 from rlft.data.arithmetic import question, split_of
-from rlft.data.text import Text, load_texts, resolve_file
+from rlft.data.jsonl import existing_file
+from rlft.data.text import Text, load_texts
 from rlft.pretrain import scan_texts
 from rlft.types import Split, UserError
 
@@ -122,10 +123,11 @@ def test_a_line_that_is_not_json_is_refused_under_the_key_of_the_text(tmp_path: 
 
 def test_an_embedded_text_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(UserError) as refusal:
-        resolve_file("embedded:books")
+        existing_file("embedded:books", "pretrain.path")
     assert str(refusal.value) == (
-        "pretrain.path: there is no such embedded text, got embedded:books; "
-        "use embedded:arithmetic-text, or the path of a JSONL file"
+        "pretrain.path: there is no such embedded file, got embedded:books; "
+        "use embedded:arithmetic-demonstrations, embedded:arithmetic-preferences, embedded:arithmetic-text, "
+        "or the path of a JSONL file"
     )
 
 
@@ -163,7 +165,7 @@ def parts(text: Text) -> tuple[int, str, int, str]:
 def test_the_script_gives_the_text_that_ships(maker, tokenizer, texts) -> None:
     assert maker.make_texts(tokenizer, 1350, seed=0) == texts
     assert maker.make_texts(tokenizer, 20, seed=1) != texts[:20]
-    assert resolve_file("embedded:arithmetic-text").stat().st_size <= 200_000
+    assert existing_file("embedded:arithmetic-text", "pretrain.path").stat().st_size <= 200_000
 
 
 def test_its_tokens_are_those_the_model_was_taught(maker, tokenizer, texts) -> None:

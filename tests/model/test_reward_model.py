@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -309,8 +310,19 @@ def test_a_classifier_of_several_labels_is_refused(save_classifier):
         load_classifier(save_classifier("Qwen2", num_labels=3), KEY, CPU, torch.float32)
 
 
+@pytest.mark.parametrize(("kind", "head"), [("Qwen2", "ForCausalLM"), ("GPT2", "LMHeadModel")])
+def test_a_causal_language_model_is_refused_and_told_how_a_reward_model_is_made(kind, head, save_classifier):
+    name = f"{kind}{head}"
+    with pytest.raises(
+        UserError, match=rf"^reward\.taste\.path: it holds a causal language model \({name}\), .*rlft rm"
+    ):
+        load_classifier(save_classifier(kind, head), KEY, CPU, torch.float32)
+
+
 def test_a_model_without_a_trained_score_is_refused(save_classifier):
     folder = save_classifier("Qwen2", "ForCausalLM")
+    file = Path(folder) / "config.json"
+    file.write_text(file.read_text().replace("ForCausalLM", "ForSequenceClassification"))
     with pytest.raises(UserError, match=r"^reward\.taste\.path: its weights lack score\.weight, which would be random"):
         load_classifier(folder, KEY, CPU, torch.float32)
 

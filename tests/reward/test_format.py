@@ -1,6 +1,9 @@
+import time
+
 import pytest
 
 from rlft.reward.format import Format, Mode
+from rlft.reward.scorer import Scorer, specs
 from rlft.types import UserError
 
 TAGS = ("think", "answer")
@@ -34,21 +37,63 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("text", "strict", "fifths"), VERDICTS)
 def test_verdicts(group, text, strict, fifths):
-    assert Format(mode=Mode.strict, tags=TAGS)(group([text])) == [float(strict)]
-    assert Format(mode=Mode.soft, tags=TAGS)(group([text])) == [pytest.approx(fifths / 5, abs=1e-12)]
+    assert Format(mode=Mode.strict, tags=TAGS, pattern=None)(group([text])) == [float(strict)]
+    assert Format(mode=Mode.soft, tags=TAGS, pattern=None)(group([text])) == [pytest.approx(fifths / 5, abs=1e-12)]
 
 
 def test_the_template_is_a_config_key(group):
     texts = ["<plan>a</plan><code>b</code><result>c</result>", GOOD]
-    assert Format(mode=Mode.strict, tags=("plan", "code", "result"))(group(texts)) == [1.0, 0.0]
+    assert Format(mode=Mode.strict, tags=("plan", "code", "result"), pattern=None)(group(texts)) == [1.0, 0.0]
 
 
 def test_a_template_needs_different_tags():
     for tags in ((), ("answer", "answer"), ("",)):
         with pytest.raises(UserError, match="must be different names"):
-            Format(mode=Mode.soft, tags=tags)
+            Format(mode=Mode.soft, tags=tags, pattern=None)
 
 
 def test_a_million_tags_take_no_time(group):
     text = "<think></think><answer>" * 50_000
-    assert Format(mode=Mode.soft, tags=TAGS)(group([text])) == [0.0]
+    assert Format(mode=Mode.soft, tags=TAGS, pattern=None)(group([text])) == [0.0]
+
+
+HASHES = r".+\n#### -?[0-9]+"
+
+
+# The whole completion has to match, and a dot also stands for the end of a line.
+@pytest.mark.parametrize(
+    ("text", "follows"),
+    [
+        ("8 + 10 = 18\n#### 18", True),
+        ("8 + 10\n= 18\n#### -18", True),
+        ("8 + 10 = 18\n#### 18 apples", False),
+        ("8 + 10 = 18\n#### 18\n", False),
+        ("8 + 10 = 18\n#### １８", False),
+        ("#### 18", False),
+        (GOOD, False),
+        ("", False),
+    ],
+)
+def test_a_pattern_takes_the_place_of_the_tags(group, text, follows):
+    assert Format(mode=Mode.strict, tags=TAGS, pattern=HASHES)(group([text])) == [float(follows)]
+
+
+def test_a_pattern_has_no_parts_to_count():
+    with pytest.raises(UserError, match=r"mode: a pattern is matched or not, .*, got soft; use mode=strict"):
+        Format(mode=Mode.soft, tags=TAGS, pattern=HASHES)
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused():
+    with pytest.raises(UserError, match=r"pattern: is no regular expression \(missing \), .*got \(unclosed"):
+        Format(mode=Mode.strict, tags=TAGS, pattern="(unclosed")
+
+
+def test_a_pattern_that_backtracks_for_ever_is_stopped_by_the_time_limit(group):
+    # (a+)+b on a^40 tries every way to cut 40 letters into pieces, 2^39: days. The other completion keeps its score.
+    config = {"_target_": "rlft.reward.format.Format", "weight": 1.0, "on_error": 0.0}
+    scorer = Scorer(specs({"format": config | {"mode": "strict", "tags": TAGS, "pattern": "(a+)+b"}}), 0, 0.2, "stop")
+    start = time.monotonic()
+    scores = scorer([group(["a" * 40, "aab"])])
+    scorer.close()
+    assert scores.by_reward["format"].tolist() == [[0.0, 1.0]]
+    assert time.monotonic() - start < 10

@@ -56,7 +56,10 @@ VERDICTS = [
     ("18 18", "18", False, "a product"),
     (r"\infty", "18", False, "not everything"),
     ("The answer is 18", "18", False, "prose"),
+    ("What is 8 + 10? 18", "18", False, "an echo of the question before it"),
+    ("8 + 10 = 18", "18", False, "an echo of the sum before it"),
     ("１８", "18", False, "full-width digits"),
+    ("١٨", "18", False, "Arabic-Indic digits"),
     ("", "18", False, "nothing"),
     ("$", "18", False, "nothing"),
     (r"\frac{1}{", "18", False, "broken LaTeX"),
@@ -104,6 +107,11 @@ def test_the_answer_is_looked_for_in_one_place_only(group):
     texts = [r"\boxed{18}", "18", "<answer>17</answer> or <answer>18</answer>"]
     assert math_reward()(group(texts)) == [0.0, 0.0, 0.0]
     assert math_reward(answer_in=AnswerIn.boxed)(group(texts)) == [1.0, 0.0, 0.0]
+
+
+def test_an_answer_given_over_and_over_or_beside_an_echo_of_the_prompt_is_none(group):
+    echo = "What is 8 + 10? Write <answer>your number</answer>. <answer>18</answer>"
+    assert math_reward()(group(["<answer>18</answer>" * 50, echo])) == [0.0, 0.0]
 
 
 def test_the_librarys_own_alarm_is_off(group, monkeypatch):

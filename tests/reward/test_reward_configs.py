@@ -17,6 +17,8 @@ defaults:
 token_budget: 4096
 generation:
   max_tokens: 80
+scoring:
+  timeout: 10.0
 hydra:
   searchpath: [file://{configs}]
 """
@@ -95,6 +97,7 @@ def test_every_shipped_config_builds_its_namesake(composed, path):
 
 
 def test_limits_of_the_run_reach_the_rewards_that_need_them(composed):
-    built = specs(composed("reward=[overlong,learned]"))
+    built = specs(composed("reward=[overlong,learned,http]"))
     assert built["overlong"].kwargs["max_tokens"] == 80
     assert built["learned"].kwargs["token_budget"] == 4096
+    assert built["http"].kwargs["group_timeout"] == 10.0

@@ -64,6 +64,23 @@ def test_a_role_has_an_adapter_or_a_head_or_both_and_its_folder_holds_just_these
     assert (set(loaded.adapters), set(loaded.heads)) == ({"policy", "reward"}, {"reward", "critic"})
 
 
+def test_a_folder_that_somebody_else_writes_is_part_of_the_checkpoint(tmp_path):
+    def write(folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    saved = Checkpoint(
+        step=4, adapters={}, adapter_config={}, optimizer={}, state={"seed": 1}, write_folders={"model": write}
+    )
+    folder = checkpoint.save(tmp_path, saved, keep=1)
+    assert (folder / "model" / "model.safetensors").read_bytes() == b"weights"
+    assert checkpoint.find_damage(folder) is None
+    found = checkpoint.load(folder)
+    assert (found.step, found.folder, found.adapters, found.adapter_config) == (4, folder, {}, {})
+    (folder / "model" / "model.safetensors").write_bytes(b"weighty")
+    assert checkpoint.find_damage(folder) == "model/model.safetensors does not match its checksum"
+
+
 def test_every_roles_folder_says_what_it_is_and_to_which_base_it_belongs(tmp_path):
     folder = checkpoint.save(tmp_path, made(7), keep=1)
     for role in ("policy", "reward", "critic"):

@@ -1,0 +1,141 @@
+"""Completions to learn from, of local JSONL files or of a hub set: chats, prompts with completions, and own samples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from rlft.data.hub import HubSet
+from rlft.data.jsonl import JsonlFiles
+from rlft.data.records import (
+    Read,
+    Row,
+    RowError,
+    chat,
+    check_template,
+    completion_of,
+    has,
+    identity,
+    messages_of,
+    only,
+    turns_of,
+)
+from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
+from rlft.types import Demonstration, FinishReason, Message, Prompt, Split, UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemonstrationKeys:
+    """The config keys that say how a row becomes demonstrations. A row has one of three shapes:
+
+    - a chat, a list of {"role", "content"} in messages_field. turns: `last`, its last assistant message is learned, or
+      `all`, each of its assistant messages after the turns before it. What follows the last one is not used.
+    - a prompt in prompt_field (a text, or a chat up to the user's last message), its completion in completion_field.
+    - a line of `rlft sample`, known by its keys (rlft/data/sampled.py); its prompt stays as it was sampled from.
+      token_ids: `sampled`, exactly the sampled tokens are learned, which needs their tokenizer: `sampled_with` finds
+      its fingerprint in the prompts; or `text`, the completion's text is tokenised anew, and completions that the
+      length limit cut are left out, as an end would be learned that they don't have.
+
+    system_prompt, prompt_template: as in RecordKeys; the template goes around the user's message that is answered.
+    """
+
+    prompt_field: str
+    completion_field: str
+    messages_field: str
+    turns: Literal["last", "all"]
+    system_prompt: str | None
+    prompt_template: str
+    token_ids: Literal["sampled", "text"]
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt_template, "demonstrations")
+
+    def demonstrations(self, read: Read[Demonstration | None], split: Split) -> list[Demonstration]:
+        """The split's demonstrations in the order of the data."""
+        rows = read(split, self.parse)
+        kept = [row.made for row in rows if row.made is not None]
+        if not kept:
+            problem = f"all {len(rows)} sampled completions of the {split} split are cut by the length limit"
+            remedy = "sample with a higher generation.max_tokens, or learn them with demonstrations.token_ids=sampled"
+            raise UserError("demonstrations.path", problem, remedy=remedy)
+        if len(kept) < len(rows):
+            logger.warning(
+                "demonstrations: %d sampled completions, cut by the length limit, are left out", len(rows) - len(kept)
+            )
+        check_prompt_ids([demonstration.prompt for demonstration in kept], "demonstrations.path")
+        return kept
+
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Demonstration | None]]:
+        """The row's demonstrations, None where the length limit cut what would be learned. Raises RowError."""
+        if is_sampled(fields):
+            return [self._sampled(fields)]
+        if has(fields, self.messages_field):
+            return self._chat(messages_of(fields, self.messages_field), row_id)
+        if has(fields, self.prompt_field, self.completion_field):
+            turns = turns_of(fields, self.prompt_field)
+            made = self._demonstration(turns, completion_of(fields, self.completion_field), row_id)
+            return [Row(identity=identity(turns), made=made)]
+        raise RowError(
+            f"is no chat (field {self.messages_field!r}), no prompt with its completion (fields {self.prompt_field!r}, "
+            f"{self.completion_field!r}) and no line of rlft sample; it has {only(fields)}"
+        )
+
+    def _chat(self, turns: tuple[Message, ...], row_id: str) -> list[Row[Demonstration | None]]:
+        """With `turns: all` the chats that open alike share their identity: each opening is itself a question."""
+        learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if not learned:
+            raise RowError(f"field {self.messages_field!r} holds no assistant message to learn")
+        end = learned[0] if self.turns == "all" else learned[-1]
+        found: list[Row[Demonstration | None]] = []
+        for i in learned if self.turns == "all" else learned[-1:]:
+            if i == 0 or turns[i - 1]["role"] != "user":
+                raise RowError(f"message {i} of field {self.messages_field!r} answers no user message")
+            name = row_id if i == learned[-1] else f"{row_id}:{i}"
+            made = self._demonstration(turns[:i], turns[i]["content"], name)
+            found.append(Row(identity=identity(turns[:end]), made=made))
+        return found
+
+    def _demonstration(self, turns: tuple[Message, ...], completion: str, prompt_id: str) -> Demonstration:
+        if not completion.strip():
+            raise RowError("the completion is empty")
+        messages = chat(turns, self.system_prompt, self.prompt_template)
+        return Demonstration(prompt=Prompt(id=prompt_id, messages=messages, answer=""), completion=completion)
+
+    def _sampled(self, fields: Mapping[str, Any]) -> Row[Demonstration | None]:
+        line = parse_sampled(fields, with_tokens=self.token_ids == "sampled")
+        made = None
+        if self.token_ids == "sampled":
+            made = Demonstration(prompt=line.prompt, completion=line.completion, completion_ids=line.token_ids)
+        elif line.finish_reason is FinishReason.stop:
+            made = Demonstration(prompt=line.prompt, completion=line.completion)
+        return Row(identity=identity(line.prompt.messages), made=made)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonlDemonstrations(JsonlFiles, DemonstrationKeys):
+    """Demonstrations of JSONL files. The keys of DemonstrationKeys say which fields are what.
+
+    A prompt's id is `<file>:<line>`; of an earlier turn of a chat `<file>:<line>:<number of the message>`, from 0; of a
+    sampled line its own prompt_id, so that completions of one prompt share it.
+    """
+
+    section: ClassVar[str] = "demonstrations"
+
+    def load(self, split: Split) -> list[Demonstration]:
+        """The split's demonstrations in file order; no question is in both splits. Raises UserError."""
+        return self.demonstrations(self.read, split)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubDemonstrations(HubSet, DemonstrationKeys):
+    """Demonstrations of a hub set, or of local files in its format. The keys of DemonstrationKeys say what is what."""
+
+    section: ClassVar[str] = "demonstrations"
+
+    def load(self, split: Split) -> list[Demonstration]:
+        """The split's demonstrations in the order of the set; no question is in both splits. Raises UserError."""
+        return self.demonstrations(self.read, split)

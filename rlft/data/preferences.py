@@ -1,0 +1,267 @@
+"""Completions ranked by preference, of local JSONL files or of a hub set: pairs, ranked lists, and own samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from rlft.data.hub import HubSet
+from rlft.data.jsonl import JsonlFiles
+from rlft.data.records import (
+    Read,
+    Row,
+    RowError,
+    chat,
+    check_template,
+    completion_of,
+    has,
+    identity,
+    kind,
+    messages_of,
+    only,
+    turns_of,
+)
+from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
+from rlft.types import Message, Prompt, Ranking, Split, UserError
+
+Pair = tuple[tuple[Message, ...], str, str]
+"""A prompt's turns, the chosen completion, the rejected one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One completion with its score; token_ids are empty where its text is to be tokenised."""
+
+    completion: str
+    score: float
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Completions of one prompt as a row gives them; a sampled line gives one, and a prompt's are put together."""
+
+    prompt: Prompt
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankingSet:
+    """The rankings of a split, and how many prompts are not among them because there is nothing to learn from them.
+
+    num_identical: all completions are the same. num_tied: none scores higher than another (or there is only one).
+    """
+
+    rankings: list[Ranking]
+    num_identical: int
+    num_tied: int
+
+    @property
+    def note(self) -> str | None:
+        """A plain word for the person watching; None where nothing was left out."""
+        left_out = self.num_identical + self.num_tied
+        if not left_out:
+            return None
+        return (
+            f"{left_out} of {left_out + len(self.rankings)} preferences are left out: {self.num_identical} whose "
+            f"completions are the same, {self.num_tied} without a difference in score."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceKeys:
+    """The config keys that say how a row becomes a ranking. A row has one of three shapes:
+
+    - a pair in chosen_field and rejected_field: two texts (or one assistant message each) after a prompt, or two whole
+      chats that differ in their last message, whose common beginning is the prompt (a prompt beside them is not used).
+      The scores are 1 and 0. margin_field: the field of the difference instead, a number; None: there is none.
+    - a list of texts in completions_field after a prompt, with their scores in scores_field. ranked: where there are no
+      scores, the list is in order, best first, and n completions score n - 1, ..., 0; False: that is refused.
+    - a line of `rlft sample`, known by its keys (rlft/data/sampled.py). All lines of a prompt are ranked together by
+      rank_by: `reward` (the weighted total) or a reward's name. token_ids: `sampled`, exactly the sampled tokens,
+      which needs their tokenizer (`sampled_with` finds its fingerprint in the prompts); or `text`, tokenised anew.
+
+    A prompt stands in messages_field (a chat up to the user's last message) or prompt_field (a text or such a chat).
+    system_prompt, prompt_template: as in RecordKeys; sampled prompts stay as they were sampled from.
+    """
+
+    prompt_field: str
+    messages_field: str
+    chosen_field: str
+    rejected_field: str
+    margin_field: str | None
+    completions_field: str
+    scores_field: str
+    ranked: bool
+    rank_by: str
+    token_ids: Literal["sampled", "text"]
+    system_prompt: str | None
+    prompt_template: str
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt_template, "preferences")
+
+    def rank(self, read: Read[Candidates], split: Split) -> RankingSet:
+        """The split's rankings in the order in which their prompts first occur.
+
+        Raises:
+            UserError: no ranking has two different completions with different scores.
+        """
+        rows = [row.made for row in read(split, self.parse)]
+        check_prompt_ids([made.prompt for made in rows], "preferences.path")
+        together: dict[str, list[Candidate]] = {}
+        for made in rows:
+            together.setdefault(made.prompt.id, []).extend(made.candidates)
+        prompts = {made.prompt.id: made.prompt for made in rows}
+        found = ranking_set([(prompts[name], candidates) for name, candidates in together.items()])
+        if not found.rankings:
+            raise UserError(
+                "preferences.path",
+                f"preference data without a margin of difference: of {len(prompts)} {split} prompts "
+                f"{found.num_identical} have the same completion throughout, and {found.num_tied} the same score",
+                remedy="give data with better and worse completions, or sample more of each prompt",
+            )
+        return found
+
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Candidates]]:
+        """The row's completions with their scores. Raises RowError."""
+        if is_sampled(fields):
+            return [self._sampled(fields)]
+        if has(fields, self.chosen_field, self.rejected_field):
+            turns, chosen, rejected = self._pair(fields)
+            margin = 1.0 if self.margin_field is None else _margin(fields, self.margin_field)
+            scored = [(chosen, margin), (rejected, 0.0)]
+        elif has(fields, self.completions_field):
+            turns, scored = self._prompt(fields), self._list(fields)
+        else:
+            raise RowError(
+                f"is no pair (fields {self.chosen_field!r}, {self.rejected_field!r}), no list of completions (field "
+                f"{self.completions_field!r}) and no line of rlft sample; it has {only(fields)}"
+            )
+        prompt = Prompt(id=row_id, messages=chat(turns, self.system_prompt, self.prompt_template), answer="")
+        candidates = tuple(Candidate(completion=completion, score=score) for completion, score in scored)
+        return [Row(identity=identity(turns), made=Candidates(prompt=prompt, candidates=candidates))]
+
+    def _prompt(self, fields: Mapping[str, Any]) -> tuple[Message, ...]:
+        for name in (self.messages_field, self.prompt_field):
+            if has(fields, name):
+                return turns_of(fields, name)
+        raise RowError(
+            f"has no prompt, neither field {self.messages_field!r} nor {self.prompt_field!r}; it has {only(fields)}"
+        )
+
+    def _pair(self, fields: Mapping[str, Any]) -> Pair:
+        chats = [fields[name] for name in (self.chosen_field, self.rejected_field)]
+        if not all(isinstance(turns, list | tuple) and len(turns) > 1 for turns in chats):
+            pair = completion_of(fields, self.chosen_field), completion_of(fields, self.rejected_field)
+            return self._prompt(fields), *pair
+        chosen, rejected = messages_of(fields, self.chosen_field), messages_of(fields, self.rejected_field)
+        if chosen[:-1] != rejected[:-1]:
+            raise RowError("the chats differ before their last messages, so they answer different questions")
+        if not chosen[-1]["role"] == rejected[-1]["role"] == "assistant" or chosen[-2]["role"] != "user":
+            raise RowError("the chats do not end with an assistant message after a user message")
+        return chosen[:-1], chosen[-1]["content"], rejected[-1]["content"]
+
+    def _list(self, fields: Mapping[str, Any]) -> list[tuple[str, float]]:
+        texts = fields[self.completions_field]
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts) or not texts:
+            raise RowError(f"field {self.completions_field!r} must be a list of texts, it is {kind(texts)}")
+        if not has(fields, self.scores_field):
+            if not self.ranked:
+                problem = f"there are no scores (field {self.scores_field!r})"
+                raise RowError(problem, remedy="set preferences.ranked=true if the first completion is the best")
+            return [(text, float(len(texts) - 1 - i)) for i, text in enumerate(texts)]
+        scores = fields[self.scores_field]
+        if not isinstance(scores, list | tuple) or len(scores) != len(texts) or not all(map(_is_number, scores)):
+            raise RowError(f"field {self.scores_field!r} must be a list of {len(texts)} numbers, one a completion")
+        return [(text, float(score)) for text, score in zip(texts, scores, strict=True)]
+
+    def _sampled(self, fields: Mapping[str, Any]) -> Row[Candidates]:
+        line = parse_sampled(fields, with_tokens=self.token_ids == "sampled")
+        rewards = {**line.rewards, "reward": line.reward}
+        if self.rank_by not in rewards:
+            known = " or ".join(["reward", *line.rewards])
+            raise RowError(f"there is no reward {self.rank_by!r}", remedy=f"set preferences.rank_by to {known}")
+        score = rewards[self.rank_by]
+        if score is None:
+            raise RowError(f"{self.rank_by!r} is null", remedy="rank by another reward (preferences.rank_by)")
+        tokens = line.token_ids if self.token_ids == "sampled" else ()
+        candidate = Candidate(completion=line.completion, score=score, token_ids=tokens)
+        made = Candidates(prompt=line.prompt, candidates=(candidate,))
+        return Row(identity=identity(line.prompt.messages), made=made)
+
+
+def ranking_set(groups: Sequence[tuple[Prompt, Sequence[Candidate]]]) -> RankingSet:
+    """The rankings of these prompts, without those that teach nothing; equal scores keep their order."""
+    rankings: list[Ranking] = []
+    num_identical = num_tied = 0
+    for prompt, candidates in groups:
+        ranked = sorted(distinct(candidates), key=lambda candidate: -candidate.score)
+        if len(ranked) == 1 < len(candidates):
+            num_identical += 1
+        elif ranked[0].score == ranked[-1].score:
+            num_tied += 1
+        else:
+            rankings.append(
+                Ranking(
+                    prompt=prompt,
+                    completions=tuple(c.completion for c in ranked),
+                    scores=tuple(c.score for c in ranked),
+                    completion_ids=tuple(c.token_ids for c in ranked) if ranked[0].token_ids else (),
+                )
+            )
+    return RankingSet(rankings=rankings, num_identical=num_identical, num_tied=num_tied)
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Each completion once, as it first occurs; equal are those of the same tokens, or of the same text without any."""
+    first: dict[tuple[int, ...] | str, Candidate] = {}
+    for candidate in candidates:
+        first.setdefault(candidate.token_ids or candidate.completion, candidate)
+    return list(first.values())
+
+
+def _margin(fields: Mapping[str, Any], name: str) -> float:
+    margin: Any = fields.get(name)
+    if not _is_number(margin) or margin < 0:
+        raise RowError(f"field {name!r}, by how much the chosen one is better, must be a number of at least 0")
+    return float(margin)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonlPreferences(JsonlFiles, PreferenceKeys):
+    """Rankings of JSONL files. The keys of PreferenceKeys say which fields are what.
+
+    A prompt's id is `<file>:<line>`, of sampled lines their own prompt_id.
+    """
+
+    section: ClassVar[str] = "preferences"
+
+    def load(self, split: Split) -> list[Ranking]:
+        """The split's rankings in file order; no question is in both splits. Raises UserError."""
+        return self.scan(split).rankings
+
+    def scan(self, split: Split) -> RankingSet:
+        """As `load`, with the numbers of what is left out."""
+        return self.rank(self.read, split)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubPreferences(HubSet, PreferenceKeys):
+    """Rankings of a hub set, or of local files in its format. The keys of PreferenceKeys say which fields are what."""
+
+    section: ClassVar[str] = "preferences"
+
+    def load(self, split: Split) -> list[Ranking]:
+        """The split's rankings in the order of the set; no question is in both splits. Raises UserError."""
+        return self.scan(split).rankings
+
+    def scan(self, split: Split) -> RankingSet:
+        """As `load`, with the numbers of what is left out."""
+        return self.rank(self.read, split)

@@ -1,0 +1,147 @@
+"""A line of the files that `rlft sample` writes: one completion, its prompt, and what it was worth; both sides of it.
+
+Keys: prompt_id, index (among the completions of its prompt, from 0), prompt (its messages, as the model was asked),
+answer (the reference, "" where there is none), completion (text), token_ids (as sampled, the end token included),
+finish_reason, rewards (each unweighted, by name), reward (their weighted total), model (what sampled it, in words),
+tokenizer (12 hex digits, `rlft.prompts.tokenizer_fingerprint`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlft.data.records import RowError, kind, messages_of
+from rlft.types import FinishReason, Prompt, Rollout, UserError
+
+TOKENIZER = "tokenizer"
+"""The key of the fingerprint, in a line and in the metadata of prompts whose completions are learned token by token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What a line says of one completion. A reward is None where it was no finite number, or none was given."""
+
+    prompt: Prompt
+    completion: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    rewards: Mapping[str, float | None]
+    reward: float | None
+
+
+def sampled_line(
+    rollout: Rollout,
+    *,
+    index: int,
+    rewards: Mapping[str, float],
+    reward: float | None,
+    model: str,
+    tokenizer: str,
+) -> dict[str, Any]:
+    """The line of one completion, ready for strict JSON; see the top of this file for the arguments."""
+    return {
+        "prompt_id": rollout.prompt.id,
+        "index": index,
+        "prompt": [dict(message) for message in rollout.prompt.messages],
+        "answer": rollout.prompt.answer,
+        "completion": rollout.completion.text,
+        "token_ids": [int(token) for token in rollout.completion.token_ids],
+        "finish_reason": str(rollout.completion.finish_reason),
+        "rewards": {name: _finite(value) for name, value in sorted(rewards.items())},
+        "reward": None if reward is None else _finite(reward),
+        "model": model,
+        TOKENIZER: tokenizer,
+    }
+
+
+def is_sampled(fields: Mapping[str, Any]) -> bool:
+    """Whether a row is such a line: nothing else has a tokenizer, a prompt that is a list, and a completion."""
+    return TOKENIZER in fields and isinstance(fields.get("prompt"), list) and "completion" in fields
+
+
+def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool) -> Sampled:
+    """What the line says; with_tokens: its token ids are used, so the prompt's metadata name the tokenizer.
+
+    Raises:
+        RowError: a key is missing or of another type, or there are no tokens to use.
+    """
+    token_ids = _of(fields, "token_ids", list)
+    if not all(type(token) is int and token >= 0 for token in token_ids):
+        raise _foreign("field 'token_ids' must be whole numbers, not below 0")
+    if with_tokens and not token_ids:
+        raise _foreign("field 'token_ids' is empty")
+    finish_reason = _of(fields, "finish_reason", str)
+    if finish_reason not in list(FinishReason):
+        raise _foreign(f"field 'finish_reason' must be {' or '.join(FinishReason)}, it is {finish_reason!r}")
+    prompt = Prompt(
+        id=_of(fields, "prompt_id", str),
+        messages=messages_of(fields, "prompt"),
+        answer=_of(fields, "answer", str),
+        metadata={TOKENIZER: _of(fields, TOKENIZER, str)} if with_tokens else {},
+    )
+    return Sampled(
+        prompt=prompt,
+        completion=_of(fields, "completion", str),
+        token_ids=tuple(token_ids),
+        finish_reason=FinishReason(finish_reason),
+        rewards={name: _number(value, f"rewards.{name}") for name, value in _of(fields, "rewards", dict).items()},
+        reward=_number(fields.get("reward"), "reward"),
+    )
+
+
+def sampled_with(prompts: Iterable[Prompt]) -> set[str]:
+    """Fingerprints of the tokenizers whose token ids are learned behind these prompts; none where all is text."""
+    return {prompt.metadata[TOKENIZER] for prompt in prompts if TOKENIZER in prompt.metadata}
+
+
+def check_tokenizer(fingerprints: Iterable[str], expected: str, key: str) -> None:
+    """Refuses token ids of another tokenizer than the model's; key: that names the files, such as demonstrations.path.
+
+    Raises:
+        UserError: a fingerprint is not `expected`.
+    """
+    others = sorted(set(fingerprints) - {expected})
+    if others:
+        raise UserError(
+            key,
+            f"was sampled with another tokenizer ({', '.join(others)}) than this model's ({expected})",
+            remedy=f"set {key.partition('.')[0]}.token_ids=text to tokenise its texts anew, or sample with this model",
+        )
+
+
+def check_prompt_ids(prompts: Iterable[Prompt], key: str) -> None:
+    """Refuses an id that stands for different messages, as files of several samplings put together may have."""
+    known: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if known.setdefault(prompt.id, prompt).messages != prompt.messages:
+            raise UserError(
+                key,
+                "two different prompts have the same id",
+                got=prompt.id,
+                remedy="put only samples of the same data into one file",
+            )
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _number(value: Any, name: str) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise _foreign(f"field {name!r} must be a number or null, it is {kind(value)}")
+    return None if value is None else _finite(value)
+
+
+def _of(fields: Mapping[str, Any], name: str, wanted: type) -> Any:
+    value = fields.get(name)
+    if not isinstance(value, wanted):
+        names = {list: "a list", dict: "an object", str: "a text"}
+        raise _foreign(f"field {name!r} of a sampled line must be {names[wanted]}, it is {kind(value)}")
+    return value
+
+
+def _foreign(problem: str) -> RowError:
+    return RowError(problem, remedy="mend or remove that line, or sample again")

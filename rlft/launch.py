@@ -1,0 +1,98 @@
+"""A run of any verb, from its composed config to its end: planned, claimed, held, done, and told how it ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rlft import runfolder
+from rlft.types import UserError
+from rlft.work import Work
+
+
+def work_of(verb: str) -> Work:
+    """The work of this verb; imports what it stands on."""
+    import_libraries()
+    match verb:
+        case "train":
+            from rlft.training_verb import WORK
+        case "sft":
+            from rlft.sft import WORK
+        case "rm":
+            from rlft.rm import WORK
+        case _:
+            from rlft.sampling_verb import WORK
+    return WORK
+
+
+def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, may_be_finished: bool = False) -> None:
+    """Does a run to its end, or to an interruption (KeyboardInterrupt, after saving).
+
+    shared_engines: those of a sweep, whose jobs end without a page of their own. may_be_finished: a resumed run that
+    has all its steps is left as it is, after a look at what it was made from; else it is refused.
+    """
+    work = work_of(plain["verb"])
+    from rlft import check
+    from rlft.engine import Engines
+
+    plan = work.make_plan(plain)
+    check.check_writable(folder)
+    if plan.config.resume is None:
+        runfolder.start(folder, plain, plan.fingerprints)
+    else:
+        runfolder.check_resume(folder, plain, plan.fingerprints)
+        if work.is_finished(folder, plan.num_steps):
+            if may_be_finished:
+                say(f"finished already, and made from the same: {folder}")
+                return
+            problem = f"the run is finished: it has all its {plan.num_steps} steps"
+            raise UserError("resume", problem, got=folder, remedy=_after_the_end(plain, folder, plan.num_steps))
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(runfolder.held(folder))
+            runfolder.go_on(folder, plain)
+            engines = shared_engines if shared_engines is not None else stack.enter_context(Engines())
+            outcome = work.do(plan, folder, engines, say)
+    except KeyboardInterrupt:
+        say(f"stopped at once; go on from the newest checkpoint with: rlft resume {folder}")
+        raise
+    if outcome.interrupted:
+        how_far = "saved" if outcome.step else "before the first one"
+        say(f"stopped after step {outcome.step}, {how_far}; go on with: rlft resume {folder}")
+        raise KeyboardInterrupt
+    if shared_engines is None:
+        work.closing(plan, folder)
+
+
+def _after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:
+    """What can be done with a finished run."""
+    ways = []
+    if plain.get("trainer", {}).get("schedule") == "constant":
+        ways.append(f"raise steps (rlft resume {folder} steps={2 * num_steps})")
+    if plain["verb"] in ("train", "sft"):
+        ways.append(f"rlft eval run={folder}")
+    return ", or ".join(ways) or "start another one"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def import_libraries() -> None:
+    """torch, transformers and all that stands on them: seconds, in which Ctrl-C just ends the process."""
+    from rlft.interrupt import ends_the_process
+
+    with ends_the_process():
+        import transformers
+
+        import rlft.session
+
+        # transformers imports its parts when they are first asked for.
+        _ = rlft.session, transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+    from transformers.utils import logging
+
+    if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":
+        logging.disable_progress_bar()

@@ -1,0 +1,243 @@
+"""The README.md of an exported model: what its run folder says it is, and nothing else.
+
+Its front matter is the hub's; a base or data set that is no hub id is named in the text only, and not by its place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlft import runfolder
+from rlft.data.records import PLACEHOLDER, chat
+from rlft.generation.vllm import engine_rank
+from rlft.logger.jsonl import EVALUATIONS, read_lines
+from rlft.model.adapter_folder import CONFIG
+from rlft.model.backbone import EMBEDDED, looks_local
+from rlft.place import Holds, Place
+from rlft.trainer import checkpoint
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+PATHS = ("path", "held_out_path")
+IN_THE_PROMPT = ("_target_", "system_prompt", "prompt_template")
+STEPS = {"examples_per_step": "demonstrations", "rankings_per_step": "rankings"}
+PLAIN_PROMPT = '"\\n\\n".join(message["content"] for message in messages)'
+"""What a tokenizer without a chat template is given (rlft.prompts)."""
+
+Config = Mapping[str, Any]
+
+
+def model_card(
+    place: Place, folder: Path, holds: Holds, *, is_model: bool, name: str, has_template: bool, dtype: str
+) -> str:
+    """The card, in Markdown.
+
+    folder: the checkpoint's. is_model: not the adapter alone. name: of the exported folder. has_template: whether the
+    tokenizer's chat template is used. dtype: of the model's weights.
+    """
+    config = place.config
+    step = json.loads((folder / checkpoint.STATE).read_text())["step"]
+    origin = runfolder.read(place.run, "run").get(runfolder.ORIGIN, {})
+    evaluations = [line for line in read_lines(place.run / EVALUATIONS) if line["step"] <= step]
+    adapter = {} if holds is Holds.weights else json.loads((folder / holds / CONFIG).read_text())
+    what = "reward model" if holds is Holds.reward else "model" if is_model else "adapter"
+    parts = [
+        front_matter(config, holds, is_model),
+        f"# {config['name']}",
+        f"A {what}, trained with rlft for {step} steps.",
+        table(("", ""), [*facts(config), ("Trained with", ", ".join(f"{k} {v}" for k, v in origin.items()))]),
+        results(evaluations, config),
+        usage(config, adapter, holds, is_model, name, has_template, dtype),
+        "## Licence\n\nNot recorded in the run: whoever publishes this chooses it, as base and data allow.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def front_matter(config: Config, holds: Holds, is_model: bool) -> str:
+    """YAML that the hub reads."""
+    fields: dict[str, Any] = {}
+    if is_hub_id(config["model"]["path"]):
+        fields["base_model"] = config["model"]["path"]
+        fields["base_model_relation"] = "finetune" if is_model else "adapter"
+    data = config.get("data") or {}
+    if str(data.get("_target_", "")).startswith("rlft.data.hub.") and is_hub_id(data["path"]):
+        fields["datasets"] = [data["path"]]
+    fields["library_name"] = "transformers" if is_model else "peft"
+    if holds is not Holds.reward:
+        fields["pipeline_tag"] = "text-generation"
+    algorithm = config.get("algorithm") or {}
+    fields["tags"] = [
+        "rlft",
+        *(["reinforcement-learning", module_name(algorithm)] if "_target_" in algorithm else []),
+        *(["sft"] if config.get("demonstrations") else []),
+        *(["reward-model"] if holds is Holds.reward else []),
+        *([] if holds is Holds.weights else ["lora"]),
+    ]
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
+
+
+# -- what it was made of and how ---------------------------------------------------------------------------------------
+def facts(config: Config) -> list[tuple[str, str]]:
+    """(what, how), from the sections that the run's config has."""
+    rows = [("Base", place_name(config["model"]["path"], config["model"].get("revision")))]
+    if data := config.get("data"):
+        rows.append(("Data", described(data)))
+    for section in ("demonstrations", "preferences", "algorithm"):
+        if config.get(section):
+            rows.append((section.capitalize(), described(config[section])))
+    if rewards := config.get("reward"):
+        weights = ", ".join(f"{name} x {reward.get('weight')}" for name, reward in rewards.items())
+        rows.append(("Rewards" if "algorithm" in config else "Rewards (only measured)", weights))
+    if "group_size" in config:
+        rows.append(("A step", f"{config['prompts_per_step']} prompts x {config['group_size']} completions"))
+    rows += [("A step", f"{config[key]} {what}") for key, what in STEPS.items() if key in config]
+    if lora := config.get("lora"):
+        rows.append(("Adapter", keys_text({k: lora[k] for k in ("rank", "alpha", "dropout", "target_modules")})))
+    if trainer := config.get("trainer"):
+        rows.append(("AdamW", keys_text(trainer)))
+    if generation := config.get("generation"):
+        keys = ("temperature", "top_p", "top_k", "max_tokens")
+        rows.append(("Completions", keys_text({k: generation[k] for k in keys})))
+    return [*rows, ("Seed", str(config.get("seed")))]
+
+
+def described(section: Config) -> str:
+    """A component by its module and its keys."""
+    return f"{module_name(section)}: {keys_text({k: v for k, v in section.items() if k not in IN_THE_PROMPT})}"
+
+
+def module_name(section: Config) -> str:
+    """`grpo` of `rlft.algorithm.grpo.GRPO`."""
+    return section["_target_"].rsplit(".", 2)[-2]
+
+
+def keys_text(section: Config) -> str:
+    return ", ".join(
+        f"{key}={place_name(value) if key in PATHS else json.dumps(value, ensure_ascii=False)}"
+        for key, value in section.items()
+        if value is not None
+    )
+
+
+def is_hub_id(path: str) -> bool:
+    return HUB_ID.fullmatch(path) is not None and not path.endswith(".jsonl") and not looks_local(path)
+
+
+def place_name(path: str, revision: str | None = None) -> str:
+    """A hub id or embedded name as it is, of anything on somebody's disk only its last part."""
+    shown = path if is_hub_id(path) or path.startswith(EMBEDDED) else Path(path).name
+    return shown if revision is None else f"{shown} at {revision}"
+
+
+# -- what it reached ---------------------------------------------------------------------------------------------------
+def results(evaluations: Sequence[Config], config: Config) -> str:
+    """First and last evaluation up to this step, with standard errors; nothing where there was none."""
+    if not evaluations:
+        return ""
+    ends = [evaluations[0], evaluations[-1]][-min(2, len(evaluations)) :]
+    names = [n for n in dict.fromkeys(n for line in ends for n in line) if n.startswith("eval/") and n[-3:] != "_se"]
+    rows = [(name.removeprefix("eval/"), *(value_text(line, name) for line in ends)) for name in names]
+    samples = ("samples of each prompt", *(num_samples(line) for line in ends))
+    heading = ("", *(f"step {line['step']}" for line in ends))
+    about = f"Held-out {measured_on(config)}; ± is a standard error over them."
+    by_samples = [samples] if "sampled" in about else []
+    return f"## Results\n\n{about}\n\n{table(heading, [*by_samples, *rows])}"
+
+
+def measured_on(config: Config) -> str:
+    """What an evaluation looks at, and how."""
+    settings = config.get("eval") or {}
+    if "num_rankings" in settings:
+        return f"rankings, at most {settings['num_rankings']}"
+    if not config.get("data"):
+        return f"demonstrations, at most {settings['num_prompts']}"
+    temperature = settings["temperature"]
+    how = "as in training" if temperature is None else f"at temperature {temperature:g}"
+    return f"prompts, at most {settings['num_prompts']}, sampled {how}"
+
+
+def value_text(line: Config, name: str) -> str:
+    value, error = line.get(name), line.get(f"{name}_se")
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+
+
+def num_samples(line: Config) -> str:
+    """The largest k of its pass@k, which is how many there were."""
+    sizes = [int(match[1]) for name in line if (match := re.fullmatch(r"eval/pass@(\d+)", name))]
+    return str(max(sizes)) if sizes else "-"
+
+
+# -- how it is used ----------------------------------------------------------------------------------------------------
+def usage(
+    config: Config, adapter: Config, holds: Holds, is_model: bool, name: str, has_template: bool, dtype: str
+) -> str:
+    """Python that loads it by transformers and by vLLM, and asks as the run asked."""
+    if holds is Holds.reward:
+        keys = f"reward.learned.path={name} lora.rank={adapter['r']} lora.alpha={adapter['lora_alpha']:g}"
+        return f"## Use\n\n```\nrlft train reward=[exact_match,learned] {keys}\n```"
+    generation = config.get("generation") or {}
+    sampling = [f"{key}={generation[key]}" for key in ("temperature", "top_p", "top_k") if key in generation]
+    length = generation.get("max_tokens", 256)
+    shared = [
+        f'path = "{name}"',
+        *(["base = path"] if is_model else ["base = PeftConfig.from_pretrained(path).base_model_name_or_path"]),
+        *messages_code(config),
+    ]
+    names = "AutoModelForCausalLM, AutoTokenizer"
+    transformers = [
+        *([] if is_model else ["from peft import PeftConfig, PeftModel"]),
+        f"from transformers import {names}",
+        "",
+        *shared,
+        "tokenizer = AutoTokenizer.from_pretrained(base)",
+        'model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")',
+        *([] if is_model else ["model = PeftModel.from_pretrained(model, path)"]),
+        'options = {"return_dict": True, "return_tensors": "pt"}',
+        "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)"
+        if has_template
+        else f'inputs = tokenizer({PLAIN_PROMPT}, return_tensors="pt")',
+        f"output = model.generate(**inputs, {', '.join(['do_sample=True', *sampling, f'max_new_tokens={length}'])})",
+        'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+    exact = ', dtype="float32"' if dtype == "float32" else ""  # by itself vLLM rounds float32 weights to half of that
+    lora = "" if is_model else f", enable_lora=True, max_lora_rank={engine_rank(adapter['r'])}"
+    vllm = [
+        *([] if is_model else ["from peft import PeftConfig"]),
+        "from vllm import LLM, SamplingParams",
+        *([] if is_model else ["from vllm.lora.request import LoRARequest"]),
+        "",
+        *shared,
+        f"sampling = SamplingParams({', '.join([*sampling, f'max_tokens={length}'])})",
+        f"answers = LLM(base{exact}{lora}).{'chat(messages' if has_template else f'generate({PLAIN_PROMPT}'}, sampling"
+        + ("" if is_model else ', lora_request=LoRARequest("policy", 1, path)')
+        + ")",
+        "print(answers[0].outputs[0].text)",
+    ]
+    return f"## Use\n\n{code(transformers)}\n\nor\n\n{code(vllm)}"
+
+
+def messages_code(config: Config) -> list[str]:
+    """The messages that the run's data would make of a question, as Python."""
+    data = config.get("data") or {}
+    template = data.get("prompt_template") or PLACEHOLDER
+    messages = chat([{"role": "user", "content": "What is 17 + 25?"}], data.get("system_prompt"), template)
+    return ["messages = [", *(f"    {json.dumps(dict(m), ensure_ascii=False)}," for m in messages), "]"]
+
+
+def code(lines: Sequence[str]) -> str:
+    text = "\n".join(lines)
+    return f"```python\n{text}\n```"
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in cells)} |"
+
+    return "\n".join([line(heading), line(["---"] * len(heading)), *(line(row) for row in rows)])

@@ -1,0 +1,158 @@
+"""`rlft <verb> -m`: a sweep of runs in one process, expanded and composed by Hydra itself; and Hydra's own questions.
+
+Every job is checked before the first one begins, and jobs share what they can: the loaded base, a started engine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlft import catalog
+from rlft import config as configs
+from rlft.adapters_of_runs import resolved
+from rlft.arguments import Arguments
+from rlft.launch import launch, say, work_of
+from rlft.roots import Verb
+from rlft.types import UserError
+
+# What a job's data, model and adapters are read from, and what not: jobs that differ in no more are looked at once.
+NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "steps", "epochs", "minibatches", "logger", "checkpoint")
+
+
+def ask(verb: Verb, arguments: Sequence[str]) -> None:
+    """Hydra's answer to --help, --cfg and the like."""
+    _hydra(verb, arguments, lambda composed: None)
+
+
+def sweep(verb: Verb, asked: Arguments) -> None:
+    """Runs every job; afterwards the table, whatever became of them."""
+    from rlft import sweep
+
+    jobs = _expand(asked.overrides, verb)
+    sweep.check_jobs(jobs)
+    _check_jobs(jobs, asked.config_dir, verb)
+    from rlft.engine import Engines
+
+    folders: list[Path] = []
+
+    def job(composed: Any) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        hydra_config = HydraConfig.get()
+        if not folders:
+            folders.append(Path(os.path.relpath(hydra_config.sweep.dir)))
+            say(f"sweep of {len(jobs)} jobs; if it is stopped, repeat it with hydra.sweep.dir={folders[0]}")
+        number = hydra_config.job.num
+        say(f"job {number}: {' '.join(jobs[int(number)])}")
+        try:
+            _job(composed, engines)
+        except Exception as error:
+            say(f"job {number} failed: {error}")  # only the first failure of a sweep is raised at its end
+            raise
+
+    try:
+        with Engines() as engines:
+            _hydra(verb, [*asked.options, *asked.overrides], job)
+    finally:
+        if folders:
+            table = sweep.rows(folders[0], jobs)
+            sweep.print_table(table, sweep.write_csv(folders[0], table))
+
+
+def _job(composed: Any, engines: Any) -> None:
+    """One job with the config Hydra composed, in the folder Hydra made."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from rlft import runfolder
+
+    plain = resolved(configs.plain(composed))
+    folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
+    if runfolder.config_file(folder).exists():
+        runfolder.check_same_config(folder, plain)
+        work = work_of(plain["verb"])
+        if work.is_finished(folder, work.make_plan(plain).num_steps):
+            print(f"job {HydraConfig.get().job.num} is finished already: {folder}")
+            return
+        plain["resume"] = str(folder)
+    try:
+        launch(plain, folder, engines)
+    except (UserError, KeyboardInterrupt):
+        with suppress(OSError):  # nothing is left of a job that was refused or stopped before it began
+            for place in (folder, *list(folder.parents)[:2]):
+                place.rmdir()
+        raise
+
+
+def _hydra(verb: Verb, arguments: Sequence[str], job: Callable[[Any], None]) -> None:
+    import hydra
+
+    configs.register_resolvers()
+    sys.argv = [f"rlft {verb}", *arguments]
+    folder = str(catalog.config_folder().resolve())
+    failures: list[Exception] = []
+
+    def guarded(composed: Any) -> None:
+        # Hydra would print a job's exception its own way; the other jobs of a sweep go on.
+        try:
+            job(composed)
+        except Exception as error:
+            failures.append(error)
+
+    try:
+        hydra.main(config_path=folder, config_name=str(verb), version_base="1.3")(guarded)()
+    except Exception as error:
+        told = configs.explain(error, verb)
+        if told is None:
+            raise
+        raise told from None
+    except SystemExit as end:  # how Hydra ends after --help
+        if end.code:
+            raise
+    if failures:
+        raise failures[0]
+
+
+def _expand(overrides: Sequence[str], verb: Verb) -> list[list[str]]:
+    """The overrides of each job, in Hydra's own order."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise configs.explain(error, verb) or error from None
+    return [list(job) for batch in BasicSweeper.split_arguments(parsed, max_batch_size=None) for job in batch]
+
+
+def _check_jobs(jobs: Sequence[Sequence[str]], config_dir: Path | None, verb: Verb) -> None:
+    """All that can be refused in any job; files that several jobs have in common are looked at once."""
+    work = work_of(verb)
+    scanned: list[Any] = []
+    for number, overrides in enumerate(jobs):
+        try:
+            words = [o for o in overrides if not o.startswith("hydra.")]
+            plain = resolved(configs.compose(words, config_dir, verb))
+            work.check(plain)
+            of_the_files = {key: value for key, value in plain.items() if key not in NOT_OF_THE_FILES}
+            if of_the_files not in scanned:
+                work.make_plan(plain)
+                scanned.append(of_the_files)
+            _check_repeated(number, overrides, plain)
+        except UserError as error:
+            problem = f"{error.problem} (job {number}: {' '.join(overrides)})"
+            raise UserError(error.key, problem, got=error.got, remedy=error.remedy) from None
+
+
+def _check_repeated(number: int, overrides: Sequence[str], plain: dict[str, Any]) -> None:
+    """A sweep that is repeated in its folder: what a job reached there must not get another job's label."""
+    from rlft import runfolder
+
+    for folder in (Path(o.partition("=")[2]) / str(number) for o in overrides if o.startswith("hydra.sweep.dir=")):
+        if runfolder.config_file(folder).exists():
+            runfolder.check_same_config(folder, plain)

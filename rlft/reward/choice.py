@@ -1,0 +1,123 @@
+r"""1 where the answer names the right choice of a multiple-choice question, else 0.
+
+What names a choice: its letter as people and models write it (B, (B), B), B., **B**, \text{B}); where the prompt's
+metadata hold the choices, also a choice's own text, alone or after its own letter (B. Paris). The whole answer has to
+name it: prose around a letter, or a second letter, is no answer. So nothing is gained by naming several.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rlft.reward.answer import AnswerKeys, reference_answer
+from rlft.reward.exact_match import matches
+from rlft.types import Group, Prompt
+
+_LABEL = re.compile(r"\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:]?")
+_LABEL_AND_TEXT = re.compile(r"(?:\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:])\s*(\S.*)", re.DOTALL)
+_WRAPPERS = (("**", "**"), ("$", "$"), (r"\text{", "}"), (r"\textbf{", "}"), (r"\mathrm{", "}"), (r"\mathbf{", "}"))
+
+
+def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str | None:
+    """The letter of the one choice that an answer names, else None. Without choices, any capital letter is one.
+
+    choices: texts by letter. An answer that is one of the letters means that letter, even where it is also a text.
+
+    >>> [named(text, {}, ignore_case=True) for text in ("B", "(B)", "b.", "A or B", "AB", "Option B")]
+    ['B', 'B', 'B', None, None, None]
+    >>> cities = {"A": "Rome", "B": "Paris"}
+    >>> [named(text, cities, ignore_case=True) for text in ("paris", "B) Paris", "A) Paris", "C")]
+    ['B', 'B', None, None]
+    """
+    answer = unwrapped(answer)
+    if (match := _LABEL.fullmatch(answer)) and (label := _known(match[1] or match[2], choices, ignore_case)):
+        return label
+    if (match := _LABEL_AND_TEXT.fullmatch(answer)) and (label := _known(match[1] or match[2], choices, ignore_case)):
+        text = choices.get(label)
+        if text is not None and matches(match[3], text, numeric=True, ignore_case=ignore_case):
+            return label
+    fitting = [k for k, text in choices.items() if matches(answer, text, numeric=True, ignore_case=ignore_case)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def unwrapped(answer: str) -> str:
+    r"""The answer without what sets it in bold or as text of a formula around all of it.
+
+    >>> unwrapped(r"**(B)**"), unwrapped(r"$\textbf{B}$")
+    ('(B)', 'B')
+    """
+    answer = answer.strip()
+    for opening, closing in _WRAPPERS:
+        if answer.startswith(opening) and answer.endswith(closing):
+            answer = answer[len(opening) : -len(closing)].strip()
+    return answer
+
+
+def choices_of(value: Any) -> dict[str, str]:
+    """Texts by letter, from the shapes in which data sets hold them. ValueError for any other.
+
+    A list of texts (lettered A, B, ..), {"A": text, "B": text}, or {"label": ["A", "B"], "text": [text, text]}.
+
+    >>> choices_of(["Rome", "Paris"]) == choices_of({"label": ["A", "B"], "text": ["Rome", "Paris"]})
+    True
+    """
+    if isinstance(value, Mapping) and set(value) == {"label", "text"}:
+        labels, texts = list(value["label"]), list(value["text"])
+    elif isinstance(value, Mapping):
+        labels, texts = list(value), list(value.values())
+    elif isinstance(value, list | tuple):
+        labels, texts = list(string.ascii_uppercase[: len(value)]), list(value)
+    else:
+        labels, texts = [], []
+    lettered = all(isinstance(label, str) and _LABEL.fullmatch(label) and len(label) == 1 for label in labels)
+    if not labels or len(labels) != len(texts) or len(set(labels)) != len(labels) or not lettered:
+        raise ValueError(f"choices must be a list of texts or a mapping from letters to texts, got {value!r:.80}")
+    return dict(zip(labels, map(str, texts), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(AnswerKeys):
+    """1.0 for each completion whose answer names the choice that the reference answer names, else 0.0.
+
+    ignore_case: letters and texts are compared without case.
+    choices_field: the key of the prompt's metadata that holds the choices (`choices_of`): then only their letters
+        count, and their texts do too. None: any letter, and no texts.
+    The other keys say where the answer stands (AnswerKeys).
+    """
+
+    metadata_keys: ClassVar[tuple[str, ...]] = ("choices_field",)
+
+    ignore_case: bool
+    choices_field: str | None
+
+    def __call__(self, group: Group) -> list[float]:
+        choices = {} if self.choices_field is None else _choices(group.prompt, self.choices_field)
+        reference = reference_answer(group.prompt.answer, group.prompt.id)
+        right = named(reference, choices, ignore_case=self.ignore_case)
+        if right is None:
+            among = f"one of its choices {', '.join(choices)}" if choices else "a letter"
+            raise ValueError(f"the reference answer {reference!r:.80} of prompt {group.prompt.id!r} is not {among}")
+        return [float(self._is_right(rollout.completion.text, right, choices)) for rollout in group.rollouts]
+
+    def _is_right(self, text: str, right: str, choices: Mapping[str, str]) -> bool:
+        answer = self.extract(text)
+        return answer is not None and named(answer, choices, ignore_case=self.ignore_case) == right
+
+
+def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | None:
+    """The label as the choices write it, None where it is none of theirs."""
+    labels = tuple(choices) or tuple(string.ascii_uppercase)
+    if label in labels:
+        return label
+    return next((known for known in labels if ignore_case and known.casefold() == label.casefold()), None)
+
+
+def _choices(prompt: Prompt, field: str) -> dict[str, str]:
+    if field not in prompt.metadata:
+        known = ", ".join(prompt.metadata) or "nothing"
+        raise ValueError(f"prompt {prompt.id!r} has no {field!r} in its metadata, only {known}")
+    return choices_of(prompt.metadata[field])

@@ -1,0 +1,281 @@
+"""The share of tests that the program in a completion passes, or whether it passes all; the program is untrusted.
+
+Two kinds of tests, from a field of the prompt's metadata or from its answer:
+
+    [{"input": "2 3", "output": "5"}, ...]        the program reads stdin and prints; its lines are compared out here
+    ["assert add(2, 3) == 5", ...] or one text    Python code that calls the program (as in MBPP and HumanEval)
+
+Neither kind shares a process with the program, and what is expected never enters its sandbox: there is nothing that
+it could end, patch, print, overload or read to pass (rlft/reward/calls.py). HumanEval's `test` only defines a function:
+append `check(<entry point>)` to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlft.fields import PositiveFloat, PositiveInt
+from rlft.reward import calls, sandbox
+from rlft.reward.answer import tagged
+from rlft.reward.sandbox import Isolation, Limits, Reason
+from rlft.types import Group, Prompt, UserError
+
+SPARE_S = 1.0  # of the scorer's time limit, for what is not the programs' own time
+
+_FENCE = re.compile(r"(?m)^```[ \t]*([A-Za-z0-9]*)[^\n]*$")
+_PYTHON = ("python", "python3", "py")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
+
+Judge = Callable[[str], int]
+"""Gives the number of tests that a program passes."""
+
+
+class ProgramIn(StrEnum):
+    """Where a completion puts its program."""
+
+    fence = "fence"
+    tag = "tag"
+    text = "text"
+
+
+class Score(StrEnum):
+    """What a program gets: 1 if it passes every test (else 0), or the share of tests that it passes."""
+
+    all = "all"
+    fraction = "fraction"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A test by stdin and stdout."""
+
+    input: str
+    output: str
+
+
+Tests = list[Pair] | list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """1.0 (or the share of tests passed) for each completion whose program passes its tests, else 0.0.
+
+    program_in: `fence` for the last ```python block, `tag` for the last <tag> block, `text` for the whole completion.
+    tag: its name. tests_field: field of the prompt's metadata that holds the tests; None: the prompt's answer does.
+    score: `all` or `fraction`. workers: programs that run at the same time for one group.
+    seconds: wall time of one program with all its tests; less where a group is so large that its programs could not all
+        take as long within `group_timeout`, the scorer's limit for a group (seconds): then each has an equal share.
+    cpu_seconds, memory_bytes, output_bytes, processes, file_bytes: see sandbox.Limits. Of each test by stdin, or of all
+        other tests together.
+    allow_unsafe: run programs unisolated where no isolation works, with this user's rights.
+
+    Raises:
+        UserError: no isolation works here, and `allow_unsafe` is false.
+        ValueError: when called, for tests that no program could pass.
+    """
+
+    metadata_keys: ClassVar[tuple[str, ...]] = ("tests_field",)
+
+    program_in: ProgramIn
+    tag: str
+    tests_field: str | None
+    score: Score
+    workers: PositiveInt
+    group_timeout: PositiveFloat
+    seconds: PositiveFloat
+    cpu_seconds: PositiveInt
+    memory_bytes: PositiveInt
+    output_bytes: PositiveInt
+    processes: PositiveInt
+    file_bytes: PositiveInt
+    allow_unsafe: bool
+
+    def __post_init__(self) -> None:
+        if self.group_timeout <= SPARE_S:
+            problem = f"must be more than {SPARE_S:g} s, which starting and comparing may take"
+            raise UserError("group_timeout", problem, got=self.group_timeout, remedy="set scoring.timeout=10")
+        isolation, what = sandbox.available()
+        if isolation is Isolation.none and not self.allow_unsafe:
+            raise UserError(
+                "allow_unsafe",
+                f"programs that a model wrote would run unisolated here ({what})",
+                got="false",
+                remedy="install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap; a container "
+                "must allow user namespaces), or set it to true where nothing can be lost",
+            )
+
+    def note(self) -> str:
+        """Which isolation is active, for the start of a run."""
+        isolation, what = sandbox.available()
+        return f"programs are {isolation.sentence}" + (f" ({what})" if isolation is Isolation.none else "")
+
+    def __call__(self, group: Group) -> list[float]:
+        tests = prompt_tests(group.prompt, self.tests_field)
+        programs = [self.extract(rollout.completion.text) for rollout in group.rollouts]
+        judge = partial(num_passed, tests=tests, limits=self.limits(len(programs)), isolation=sandbox.available()[0])
+        scores = partial(self._score, judge=judge, num_tests=len(tests))
+        with ThreadPoolExecutor(self.workers) as threads:
+            return list(threads.map(scores, programs))
+
+    def extract(self, text: str) -> str | None:
+        """The program in a completion, or None where there is none."""
+        match self.program_in:
+            case ProgramIn.fence:
+                found = fenced(text)
+            case ProgramIn.tag:
+                found = next(reversed(list(tagged(text, self.tag))), None)
+            case _:
+                found = text
+        return found if found and found.strip() else None
+
+    def limits(self, num_programs: int) -> Limits:
+        """The limits of each of so many programs."""
+        share = (self.group_timeout - SPARE_S) / math.ceil(num_programs / self.workers)
+        return Limits(
+            seconds=min(self.seconds, share),
+            cpu_seconds=self.cpu_seconds,
+            memory_bytes=self.memory_bytes,
+            output_bytes=self.output_bytes,
+            processes=self.processes,
+            file_bytes=self.file_bytes,
+        )
+
+    def _score(self, program: str | None, judge: Judge, num_tests: int) -> float:
+        passed = judge(program) if program is not None else 0
+        return passed / num_tests if self.score is Score.fraction else float(passed == num_tests)
+
+
+def fenced(text: str) -> str | None:
+    """What stands in the last closed block of Python, fenced by three backticks at the start of a line; else None.
+
+    A fence that names a language always opens a block, inside another one too.
+
+    >>> fenced("So:\\n```python\\nprint(17)\\n```\\nNo:\\n```python\\nprint(18)\\n```\\nIt prints\\n```\\n18\\n```")
+    'print(18)\\n'
+    """
+    program, opened = None, None
+    for fence in _FENCE.finditer(text):
+        if opened is None or fence[1]:
+            opened = fence
+            continue
+        if opened[1].lower() in _PYTHON:
+            program = text[opened.end() + 1 : fence.start()]
+        opened = None
+    return program
+
+
+def same_output(printed: str, expected: str) -> bool:
+    r"""Whether two outputs have the same lines; white space at the end of lines and empty lines at the end don't count.
+
+    >>> same_output("1 2 \n3\n\n", "1 2\n3"), same_output("1  2", "1 2")
+    (True, False)
+    """
+    return _lines(printed) == _lines(expected)
+
+
+def prompt_tests(prompt: Prompt, field: str | None) -> Tests:
+    """The prompt's tests. ValueError, with the prompt's id, where there are none or no program could pass them."""
+    where = "answer" if field is None else f"metadata field {field!r}"
+    given = prompt.answer if field is None else prompt.metadata.get(field)
+    try:
+        return parse_tests(given)
+    except ValueError as error:
+        raise ValueError(f"the {where} of prompt {prompt.id!r} {error}") from None
+
+
+def parse_tests(given: Any) -> Tests:
+    """Tests from a list, or from text: JSON of such a list, or else a test in Python.
+
+    >>> parse_tests('[{"input": "1", "output": 2}]'), parse_tests("assert f(1) == 2")
+    ([Pair(input='1', output='2')], ['assert f(1) == 2'])
+    """
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            given = [given]
+    if not isinstance(given, list | tuple) or not given:
+        raise ValueError("holds no tests")
+    if all(isinstance(test, str) for test in given):
+        for test in given:
+            _check_python(test)
+        return list(given)
+    if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in given):
+        return [Pair(input=str(test["input"]), output=str(test["output"])) for test in given]
+    raise ValueError('holds neither texts of Python nor {"input": ..., "output": ...} alone')
+
+
+def num_passed(program: str, tests: Tests, limits: Limits, isolation: Isolation) -> int:
+    """How many tests the program passes within its limits."""
+    deadline = time.monotonic() + limits.seconds
+    texts = [test for test in tests if isinstance(test, str)]
+    if texts:
+        return _num_calls_passed(program, texts, limits, isolation)
+    passed = 0
+    for test in tests:
+        left = deadline - time.monotonic()
+        if isinstance(test, Pair) and left > 0:
+            passed += _prints(program, test, replace(limits, seconds=left), isolation)
+    return passed
+
+
+def _prints(program: str, pair: Pair, limits: Limits, isolation: Isolation) -> bool:
+    result = sandbox.run({"program.py": program}, ["program.py"], limits, isolation, stdin=pair.input)
+    return result.reason is Reason.exited and result.exit_code == 0 and same_output(result.stdout, pair.output)
+
+
+def _num_calls_passed(program: str, tests: Sequence[str], limits: Limits, isolation: Isolation) -> int:
+    """Program and tests in a sandbox each, joined by two pipes; the tests' stdout has the verdicts."""
+    source = Path(calls.__file__).read_text(encoding="utf-8")
+    theirs = {"calls.py": source, "program.py": program}
+    ours = {"calls.py": source, "tests.json": json.dumps(tests)}
+    requests, asking = os.pipe()
+    answers, answering = os.pipe()
+    open_here = [requests, asking, answers, answering]
+
+    def hand_over(*descriptors: int) -> None:
+        """Only the processes hold them from now on, so that each hears when the other has ended."""
+        for descriptor in descriptors:
+            open_here.remove(descriptor)
+            os.close(descriptor)
+
+    try:
+        arguments = ["calls.py", "program", "program.py"]
+        with sandbox.running(theirs, arguments, limits, isolation, stdin=requests, stdout=answering):
+            hand_over(requests, answering)
+            arguments = ["calls.py", "tests", "tests.json", str(asking)]
+            streams: dict[str, Any] = {"stdin": answers, "stdout": subprocess.PIPE, "pass_fds": [asking]}
+            with sandbox.running(ours, arguments, limits, isolation, **streams) as process:
+                hand_over(answers, asking)
+                verdicts = sandbox.collect(process, limits).stdout
+    finally:
+        hand_over(*open_here)
+    return verdicts.split("\n").count(calls.PASSED)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _check_python(test: str) -> None:
+    """ValueError for a test that is no Python, or that only defines things."""
+    try:
+        statements = ast.parse(test).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"holds a test that is not Python ({error}): {test!r:.80}") from None
+    if all(isinstance(statement, _DEFINITIONS) for statement in statements):
+        problem = "holds a test that only defines things, and would be passed by every program; call them, as in "
+        raise ValueError(f"{problem}check(add): {test!r:.80}")

@@ -1,0 +1,62 @@
+"""A right or wrong answer's reward by the completion's length, along a cosine (arXiv 2502.03373, section 4.2).
+
+Short right answers earn more than long ones, and short wrong answers lose more than long ones: who isn't sure had
+better think longer. How this differs from the paper: what exceeds the limit is a completion that was cut off, or has
+more than max_tokens tokens; one that ends with the last token allowed is judged by its answer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlft.fields import PositiveInt
+from rlft.reward.answer import AnswerKeys
+from rlft.reward.exact_match import ExactMatch
+from rlft.types import Completion, FinishReason, Group, UserError
+
+
+def scaled(num_tokens: int, max_tokens: int, at_0: float, at_max: float) -> float:
+    """From at_0 at no tokens to at_max at max_tokens along half a cosine, which is flat at both ends.
+
+    >>> [round(scaled(n, max_tokens=100, at_0=1.0, at_max=0.5), 12) for n in (0, 50, 100)]
+    [1.0, 0.75, 0.5]
+    """
+    return at_max + 0.5 * (at_0 - at_max) * (1 + math.cos(math.pi * num_tokens / max_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cosine(ExactMatch):
+    """The reward of each completion by whether its answer is right and by its length in tokens, its end token included.
+
+    max_tokens: L_max. right_at_0, right_at_max, wrong_at_0, wrong_at_max: the values of right and wrong answers at no
+    tokens and at max_tokens (r_0^c, r_L^c, r_0^w, r_L^w). exceeded: the value of a completion that exceeds the limit,
+    right or wrong (r_e).
+    The other keys are exact_match's and say which answers are right; a completion without an answer is wrong.
+    """
+
+    max_tokens: PositiveInt
+    right_at_0: float
+    right_at_max: float
+    wrong_at_0: float
+    wrong_at_max: float
+    exceeded: float
+
+    def __post_init__(self) -> None:
+        AnswerKeys.__post_init__(self)  # super() doesn't know a class with slots
+        least = min(self.right_at_0, self.right_at_max)
+        for key in ("wrong_at_0", "wrong_at_max", "exceeded"):
+            if getattr(self, key) >= least:
+                problem = f"must be less than a right answer earns at least, {least:g}"
+                raise UserError(key, problem, got=getattr(self, key), remedy="lower it, or raise right_at_max")
+
+    def __call__(self, group: Group) -> list[float]:
+        right = ExactMatch.__call__(self, group)
+        return [self._value(r.completion, score == 1.0) for r, score in zip(group.rollouts, right, strict=True)]
+
+    def _value(self, completion: Completion, is_right: bool) -> float:
+        num_tokens = len(completion.token_ids)
+        if num_tokens > self.max_tokens or completion.finish_reason == FinishReason.length:
+            return self.exceeded
+        at_0, at_max = (self.right_at_0, self.right_at_max) if is_right else (self.wrong_at_0, self.wrong_at_max)
+        return scaled(num_tokens, self.max_tokens, at_0, at_max)

@@ -1,0 +1,85 @@
+"""A reward for short completions: among siblings (Kimi k1.5), near a wished length, or below a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlft.fields import PositiveFloat, PositiveInt
+from rlft.reward.answer import AnswerKeys
+from rlft.reward.exact_match import ExactMatch
+from rlft.types import Group, UserError
+
+
+class Mode(StrEnum):
+    kimi = "kimi"
+    target = "target"
+    limit = "limit"
+
+
+def among_siblings(lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
+    """Kimi k1.5's length reward of each completion of a group (arXiv 2501.12599, section 2.3.3).
+
+    lambda = 0.5 - (length - shortest) / (longest - shortest); a right answer gets lambda, a wrong one min(0, lambda):
+    being short makes no wrong answer better than 0. Where all are equally long, everyone gets 0.
+
+    >>> among_siblings([10, 20, 30, 10], right=[True, True, True, False])
+    [0.5, 0.0, -0.5, 0.0]
+    """
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    scores = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [score if is_right else min(0.0, score) for score, is_right in zip(scores, right, strict=True)]
+
+
+def near_target(num_tokens: int, target: int) -> float:
+    """0 at the wished length, falling linearly to -1 at no tokens and at twice as many, and -1 beyond.
+
+    >>> [near_target(n, target=100) for n in (100, 75, 125, 200, 500)]
+    [0.0, -0.25, -0.25, -1.0, -1.0]
+    """
+    return max(-1.0, -abs(num_tokens - target) / target)
+
+
+def below_limit(num_tokens: int, limit: int, penalty: float) -> float:
+    """0 up to the limit, and `penalty` less for each token over it, down to -1.
+
+    >>> [below_limit(n, limit=100, penalty=0.25) for n in (100, 101, 104, 500)]
+    [0.0, -0.25, -1.0, -1.0]
+    """
+    return max(-1.0, penalty * min(0, limit - num_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length(ExactMatch):
+    """The length reward of each completion by its number of tokens, its end token included.
+
+    mode: `kimi` (among_siblings), `target` (near_target) or `limit` (below_limit).
+    target: the wished length in tokens (mode target). limit, penalty: tokens, and what each one over them costs
+        (mode limit).
+    The other keys are exact_match's and say which answers are right, which only `kimi` asks; the other modes judge
+    right and wrong answers alike and need no reference answer. A completion without an answer is wrong.
+    """
+
+    mode: Mode
+    target: PositiveInt | None
+    limit: PositiveInt | None
+    penalty: PositiveFloat
+
+    def __post_init__(self) -> None:
+        AnswerKeys.__post_init__(self)  # super() doesn't know a class with slots
+        for mode, value in ((Mode.target, self.target), (Mode.limit, self.limit)):
+            if self.mode == mode and value is None:
+                raise UserError(mode.value, f"is null, and mode={mode} needs it", remedy="give a number of tokens")
+
+    def __call__(self, group: Group) -> list[float]:
+        lengths = [len(rollout.completion.token_ids) for rollout in group.rollouts]
+        if self.mode == Mode.kimi:
+            return among_siblings(lengths, [score == 1.0 for score in ExactMatch.__call__(self, group)])
+        if self.mode == Mode.target:
+            assert self.target is not None
+            return [near_target(length, self.target) for length in lengths]
+        assert self.limit is not None
+        return [below_limit(length, self.limit, self.penalty) for length in lengths]

@@ -1,0 +1,245 @@
+"""Asking a server for scores: what the rewards `http` and `judge` share.
+
+Requests run on an event loop in a thread of its own, one loop a process. So time limits hold to the moment whatever the
+server does (a library's own limits are for each read, and a server that drips never meets them), connections are kept
+from group to group, and the scorer's alarm, which rings in the main thread, interrupts nobody but the one that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rlft.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rlft.types import Unscored, UserError
+
+if TYPE_CHECKING:
+    from httpx2 import AsyncClient, Response
+
+SHARE_FOR_REQUESTS = 0.9
+"""Of a group's time. The rest is for saying what happened, before the scorer's limit cuts the reward off."""
+MAX_SHOWN_CHARS = 200
+TRY_AGAIN = (408, 429)
+
+Read = Callable[[Any, int], list[float]]
+"""The scores in a server's answer (as JSON) about so many completions; ValueError says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is posted, and which completions (by index in their group) the answer's scores belong to, in order."""
+
+    body: Mapping[str, Any]
+    completions: Sequence[int]
+
+
+class NoScores(Exception):
+    """An attempt failed. final: another one would fail too. wait_s: seconds that the server asked to be left alone."""
+
+    def __init__(self, problem: str, *, final: bool = False, wait_s: float = 0.0) -> None:
+        self.final, self.wait_s = final, wait_s
+        super().__init__(problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKeys:
+    """The config keys of every reward that asks a server.
+
+    url: what requests are posted to. token_variable: name of the environment variable whose value goes along as a
+        bearer token; None for no token. headers: further headers of each request.
+    timeout: seconds for one attempt. group_timeout: the scorer's limit for a group in seconds, of which nine tenths are
+        for requests, retries and pauses included. retries: further attempts where the server cannot be reached, says
+        408, 429 or 5xx, is too slow, or answers what it should not. backoff: seconds before the first further attempt,
+        doubled for each one after it, and shortened by up to a half at random; a server's Retry-After goes before it.
+    concurrency: requests under way at once, in each worker.
+    """
+
+    url: str
+    token_variable: str | None
+    headers: Mapping[str, str]
+    timeout: PositiveFloat
+    group_timeout: PositiveFloat
+    retries: NonNegativeInt
+    backoff: NonNegativeFloat
+    concurrency: PositiveInt
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+        if self.token_variable is not None:
+            read_token(self.token_variable)
+        if any(name.lower() == "authorization" for name in self.headers):
+            problem = "must not hold Authorization: configs are saved with every run"
+            remedy = "put the token in an environment variable and name it in token_variable"
+            raise UserError("headers", problem, remedy=remedy)
+        if self.timeout > self.deadline_s:
+            limit = f"{self.group_timeout:g} s a group"
+            problem = f"exceeds the {self.deadline_s:g} s for requests that scoring.timeout leaves ({limit})"
+            remedy = f"set scoring.timeout={math.ceil(self.timeout / SHARE_FOR_REQUESTS)} or more, or a shorter timeout"
+            raise UserError("timeout", problem, got=f"{self.timeout:g}", remedy=remedy)
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds after which the group's scores are there, or given up."""
+        return SHARE_FOR_REQUESTS * self.group_timeout
+
+    def start(self) -> None:
+        """Loads the HTTP library and the certificates before any time limit runs."""
+        self._client()
+
+    def ask(self, requests: Sequence[Request], read: Read) -> list[float]:
+        """The scores of the group's completions, which the requests ask about, each in one of them.
+
+        Raises:
+            Unscored: some or all completions got none.
+        """
+        answers = asyncio.run_coroutine_threadsafe(self._ask_all(requests, read), _event_loop()).result()
+        scores: dict[int, float | None] = {}
+        for request, answer in zip(requests, answers, strict=True):
+            given = [None] * len(request.completions) if isinstance(answer, str) else answer
+            scores |= zip(request.completions, given, strict=True)
+        problems = [answer for answer in answers if isinstance(answer, str)]
+        ordered = tuple(scores[index] for index in sorted(scores))
+        if problems:
+            whole = len(problems) == len(requests)
+            raise Unscored(f"got no scores from {shown_url(self.url)}: {problems[0]},", None if whole else ordered)
+        return [score for score in ordered if score is not None]
+
+    async def _ask_all(self, requests: Sequence[Request], read: Read) -> list[list[float] | str]:
+        end = asyncio.get_running_loop().time() + self.deadline_s
+        gate = asyncio.Semaphore(self.concurrency)
+        return await asyncio.gather(*(self._ask(request, read, gate, end) for request in requests))
+
+    async def _ask(self, request: Request, read: Read, gate: asyncio.Semaphore, end: float) -> list[float] | str:
+        """The scores one request brings, or why it brings none; at the latest at the loop's time `end`."""
+        clock = asyncio.get_running_loop().time
+        async with gate:
+            if clock() >= end:
+                return f"its turn did not come within {self.deadline_s:g} s (concurrency={self.concurrency})"
+            for attempt in range(1, self.retries + 2):
+                limit = min(self.timeout, end - clock())
+                try:
+                    async with asyncio.timeout(limit):
+                        return await self._attempt(request, read)
+                except TimeoutError:
+                    failure = NoScores(f"no answer within {limit:.3g} s")
+                except NoScores as error:
+                    failure = error
+                pause = max(failure.wait_s, self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+                if failure.final or attempt > self.retries:
+                    return f"{failure} (attempt {attempt} of {self.retries + 1})"
+                if clock() + pause >= end:
+                    spent = f"{self.deadline_s:g} s that a group's requests may take leave no time for another"
+                    return f"{failure} (attempt {attempt} of {self.retries + 1}; the {spent})"
+                await asyncio.sleep(pause)
+        raise AssertionError("the last attempt returns")
+
+    async def _attempt(self, request: Request, read: Read) -> list[float]:
+        import httpx2
+
+        try:
+            response = await self._client().post(self.url, content=json.dumps(request.body, allow_nan=False))
+        except httpx2.RequestError as error:
+            raise NoScores(f"{type(error).__name__}: {error}") from error
+        text = self._shown(response.text)
+        status = response.status_code
+        if not response.is_success:
+            final = status < 500 and status not in TRY_AGAIN
+            problem = f"it answered {status} {response.reason_phrase} {text}"
+            raise NoScores(problem, final=final, wait_s=retry_after(response))
+        try:
+            return read(response.json(), len(request.completions))
+        except ValueError as error:
+            what = "it answered no JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
+            raise NoScores(f"{what}, got {text}") from error
+
+    def _client(self) -> AsyncClient:
+        token = {} if self.token_variable is None else {"Authorization": f"Bearer {read_token(self.token_variable)}"}
+        return _client((*self.headers.items(), *token.items()))
+
+    def _shown(self, text: str) -> str:
+        """The beginning of what a server said, without the token, which some servers repeat."""
+        if self.token_variable is not None:
+            text = text.replace(read_token(self.token_variable), "...")
+        return f"{text!r:.{MAX_SHOWN_CHARS}}"
+
+
+def check_url(url: str) -> None:
+    """UserError where this is no http(s) address, or one that holds a password."""
+    try:
+        parts = urlsplit(url)
+        printable = url.isprintable() and " " not in url
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and printable
+    except ValueError:
+        raise UserError("url", "is no address", got=url, remedy="try http://localhost:8000/score") from None
+    if parts.username is not None or parts.password is not None:
+        problem = "must not hold a user name or password: configs are saved with every run"
+        raise UserError("url", problem, remedy="put a token in an environment variable and name it in token_variable")
+    if not sound:
+        raise UserError("url", "is no http:// or https:// address", got=url, remedy="try http://localhost:8000/score")
+
+
+def shown_url(url: str) -> str:
+    """The address without its query, which may hold a key.
+
+    >>> shown_url("http://localhost:8000/score?key=1234")
+    'http://localhost:8000/score'
+    """
+    return urlsplit(url)._replace(query="", fragment="").geturl()
+
+
+def read_token(variable: str) -> str:
+    """The token in an environment variable. UserError, which doesn't show it, where there is none that can be sent."""
+    token = os.environ.get(variable, "").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        problem = "names an environment variable that is not set" if not token else "holds no token in plain ASCII"
+        raise UserError("token_variable", problem, got=variable, remedy=f"export {variable}=<the server's token>")
+    return token
+
+
+def retry_after(response: Response) -> float:
+    """Seconds that the server asked to be left alone, 0 if it didn't say (or gave a date instead)."""
+    said = response.headers.get("Retry-After", "")
+    return float(said) if said.isascii() and said.isdigit() else 0.0
+
+
+def scores_in(answer: Any, num_completions: int) -> list[float]:
+    """The scores of `{"scores": [...]}`. ValueError where it is no such object, or not a finite number for each.
+
+    >>> scores_in({"scores": [1, 0.5]}, 2)
+    [1.0, 0.5]
+    """
+    scores = answer.get("scores") if isinstance(answer, dict) else None
+    if not isinstance(scores, list):
+        raise ValueError('it answered no {"scores": [...]}')
+    if len(scores) != num_completions:
+        raise ValueError(f"it answered {len(scores)} scores for {num_completions} completions")
+    for score in scores:
+        if isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
+            raise ValueError(f"it answered {score!r:.80}, which is no finite number")
+    return [float(score) for score in scores]
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rlft-reward-requests", daemon=True).start()
+    return loop
+
+
+@functools.cache
+def _client(headers: tuple[tuple[str, str], ...]) -> AsyncClient:
+    """The process's connections to all servers that get these headers. How many are open, `concurrency` says."""
+    import httpx2
+
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
+    return httpx2.AsyncClient(headers={"Content-Type": "application/json"} | dict(headers), timeout=None, limits=limits)

@@ -1,0 +1,54 @@
+"""A penalty for saying the same over and over: the share of n-grams that were there before.
+
+As in "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373) and open-r1, but always of the completion as a
+whole and for right and wrong answers alike: the paper also puts it on single tokens, with a discount of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlft.fields import NonNegativeFloat, PositiveInt
+from rlft.types import Completion, Group
+
+
+class Unit(StrEnum):
+    words = "words"
+    tokens = "tokens"
+
+
+def repeated_share(items: Sequence[Hashable], n: int) -> float:
+    """1 - different n-grams / all n-grams; 0 where there are fewer than n items. Time and memory: n x items.
+
+    >>> repeated_share("to be or not to be".split(), 2)  # 4 of 5: "to be" comes twice
+    0.2
+    >>> repeated_share("so so so so so so".split(), 2), repeated_share(["so"], 2)
+    (0.8, 0.0)
+    """
+    total = len(items) - n + 1
+    if total <= 0:
+        return 0.0
+    different = len(set(zip(*(items[start:] for start in range(n)), strict=False)))
+    return (total - different) / total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """-max_penalty times the share of repeated n-grams of each completion: 0 where nothing is repeated.
+
+    unit: `words` (between white space, without case) or `tokens` (the completion's token ids), which also serve
+        languages that are written without spaces. ngram: n, in units.
+    """
+
+    unit: Unit
+    ngram: PositiveInt
+    max_penalty: NonNegativeFloat
+
+    def __call__(self, group: Group) -> list[float]:
+        shares = [repeated_share(self._items(rollout.completion), self.ngram) for rollout in group.rollouts]
+        return [-self.max_penalty * share if share else 0.0 for share in shares]
+
+    def _items(self, completion: Completion) -> Sequence[Hashable]:
+        return completion.token_ids if self.unit == Unit.tokens else completion.text.casefold().split()

@@ -1,0 +1,334 @@
+"""`rlft sample`: scored completions of a data set in a JSONL file, that `rlft sft` and `rlft rm` learn from.
+
+The run's folder holds samples.jsonl, to which each step appends the completions of its prompts that are kept, and
+progress.json, written after it: what a kill leaves beyond that is cut when the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlft import check
+from rlft.check_adapters import (
+    Use,
+    Wanted,
+    check_adapters,
+    check_classifiers,
+    check_folders,
+    check_learned,
+    uses_of_rewards,
+)
+from rlft.config import build_sample
+from rlft.data.sampled import sampled_line
+from rlft.engine import Engines
+from rlft.interrupt import Interrupt
+from rlft.logger.console import open_terminal
+from rlft.logger.jsonl import encode
+from rlft.memory import return_large_blocks
+from rlft.model.adapter_folder import check_adapter_folder, content_fingerprint
+from rlft.model.backbone import fingerprint, load_backbone, load_tokenizer, read_config
+from rlft.model.config import LoraSettings
+from rlft.model.roles import policy_alone
+from rlft.place import Place
+from rlft.prompts import PromptSet, left_out, scan, tokenizer_fingerprint
+from rlft.reward.scorer import Scorer
+from rlft.reward.spec import notes, specs
+from rlft.roots import Keep, SampleConfig
+from rlft.seeds import sampling_seeds
+from rlft.session import open_freshness, open_resident, same_every_time
+from rlft.targets import instantiate
+from rlft.trainer.checkpoint import write_atomically
+from rlft.types import Generator, Group, Prompt, Scores, Split, UserError
+from rlft.work import Outcome, Work, program
+
+SAMPLES = "samples.jsonl"
+PROGRESS = "progress.json"
+PLAIN_SECONDS = 10.0
+DIGITS = 6
+"""Of a total reward after the point: a sum in float32 says 1.2000000476837158, which min_reward=1.2 must equal."""
+SHARED_WITH_RUNS = ("model", "prompts", "generation", "data", "reward", "scoring", "freshness", "token_budget")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplePlan:
+    """Everything known before a weight is loaded. lora: of the adapter that samples, or of a reward's."""
+
+    config: SampleConfig
+    plain: Mapping[str, Any]
+    engine: str
+    prompts: PromptSet
+    lora: LoraSettings
+    tokenizer: str
+    fingerprints: Mapping[str, str]
+
+    @property
+    def num_steps(self) -> int:
+        return -(-len(self.chosen) // self.config.prompts_per_step)
+
+    @property
+    def chosen(self) -> tuple[Prompt, ...]:
+        """The prompts that are sampled, in the order of the data."""
+        return self.prompts.prompts[: self.config.num_prompts]
+
+    def at(self, step: int) -> tuple[Prompt, ...]:
+        """The prompts of the step that follows `step` steps."""
+        size = self.config.prompts_per_step
+        return self.chosen[step * size : (step + 1) * size]
+
+
+def like_run(plain: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """The config with what the run was trained on and with, and its policy as what samples."""
+    shared = {key: place.config[key] for key in SHARED_WITH_RUNS if key in place.config}
+    shared.setdefault("data", {})  # a run without a task has no prompts: they must be named
+    policy = str(place.checkpoint or place.run)
+    if place.config.get("lora", {}) is None:  # the policy is the model itself
+        return {**plain, **shared, "model": {**place.config["model"], "path": policy}}
+    return {**plain, **shared, "adapter": policy}
+
+
+def check_config(plain: Mapping[str, Any]) -> SampleConfig:
+    """What needs neither model nor data."""
+    config = build_sample(plain)
+    check.check_name(config.name)
+    check.check_model(config.model)
+    check.check_engine(config.generation)
+    check.check_time_limits(config.reward, config.scoring)
+    if config.keep is Keep.best and config.max_per_prompt is not None:
+        problem = "keep=best keeps one completion of each prompt"
+        raise UserError("max_per_prompt", problem, got=config.max_per_prompt, remedy="leave it out, or set keep=all")
+    if config.keep is Keep.above and config.min_reward is None:
+        raise UserError("min_reward", "is null, and keep=above needs it", remedy="set min_reward=1.0, or keep=all")
+    if config.keep is not Keep.above and config.min_reward is not None:
+        problem = f"is read by keep=above only, and keep={config.keep}"
+        raise UserError("min_reward", problem, got=config.min_reward, remedy="set keep=above, or leave it out")
+    check_learned(specs(config.reward))
+    check_folders(_uses(config), _lora(config))
+    return config
+
+
+def _uses(config: SampleConfig) -> list[Use]:
+    used = [] if config.adapter is None else [Use(key="adapter", path=config.adapter, wanted=Wanted.policy)]
+    return [*used, *uses_of_rewards(specs(config.reward))]
+
+
+def _lora(config: SampleConfig) -> LoraSettings:
+    """That of the adapters that are named: the policy's, or a reward's; of none: the smallest there is."""
+    for use in _uses(config):
+        if use.path and Path(use.path).expanduser().is_dir():  # else `check_folders` says what is wrong
+            fields = check_adapter_folder(use.path, use.key)
+            return LoraSettings(
+                rank=fields["r"],
+                alpha=fields["lora_alpha"],
+                dropout=0.0,
+                target_modules=fields["target_modules"],
+                path=config.adapter,
+            )
+    return LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=config.adapter)
+
+
+def make_plan(plain: Mapping[str, Any]) -> SamplePlan:
+    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    Raises:
+        UserError: for whatever a user can mend.
+    """
+    config = check_config(plain)
+    engine, _ = check.choose_engine(config.generation.engine)
+    rewards, lora, used = specs(config.reward), _lora(config), _uses(config)
+    if config.generation.engine == "vllm" and config.adapter is not None:
+        check.check_vllm(lora.rank)
+    model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
+    limits = config.prompts
+    check.check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
+    check_adapters(used, lora, config.model, base_fingerprint, model_config)
+    check_classifiers(rewards)
+    tokenizer, split = load_tokenizer(config.model), Split(config.split)
+    data = instantiate(config.data, "data").load(split)
+    prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style)
+    check.check_metadata(rewards, prompts.prompts[0])
+    return SamplePlan(
+        config=config,
+        plain=plain,
+        engine=engine,
+        prompts=prompts,
+        lora=lora,
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        fingerprints={
+            "data_fingerprint": prompts.fingerprint,
+            "base_fingerprint": base_fingerprint,
+            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
+        },
+    )
+
+
+def kept(tokens: Sequence[Sequence[int]], totals: Sequence[float], config: SampleConfig) -> list[int]:
+    """Which of a prompt's completions are kept, as places in their order; totals: their rewards.
+
+    Of equally good ones the first.
+    """
+    first = {tuple(ids): i for i, ids in reversed(list(enumerate(tokens)))}
+    found = [i for i, ids in enumerate(tokens) if not config.dedupe or first[tuple(ids)] == i]
+    if config.min_reward is not None:
+        found = [i for i in found if totals[i] >= config.min_reward]
+    limit = 1 if config.keep is Keep.best else config.max_per_prompt
+    best_first = sorted(found, key=lambda i: -totals[i])
+    return sorted(best_first[:limit])
+
+
+class Samples:
+    """The file and what is known of it: prompts done, completions sampled and kept, sums of rewards."""
+
+    def __init__(self, plan: SamplePlan, folder: Path) -> None:
+        self.plan, self.file, self.record = plan, folder / SAMPLES, folder / PROGRESS
+        self.state: dict[str, Any] = {"step": 0, "bytes": 0, "sampled": 0, "kept": 0, "prompts_kept": 0, "rewards": {}}
+        if self.record.exists():
+            self.state = json.loads(self.record.read_text())
+        self.file.touch()
+        if self.file.stat().st_size < self.state["bytes"]:
+            problem = f"{SAMPLES} is shorter than {PROGRESS} says"
+            raise UserError("resume", problem, got=folder, remedy="put it back as it was, or start another run")
+        os.truncate(self.file, self.state["bytes"])
+
+    def add(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
+        """Appends what is kept of a step's groups, then says so in progress.json."""
+        config, lines = self.plan.config, []
+        sums: dict[str, float] = dict(self.state["rewards"])
+        what = config.model.path if config.adapter is None else f"{config.model.path} with {config.adapter}"
+        prompts_kept = 0
+        for p, group in enumerate(groups):
+            totals = [round(total, DIGITS) for total in scores.total[p].tolist()]
+            places = kept([r.completion.token_ids for r in group.rollouts], totals, config)
+            prompts_kept += bool(places)
+            for i in places:
+                by_name = {name: float(values[p, i]) for name, values in scores.by_reward.items()}
+                lines.append(
+                    sampled_line(
+                        group.rollouts[i],
+                        index=i,
+                        rewards=by_name,
+                        reward=totals[i],
+                        model=what,
+                        tokenizer=self.plan.tokenizer,
+                    )
+                )
+        for name, values in scores.by_reward.items():
+            sums[name] = sums.get(name, 0.0) + values.double().sum().item()
+        with self.file.open("ab") as file:
+            file.write(b"".join(map(encode, lines)))
+            file.flush()
+            os.fsync(file.fileno())
+        self.state = {
+            "step": step + 1,
+            "bytes": self.file.stat().st_size,
+            "sampled": self.state["sampled"] + sum(len(group.rollouts) for group in groups),
+            "kept": self.state["kept"] + len(lines),
+            "prompts_kept": self.state["prompts_kept"] + prompts_kept,
+            "rewards": sums,
+        }
+        write_atomically(self.record, json.dumps(self.state, indent=2) + "\n")
+
+
+class Bar:
+    """How far it is: a bar on a terminal, a line now and then in a pipe."""
+
+    def __init__(self, stack: ExitStack, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.total, self.told, self.live = total, time.monotonic(), sys.stdout.isatty()
+        columns = (
+            TextColumn("prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
+        self.progress = Progress(*columns, console=open_terminal(), disable=not self.live)
+        stack.enter_context(self.progress)
+        self.task = self.progress.add_task("", total=total)
+
+    def show(self, done: int, state: Mapping[str, Any]) -> None:
+        said = f"{state['kept']:,} of {state['sampled']:,} completions kept"
+        self.progress.update(self.task, completed=done, description=said)
+        if not self.live and (time.monotonic() - self.told > PLAIN_SECONDS or done == self.total):
+            self.told = time.monotonic()
+            print(f"{done}/{self.total} prompts  {said}", flush=True)
+
+
+def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
+    """Samples to the last prompt or an interruption."""
+    config = plan.config
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt(say))
+        return_large_blocks()
+        backbone = load_backbone(config.model)
+        stack.enter_context(same_every_time(backbone.device))
+        roles = policy_alone(backbone, plan.lora, token_budget=config.token_budget, seed=config.seed)
+        stack.callback(roles.close)
+        rewards, scoring = specs(config.reward), config.scoring
+        resident = open_resident(rewards, roles, learns=False)
+        scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident)
+        stack.callback(scorer.close)
+        generator = engines.open(plan.engine, config, plan.lora.rank, roles, backbone)
+        if config.adapter is not None:
+            generator.load(roles.publish(0))
+            open_freshness(config.freshness, plan.prompts, backbone).check(0, generator, roles)
+        for note in (*left_out(plan.prompts, config.prompts.max_tokens), *notes(rewards)):
+            say(f"note: {note}")
+        samples = Samples(plan, folder)
+        bar = Bar(stack, len(plan.chosen))
+        while samples.state["step"] < plan.num_steps and not interrupt.requested:
+            step = samples.state["step"]
+            groups = sample(plan, generator, step)
+            samples.add(step, groups, scorer(groups))
+            bar.show(min(len(plan.chosen), (step + 1) * config.prompts_per_step), samples.state)
+        step = samples.state["step"]
+        return Outcome(step=step, interrupted=step < plan.num_steps)
+
+
+def sample(plan: SamplePlan, generator: Generator, step: int) -> list[Group]:
+    """The groups of a step, by seeds that derive from (seed, step)."""
+    config, prompts = plan.config, plan.at(step)
+    seeds = sampling_seeds(config.seed, step, len(prompts), config.n, "sample verb")
+    return generator.sample(prompts, config.n, seeds, config.generation.sampling)
+
+
+def is_finished(folder: Path, num_steps: int) -> bool:
+    """Whether all prompts are done."""
+    record = folder / PROGRESS
+    return record.exists() and json.loads(record.read_text())["step"] >= num_steps
+
+
+def closing(plan: SamplePlan, folder: Path) -> None:
+    """What was sampled and kept, and what to do with it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlft.logger.summary import print_commands
+
+    state = json.loads((folder / PROGRESS).read_text())
+    terminal, table = open_terminal(), Table.grid(padding=(0, 2))
+    for label, value in (
+        ("sampled", f"{state['sampled']:,} completions of {len(plan.chosen):,} prompts"),
+        *((f"reward {name}", f"{total / state['sampled']:.4f}") for name, total in state["rewards"].items()),
+        ("kept", f"{state['kept']:,} completions of {state['prompts_kept']:,} prompts"),
+        ("file", str(folder / SAMPLES)),
+    ):
+        table.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
+    terminal.print(table)
+    command, file, model = program(), folder / SAMPLES, plan.config.model.path
+    commands = [("learn from them", f"{command} sft demonstrations.path={file} model.path={model}")]
+    if state["kept"] > state["prompts_kept"]:
+        learn = f"{command} rm preferences.path={file} model.path={model}"
+        commands.append(("a reward model from their ranking", learn))
+    print_commands(terminal, commands if state["kept"] else [])
+
+
+WORK = Work(make_plan=make_plan, check=check_config, do=do, is_finished=is_finished, closing=closing)

@@ -1,0 +1,363 @@
+"""`rlft sft`: cross-entropy on the completions of demonstrations, by an adapter or by the model's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from rlft import check
+from rlft.check_adapters import (
+    Use,
+    Wanted,
+    check_adapters,
+    check_classifiers,
+    check_folders,
+    check_learned,
+    uses_of_rewards,
+)
+from rlft.collate import collate, select
+from rlft.config import build_sft
+from rlft.engine import Engines
+from rlft.evaluate import evaluate, kl_to_base
+from rlft.examples import Examples, scan_demonstrations
+from rlft.model.adapter_folder import content_fingerprint
+from rlft.model.backbone import (
+    fingerprint,
+    load_backbone,
+    load_tokenizer,
+    read_backbone,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+)
+from rlft.model.roles import POLICY, Roles, policy_alone
+from rlft.model.whole import MODEL, WholeModel
+from rlft.ops.likelihood import negative_log_likelihood
+from rlft.pretrain import text_loss
+from rlft.prompts import PromptSet, left_out, scan
+from rlft.reward.scorer import Scorer
+from rlft.reward.spec import notes, specs
+from rlft.roots import SftConfig
+from rlft.session import open_freshness, open_resident
+from rlft.supervised import open_supervised, supervise
+from rlft.sweep import is_finished
+from rlft.targets import instantiate
+from rlft.trainer.checkpoint import Checkpoint
+from rlft.types import Batch, Evaluation, Generator, Logger, Split, UserError
+from rlft.work import Outcome, Work, program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftPlan:
+    """Everything known before a weight is loaded. held_out: the prompts of task accuracy, None where none is asked."""
+
+    config: SftConfig
+    plain: Mapping[str, Any]
+    engine: str
+    train: Examples
+    held_out_examples: Examples
+    held_out: PromptSet | None
+    loggers: tuple[Logger, ...]
+    fingerprints: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that are asked for, or those that the epochs take."""
+        each_epoch = max(1, len(self.train.texts) // self.config.examples_per_step)
+        return self.config.steps or self.config.epochs * each_epoch
+
+
+def check_config(plain: Mapping[str, Any]) -> tuple[SftConfig, tuple[Logger, ...]]:
+    """What needs neither model nor data."""
+    config = build_sft(plain)
+    check.check_name(config.name)
+    if config.lora is None:
+        _check_whole(config)
+    check.check_model(config.model)
+    check.check_engine(config.generation)
+    check.check_evaluation(config.eval, config.generation)
+    check.check_time_limits(config.reward, config.scoring)
+    longest = config.prompts.max_tokens + max(config.max_completion_tokens, config.generation.max_tokens)
+    if config.token_budget < longest:
+        problem = f"the longest row may have {longest} tokens (prompts.max_tokens and a completion)"
+        raise UserError("token_budget", problem, got=config.token_budget, remedy=f"set token_budget={longest} or more")
+    if config.lora is not None:
+        rewards = specs(config.reward) if config.data else {}
+        check_learned(rewards)
+        check_folders([*_uses(config), *uses_of_rewards(rewards)], config.lora)
+    return config, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
+
+
+def _check_whole(config: SftConfig) -> None:
+    problem = None
+    dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
+    if config.model.quantization is not None:
+        problem = ("model.quantization", "4-bit weights cannot be trained", "set it to null, or train an adapter")
+    elif dtype not in (torch.float32, torch.float64):
+        lost = f"updates of AdamW are lost in the rounding of {str(dtype)[6:]} weights"
+        problem = ("model.dtype", lost, "set model.dtype=float32, or train an adapter (whose weights are float32)")
+    elif config.generation.engine == "vllm" or "." in config.generation.engine:
+        problem = ("generation.engine", "is given adapters only, and lora=null has none", "use transformers")
+    elif config.eval.kl_base:
+        problem = ("eval.kl_base", "lora=null changes the base itself", "set it to false, or train an adapter")
+    elif config.data and any(spec.runs_in_trainer for spec in specs(config.reward).values()):
+        problem = ("reward", "learned rewards stand on a frozen base, which lora=null changes", "use rule rewards")
+    if problem is not None:
+        raise UserError(problem[0], problem[1], remedy=problem[2])
+
+
+def _uses(config: SftConfig) -> list[Use]:
+    if config.lora is None or config.lora.path is None:
+        return []
+    return [Use(key="lora.path", path=config.lora.path, wanted=Wanted.policy)]
+
+
+def make_plan(plain: Mapping[str, Any]) -> SftPlan:
+    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    Raises:
+        UserError: for whatever a user can mend.
+    """
+    config, loggers = check_config(plain)
+    engine, _ = check.choose_engine(config.generation.engine)
+    if config.lora is None and config.generation.engine == "auto":
+        engine = "transformers"  # the others are given adapters, and there is none
+    model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
+    limits = config.prompts
+    check.check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
+    used = _uses(config)
+    tokenizer = load_tokenizer(config.model)
+    held_out = None
+    if config.data and config.eval.every:
+        check.check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
+        rewards = specs(config.reward)
+        used += uses_of_rewards(rewards)
+        check_classifiers(rewards)
+        prompts = instantiate(config.data, "data").load(Split.held_out)
+        held_out = scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, Split.held_out, limits.style)
+        check.check_metadata(rewards, held_out.prompts[0])
+    if config.lora is not None:
+        if config.generation.engine == "vllm":
+            check.check_vllm(config.lora.rank)
+        check.check_targets(config.lora, config.model, model_config)
+        check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
+    demonstrations = instantiate(config.demonstrations, "demonstrations")
+    train, held_out_examples = (
+        scan_demonstrations(demonstrations.load(split), tokenizer, limits, config.max_completion_tokens, split)
+        for split in (Split.train, Split.held_out)
+    )
+    if len(train.texts) < config.examples_per_step:
+        problem = f"there are only {len(train.texts)} demonstrations to train on"
+        remedy = f"use at most {len(train.texts)}"
+        raise UserError("examples_per_step", problem, got=config.examples_per_step, remedy=remedy)
+    return SftPlan(
+        config=config,
+        plain=plain,
+        engine=engine,
+        train=train,
+        held_out_examples=held_out_examples,
+        held_out=held_out,
+        loggers=loggers,
+        fingerprints={
+            "demonstrations_fingerprint": train.fingerprint,
+            "held_out_demonstrations_fingerprint": held_out_examples.fingerprint,
+            **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
+            "base_fingerprint": base_fingerprint,
+            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
+        },
+        notes=(
+            *(note for note in (train.note, held_out_examples.note) if note),
+            *(() if held_out is None else left_out(held_out, limits.max_tokens)),
+            *(() if held_out is None else notes(specs(config.reward))),
+        ),
+    )
+
+
+class Demonstrated:
+    """The lesson: be likely to say what was demonstrated.
+
+    learner: the adapter in the role of the policy, or the whole model. generator and scorer: None where no task
+    accuracy is measured.
+    """
+
+    def __init__(
+        self, plan: SftPlan, learner: Roles | WholeModel, generator: Generator | None, scorer: Scorer | None
+    ) -> None:
+        self.plan, self.config, self.learner = plan, plan.config, learner
+        self.generator, self.scorer = generator, scorer
+        self.role = POLICY if isinstance(learner, Roles) else MODEL
+        self.freshness = None
+        if plan.held_out is not None:
+            self.freshness = open_freshness(self.config.freshness, plan.held_out, learner.backbone)
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        return self.learner.named_parameters()
+
+    def backward(self, step: int) -> dict[str, float]:
+        """Adds the gradient of the mean negative log-prob over the tokens of the step's completions."""
+        learner, forward = self.learner, self.learner.forward
+        batch = self.plan.train.at(self.config.seed, step, self.config.examples_per_step)
+        num_tokens, total, real, network = int(batch.loss_mask.sum()), 0.0, 0, 0
+        with learner.training():
+            for part in forward.micro_batches(batch, torch.arange(len(batch.rewards)), self.config.token_budget):
+                micro = learner.to_device(select(batch, part))
+                loss = negative_log_likelihood(forward(micro, 1.0).logprobs, micro.loss_mask, num_tokens)
+                loss.backward()
+                learner.check_gradients()
+                total += loss.item()
+                real += forward.real_tokens(micro)
+                network += forward.network_tokens(micro)
+        return {
+            "loss/total": total,
+            "tokens/completion": num_tokens,
+            "tokens/trained": real,
+            "waste/padding_fraction": (network - real) / network,
+        }
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Loss on the held-out demonstrations, and accuracy on the held-out prompts of the task."""
+        loss = text_loss(self.learner, self._held_out(), self.config.token_budget)
+        if self.plan.held_out is None:
+            return Evaluation(step=step, accuracy=None, accuracy_se=None, metrics={"eval/loss": loss}, examples=())
+        evaluation, more = self._task(step)
+        return replace(evaluation, metrics={"eval/loss": loss, **evaluation.metrics, **more})
+
+    def _held_out(self) -> Batch:
+        """At most as many held-out demonstrations as held-out prompts are sampled."""
+        examples = self.plan.held_out_examples
+        return examples.batch(range(min(self.config.eval.num_prompts, len(examples.texts))))
+
+    def _task(self, step: int) -> tuple[Evaluation, dict[str, float]]:
+        settings, held_out = self.config.eval, self.plan.held_out
+        assert held_out is not None
+        assert self.generator is not None
+        assert self.scorer is not None
+        assert self.freshness is not None
+        self.generator.load(self.learner.publish(step))
+        self.freshness.check(step, self.generator, self.learner)
+        sampling = self.config.generation.sampling
+        if settings.temperature is not None:
+            sampling = replace(sampling, temperature=settings.temperature)
+        evaluation, groups, scores = evaluate(
+            self.generator,
+            self.scorer,
+            held_out.prompts[: settings.num_prompts],
+            step=step,
+            seed=self.config.seed,
+            num_samples=settings.num_samples,
+            sampling=sampling,
+            correct_at=settings.correct_at,
+            num_examples=settings.num_examples,
+        )
+        self.generator.sleep()
+        if not settings.kl_base:
+            return evaluation, {}
+        assert isinstance(self.learner, Roles), "check_config refuses the KL to a base that changes"
+        batch = collate(groups, scores, self.learner.backbone.decode)
+        return evaluation, {"eval/kl_base": kl_to_base(self.learner, batch)}
+
+    def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
+        learner = self.learner
+        if isinstance(learner, WholeModel):
+            return Checkpoint(
+                step=step,
+                adapters={},
+                adapter_config={},
+                optimizer=optimizer,
+                state=state,
+                write_folders={MODEL: learner.write},
+            )
+        return Checkpoint(
+            step=step,
+            adapters={POLICY: learner.weights(POLICY)},
+            adapter_config=learner.adapter_config(),
+            optimizer=optimizer,
+            state=state,
+        )
+
+    def restore(self, saved: Checkpoint) -> None:
+        if isinstance(self.learner, WholeModel):
+            assert saved.folder is not None, "it was loaded from a folder"
+            self.learner.restore(saved.folder / MODEL)
+        else:
+            self.learner.restore(saved.adapters)
+
+    def sizes(self) -> Sequence[tuple[str, str, str]]:
+        run, plan, backbone = self.config, self.plan, self.learner.backbone
+        trainable = sum(p.numel() for _, p in self.parameters())
+        total = sum(p.numel() for p in backbone.model.parameters())
+        what = "all weights" if run.lora is None else f"LoRA rank {run.lora.rank}"
+        task = f"{plan.engine}, {run.eval.num_samples} samples of each held-out prompt"
+        examples = len(plan.train.texts)
+        return [
+            ("model", run.model.path, f"{total:,} parameters, {str(backbone.model.dtype)[6:]} on {backbone.device}"),
+            ("trainable", f"{trainable:,}", what),
+            ("forward", "packed" if self.learner.forward.packed else "padded", self.learner.forward.reason),
+            ("demonstrations", f"{examples:,}", f"{len(plan.held_out_examples.texts):,} more held out"),
+            ("a step", f"{run.examples_per_step}", "demonstrations in one optimizer update"),
+            (
+                "total",
+                f"{plan.num_steps} steps",
+                f"{plan.num_steps * run.examples_per_step / examples:.1f} epochs of the demonstrations",
+            ),
+            ("task accuracy", "no" if plan.held_out is None else "yes", "data=null" if not plan.held_out else task),
+        ]
+
+
+def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstrated:
+    """Loads the model and, where the task is evaluated, opens the engine and the rewards' workers."""
+    config = plan.config
+    if config.lora is None:
+        learner: Roles | WholeModel = WholeModel(read_backbone(config.model))
+    else:
+        backbone = load_backbone(config.model)
+        learner = policy_alone(backbone, config.lora, token_budget=config.token_budget, seed=config.seed)
+        stack.callback(learner.close)
+    if plan.held_out is None:
+        return Demonstrated(plan, learner, None, None)
+    rewards, scoring = specs(config.reward), config.scoring
+    resident = open_resident(rewards, learner, learns=False) if isinstance(learner, Roles) else {}
+    scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident)
+    stack.callback(scorer.close)
+    rank = 1 if config.lora is None else config.lora.rank
+    generator = engines.open(plan.engine, config, rank, learner, learner.backbone)
+    return Demonstrated(plan, learner, generator, scorer)
+
+
+def do(plan: SftPlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
+    """Trains to the last step or an interruption."""
+    with open_supervised(plan, folder, lambda stack: open_lesson(plan, engines, stack), say) as session:
+        step = supervise(session)
+        return Outcome(step=step, interrupted=session.interrupted and step < plan.num_steps)
+
+
+def closing(plan: SftPlan, folder: Path) -> None:
+    """The page at the end of a run, where the console is among the loggers."""
+    if "console" not in plan.config.logger:
+        return
+    from rlft.logger.summary import print_summary
+
+    command, lora, task = program(), plan.config.lora, "" if plan.held_out is not None else " data=<name>"
+    go_on = f"model.path={folder}"
+    if lora is not None:
+        go_on = (
+            f"model.path={plan.config.model.path} lora.path={folder} lora.rank={lora.rank} lora.alpha={lora.alpha:g}"
+        )
+    print_summary(
+        folder,
+        [
+            ("evaluate with more samples", f"{command} eval run={folder}{task} eval.num_samples=8"),
+            ("talk to it", f"{command} chat run={folder}"),
+            ("go on with reinforcement learning", f"{command} train +recipe=grpo_arithmetic {go_on}"),
+        ],
+    )
+
+
+WORK = Work(make_plan=make_plan, check=check_config, do=do, is_finished=is_finished, closing=closing)

@@ -1,0 +1,59 @@
+"""What a verb is to the launcher: a plan before weights are loaded, the work itself, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Say = Callable[[str], None]
+
+
+class Plan(Protocol):
+    """What is known of a run before a weight is loaded, of whichever verb."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def plain(self) -> Any: ...
+
+    @property
+    def fingerprints(self) -> Any: ...
+
+    @property
+    def num_steps(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How many steps a run has done, of how many, and whether it shall end before its last one."""
+
+    step: int
+    interrupted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a verb does. make_plan: plain config -> Plan, or a UserError. check: as much of it as reads no files.
+
+    do: (plan, folder, engines, say) -> Outcome. is_finished: whether the run in a folder has all its steps.
+    closing: what is printed when it has: (plan, folder).
+    """
+
+    make_plan: Callable[[dict[str, Any]], Any]
+    check: Callable[[dict[str, Any]], object]
+    do: Callable[[Any, Path, Any, Say], Outcome]
+    is_finished: Callable[[Path, int], bool]
+    closing: Callable[[Any, Path], None]
+
+
+def program() -> str:
+    """How the user can call rlft again from here: `rlft` where it is on PATH, else this environment's command."""
+    import shutil
+
+    command = Path(sys.prefix) / "bin" / "rlft"
+    return "rlft" if shutil.which("rlft") or not command.exists() else os.path.relpath(command)

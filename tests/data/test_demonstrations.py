@@ -1,0 +1,213 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from rlft.data import hub
+from rlft.data.sampled import sampled_with
+from rlft.types import Demonstration, Split, UserError
+
+SYSTEM = {"role": "system", "content": "own"}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+TALK = [user("a"), says("b"), user("c"), says("d")]
+
+
+@pytest.fixture
+def learned(make_demonstrations, write, tmp_path: Path):
+    """The training demonstrations of these lines; one other question is held out in a file of its own."""
+
+    def load(*lines: object, **keys: object) -> list[Demonstration]:
+        file = write(tmp_path / "mine.jsonl", *lines)
+        held_out = write(tmp_path / "held_out.jsonl", {"prompt": "held out", "completion": "x"})
+        return make_demonstrations("jsonl", path=str(file), held_out_path=str(held_out), **keys).load(Split.train)
+
+    return load
+
+
+def told(found: list[Demonstration]) -> list[tuple[str, list[str], str]]:
+    """(prompt id, contents of the prompt, completion) of each."""
+    return [(d.prompt.id, [m["content"] for m in d.prompt.messages], d.completion) for d in found]
+
+
+def test_a_prompt_and_its_completion_may_be_texts_or_messages(learned) -> None:
+    found = learned(
+        {"prompt": "1?", "completion": " 1"},
+        {"prompt": [SYSTEM, user("2?")], "completion": [says("2")]},
+        system_prompt="ours",
+        prompt_template="Q: {question}",
+    )
+    assert told(found) == [
+        ("mine.jsonl:1", ["ours", "Q: 1?"], " 1"),
+        ("mine.jsonl:2", ["own", "Q: 2?"], "2"),
+    ]
+    assert all((d.completion_ids, d.prompt.answer) == ((), "") for d in found)
+
+
+def test_the_last_assistant_message_of_a_chat_is_learned(learned) -> None:
+    found = learned({"messages": [SYSTEM, *TALK]}, {"messages": [*TALK, user("thanks")]})
+    assert told(found) == [("mine.jsonl:1", ["own", "a", "b", "c"], "d"), ("mine.jsonl:2", ["a", "b", "c"], "d")]
+    assert [m["role"] for m in found[0].prompt.messages] == ["system", "user", "assistant", "user"]
+
+
+def test_all_assistant_messages_are_learned_where_asked_each_after_what_precedes_it(learned) -> None:
+    found = learned({"messages": [SYSTEM, *TALK]}, turns="all", prompt_template="Q: {question}")
+    assert told(found) == [("mine.jsonl:1:2", ["own", "Q: a"], "b"), ("mine.jsonl:1", ["own", "a", "b", "Q: c"], "d")]
+
+
+def test_chats_that_open_alike_are_on_one_side_where_all_turns_are_learned(
+    make_demonstrations, write, tmp_path
+) -> None:
+    # The opening of a chat is a question of its own: it must not be held out in one chat and learned in another.
+    lines = [{"messages": [user(f"{i}"), says("b"), user(f"more {j}"), says("d")]} for i in range(40) for j in range(3)]
+    keys = {"path": str(write(tmp_path / "a.jsonl", *lines)), "held_out_fraction": 0.5}
+
+    def openings(split: Split, turns: str) -> set[str]:
+        found = make_demonstrations("jsonl", **keys, turns=turns).load(split)
+        return {d.prompt.messages[0]["content"] for d in found}
+
+    assert not openings(Split.train, "all") & openings(Split.held_out, "all")
+    assert openings(Split.train, "all") | openings(Split.held_out, "all") == {str(i) for i in range(40)}
+    # Whole chats are questions of their own where only the last message is learned: some openings are on both sides.
+    assert openings(Split.train, "last") & openings(Split.held_out, "last")
+
+
+def test_a_question_is_held_out_here_as_it_is_among_prompts(make_data, make_demonstrations, write, tmp_path) -> None:
+    rows = [{"prompt": f"{i} + {i}?", "answer": 2 * i, "completion": f"It is {2 * i}."} for i in range(300)]
+    path = str(write(tmp_path / "a.jsonl", *rows))
+    for split in Split:
+        prompts = make_data("jsonl", path=path).load(split)
+        found = make_demonstrations("jsonl", path=path).load(split)
+        assert [d.prompt.id for d in found] == [p.id for p in prompts]
+        assert found
+
+
+def test_questions_of_the_held_out_file_are_not_learned(learned, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = learned({"prompt": " held  out", "completion": "x"}, {"prompt": "1?", "completion": "1"})
+    assert [d.prompt.id for d in found] == ["mine.jsonl:2"]
+    assert "1 training questions are also held out" in caplog.text
+
+
+# -- what rlft sample wrote --------------------------------------------------------------------------------------------
+def test_sampled_tokens_are_learned_as_they_were_sampled(learned, sample) -> None:
+    found = learned(sample("p", "ab"), sample("p", "c", cut=True), sample("q", "d"), prompt_template="not: {question}")
+    assert told(found) == [(name, [f"What is {name}?"], text) for name, text in [("p", "ab"), ("p", "c"), ("q", "d")]]
+    assert [d.completion_ids for d in found] == [(97, 98, 0), (99,), (100, 0)]
+    assert found[0].prompt == found[1].prompt
+    assert found[0].prompt.answer == "2"
+    assert sampled_with(d.prompt for d in found) == {"0123456789ab"}
+
+
+def test_sampled_texts_are_tokenised_anew_where_asked_and_cut_ones_left_out(learned, sample, caplog) -> None:
+    lines = [sample("p", "ab"), sample("p", "c", cut=True), sample("q", "d", token_ids=[])]
+    with caplog.at_level(logging.WARNING):
+        found = learned(*lines, token_ids="text")
+    assert [(d.prompt.id, d.completion, d.completion_ids) for d in found] == [("p", "ab", ()), ("q", "d", ())]
+    assert sampled_with(d.prompt for d in found) == set()
+    assert "1 sampled completions, cut by the length limit, are left out" in caplog.text
+    with pytest.raises(UserError, match=r"^demonstrations\.path: all 1 sampled completions of the train split are cut"):
+        learned(lines[1], token_ids="text")
+
+
+def test_two_samplings_whose_ids_clash_are_refused(learned, sample) -> None:
+    other = sample("p", "b") | {"prompt": [user("something else")]}
+    with pytest.raises(UserError, match=r"^demonstrations\.path: two different prompts have the same id, got p"):
+        learned(sample("p", "a"), other)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+BROKEN = {
+    "another shape": (
+        {"text": "x", "id": 3},
+        "is no chat (field 'messages'), no prompt with its completion (fields 'prompt', 'completion') and no line of "
+        "rlft sample; it has only 'text', 'id'",
+    ),
+    "no completion": ({"prompt": "1?"}, "is no chat"),
+    "null": ({"prompt": "1?", "completion": None}, "is no chat"),
+    "an empty completion": ({"prompt": "1?", "completion": " "}, "the completion is empty"),
+    "an empty assistant message": ({"messages": [user("a"), says("")]}, "the completion is empty"),
+    "a completion of two messages": (
+        {"prompt": "1?", "completion": [says("a"), says("b")]},
+        "must be a text or one assistant message",
+    ),
+    "a prompt that ends with an answer": ({"prompt": [user("a"), says("b")], "completion": "c"}, "is no user message"),
+    "a chat without an answer": ({"messages": [user("a")]}, "holds no assistant message to learn"),
+    "a chat without a question": ({"messages": [says("a")]}, "message 0 of field 'messages' answers no user message"),
+    "two answers": ({"messages": [user("a"), says("b"), says("c")]}, "message 2 of field 'messages' answers no user"),
+    "a broken sampled line": ({"prompt": [], "completion": "a", "tokenizer": "0"}, "field 'token_ids' of a sampled"),
+}
+
+
+@pytest.mark.parametrize(("line", "problem"), BROKEN.values(), ids=BROKEN)
+def test_a_line_of_another_shape_is_named_by_file_and_line(learned, tmp_path: Path, line, problem: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        learned({"prompt": "0?", "completion": "0"}, line)
+    assert str(refusal.value).startswith(f"demonstrations.path: {tmp_path / 'mine.jsonl'}:2: ")
+    assert problem in str(refusal.value)
+    way_out = "sample again" if "sampled line" in problem or "token_ids" in problem else "(demonstrations.*_field)"
+    assert str(refusal.value).endswith(way_out)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"path": "missing.jsonl"}, "demonstrations.path"),
+        ({"held_out_path": "missing.jsonl"}, "demonstrations.held_out_path"),
+        ({"held_out_path": "good.jsonl"}, "demonstrations.held_out_path"),
+        ({"held_out_fraction": 1.0}, "demonstrations.held_out_fraction"),
+        ({"prompt_template": "x"}, "demonstrations.prompt_template"),
+        ({"turns": "first"}, "demonstrations.turns"),
+        ({"token_ids": "both"}, "demonstrations.token_ids"),
+    ],
+)
+def test_files_and_keys_that_cannot_work_are_refused_by_their_key(
+    make_demonstrations, write, tmp_path: Path, monkeypatch, keys, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "good.jsonl", *({"prompt": f"{i}?", "completion": "x"} for i in range(5)))
+    with pytest.raises(UserError) as refusal:
+        make_demonstrations("jsonl", **{"path": "good.jsonl"} | keys).load(Split.train)
+    assert refusal.value.key == key
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+def test_a_hub_set_without_a_held_out_split_is_split_by_hash(make_demonstrations, monkeypatch) -> None:
+    import datasets
+
+    rows = [{"messages": [user(f"{i}?"), says(f"{i}!")], "source": None} for i in range(200)]
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split, revision: {"train": rows}[split])
+    data = make_demonstrations("hub", path="some/set")
+    train, held_out = data.load(Split.train), data.load(Split.held_out)
+    # Binomial(200, 0.1): 20 +- 4.2; four standard deviations.
+    assert abs(len(held_out) - 20) < 17
+    assert sorted(d.prompt.id for d in [*train, *held_out]) == sorted(f"train:{i}" for i in range(200))
+
+
+def test_a_hub_set_with_a_held_out_split_uses_it(make_demonstrations, write, tmp_path: Path) -> None:
+    for name, count in (("sft", 3), ("test", 1)):
+        write(tmp_path / f"{name}.jsonl", *({"messages": [user(f"{i}?"), says("x")]} for i in range(count)))
+    data = make_demonstrations("hub", path=str(tmp_path), train_split="sft", held_out_split="test")
+    assert [d.prompt.id for d in data.load(Split.held_out)] == ["test.jsonl:1"]
+    assert [d.prompt.id for d in data.load(Split.train)] == ["sft.jsonl:2", "sft.jsonl:3"]  # 0? is held out
+
+
+def test_a_bad_row_of_a_hub_set_is_named_by_its_number(make_demonstrations, monkeypatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **keys: [json.loads('{"text": "a"}')])
+    with pytest.raises(UserError) as refusal:
+        make_demonstrations("hub", path="some/set").load(Split.train)
+    assert str(refusal.value).startswith("demonstrations.path: some/set, train, row 0: is no chat")
+    assert str(refusal.value).endswith("; name other fields (demonstrations.*_field)")

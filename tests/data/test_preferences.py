@@ -1,0 +1,251 @@
+from pathlib import Path
+
+import pytest
+
+from rlft.data import hub
+from rlft.data.preferences import RankingSet
+from rlft.data.sampled import sampled_with
+from rlft.types import Ranking, Split, UserError
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+PAIR = {"prompt": "1?", "chosen": "good", "rejected": "bad"}
+
+
+@pytest.fixture
+def scan(make_preferences, write, tmp_path: Path):
+    """What is learned of these lines; one other question is held out in a file of its own."""
+
+    def load(*lines: object, **keys: object) -> RankingSet:
+        file = write(tmp_path / "mine.jsonl", *lines)
+        held_out = write(tmp_path / "held_out.jsonl", {"prompt": "held out", "chosen": "x", "rejected": "y", "by": 1})
+        data = make_preferences("jsonl", path=str(file), held_out_path=str(held_out), **keys)
+        found = data.scan(Split.train)
+        assert data.load(Split.train) == found.rankings
+        return found
+
+    return load
+
+
+def told(found: RankingSet) -> list[tuple[str, list[str], list[tuple[str, float]]]]:
+    """(prompt id, contents of the prompt, completions with their scores) of each."""
+    return [
+        (r.prompt.id, [m["content"] for m in r.prompt.messages], list(zip(r.completions, r.scores, strict=True)))
+        for r in found.rankings
+    ]
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+def test_a_pair_after_a_prompt_scores_one_and_zero(scan) -> None:
+    found = scan(
+        PAIR,
+        {"messages": [user("a"), says("b"), user("c")], "chosen": [says("good")], "rejected": [says("")]},
+        system_prompt="ours",
+        prompt_template="Q: {question}",
+    )
+    assert told(found) == [
+        ("mine.jsonl:1", ["ours", "Q: 1?"], [("good", 1.0), ("bad", 0.0)]),
+        ("mine.jsonl:2", ["ours", "a", "b", "Q: c"], [("good", 1.0), ("", 0.0)]),
+    ]
+    assert all(r.completion_ids == () for r in found.rankings)
+    assert (found.num_identical, found.num_tied, found.note) == (0, 0, None)
+
+
+def test_the_common_beginning_of_two_whole_chats_is_the_prompt(scan) -> None:
+    start = [{"role": "system", "content": "own"}, user("a"), says("b"), user("c")]
+    line = {"prompt": "another text", "chosen": [*start, says("good")], "rejected": [*start, says("bad")]}
+    found = scan(line, system_prompt="ours")
+    assert told(found) == [("mine.jsonl:1", ["own", "a", "b", "c"], [("good", 1.0), ("bad", 0.0)])]
+
+
+def test_a_margin_says_by_how_much_the_chosen_one_is_better(scan) -> None:
+    found = scan(PAIR | {"by": 2.5}, PAIR | {"prompt": "2?", "by": 0}, margin_field="by")
+    assert told(found) == [("mine.jsonl:1", ["1?"], [("good", 2.5), ("bad", 0.0)])]
+    assert found.num_tied == 1
+
+
+# -- ranked lists ------------------------------------------------------------------------------------------------------
+def test_completions_are_ranked_by_their_scores(scan) -> None:
+    found = scan({"prompt": "1?", "completions": ["a", "b", "c", "d"], "scores": [0.5, 2, -1, 2]})
+    assert told(found) == [("mine.jsonl:1", ["1?"], [("b", 2.0), ("d", 2.0), ("a", 0.5), ("c", -1.0)])]
+
+
+def test_completions_without_scores_are_in_order_only_where_it_is_said(scan) -> None:
+    line = {"prompt": "1?", "completions": ["a", "b", "c"]}
+    assert told(scan(line, ranked=True)) == [("mine.jsonl:1", ["1?"], [("a", 2.0), ("b", 1.0), ("c", 0.0)])]
+    with pytest.raises(UserError, match=r"mine\.jsonl:1: there are no scores .*; set preferences\.ranked=true if"):
+        scan(line)
+
+
+# -- what rlft sample wrote --------------------------------------------------------------------------------------------
+def test_sampled_lines_of_a_prompt_are_ranked_together_by_the_reward_asked_for(scan, sample) -> None:
+    lines = [
+        sample("p", "a", 0.5, rewards={"math": 1.0}),
+        sample("q", "x", 0.0, rewards={"math": 0.0}),
+        sample("p", "b", 2.0, rewards={"math": 0.0}),
+        sample("q", "y", 1.0, rewards={"math": 0.0}),
+    ]
+    found = scan(*lines, prompt_template="not: {question}")
+    assert told(found) == [
+        ("p", ["What is p?"], [("b", 2.0), ("a", 0.5)]),
+        ("q", ["What is q?"], [("y", 1.0), ("x", 0.0)]),
+    ]
+    assert [r.completion_ids for r in found.rankings] == [((98, 0), (97, 0)), ((121, 0), (120, 0))]
+    assert sampled_with(r.prompt for r in found.rankings) == {"0123456789ab"}
+    by_math = scan(*lines, rank_by="math")
+    assert told(by_math) == [("p", ["What is p?"], [("a", 1.0), ("b", 0.0)])]
+    assert by_math.num_tied == 1
+
+
+def test_the_same_tokens_count_once_and_other_tokens_of_the_same_text_count(scan, sample) -> None:
+    lines = [sample("p", "a", 1.0), sample("p", "a", 1.0), sample("p", "a", 0.5, token_ids=[7, 0]), sample("p", "b")]
+    (tokens,) = scan(*lines).rankings
+    assert (tokens.completions, tokens.scores) == (("a", "a", "b"), (1.0, 0.5, 0.0))
+    (texts,) = scan(*lines, token_ids="text").rankings
+    assert (texts.completions, texts.scores, texts.completion_ids) == (("a", "b"), (1.0, 0.0), ())
+    assert sampled_with([texts.prompt]) == set()
+
+
+def test_a_reward_that_is_not_there_is_told_with_those_that_are(scan, sample) -> None:
+    with pytest.raises(
+        UserError, match=r"mine\.jsonl:1: there is no reward 'math'; set .*rank_by to reward or format$"
+    ):
+        scan(sample("p", "a"), rank_by="math")
+    with pytest.raises(UserError, match=r"mine\.jsonl:1: 'reward' is null; rank by another reward"):
+        scan(sample("p", "a", float("nan")))
+
+
+def test_two_samplings_whose_ids_clash_are_refused(scan, sample) -> None:
+    with pytest.raises(UserError, match=r"^preferences\.path: two different prompts have the same id, got p"):
+        scan(sample("p", "a"), sample("p", "b") | {"prompt": [user("something else")]})
+
+
+# -- what teaches nothing ----------------------------------------------------------------------------------------------
+def test_what_teaches_nothing_is_left_out_and_counted(scan, sample) -> None:
+    found = scan(
+        PAIR,
+        {"prompt": "2?", "chosen": "same", "rejected": "same"},
+        {"prompt": "3?", "completions": ["a", "b"], "scores": [1, 1]},
+        {"prompt": "4?", "completions": ["a", "a", "b"], "scores": [1, 0, 1]},  # a counts as it first occurs
+        sample("p", "a", 1.0),  # alone
+        sample("q", "a", 1.0),
+        sample("q", "a", 1.0),
+    )
+    assert [r.prompt.id for r in found.rankings] == ["mine.jsonl:1"]
+    assert (found.num_identical, found.num_tied) == (2, 3)
+    assert found.note == (
+        "5 of 6 preferences are left out: 2 whose completions are the same, 3 without a difference in score."
+    )
+
+
+def test_where_nothing_is_left_it_is_refused(scan) -> None:
+    with pytest.raises(UserError) as refusal:
+        scan(PAIR | {"rejected": "good"}, {"prompt": "3?", "completions": ["a", "b"], "scores": [1, 1]})
+    assert str(refusal.value) == (
+        "preferences.path: preference data without a margin of difference: of 2 train prompts 1 have the same "
+        "completion throughout, and 1 the same score; give data with better and worse completions, or sample more of "
+        "each prompt"
+    )
+
+
+# -- splits and refusals -----------------------------------------------------------------------------------------------
+def test_no_question_is_in_both_splits(make_preferences, write, sample, tmp_path: Path) -> None:
+    pairs = [PAIR | {"prompt": f"{i}?", "chosen": f"{i} {j}"} for i in range(60) for j in range(2)]
+    samples = [sample(f"{i}", text, reward) for text, reward in (("a", 0.0), ("b", 1.0)) for i in range(60)]
+    data = make_preferences("jsonl", path=str(write(tmp_path / "a.jsonl", *pairs, *samples)), held_out_fraction=0.5)
+
+    def questions(rankings: list[Ranking]) -> set[str]:
+        return {r.prompt.messages[0]["content"] for r in rankings}
+
+    train, held_out = data.load(Split.train), data.load(Split.held_out)
+    assert not questions(train) & questions(held_out)
+    assert len(train) + len(held_out) == 120 + 60  # each pair, and both samples of a prompt together
+
+
+BROKEN = {
+    "another shape": (
+        {"text": "x"},
+        "is no pair (fields 'chosen', 'rejected'), no list of completions (field 'completions') and no line of rlft "
+        "sample; it has only 'text'",
+    ),
+    "no rejected one": ({"prompt": "1?", "chosen": "a"}, "is no pair"),
+    "no prompt": (
+        {"chosen": "a", "rejected": "b"},
+        "has no prompt, neither field 'messages' nor 'prompt'; it has only",
+    ),
+    "chats of different questions": (
+        {"chosen": [user("a"), says("b")], "rejected": [user("c"), says("d")]},
+        "the chats differ before their last messages",
+    ),
+    "chats of different lengths": (
+        {"chosen": [user("a"), says("b")], "rejected": [user("a"), says("b"), user("c"), says("d")]},
+        "the chats differ before their last messages",
+    ),
+    "chats without answers": (
+        {"chosen": [user("a"), user("b")], "rejected": [user("a"), user("b")]},
+        "do not end with",
+    ),
+    "a chat and a text": (
+        {"chosen": [user("a"), says("b")], "rejected": "c"},
+        "must be a text or one assistant message",
+    ),
+    "a prompt that ends with an answer": (PAIR | {"messages": [user("a"), says("b")]}, "is no user message"),
+    "no margin": (PAIR, "field 'by', by how much"),
+    "a margin below 0": (PAIR | {"by": -1}, "field 'by', by how much"),
+    "completions of another type": ({"prompt": "1?", "completions": "a"}, "must be a list of texts, it is a text"),
+    "no completions": ({"prompt": "1?", "completions": []}, "must be a list of texts, it is an empty list"),
+    "too few scores": ({"prompt": "1?", "completions": ["a", "b"], "scores": [1]}, "must be a list of 2 numbers"),
+    "a score that is no number": (
+        {"prompt": "1?", "completions": ["a"], "scores": [float("nan")]},
+        "list of 1 numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "problem"), BROKEN.values(), ids=BROKEN)
+def test_a_line_of_another_shape_is_named_by_file_and_line(scan, tmp_path: Path, line, problem: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        scan(PAIR | {"by": 1}, line, margin_field="by")
+    assert str(refusal.value).startswith(f"preferences.path: {tmp_path / 'mine.jsonl'}:2: ")
+    assert problem in str(refusal.value)
+    assert str(refusal.value).endswith("; mend or remove that line, or name other fields (preferences.*_field)")
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"path": "missing.jsonl"}, "preferences.path"),
+        ({"held_out_path": "missing.jsonl"}, "preferences.held_out_path"),
+        ({"held_out_fraction": 1.0}, "preferences.held_out_fraction"),
+        ({"prompt_template": "x"}, "preferences.prompt_template"),
+        ({"token_ids": "both"}, "preferences.token_ids"),
+    ],
+)
+def test_files_and_keys_that_cannot_work_are_refused_by_their_key(
+    make_preferences, write, tmp_path: Path, monkeypatch, keys, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "good.jsonl", *(PAIR | {"prompt": f"{i}?"} for i in range(5)))
+    with pytest.raises(UserError) as refusal:
+        make_preferences("jsonl", **{"path": "good.jsonl"} | keys).load(Split.train)
+    assert refusal.value.key == key
+
+
+def test_a_hub_set_is_read_as_a_file_is(make_preferences, monkeypatch) -> None:
+    import datasets
+
+    rows = [{"chosen": [user(f"{i}"), says("a")], "rejected": [user(f"{i}"), says("b")]} for i in range(3)]
+    sets = {"train_prefs": rows, "test_prefs": rows[:1]}
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split, revision: sets[split])
+    data = make_preferences("hub", path="some/set", train_split="train_prefs", held_out_split="test_prefs")
+    assert [r.prompt.id for r in data.load(Split.held_out)] == ["test_prefs:0"]
+    assert [r.prompt.id for r in data.load(Split.train)] == ["train_prefs:1", "train_prefs:2"]
+    assert data.scan(Split.train).num_tied == 0

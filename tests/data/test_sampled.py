@@ -1,0 +1,94 @@
+import json
+import math
+
+import pytest
+
+from rlft.data.records import RowError
+from rlft.data.sampled import check_prompt_ids, check_tokenizer, is_sampled, parse_sampled, sampled_with
+from rlft.types import FinishReason, Prompt, UserError
+
+
+def test_a_line_has_exactly_these_keys_and_reads_back(sample) -> None:
+    line = sample("1 + 1", "2!", 0.5, index=4, rewards={"math": 1.0, "format": 0.0})
+    assert line == {
+        "prompt_id": "1 + 1",
+        "index": 4,
+        "prompt": [{"role": "user", "content": "What is 1 + 1?"}],
+        "answer": "2",
+        "completion": "2!",
+        "token_ids": [50, 33, 0],
+        "finish_reason": "stop",
+        "rewards": {"format": 0.0, "math": 1.0},
+        "reward": 0.5,
+        "model": "tiny, step 3",
+        "tokenizer": "0123456789ab",
+    }
+    assert is_sampled(line)
+    read = parse_sampled(json.loads(json.dumps(line, allow_nan=False)), with_tokens=True)
+    assert (read.prompt.id, read.prompt.answer) == ("1 + 1", "2")
+    assert read.prompt.messages == ({"role": "user", "content": "What is 1 + 1?"},)
+    assert (read.completion, read.token_ids, read.finish_reason) == ("2!", (50, 33, 0), FinishReason.stop)
+    assert (read.rewards, read.reward) == ({"format": 0.0, "math": 1.0}, 0.5)
+
+
+def test_rewards_that_are_no_finite_numbers_become_null(sample) -> None:
+    line = sample("1", "2", math.inf, rewards={"judge": math.nan})
+    assert (line["reward"], line["rewards"]) == (None, {"judge": None})
+    read = parse_sampled(line, with_tokens=True)
+    assert (read.reward, read.rewards) == (None, {"judge": None})
+
+
+def test_other_shapes_are_no_sampled_lines(sample) -> None:
+    line = sample("1", "2")
+    assert not is_sampled({key: value for key, value in line.items() if key != "tokenizer"})  # a run's rollouts
+    assert not is_sampled(line | {"prompt": "What?"})
+    assert not is_sampled({key: value for key, value in line.items() if key != "completion"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"token_ids": [1, 2.5]}, "field 'token_ids' must be whole numbers, not below 0"),
+        ({"token_ids": [-1]}, "field 'token_ids' must be whole numbers, not below 0"),
+        ({"token_ids": [True]}, "field 'token_ids' must be whole numbers, not below 0"),
+        ({"token_ids": []}, "field 'token_ids' is empty"),
+        ({"token_ids": None}, "field 'token_ids' of a sampled line must be a list, it is null"),
+        ({"completion": 3}, "field 'completion' of a sampled line must be a text, it is a number"),
+        ({"rewards": []}, "field 'rewards' of a sampled line must be an object, it is an empty list"),
+        ({"rewards": {"math": "1"}}, "field 'rewards.math' must be a number or null, it is a text"),
+        ({"reward": True}, "field 'reward' must be a number or null, it is a boolean"),
+        ({"finish_reason": "eos"}, "field 'finish_reason' must be stop or length, it is 'eos'"),
+        ({"prompt": [{"role": "bot", "content": "?"}]}, "message 0 of field 'prompt' must be"),
+    ],
+)
+def test_a_line_that_was_changed_by_hand_is_refused(sample, changed, problem: str) -> None:
+    with pytest.raises(RowError) as refusal:
+        parse_sampled(sample("1", "2") | changed, with_tokens=True)
+    assert str(refusal.value).startswith(problem)
+
+
+def test_prompts_name_the_tokenizer_only_where_its_tokens_are_used(sample) -> None:
+    lines = [sample("1", "2"), sample("2", "3", tokenizer="ffffffffffff")]
+    assert sampled_with(parse_sampled(line, with_tokens=True).prompt for line in lines) == {
+        "0123456789ab",
+        "ffffffffffff",
+    }
+    assert sampled_with(parse_sampled(line, with_tokens=False).prompt for line in lines) == set()
+
+
+def test_tokens_of_another_tokenizer_are_refused_with_the_way_out() -> None:
+    check_tokenizer(set(), "0123456789ab", "demonstrations.path")
+    check_tokenizer({"0123456789ab"}, "0123456789ab", "demonstrations.path")
+    with pytest.raises(UserError) as refusal:
+        check_tokenizer({"0123456789ab", "ffffffffffff"}, "0123456789ab", "preferences.path")
+    assert str(refusal.value) == (
+        "preferences.path: was sampled with another tokenizer (ffffffffffff) than this model's (0123456789ab); "
+        "set preferences.token_ids=text to tokenise its texts anew, or sample with this model"
+    )
+
+
+def test_an_id_of_two_different_prompts_is_refused() -> None:
+    one, two = (Prompt(id="a:1", messages=({"role": "user", "content": text},), answer="") for text in "12")
+    check_prompt_ids([one, one], "demonstrations.path")
+    with pytest.raises(UserError, match=r"^demonstrations\.path: two different prompts have the same id, got a:1"):
+        check_prompt_ids([one, two], "demonstrations.path")

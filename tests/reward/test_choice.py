@@ -1,0 +1,173 @@
+from dataclasses import replace
+
+import pytest
+
+from rlft.reward.answer import AnswerIn, Which
+from rlft.reward.choice import Choice, choices_of
+
+CITIES = ["Rome", "Paris", "New York", "18"]
+
+
+def choice(**keys) -> Choice:
+    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
+    return Choice(**{**defaults, "ignore_case": True, "choices_field": None, **keys})
+
+
+def with_choices(group, choices):
+    return replace(group, prompt=replace(group.prompt, metadata={"choices": choices}))
+
+
+# answer; right by its letter alone; right where the choices A Rome, B Paris, C New York, D 18 are known. Reference: B.
+VERDICTS = [
+    ("B", True, True, "the letter"),
+    (" B\n", True, True, "white space around it"),
+    ("(B)", True, True, "in brackets"),
+    ("B)", True, True, "half a bracket, as choices are listed"),
+    ("B.", True, True, "a full stop"),
+    ("(B).", True, True, "brackets and a full stop"),
+    ("B:", True, True, "a colon"),
+    ("b", True, True, "a small letter"),
+    ("**B**", True, True, "bold"),
+    ("**(B)**", True, True, "bold, in brackets"),
+    (r"\text{B}", True, True, "as text of a formula"),
+    (r"$\textbf{B}$", True, True, "a formula of its own"),
+    ("A", False, False, "another choice"),
+    ("E", False, False, "a letter that may be no choice"),
+    ("Paris", False, True, "the choice's text"),
+    ("paris", False, True, "the choice's text without case"),
+    ("B. Paris", False, True, "its letter and its text"),
+    ("(B) Paris", False, True, "its letter and its text"),
+    ("B) Rome", False, False, "its letter and another's text"),
+    ("A. Paris", False, False, "another letter and its text"),
+    ("B Paris", False, False, "nothing between letter and text"),
+    ("Paris, Rome", False, False, "two texts"),
+    ("A or B", False, False, "two letters"),
+    ("A, B", False, False, "two letters"),
+    ("B, A", False, False, "two letters, the right one first"),
+    ("AB", False, False, "two letters"),
+    ("(A)(B)", False, False, "two letters"),
+    ("B B", False, False, "the letter twice"),
+    ("ABCD", False, False, "all letters"),
+    ("Option B", False, False, "prose"),
+    ("The answer is B", False, False, "prose"),
+    ("not B", False, False, "prose that says the contrary"),
+    ("Ｂ", False, False, "a full-width letter"),
+    ("В", False, False, "the Cyrillic letter that looks the same"),
+    ("Ⓑ", False, False, "a letter in a circle"),
+    ("(B", False, False, "a bracket that isn't closed"),
+    ("2", False, False, "the choice's number"),
+    ("B" * 500, False, False, "absurdly long"),
+]
+
+
+@pytest.mark.parametrize(("answer", "by_letter", "by_text", "why"), VERDICTS)
+def test_verdicts(group, answer, by_letter, by_text, why):
+    made = group([f"<think>hm</think><answer>{answer}</answer>"], answer="B")
+    assert choice()(made) == [float(by_letter)], why
+    assert choice(choices_field="choices")(with_choices(made, CITIES)) == [float(by_text)], why
+
+
+# Numbers as the text of a choice, reference D (18): compared as exact_match compares them.
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("18", True),
+        ("18.0", True),
+        ("D. 18", True),
+        ("１８", False),
+        ("1.8e1", False),
+        ("18 apples", False),
+        ("8+10", False),
+    ],
+)
+def test_verdicts_on_texts_that_are_numbers(group, answer, right):
+    made = with_choices(group([f"<answer>{answer}</answer>"], answer="D"), CITIES)
+    assert choice(choices_field="choices")(made) == [float(right)]
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("<answer>B</answer>", True),
+        ("<answer>B</answer>" * 50, False),
+        ("<answer>A</answer><answer>B</answer>", False),
+        ("Which city? A) Rome B) Paris", False),
+        ("Which city? <answer>A) Rome B) Paris</answer>", False),
+        ("B", False),
+        ("", False),
+    ],
+)
+def test_verdicts_on_where_the_answer_stands(group, text, right):
+    assert choice()(group([text], answer="B")) == [float(right)]
+
+
+def test_case_can_matter(group):
+    made = with_choices(
+        group(["<answer>b</answer>", "<answer>paris</answer>", "<answer>B</answer>"], answer="B"), CITIES
+    )
+    assert choice(ignore_case=False, choices_field="choices")(made) == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("reference", ["B", "(B)", "b", "Paris"])
+def test_the_reference_answer_may_be_written_in_every_way_an_answer_may(group, reference):
+    made = with_choices(group(["<answer>B</answer>", "<answer>Paris</answer>"], answer=reference), CITIES)
+    assert choice(choices_field="choices")(made) == [1.0, 1.0]
+
+
+def test_a_letter_that_is_also_a_text_means_the_letter(group):
+    # A: "C", B: "B", C: "A". The answer C is choice C, not choice A, whose text it is.
+    made = with_choices(group(["<answer>C</answer>"] * 2, answer="C"), ["C", "B", "A"])
+    assert choice(choices_field="choices")(made) == [1.0, 1.0]
+
+
+def test_a_text_that_two_choices_share_names_neither(group):
+    made = with_choices(group(["<answer>Rome</answer>", "<answer>A</answer>"], answer="A"), ["Rome", "rome"])
+    assert choice(choices_field="choices")(made) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("reference", ["E", "Berlin", "A, B"])
+def test_a_reference_that_is_no_choice_is_an_error_not_a_zero(group, reference):
+    made = with_choices(group(["<answer>A</answer>"], answer=reference), CITIES)
+    with pytest.raises(ValueError, match=r"of prompt 'p0' is not one of its choices A, B, C, D"):
+        choice(choices_field="choices")(made)
+
+
+def test_a_prompt_without_the_field_is_an_error_not_a_zero(group):
+    with pytest.raises(ValueError, match="prompt 'p0' has no 'choices' in its metadata, only nothing"):
+        choice(choices_field="choices")(group(["<answer>A</answer>"], answer="A"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["Rome", "Paris"],
+        ("Rome", "Paris"),
+        {"A": "Rome", "B": "Paris"},
+        {"label": ["A", "B"], "text": ["Rome", "Paris"]},
+    ],
+)
+def test_the_shapes_in_which_data_sets_hold_choices(value):
+    assert choices_of(value) == {"A": "Rome", "B": "Paris"}
+
+
+def test_choices_may_have_numbers(group):
+    made = with_choices(group(["<answer>2</answer>", "<answer>B</answer>"], answer="2"), {"1": "Rome", "2": "Paris"})
+    assert choice(choices_field="choices")(made) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "Rome",
+        [],
+        ["x"] * 27,
+        {"first": "Rome"},
+        {"label": ["A"], "text": ["Rome", "Paris"]},
+        {"label": ["A", "A"], "text": ["Rome", "Paris"]},
+        {1: "Rome"},
+    ],
+)
+def test_choices_of_another_shape_are_an_error(value):
+    with pytest.raises(ValueError, match="choices must be a list of texts or a mapping from letters to texts"):
+        choices_of(value)

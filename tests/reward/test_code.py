@@ -1,0 +1,344 @@
+"""Programs that earn their score, and programs that try to get it some other way."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import yaml
+
+from rlft.reward import code, sandbox
+from rlft.reward.code import Code, Pair, ProgramIn, Score, parse_tests
+from rlft.reward.sandbox import Isolation
+from rlft.reward.scorer import RewardError, Scorer, specs
+from rlft.types import UserError
+
+KEYS = yaml.safe_load((Path(__file__).parents[2] / "configs" / "reward" / "code.yaml").read_text())["code"]
+KEYS["group_timeout"] = 30.0
+ADD_TESTS = '["assert add(2, 3) == 5", "assert add(-1, 1) == 0"]'
+DOUBLE_TESTS = '[{"input": "2", "output": "4"}, {"input": "-3", "output": "-6"}]'
+
+
+def reward(**keys):
+    fields = {name: value for name, value in KEYS.items() if name not in ("_target_", "weight")} | keys
+    return Code(**fields | {"program_in": ProgramIn(fields["program_in"]), "score": Score(fields["score"])})
+
+
+def fence(program, language="python"):
+    return f"So:\n```{language}\n{program}\n```\n"
+
+
+def scores(group, programs, tests, **keys):
+    return reward(**keys)(group([fence(program) for program in programs], answer=tests))
+
+
+# -- where the program stands ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        (fence("a") + fence("b"), "b\n"),
+        (fence("a", "py"), "a\n"),
+        (fence("a", "Python"), "a\n"),
+        (fence("a") + fence("output", ""), "a\n"),
+        (fence("a") + fence("b", "bash"), "a\n"),
+        ("```python\na\n```python\nb\n```", "b\n"),
+        ("```python\na\n```\n```python\nb", "a\n"),
+        (fence("x = '''\n ```\n'''"), "x = '''\n ```\n'''\n"),
+        ("```python\na", None),
+        (fence("a", ""), None),
+        (fence(" \n"), None),
+        ("print(1)", None),
+        ("", None),
+    ],
+)
+def test_the_last_closed_block_of_python_is_the_program(text, program):
+    assert reward().extract(text) == program
+
+
+def test_the_program_may_stand_in_a_tag_or_be_all_of_the_text():
+    assert reward(program_in="tag").extract("<answer>a</answer> or <answer>b</answer>") == "b"
+    assert reward(program_in="tag").extract("```python\na\n```") is None
+    assert reward(program_in="text").extract("print(1)") == "print(1)"
+
+
+def test_a_hostile_text_is_read_in_linear_time():
+    start = time.monotonic()
+    reward().extract("```python\n" * 200_000)
+    reward().extract("`" * 1_000_000)
+    reward(program_in="tag").extract("<answer>" * 200_000)
+    assert time.monotonic() - start < 3.0
+
+
+# -- what the tests are ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "tests"),
+    [
+        (ADD_TESTS, ["assert add(2, 3) == 5", "assert add(-1, 1) == 0"]),
+        ("assert f() == [1]", ["assert f() == [1]"]),
+        (["assert f() == 1"], ["assert f() == 1"]),
+        ([{"input": "1", "output": 1, "note": "one"}], [Pair(input="1", output="1")]),
+    ],
+)
+def test_tests_may_be_json_python_or_a_list(given, tests):
+    assert parse_tests(given) == tests
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("", "only defines things"),
+        ("18", "holds no tests"),
+        (None, "holds no tests"),
+        ([], "holds no tests"),
+        ("assert f( == 1", "is not Python"),
+        ("def check(candidate):\n    assert candidate(1) == 2", r"only defines things, .* as in check\(add\)"),
+        ('["assert f()", {"input": "", "output": ""}]', "holds neither"),
+        ('[{"input": ""}]', "holds neither"),
+    ],
+)
+def test_tests_that_no_program_could_fail_or_pass_are_refused(group, given, problem):
+    whole = group([fence("x = 1")], id="p7")
+    prompt = replace(whole.prompt, metadata={"tests": given})
+    with pytest.raises(ValueError, match=f"the metadata field 'tests' of prompt 'p7' .*{problem}"):
+        reward(tests_field="tests")(replace(whole, prompt=prompt))
+
+
+def test_bad_tests_stop_the_run_with_the_prompts_name(group):
+    with pytest.raises(RewardError, match="the answer of prompt 'p7' holds no tests"):
+        Scorer(specs({"code": KEYS}), 0, 30.0, "stop")([group([fence("x = 1")], answer="18", id="p7")])
+
+
+def test_metadata_can_hold_the_tests(group):
+    whole = group([fence("print(input() * 2)")])
+    tests = [MappingProxyType({"input": "ab", "output": "abab"})]
+    prompt = replace(whole.prompt, metadata={"cases": tests})
+    assert reward(tests_field="cases")(replace(whole, prompt=prompt)) == [1.0]
+
+
+def test_examples_of_every_kind_are_passed_by_right_programs_only(group):
+    lines = (Path(__file__).parent / "code_mini.jsonl").read_text().splitlines()
+    answers = [json.loads(line)["answer"] for line in lines]
+    programs = [
+        "def add(a, b):\n    return a + b",
+        "import sys\nprint(sum(map(int, sys.stdin)))",
+        "class Stack(list):\n    push = list.append",
+        "def below_zero(operations):\n    from itertools import accumulate\n"
+        "    return any(balance < 0 for balance in accumulate(operations))",
+    ]
+    for answer, program in zip(answers, programs, strict=True):
+        assert scores(group, [program, "pass"], answer) == [1.0, 0.0]
+
+
+# -- verdicts --------------------------------------------------------------------------------------------------------
+ALWAYS_EQUAL = """
+class Equal(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def add(a, b): return Equal(9)
+"""
+HUNT_FOR_THE_TESTS = """
+import gc, glob, sys
+from pathlib import Path
+def add(a, b):
+    found = [o for o in gc.get_objects() if isinstance(o, str) and "assert add" in o]
+    for path in glob.glob("/files/*") + glob.glob("/tmp/*"):
+        found += [line for line in Path(path).read_text().splitlines() if "assert add(" in line]
+    for frame in sys._current_frames().values():
+        while frame:
+            found += [v for v in frame.f_locals.values() if isinstance(v, str) and "assert add(" in v]
+            frame = frame.f_back
+    return eval(found[0].split("==")[1]) if found else None
+"""
+FORGE_THE_VERDICT = """
+import os
+for descriptor in range(64):
+    for line in (b"passed\\n", b'["value", 5]\\n', b'"passed"\\n'):
+        try:
+            os.write(descriptor, line * 8)
+        except OSError:
+            pass
+"""
+SPEAK_FIRST = """
+import os
+def add(a, b):
+    for descriptor in range(64):
+        try:
+            os.write(descriptor, b'["value", 6]\\npassed\\npassed\\n')
+        except OSError:
+            pass
+    os._exit(0)
+"""
+PATCH_EVERYTHING = """
+import builtins, json, sys, ast
+builtins.AssertionError = type("AssertionError", (BaseException,), {})
+builtins.compile = lambda *a, **k: (lambda: None).__code__
+builtins.exec = lambda *a: None
+json.dumps = lambda value: '["value", true]'
+sys.modules["__main__"].pack = lambda value, keep: True
+sys.modules["__main__"].FAILED = "passed"
+def add(a, b): return None
+"""
+KILL_THE_OTHERS = """
+import os, signal
+for pid in list(range(1, 200)) + [os.getppid(), -1]:
+    try:
+        if pid != os.getpid(): os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
+def add(a, b): return 6
+"""
+ASSERT_VERDICTS = [
+    ("def add(a, b): return a + b", True, "right"),
+    ("add = lambda a, b: a + b", True, "a lambda"),
+    ("class add:\n    def __new__(cls, a, b): return a + b", True, "a class"),
+    ("print('hello')\ndef add(a, b):\n    print('working')\n    return a + b", True, "it may print"),
+    ("def add(a, b): return a + b\nif __name__ == '__main__': raise SystemExit(1)", True, "it is no main program here"),
+    ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+     "def add(a, b): return P(a + b).x", True, "dataclasses"),
+    ("def add(a, b): return a - b", False, "wrong"),
+    ("def add(a, b): return 5", 0.5, "right once"),
+    ("def sub(a, b): return a + b", False, "another name"),
+    ("def add(a, b) return a + b", False, "no Python"),
+    ("def add(a, b): raise ValueError", False, "raises"),
+    ("def add(a, b):\n    while True: pass", False, "never returns"),
+    ("def add(a, b): return add(a, b)", False, "recursion without end"),
+    ("import sys; sys.exit(0)", False, "ends with success before the tests"),
+    ("import os; os._exit(0)", False, "ends at once with success"),
+    ("exit()", False, "ends with success"),
+    ("def add(a, b):\n    import os; os._exit(0)", False, "ends with success in the middle of a test"),
+    ("def add(a, b): raise SystemExit(0)", False, "ends with success in the middle of a test"),
+    ("import atexit, os\natexit.register(os._exit, 0)", False, "ends with success at exit"),
+    ("print('passed\\npassed')\ndef add(a, b): print('passed', flush=True)", False, "prints the verdict"),
+    ("import sys\nsys.stderr.write('passed\\npassed\\n')", False, "prints the verdict to stderr"),
+    (FORGE_THE_VERDICT, False, "writes verdicts to every descriptor"),
+    (SPEAK_FIRST, False, "answers for all calls to come, and ends"),
+    (ALWAYS_EQUAL, False, "returns what equals everything"),
+    ("class E:\n    def __eq__(self, o): return True\ndef add(a, b): return E()", False, "the same, no number"),
+    ("from unittest.mock import ANY\ndef add(a, b): return ANY", False, "returns the library's own equal-to-all"),
+    ("import builtins\nbuiltins.AssertionError = Exception", False, "replaces what assert raises"),
+    (PATCH_EVERYTHING, False, "patches what it shares with the tests' side"),
+    ("import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = print", False, "hooks"),
+    (HUNT_FOR_THE_TESTS, False, "looks for the tests in files, memory and frames"),
+    (KILL_THE_OTHERS, False, "kills whatever it can"),
+    ("import os\nif os.fork(): os._exit(0)\ndef add(a, b): return a + b", False, "goes on in a child only"),
+    ("def add(a, b): return __import__('itertools').count()", False, "everything in turn"),
+    ("def add(a, b):\n    x = []\n    x.append(x)\n    return x", False, "a list that holds itself"),
+    ("def add(a, b): return 'x' * 10**9", False, "an answer too large"),
+    ("raise AssertionError", False, "raises at once"),
+    ("", False, "nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "score", "why"), ASSERT_VERDICTS, ids=[why for *_, why in ASSERT_VERDICTS])
+def test_verdicts_by_asserts(group, program, score, why):
+    assert scores(group, [program], ADD_TESTS, score="fraction") == [float(score)]
+
+
+PAIR_VERDICTS = [
+    ("print(2 * int(input()))", True, "right"),
+    ("import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())) + '   \\n\\n')", True, "white space at the end"),
+    ("if __name__ == '__main__':\n    print(2 * int(input()))\n    exit()", True, "a main program"),
+    ("print(int(input()) ** 2)", 0.5, "right once"),
+    ("print(2 * int(input()), 'is the answer')", False, "more than the answer"),
+    ("print(4, -6, sep='\\n')", False, "all answers"),
+    ("print(2 * int(input())); raise SystemExit(1)", False, "right, then fails"),
+    ("print(2 * int(input()), flush=True)\nwhile True: pass", False, "right, then never ends"),
+    ("print(2 * int(input()))\nimport os; os.kill(os.getpid(), 9)", False, "right, then dies"),
+    ("import glob\nprint(*[open(p).read() for p in glob.glob('/files/*')])", False, "looks for the expected output"),
+    ("while True: print(4)", False, "the answer over and over"),
+    ("", False, "nothing"),
+]
+
+
+@pytest.mark.parametrize(("program", "score", "why"), PAIR_VERDICTS, ids=[why for *_, why in PAIR_VERDICTS])
+def test_verdicts_by_output(group, program, score, why):
+    assert scores(group, [program], DOUBLE_TESTS, score="fraction") == [float(score)]
+
+
+def test_all_wants_every_test_and_fraction_pays_for_each(group):
+    programs = ["def add(a, b): return a + b", "def add(a, b): return 5", "def add(a, b): return 7"]
+    assert scores(group, programs, ADD_TESTS) == [1.0, 0.0, 0.0]
+    assert scores(group, programs, ADD_TESTS, score="fraction") == [1.0, 0.5, 0.0]
+
+
+def test_tests_passed_before_the_deadline_count_as_a_fraction(group):
+    program = "def add(a, b):\n    while a < 0: pass\n    return a + b"
+    assert scores(group, [program], ADD_TESTS, score="fraction", seconds=1.0) == [0.5]
+
+
+def test_scores_stay_with_their_completions_whichever_is_done_first(group):
+    programs = ["import time; time.sleep(0.5)\ndef add(a, b): return a + b", "", "def add(a, b): return a + b", "1/0"]
+    assert scores(group, programs, ADD_TESTS, workers=4) == [1.0, 0.0, 1.0, 0.0]
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+def test_programs_of_a_large_group_share_the_scorers_time(group):
+    made = reward(group_timeout=5.0, workers=2, seconds=2.0)
+    # Two at a time: 4 programs have (5 - 1) / 2 = 2 s each, 8 have (5 - 1) / 4 = 1 s.
+    assert [made.limits(n).seconds for n in (1, 4, 8)] == [2.0, 2.0, 1.0]
+
+
+def test_a_group_of_programs_that_never_end_stays_within_the_scorers_time(group):
+    texts = [fence("def add(a, b):\n    while True: pass")] * 3 + [fence("def add(a, b): return a + b")]
+    score = Scorer(specs({"code": {**KEYS, "group_timeout": 2.5}}), 0, 2.5, "stop")
+    assert score([group(texts, answer=ADD_TESTS)]).total.tolist() == [[0.0, 0.0, 0.0, 1.0]]
+
+
+def test_a_timeout_that_leaves_no_time_is_refused():
+    with pytest.raises(UserError, match=r"group_timeout: must be more than 1 s, .* got 1.0; set scoring.timeout=10"):
+        reward(group_timeout=1.0)
+
+
+@pytest.fixture
+def nothing_isolates(monkeypatch):
+    monkeypatch.setattr(sandbox, "available", lambda: (Isolation.none, "bubblewrap is not installed"))
+
+
+@pytest.mark.usefixtures("nothing_isolates")
+def test_unisolated_programs_are_refused_before_anything_is_loaded():
+    with pytest.raises(UserError) as refused:
+        specs({"code": KEYS})
+    assert str(refused.value).startswith(
+        "reward.code.allow_unsafe: programs that a model wrote would run unisolated here (bubblewrap is not installed)"
+        ", got false; install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap; "
+    )
+
+
+@pytest.mark.usefixtures("nothing_isolates")
+def test_unisolated_programs_run_where_that_is_allowed_and_the_note_says_so(group):
+    assert scores(group, ["def add(a, b): return a + b", ""], ADD_TESTS, allow_unsafe=True) == [1.0, 0.0]
+    assert scores(group, ["print(2 * int(input()))", ""], DOUBLE_TESTS, allow_unsafe=True) == [1.0, 0.0]
+    note = reward(allow_unsafe=True).note()
+    assert note.startswith("programs are NOT isolated: programs run with this user's rights")
+    assert note.endswith("(bubblewrap is not installed)")
+
+
+def test_the_note_says_which_isolation_is_active():
+    assert reward(allow_unsafe=True).note().startswith("programs are isolated by bubblewrap ")
+
+
+def test_a_sandbox_that_breaks_stops_the_run(group, monkeypatch):
+    monkeypatch.setattr(code.sandbox, "prefix", lambda *arguments: ["/bin/sh", "-c", "echo broken >&2; exit 1", "sh"])
+    with pytest.raises(RewardError, match=r"raised SandboxError: a program could not be started .*\(broken\)"):
+        Scorer(specs({"code": KEYS}), 0, 30.0, "stop")([group([fence("x = 1")], answer=ADD_TESTS)])
+
+
+@pytest.mark.slow
+def test_two_hundred_programs_are_scored_in_a_minute_on_two_cores(group, capsys):
+    right, wrong = "def add(a, b): return a + b", "def add(a, b): return a - b"
+    groups = [group([fence(right), fence(wrong)] * 4, answer=ADD_TESTS, id=f"p{i}") for i in range(13)]
+    groups += [
+        group([fence("print(2 * int(input()))"), "none"] * 4, answer=DOUBLE_TESTS, id=f"q{i}") for i in range(12)
+    ]
+    score = Scorer(specs({"code": KEYS}), 2, 30.0, "stop")
+    start = time.monotonic()
+    total = score(groups).total
+    seconds = time.monotonic() - start
+    score.close()
+    # 25 groups of 8: 200 completions, of which 13 * 8 + 12 * 4 = 152 hold a program.
+    assert total.tolist() == [[1.0, 0.0] * 4] * 25
+    with capsys.disabled():
+        print(f" [200 completions with programs scored in {seconds:.1f} s] ", end="")
+    assert seconds < 60

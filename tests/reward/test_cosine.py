@@ -1,0 +1,79 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from rlft.reward.answer import AnswerIn, Which
+from rlft.reward.cosine import Cosine
+from rlft.types import FinishReason, UserError
+
+RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
+
+
+def cosine(**keys) -> Cosine:
+    defaults = {"answer_in": AnswerIn.tag, "tag": "answer", "pattern": None, "which": Which.only}
+    values = {"right_at_0": 2.0, "right_at_max": 1.0, "wrong_at_0": -10.0, "wrong_at_max": 0.0, "exceeded": -12.0}
+    return Cosine(**{**defaults, "numeric": True, "ignore_case": False, "max_tokens": 100, **values, **keys})
+
+
+def sized(group, texts, lengths, finish_reason=FinishReason.stop, **keys):
+    """A group of completions with these texts and numbers of tokens."""
+    made = group(texts, **keys)
+    rollouts = tuple(
+        replace(r, completion=replace(r.completion, token_ids=[1] * n, finish_reason=finish_reason))
+        for r, n in zip(made.rollouts, lengths, strict=True)
+    )
+    return replace(made, rollouts=rollouts)
+
+
+def test_right_answers_earn_less_the_longer_they_are(group):
+    # 1 + 0.5 * (2 - 1) * (1 + cos(pi n / 100)): cos is 1, sqrt(1/2), 0 and -1 at n = 0, 25, 50 and 100.
+    made = sized(group, [RIGHT] * 4, [0, 25, 50, 100])
+    assert cosine()(made) == pytest.approx([2, 1.5 + math.sqrt(0.5) / 2, 1.5, 1], abs=1e-12)
+
+
+def test_wrong_answers_lose_less_the_longer_they_are(group):
+    # 0 + 0.5 * (-10 - 0) * (1 + cos(pi n / 100)).
+    made = sized(group, [WRONG] * 4, [0, 25, 50, 100])
+    assert cosine()(made) == pytest.approx([-10, -5 - 5 * math.sqrt(0.5), -5, 0], abs=1e-12)
+
+
+def test_what_exceeds_the_limit_loses_a_fixed_value_right_or_wrong(group):
+    assert cosine()(sized(group, [RIGHT, WRONG], [101, 5000])) == [-12, -12]
+    # Cut off by a limit of generation below max_tokens.
+    assert cosine()(sized(group, [RIGHT, WRONG], [60, 60], FinishReason.length)) == [-12, -12]
+
+
+# At no tokens a right answer earns 2 and a wrong one -10. What is right is decided as in exact_match.
+@pytest.mark.parametrize(
+    ("text", "reference", "right"),
+    [
+        ("<answer>18</answer>", "18", True),
+        ("<answer>1,000</answer>", "1000", True),
+        ("<answer>18</answer>" * 50, "18", False),
+        ("<answer>17</answer><answer>18</answer>", "18", False),
+        ("What is 8 + 10? 18", "18", False),
+        ("<answer>8 + 10</answer>", "18", False),
+        ("<answer>１８</answer>", "18", False),
+        ("<answer>1e3</answer>", "1000", False),
+        ("<answer>18 apples</answer>", "18", False),
+        ("", "18", False),
+    ],
+)
+def test_verdicts_on_right_answers(group, text, reference, right):
+    assert cosine()(sized(group, [text], [0], answer=reference)) == [2.0 if right else -10.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("wrong_at_0", 1.0), ("wrong_at_max", 1.5), ("exceeded", 1.0), ("right_at_max", -0.5)]
+)
+def test_values_with_which_a_wrong_answer_may_earn_as_much_as_a_right_one_are_refused(key, value):
+    # The least that a right answer earns is 1; with right_at_max=-0.5 it is that, and wrong_at_max=0 is more.
+    refused = "wrong_at_max" if key == "right_at_max" else key
+    with pytest.raises(UserError, match=f"{refused}: must be less than a right answer earns at least, "):
+        cosine(**{key: value})
+
+
+def test_a_pattern_without_a_group_is_refused():
+    with pytest.raises(UserError, match="pattern: has no group"):
+        cosine(answer_in=AnswerIn.pattern, pattern="[0-9]+")

@@ -1,0 +1,170 @@
+import importlib.util
+import time
+from dataclasses import replace
+
+import pytest
+
+from rlft.reward.language import Language, counts, windows, words
+from rlft.reward.spec import specs
+from rlft.types import UserError
+
+CONFIG = {"_target_": "rlft.reward.language.Language", "weight": 1.0, "window": 12, "min_words": 4, "too_little": 0.0}
+
+ENGLISH = "So we first add the two numbers and then we check whether the result can be right"  # 17 words
+GERMAN = "Also addieren wir zuerst die beiden Zahlen und prüfen danach ob das Ergebnis richtig sein kann"  # 16 words
+FRENCH = "Nous additionnons donc les deux nombres et nous vérifions ensuite si le résultat est juste"
+SPANISH = "Primero sumamos los dos números y después comprobamos si el resultado puede ser correcto"
+RUSSIAN = "Сначала сложим два числа, потом проверим, может ли результат быть верным"
+CHINESE = "首先我们把两个数相加，然后检查结果是否正确"  # 20 characters and a comma
+JAPANESE = "まず二つの数を足してから、その結果が正しいかどうかを確かめます"
+KOREAN = "먼저 두 수를 더하고 나서 그 결과가 맞는지 확인합니다"
+THAI = "ก่อนอื่นเราบวกเลขสองจำนวนแล้วตรวจสอบว่าผลลัพธ์ถูกต้องหรือไม่"
+TEXTS = {
+    "en": ENGLISH,
+    "de": GERMAN,
+    "fr": FRENCH,
+    "es": SPANISH,
+    "ru": RUSSIAN,
+    "zh": CHINESE,
+    "ja": JAPANESE,
+    "ko": KOREAN,
+    "th": THAI,
+}
+
+
+def language(**keys) -> Language:
+    return Language(**{"target": "prompt", "window": 12, "min_words": 4, "too_little": 0.0, **keys})
+
+
+def asked(group, question, texts):
+    made = group(texts)
+    return replace(made, prompt=replace(made.prompt, messages=({"role": "user", "content": question},)))
+
+
+@pytest.mark.parametrize("code", TEXTS)
+def test_a_text_is_wholly_in_its_language_and_in_no_other(group, code):
+    scores = language(target=code)(group(list(TEXTS.values())))
+    assert dict(zip(TEXTS, scores, strict=True)) == {other: float(other == code) for other in TEXTS}
+
+
+@pytest.mark.parametrize("code", TEXTS)
+def test_the_target_can_be_the_prompts_own_language(group, code):
+    assert language()(asked(group, TEXTS[code], [TEXTS[code], GERMAN])) == [1.0, float(code == "de")]
+
+
+def test_the_prompts_language_is_that_of_its_last_user_message(group):
+    made = group([GERMAN, ENGLISH])
+    turns = (("system", ENGLISH), ("user", ENGLISH), ("assistant", ENGLISH), ("user", GERMAN))
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    assert language()(replace(made, prompt=replace(made.prompt, messages=messages))) == [1.0, 0.0]
+
+
+def test_a_mixed_text_gets_the_share_of_its_words(group):
+    # 17 English words and 20 Chinese characters, which stand in different scripts.
+    text = f"{ENGLISH}. {CHINESE}。"
+    assert language(target="en")(group([text])) == [pytest.approx(17 / 37, abs=1e-12)]
+    assert language(target="zh")(group([text])) == [pytest.approx(20 / 37, abs=1e-12)]
+
+
+def test_a_change_of_language_within_one_script_is_noticed_by_windows(group):
+    # 36 English words in three windows of 12, then 24 German ones in two.
+    text = " ".join([*(ENGLISH + " " + ENGLISH + " so we").split(), *(GERMAN + " " + GERMAN).split()[:24]])
+    assert len(text.split()) == 60
+    assert language(target="en")(group([text])) == [pytest.approx(36 / 60, abs=1e-12)]
+
+
+def test_a_foreign_word_inside_a_sentence_is_found_by_its_script(group):
+    # 16 English words (one of 17 is left out) and the two characters in its place.
+    text = ENGLISH.replace("check", "检查")
+    assert language(target="en")(group([text])) == [pytest.approx(16 / 18, abs=1e-12)]
+
+
+# None of this is a word, so it changes nothing of a German text's score.
+NO_LANGUAGE = [
+    "<think></think><answer>18</answer>",
+    "8 + 10 = 18, 3.5, 1,000, 2x, x1, 10cm",
+    r"$x^2 + y^2 = z^2$ and",
+    r"$$\int_0^\infty \frac{\sin(x)}{x} dx$$",
+    r"\(\alpha + \beta\) \[\begin{align} AB &= CD \end{align}\]",
+    "x y z a b c α β I",
+    "```python\nfor item in items: print(item)\n```",
+    "`some_name` https://example.org/some/page me@example.org",
+    "** ### --- ... !!! ??? … — « » “ ”",
+]
+
+
+@pytest.mark.parametrize("text", [text.removesuffix(" and") for text in NO_LANGUAGE])
+def test_markup_digits_and_formulas_are_no_language(group, text):
+    assert list(words(text)) == []
+    assert language(target="de")(group([f"{text} {GERMAN} {text}"])) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"${CHINESE}$",
+        f"`{CHINESE}`",
+        rf"\({CHINESE}\)",
+        rf"\[\text{{{CHINESE}}}\]",
+        f"<b>{CHINESE}</b>",
+        f"**{CHINESE}**",
+    ],
+)
+def test_text_cannot_hide_in_a_formula_or_between_tags(group, text):
+    # 16 German words, 20 Chinese characters.
+    assert language(target="de")(group([f"{GERMAN} {text}"])) == [pytest.approx(16 / 36, abs=1e-12)]
+
+
+def test_dollars_may_be_money(group):
+    text = "She has $18 and wants to buy eggs for $5 more than her brother paid for the milk"
+    # All of the 18 pieces but the two sums of money.
+    assert len(list(words(text))) == 16
+    assert language(target="en")(group([text])) == [1.0]
+
+
+@pytest.mark.parametrize("text", ["", "<answer>18</answer>", "8 + 10 = 18", "also drei Wörter", "?!"])
+def test_too_little_to_judge_has_a_score_of_its_own(group, text):
+    assert language(target="de")(group([text])) == [0.0]
+    assert language(target="de", too_little=0.25)(group([text])) == [0.25]
+
+
+def test_a_prompt_with_too_little_text_has_no_language_to_keep_to(group):
+    assert language(too_little=0.25)(asked(group, "8 + 10 = ?", [GERMAN, ENGLISH])) == [0.25, 0.25]
+
+
+def test_windows_are_of_one_script_and_a_short_rest_joins_the_last_one():
+    # 5 words in windows of 3: the rest of 2 is at least half of 3 and stands alone; 4 words: the rest of 1 joins.
+    assert [n for _, n in windows("aa bb cc dd ee", 3)] == [3, 2]
+    assert [n for _, n in windows("aa bb cc dd", 3)] == [4]
+    assert [n for _, n in windows("aa", 3)] == [1]
+    assert windows("aa 首先 bb", 3) == [("aa bb", 2), ("首先", 2)]
+    assert windows("", 3) == []
+
+
+def test_all_words_are_counted():
+    text = " ".join(f"w{chr(97 + i % 26)}" for i in range(1000))
+    for size in (1, 2, 7, 12, 999, 1000, 5000):
+        assert counts(text, lambda run: "en", size)["en"] == 1000
+
+
+def test_the_missing_library_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"reward.language._target_: needs the py3langid library.*rlft\[language\]"):
+        specs({"language": CONFIG | {"target": "prompt"}})
+
+
+@pytest.mark.parametrize("target", ["deutsch", "DE", "xx", "yue", ""])
+def test_an_unknown_language_is_refused(target):
+    with pytest.raises(UserError, match=r"reward.language.target: is neither prompt nor the ISO 639-1 code"):
+        specs({"language": CONFIG | {"target": target}})
+
+
+@pytest.mark.parametrize(
+    "piece", ["<a", "$", "$ ", "$a", "`", "```", r"\(", r"\[", "\\", "{", "首", "a", "a ", "ab", "<", " "]
+)
+def test_a_million_characters_take_no_time(piece):
+    # A quadratic search would need about 1e12 steps, hours.
+    text = piece * (1_000_000 // len(piece))
+    start = time.monotonic()
+    windows(text, 12)
+    assert time.monotonic() - start < 10

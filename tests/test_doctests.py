@@ -1,0 +1,29 @@
+"""The examples in docstrings hold, as somebody who has imported rlft would type them."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import rlft
+
+PACKAGE = Path(rlft.__file__).parent
+MODULES = [
+    ".".join(("rlft", *file.relative_to(PACKAGE).with_suffix("").parts))
+    for file in sorted(PACKAGE.rglob("*.py"))
+    if ">>> " in file.read_text()
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_of_a_module_hold(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module), extraglobs={"rlft": rlft})
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_modules_with_examples_are_found() -> None:
+    assert {"rlft.config", "rlft.data.records", "rlft.reward.answer", "rlft.trainer.schedule"} <= set(MODULES)

@@ -1,0 +1,178 @@
+"""`rlft sft`, `rlft rm` and `rlft sample`, killed and resumed, leave bit for bit what they would have left."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import check_same, check_so_far, checkpoints, metrics, whole_lines
+from run_processes import Nursery
+
+KILLED = -9
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+SAVED = "rlft.trainer.checkpoint:save"
+SFT = (
+    "sft",
+    "+recipe=sft_arithmetic",
+    "steps=5",
+    "examples_per_step=4",
+    "generation=transformers",
+    "generation.max_tokens=24",
+    "eval.every=2",
+    "eval.num_prompts=4",
+    "eval.num_samples=2",
+    "data.size=64",
+    "data.held_out_size=8",
+    "scoring.workers=0",
+    "model.device=cpu",
+    "logger=[jsonl]",
+)
+RM = (
+    "rm",
+    "+recipe=rm_arithmetic",
+    "steps=5",
+    "rankings_per_step=4",
+    "replay.path=embedded:arithmetic-preferences",
+    "replay.fraction=0.5",
+    "lora.rank=2",
+    "lora.dropout=0.1",
+    "eval.every=2",
+    "eval.num_rankings=8",
+    "model.device=cpu",
+    "logger=[jsonl]",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run; role: what of it learns. files: those of a checkpoint that are others at every step."""
+
+    words: tuple[str, ...]
+    role: str
+    files: tuple[str, ...]
+
+
+CASES = {
+    "sft of an adapter with dropout": Case(
+        words=(*SFT, "lora.rank=2", "lora.dropout=0.1"), role="policy", files=("policy/adapter_model.safetensors",)
+    ),
+    "sft of all weights, and a schedule": Case(
+        words=(*SFT, "lora=null", "trainer.lr=1e-4", "trainer.schedule=cosine", "trainer.warmup=2"),
+        role="model",
+        files=("model/model.safetensors",),
+    ),
+    "a reward model, with replay and dropout": Case(
+        words=RM, role="reward", files=("reward/adapter_model.safetensors", "reward/head.safetensors")
+    ),
+}
+
+
+def killed_at_random(nursery: Nursery, words: tuple[str, ...], place: Path, pause: str, within_s: float) -> None:
+    """The run stops where `pause` is first called, and is killed a moment after it has gone on."""
+    event = {"at": pause, "call": 1, "do": "stop"}
+    started = nursery.start(*words, cwd=place, events=[event])
+    started.wait_until_stopped()
+    started.go_on()
+    time.sleep(random.uniform(0, within_s))
+    started.kill()
+    assert started.wait().code == KILLED, started.wait().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_killed_and_resumed_it_is_the_same_run(case: Case, quiet: Nursery, rough: Nursery, tmp_path: Path) -> None:
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    every = ("checkpoint.every=1", "checkpoint.keep=99", "hydra.run.dir=undisturbed")
+    done = quiet.run(*case.words, *every, cwd=tmp_path)
+    assert done.code == 0, done.err
+    check_something_was_learned(undisturbed, case)
+    words = (*case.words, "checkpoint.every=2", "checkpoint.keep=2", "hydra.run.dir=run")
+    # With the gradients of step 2 at work; with step 2 done and not saved; within its checkpoint's files; resuming.
+    events: list[dict[str, Any]] = [
+        {"at": UPDATE, "call": 2, "do": "kill", "when": "after"},
+        {"at": SAVED, "call": 1, "do": "kill"},
+        {"half": "optimizer.safetensors", "call": 1},
+        {"half": "metrics.jsonl", "call": 3},
+        {"half": "eval.jsonl", "call": 1},
+    ]
+    for event in events:
+        done = rough.run(*words, cwd=tmp_path, events=[event])
+        assert done.code == KILLED, f"{event}: {done.err}"
+        check_so_far(folder, undisturbed)
+        words = ("resume", "run")
+    seconds = sum(json.loads(line)["time/step"] for line in whole_lines(undisturbed / "metrics.jsonl"))
+    killed_at_random(rough, words, tmp_path, "rlft.supervised:Supervised.update", seconds / 5)
+    check_so_far(folder, undisturbed)
+    done = rough.run("resume", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    check_same(folder, undisturbed)
+
+
+def check_something_was_learned(undisturbed: Path, case: Case) -> None:
+    assert [line["step"] for line in metrics(undisturbed)] == [1, 2, 3, 4, 5]
+    assert all(line[f"{case.role}/grad_norm"] > 0 for line in metrics(undisturbed))
+    assert len(whole_lines(undisturbed / "eval.jsonl")) == 4  # before the first step, after 2, 4 and the last
+    for file in (*case.files, "optimizer.safetensors"):
+        contents = {(checkpoint / file).read_bytes() for checkpoint in checkpoints(undisturbed)}
+        assert len(contents) == 5, file
+
+
+SAMPLE = (
+    "sample",
+    "num_prompts=10",
+    "prompts_per_step=2",
+    "n=4",
+    "max_per_prompt=3",
+    "generation=transformers",
+    "generation.max_tokens=24",
+    "data.size=16",
+    "data.held_out_size=8",
+    "scoring.workers=0",
+    "model.device=cpu",
+)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_sampling_leaves_the_same_file(quiet: Nursery, rough: Nursery, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    done = quiet.run(*SAMPLE, "hydra.run.dir=undisturbed", cwd=tmp_path)
+    assert done.code == 0, done.err
+    seconds = time.monotonic() - begun
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    expected = (undisturbed / "samples.jsonl").read_bytes()
+    assert len(expected.splitlines()) > 10
+    words = (*SAMPLE, "hydra.run.dir=run")
+    # Each in the first or second step that it does: none, 1, 1, 2, 3 of five steps are then behind it.
+    events: list[dict[str, Any]] = [
+        {"at": "rlft.generation.transformers:_decode", "call": 1, "do": "kill", "when": "after"},
+        {"half": "samples.jsonl", "call": 2},
+        {"half": ".progress.json.writing", "call": 1},
+        {"at": "rlft.sampling_verb:Samples.add", "call": 1, "do": "kill", "when": "after"},
+        {"at": "rlft.sampling_verb:write_atomically", "call": 2, "do": "kill"},
+    ]
+    for event in events:
+        done = rough.run(*words, cwd=tmp_path, events=[event])
+        assert done.code == KILLED, f"{event}: {done.err}"
+        check_recorded(folder, expected)
+        words = ("resume", "run")
+    assert json.loads((folder / "progress.json").read_text())["step"] == 3
+    killed_at_random(rough, words, tmp_path, "rlft.sampling_verb:sample", seconds / 50)
+    check_recorded(folder, expected)
+    done = rough.run("resume", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    for name in ("samples.jsonl", "progress.json"):
+        assert (folder / name).read_bytes() == (undisturbed / name).read_bytes()
+
+
+def check_recorded(folder: Path, expected: bytes) -> None:
+    """What progress.json says is there is the beginning of the undisturbed file."""
+    record = folder / "progress.json"
+    if record.exists():
+        size = json.loads(record.read_text())["bytes"]
+        assert (folder / "samples.jsonl").read_bytes()[:size] == expected[:size]
+        assert size > 0
