@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 from make_tiny_model import BAD_FORMAT, NEAR_MISS, badly_formatted, problem, well_formatted, working, wrong
@@ -37,30 +36,39 @@ def in_words(thought: str, operation: str, german: bool) -> str:
     return f"{verbs[operation, german]} {(' und dann ' if german else ' and then ').join(thought.split(','))}"
 
 
-def examples(size: int, seed: int) -> Iterator[tuple[dict[str, str], dict[str, str], dict[str, str]]]:
-    """(demonstration, preference, cold start) of each problem."""
-    rng = random.Random(seed)
-    for a, operation, b in problems(size, rng):
-        thought, answer = working(a, operation, b), a + b if operation == "+" else a - b
-        asked, right = question(a, operation, b), well_formatted(thought, answer)
-        near_miss = rng.random() < NEAR_MISS / (NEAR_MISS + BAD_FORMAT)
-        bad = well_formatted(thought, wrong(answer, rng)) if near_miss else badly_formatted(thought, answer, rng)
-        spoken = well_formatted(in_words(thought, operation, german=rng.random() < 0.5), answer)
-        yield (
-            {"prompt": asked, "completion": right},
-            {"prompt": asked, "chosen": right, "rejected": bad},
-            {"prompt": asked, "completion": spoken},
-        )
+def demonstration(a: int, operation: str, b: int, rng: random.Random) -> dict[str, str]:
+    return {"prompt": question(a, operation, b), "completion": well_formatted(*solution(a, operation, b))}
+
+
+def preference(a: int, operation: str, b: int, rng: random.Random) -> dict[str, str]:
+    thought, answer = solution(a, operation, b)
+    near_miss = rng.random() < NEAR_MISS / (NEAR_MISS + BAD_FORMAT)
+    bad = well_formatted(thought, wrong(answer, rng)) if near_miss else badly_formatted(thought, answer, rng)
+    return {"prompt": question(a, operation, b), "chosen": well_formatted(thought, answer), "rejected": bad}
+
+
+def cold_start(a: int, operation: str, b: int, rng: random.Random) -> dict[str, str]:
+    thought, answer = solution(a, operation, b)
+    spoken = in_words(thought, operation, german=rng.random() < 0.5)
+    return {"prompt": question(a, operation, b), "completion": well_formatted(spoken, answer)}
+
+
+def solution(a: int, operation: str, b: int) -> tuple[str, int]:
+    """(the working, the answer)."""
+    return working(a, operation, b), a + b if operation == "+" else a - b
+
+
+FILES = {"demonstrations": (demonstration, 1024), "preferences": (preference, 1024), "cold-start": (cold_start, 2560)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder to write to")
-    parser.add_argument("--size", type=int, default=1024, help="problems")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    columns = zip(*examples(args.size, args.seed), strict=True)
-    for name, lines in zip(("demonstrations", "preferences", "cold-start"), columns, strict=True):
+    for name, (example, size) in FILES.items():
+        rng = random.Random(args.seed)
+        lines = [example(*numbers, rng) for numbers in problems(size, rng)]
         file = args.out / f"arithmetic-{name}.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         print(f"{len(lines)} {name}, {file.stat().st_size:,} bytes: {file}")

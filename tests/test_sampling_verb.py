@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rlft import cli, sampling_verb
+from rlft import cli, runfolder, sampling_verb
 from rlft.config import build_sample, compose
-from rlft.evaluation_verb import Place
+from rlft.place import Place
 from rlft.roots import SampleConfig, Verb
 from rlft.sampling_verb import kept, like_run
+from rlft.types import UserError
 
 
 def config(*keys: str) -> SampleConfig:
@@ -73,11 +74,25 @@ def test_run_takes_over_the_runs_sections_and_its_policy_samples(tmp_path: Path)
     assert like_run(plain, place(tmp_path, tmp_path / "step_000001"))["adapter"] == str(tmp_path / "step_000001")
 
 
+def test_a_run_without_a_task_gives_no_prompts_to_sample(tmp_path: Path) -> None:
+    found = place(tmp_path)
+    del found.config["data"]
+    assert like_run(compose([], verb=Verb.sample), found)["data"] == {}
+
+
 def test_the_policy_of_a_run_without_an_adapter_is_its_model(tmp_path: Path) -> None:
     plain = compose([], verb=Verb.sample)
     found = like_run(plain, place(tmp_path, lora=None))
     assert found["adapter"] is None
     assert found["model"] == {**plain["model"], "path": str(tmp_path / "run")}
+
+
+def test_a_sampling_does_not_go_on_with_another_adapter(tmp_path: Path) -> None:
+    plain = compose([], verb=Verb.sample)
+    runfolder.start(tmp_path, plain, {"adapter_fingerprint": "a" * 64})
+    runfolder.check_resume(tmp_path, plain, {"adapter_fingerprint": "a" * 64})
+    with pytest.raises(UserError, match=r"^adapter: the adapter in that folder changed since the run began"):
+        runfolder.check_resume(tmp_path, plain, {"adapter_fingerprint": "b" * 64})
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

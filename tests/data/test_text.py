@@ -126,7 +126,8 @@ def test_an_embedded_text_that_is_not_there_is_refused_with_those_that_are() -> 
         existing_file("embedded:books", "pretrain.path")
     assert str(refusal.value) == (
         "pretrain.path: there is no such embedded file, got embedded:books; "
-        "use embedded:arithmetic-demonstrations, embedded:arithmetic-preferences, embedded:arithmetic-text, "
+        "use embedded:arithmetic-cold-start, embedded:arithmetic-demonstrations, "
+        "embedded:arithmetic-preferences, embedded:arithmetic-text, "
         "or the path of a JSONL file"
     )
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlft.model.attention import NAME
 from rlft.model.backbone import (
@@ -38,7 +41,8 @@ def test_an_embedded_model_is_a_folder_of_the_package(tiny_path):
 
 
 def test_an_unknown_embedded_model_is_refused_with_the_known_ones():
-    with pytest.raises(UserError, match=r"^model\.path: .*, got embedded:nope; use embedded:tiny-arithmetic, a folder"):
+    known = "embedded:tiny-arithmetic, embedded:tiny-student"
+    with pytest.raises(UserError, match=rf"^model\.path: .*, got embedded:nope; use {known}, a folder"):
         resolve_path("embedded:nope")
 
 
@@ -114,3 +118,14 @@ def test_the_fingerprint_tells_bases_apart(saved, model_config):
     assert same == fingerprint(replace(config, dtype="bfloat16"))
     assert same != other
     assert len(same) == 16
+
+
+def test_the_fingerprint_tells_a_base_from_itself_trained_on(saved, model_config, tmp_path):
+    folder = Path(shutil.copytree(saved("llama"), tmp_path / "model"))
+    before = fingerprint(model_config(path=str(folder)))
+    (weights,) = folder.glob("*.safetensors")
+    tensors = load_file(weights)
+    name = min(tensors)
+    tensors[name] = tensors[name] + 1e-3
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert fingerprint(model_config(path=str(folder))) != before

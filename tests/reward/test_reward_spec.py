@@ -3,13 +3,19 @@ import pytest
 from rlft.reward.spec import specs
 from rlft.types import UserError
 
-FORMAT = {"_target_": "rlft.reward.format.Format", "weight": 0.2, "mode": "strict", "tags": ["think", "answer"]}
+FORMAT = {
+    "_target_": "rlft.reward.format.Format",
+    "weight": 0.2,
+    "mode": "strict",
+    "tags": ["think", "answer"],
+    "pattern": None,
+}
 
 
 def test_weight_and_on_error_stay_with_the_scorer():
     spec = specs({"format": {**FORMAT, "on_error": 0}})["format"]
     assert (spec.weight, spec.on_error) == (0.2, 0.0)
-    assert set(spec.kwargs) == {"mode", "tags"}
+    assert set(spec.kwargs) == {"mode", "tags", "pattern"}
 
 
 def test_a_class_and_a_function_from_outside_the_tree_both_work(group):
