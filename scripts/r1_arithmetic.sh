@@ -12,8 +12,8 @@ sample() { folder=$1; shift; $rlft sample "$@" resume=auto hydra.run.dir="$out/$
 run train 0-zero +recipe=r1_grpo_arithmetic
 run sft 1-cold-start +recipe=r1_cold_start_arithmetic
 run train 2-grpo +recipe=r1_grpo_arithmetic model.path="$out/1-cold-start"
-# Rejection sampling: right, well formatted and in English, twice a prompt at most.
-sample 3-keepers run="$out/2-grpo" n=4 num_prompts=2000 keep=above min_reward=1.35 max_per_prompt=2
+# Rejection sampling: right, well formatted and in English, once a prompt.
+sample 3-keepers run="$out/2-grpo" n=2 num_prompts=4000 keep=above min_reward=1.35 max_per_prompt=1
 run sft 4-keepers-sft +recipe=r1_keepers_arithmetic demonstrations.path="$out/3-keepers/samples.jsonl"
 # The reward model learns from what the cold start said, good and bad.
 sample 5-ranked run="$out/1-cold-start" n=4 num_prompts=1024 \
