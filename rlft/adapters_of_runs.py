@@ -15,6 +15,7 @@ from rlft.roots import Verb
 from rlft.runfolder import CONFIG, checkpoints
 from rlft.trainer import checkpoint
 from rlft.types import UserError
+from rlft.work import say
 
 POLICY_KEYS = ("snapshot.reference", "adapter")
 
@@ -53,12 +54,12 @@ def folder_of(path: str, roles: Sequence[str], key: str) -> str:
     """The folder of the first of these roles in a run's newest whole checkpoint, or in a checkpoint; else the path."""
     folder = Path(path).expanduser()
     if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
-        whole = [f for f in checkpoint.finished(checkpoints(folder)) if checkpoint.find_damage(f) is None]
-        if not whole:
+        newest = checkpoint.newest_whole(checkpoints(folder), say)
+        if newest is None:
             raise UserError(
                 key, "that run has no checkpoint", got=path, remedy="let it reach one first, or name an adapter folder"
             )
-        folder = whole[-1]
+        folder = newest
     elif not (folder / checkpoint.STATE).is_file() or not (folder / checkpoint.MANIFEST).is_file():
         return path
     for role in roles:

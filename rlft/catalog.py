@@ -15,7 +15,6 @@ _BASES = re.compile(r"^defaults: \[(.*)\]", re.MULTILINE)
 _CHOSEN = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
 _ROOT_BASES = re.compile(r"^  - base/(\w+)$", re.MULTILINE)
 _VERB = re.compile(r"^verb: (\w+)", re.MULTILINE)
-VERBS = ("train", "sft", "rm", "sample")
 _NOT_KEYS = ("defaults", "hydra", "_target_")
 
 
@@ -137,11 +136,11 @@ def keys(group: str) -> dict[str, list[str]]:
     return found
 
 
-def meaning(key: str) -> Entry | None:
-    """Default and comment of a key; None where nothing is written, or unlike things in a group's files."""
+def meaning(key: str, verb: str = "train") -> Entry | None:
+    """Default and comment of a verb's key; None where nothing is written, or unlike things in a group's files."""
     group, _, rest = key.partition(".")
     if group not in groups():
-        return next((found[key] for verb in VERBS if key in (found := root_entries(verb))), None)
+        return root_entries(verb).get(key)
     files = [config_folder() / group / f"{choice}.yaml" for choice in choices(group)]
     # A variant (`defaults: [grpo]`) only says how it differs from the file that explains its keys, and so does a choice
     # of the keys of its base.

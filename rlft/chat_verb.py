@@ -56,9 +56,13 @@ WORDS = ("raw",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a chat takes from a config, whatever verb it is of. lora: None where all weights were trained."""
+    """What a chat takes from a config, whatever verb it is of. lora: None where all weights were trained.
+
+    base: the config's model.path, which `model` is no more where a checkpoint holds a model of its own.
+    """
 
     model: ModelConfig
+    base: str
     prompts: PromptsConfig
     lora: LoraSettings | None
     generation: GenerationConfig
@@ -84,6 +88,7 @@ def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
     lora, scoring = plain.get("lora"), plain.get("scoring")
     return Settings(
         model=from_mapping(ModelConfig, plain["model"], "model"),
+        base=plain["model"]["path"],
         prompts=from_mapping(PromptsConfig, plain["prompts"], "prompts"),
         lora=None if lora is None else from_mapping(LoraSettings, lora, "lora"),
         generation=from_mapping(GenerationConfig, plain["generation"], "generation"),
@@ -199,7 +204,7 @@ class Talk:
         """The answer to the last question, by the same random numbers, with the adapter off."""
         if self.settings.lora is None:
             problem = "the run trained all weights, so that the base is not here"
-            raise UserError("/base", problem, remedy=f"chat with it: rlft chat model.path={self.settings.model.path}")
+            raise UserError("/base", problem, remedy=f"chat with it: rlft chat model.path={self.settings.base}")
         self.last = self._answer(self._base, self._asked("/base").prompt, self._num_questions - 1)
         return self.last
 

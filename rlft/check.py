@@ -246,6 +246,20 @@ def context_of(model: PreTrainedConfig) -> int | None:
     return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 
+def check_budget(token_budget: int, longest: int, of_what: str) -> None:
+    """The longest row that a supervised run may meet enters the network whole."""
+    if token_budget < longest:
+        problem = f"the longest row may have {longest} tokens ({of_what})"
+        raise UserError("token_budget", problem, got=token_budget, remedy=f"set token_budget={longest} or more")
+
+
+def check_enough(key: str, wanted: int, needed: int, there: int, of_what: str) -> None:
+    """There are as many examples as an update needs; key and wanted: what sets that, as the user wrote it."""
+    if there < needed:
+        problem = f"there are only {there} {of_what} to train on"
+        raise UserError(key, problem, got=wanted, remedy=f"use at most {there}")
+
+
 def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> None:
     """Every name in lora.target_modules must be that of a linear layer; looked up in a model that has no weights."""
     targets = lora.target_modules

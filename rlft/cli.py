@@ -215,15 +215,15 @@ def resume(arguments: list[str]) -> int:
 def evaluate(arguments: list[str]) -> int:
     """`rlft eval run=<run or checkpoint>`, or of a model: a table, and a JSONL of every completion."""
     from rlft import adapters_of_runs, evaluation_verb
-    from rlft.launch import import_libraries, say
+    from rlft.launch import import_libraries
+    from rlft.work import say
 
     if arguments and arguments[0] in ("-h", "--help"):
         print(evaluation_verb.USAGE)
         return 0
     asked, where, changes = _of_a_run(arguments)
-    if where is None and not any(asked.value(key) for key in ("model.path", "recipe")):
-        problem = "is missing: there is nothing to evaluate"
-        raise UserError("run", problem, remedy="give run=<run>, model.path=<model> or +recipe=<name>")
+    if where is None:
+        _check_names_a_model(asked, "there is nothing to evaluate")
     if where is None:
         plain = configs.compose(changes, asked.config_dir)
     else:
@@ -236,15 +236,15 @@ def evaluate(arguments: list[str]) -> int:
 def chat(arguments: list[str]) -> int:
     """`rlft chat run=<run or checkpoint>`, or with a model."""
     from rlft import adapters_of_runs, chat_verb
-    from rlft.launch import import_libraries, say
+    from rlft.launch import import_libraries
+    from rlft.work import say
 
     if arguments and arguments[0] in ("-h", "--help"):
         print(chat_verb.USAGE)
         return 0
     asked, where, changes = _of_a_run(arguments, chat_verb.WORDS)
-    if where is None and not any(asked.value(key) for key in ("model.path", "recipe")):
-        problem, remedy = "is missing: there is nobody to talk to", "give run=<run> or model.path=<model>"
-        raise UserError("run", problem, remedy=remedy)
+    if where is None:
+        _check_names_a_model(asked, "there is nobody to talk to")
     raw = chat_verb.read_raw(asked.value("raw"))
     if where is None:
         plain = configs.compose(changes, asked.config_dir)
@@ -259,7 +259,8 @@ def chat(arguments: list[str]) -> int:
 def export(arguments: list[str]) -> int:
     """`rlft export run=<run or checkpoint> out=<folder>`."""
     from rlft import export_verb
-    from rlft.launch import import_libraries, say
+    from rlft.launch import import_libraries
+    from rlft.work import say
 
     if arguments and arguments[0] in ("-h", "--help"):
         print(export_verb.USAGE)
@@ -291,6 +292,13 @@ def _of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Argument
         raise UserError("run", "is empty", remedy="write run=runs/<name>/<time>")
     changes = [o for o in asked.overrides if o.partition("=")[0] not in own]
     return asked, find(Path(place)) if place else None, changes
+
+
+def _check_names_a_model(asked: Arguments, otherwise: str) -> None:
+    """Where no run is named, a model or a recipe must be: the defaults alone are nobody's wish."""
+    if not any(asked.value(key) for key in ("model.path", "recipe")):
+        remedy = "give run=<run>, model.path=<model> or +recipe=<name>"
+        raise UserError("run", f"is missing: {otherwise}", remedy=remedy)
 
 
 def _only_overrides(arguments: Sequence[str], verb: Verb = Verb.train) -> Arguments:

@@ -1,7 +1,8 @@
 """YAML in, frozen dataclasses out; and everything that can be refused without loading a weight.
 
 `build` turns a composed config into its verb's root (rlft.roots): every key is known, has its type and its bounds.
-`rlft.check` holds the rules between parts. This file and cli.py are the only ones that know Hydra and OmegaConf.
+`rlft.check` holds the rules between parts. This file, multirun.py and cli.py are the only ones that know Hydra
+and OmegaConf.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def _build(config: Mapping[str, Any], verb: Verb) -> Any:
             raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
     # An empty list of rewards or loggers composes to no section at all, and so does a group of which nothing is chosen.
     empty = {name: {} for name in ("reward", "logger", "data") if name in names}
-    return from_mapping(root, {**empty, **config}, "")
+    return from_mapping(root, {**empty, **config}, "", verb)
 
 
 def load_algorithm(name: str, **overrides: Any) -> Algorithm:
@@ -164,7 +165,7 @@ def explain(error: BaseException, verb: Verb = Verb.train) -> UserError | None:
         return None
     key = getattr(error, "full_key", None)
     if isinstance(error, MissingMandatoryValue) and key:
-        told = catalog.meaning(key)
+        told = catalog.meaning(key, verb)
         remedy = f"give {key}=<value>" + (f" ({told.comment})" if told and told.comment else "")
         return UserError(key, "has no value yet", remedy=remedy)
     if isinstance(error, InterpolationKeyError):

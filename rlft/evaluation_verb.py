@@ -7,9 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlft.adapters_of_runs import folder_of
 from rlft.config import compose
-from rlft.place import Place, check_base, find_checkpoint
+from rlft.place import Place, check_base, check_own_model, find_checkpoint
 from rlft.roots import Verb
 from rlft.types import Evaluation, Group, Scores, UserError
 
@@ -39,9 +38,8 @@ def as_training(place: Place) -> dict[str, Any]:
     common = compose([])
     shared = {key: value for key, value in config.items() if key in common and key not in ("verb", "epochs", "steps")}
     weights: dict[str, Any] = {}
-    if config["lora"] is None:
-        folder = folder_of(str(place.checkpoint or place.run), ["model"], "run")
-        weights = {"lora": common["lora"], "model": {**config["model"], "path": folder}}
+    if config["lora"] is None:  # the model that came out is named by its run, as an adapter could be
+        weights = {"lora": common["lora"], "model": {**config["model"], "path": str(place.checkpoint or place.run)}}
     return {**common, "data": {}, **shared, **weights}
 
 
@@ -58,8 +56,10 @@ def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) 
     if place is not None:
         found = find_checkpoint(place, say)
         saved = checkpoint.load(found)
-        if saved.adapters:  # else its weights are the model's own
+        if saved.adapters:
             check_base(found, plan.config.model)
+        else:  # its weights are the model's own
+            check_own_model(found, plan.config.model)
     for note in plan.warnings:
         say(f"note: {note}")
     folder = place.run if place is not None else Path("runs") / "eval" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"

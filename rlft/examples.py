@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from rlft.data.sampled import check_tokenizer, sampled_with
-from rlft.pretrain import TextTokens, as_batch
-from rlft.prompts import CHUNK, prompts_for_step, token_ids, tokenizer_fingerprint
+from rlft.pretrain import TextTokens, as_batch, text_ids
+from rlft.prompts import prompts_for_step, token_ids, tokenizer_fingerprint
 from rlft.roots import PromptsConfig
 from rlft.seeds import derive
 from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError
@@ -134,9 +134,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, style: str) -> int:
         after = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("answer")[2]
         # Not all_special_ids: a template may end turns with a token that has no name of its own (Llama 3's <|eot_id|>).
         special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        found = [t for t in tokenizer(after, add_special_tokens=False)["input_ids"] if t in special]  # type: ignore[union-attr]
+        found = [int(token) for token in text_ids([after], tokenizer)[0] if int(token) in special]
         if found:
-            return int(found[0])
+            return found[0]
     if isinstance(tokenizer.eos_token_id, int):
         return tokenizer.eos_token_id
     raise UserError("model.path", "its tokenizer has no end token, so completions could never end", remedy="set one")
@@ -147,12 +147,7 @@ def _completions(
 ) -> list[tuple[int, ...]]:
     """The tokens of each completion: those that were sampled, or else its text's and an end."""
     end = end_of_turn(tokenizer, style)
-    wanted = [text for text, ids in texts if not ids]
-    made = (
-        (*ids, end)
-        for start in range(0, len(wanted), CHUNK)
-        for ids in tokenizer(wanted[start : start + CHUNK], add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[union-attr]
-    )
+    made = ((*ids.tolist(), end) for ids in text_ids([text for text, ids in texts if not ids], tokenizer))
     return [tuple(ids) if ids else next(made) for _, ids in texts]
 
 

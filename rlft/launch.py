@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rlft import runfolder
 from rlft.types import UserError
-from rlft.work import Work
+from rlft.work import Work, say
 
 
 def work_of(verb: str) -> Work:
@@ -63,7 +62,8 @@ def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, m
         how_far = "saved" if outcome.step else "before the first one"
         say(f"stopped after step {outcome.step}, {how_far}; go on with: rlft resume {folder}")
         raise KeyboardInterrupt
-    if shared_engines is None:
+    has_page = "console" in getattr(plan.config, "logger", ("console",))  # a verb without loggers always has
+    if shared_engines is None and has_page:
         work.closing(plan, folder)
 
 
@@ -75,10 +75,6 @@ def _after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:
     if plain["verb"] in ("train", "sft"):
         ways.append(f"rlft eval run={folder}")
     return ", or ".join(ways) or "start another one"
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def import_libraries() -> None:

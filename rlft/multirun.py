@@ -16,9 +16,10 @@ from rlft import catalog
 from rlft import config as configs
 from rlft.adapters_of_runs import resolved
 from rlft.arguments import Arguments
-from rlft.launch import launch, say, work_of
+from rlft.launch import launch, work_of
 from rlft.roots import Verb
 from rlft.types import UserError
+from rlft.work import say
 
 # What a job's data, model and adapters are read from, and what not: jobs that differ in no more are looked at once.
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "steps", "epochs", "minibatches", "logger", "checkpoint")

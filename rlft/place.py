@@ -59,13 +59,11 @@ def find_checkpoint(place: Place, say: Callable[[str], None]) -> Path:
         if damage is not None:
             raise UserError("run", f"the checkpoint is damaged ({damage})", got=place.checkpoint, remedy="name another")
         return place.checkpoint
-    folders = checkpoint.finished(runfolder.checkpoints(place.run))
-    for folder in reversed(folders):
-        damage = checkpoint.find_damage(folder)
-        if damage is None:
-            return folder
-        say(f"checkpoint {folder.name} is damaged ({damage}); taking the one before")
-    if folders:
+    root = runfolder.checkpoints(place.run)
+    folder = checkpoint.newest_whole(root, say)
+    if folder is not None:
+        return folder
+    if checkpoint.finished(root):
         raise UserError("run", "every checkpoint of this run is damaged", got=place.run, remedy="name another run")
     remedy = "let it reach checkpoint.every steps first"
     raise UserError("run", "there is no checkpoint in that run yet", got=place.run, remedy=remedy)
@@ -92,3 +90,10 @@ def check_base(folder: Path, model: ModelConfig) -> None:
             got=model.path,
             remedy="leave it as it was, or, if the base has moved, say model.path=<where it is now>",
         )
+
+
+def check_own_model(folder: Path, model: ModelConfig) -> None:
+    """Refuses another model in place of the one that the checkpoint in this folder holds whole."""
+    if Path(model.path).expanduser().resolve() != (folder / Holds.weights).resolve():
+        problem = "is not the model that this run has trained"
+        raise UserError("model.path", problem, got=model.path, remedy="leave it out")

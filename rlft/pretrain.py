@@ -183,15 +183,16 @@ def text_loss(learner: Learner, batch: Batch, token_budget: int) -> float:
 
 def _tokenise(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[TextTokens]:
     """Each text's tokens without a limit: what is given and what is learned, joined."""
-    given = _token_ids([text.given for text in texts], tokenizer)
-    learned = _token_ids([text.text for text in texts], tokenizer)
+    given = text_ids([text.given for text in texts], tokenizer)
+    learned = text_ids([text.text for text in texts], tokenizer)
     return [
         TextTokens(ids=np.concatenate([before, ids]), num_given=max(len(before), 1))
         for before, ids in zip(given, learned, strict=True)
     ]
 
 
-def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+    """The tokens of each text; special tokens that are written in it are read as such, and none are added."""
     chunks = (list(texts[i : i + CHUNK]) for i in range(0, len(texts), CHUNK))
     return [
         np.array(ids, dtype="<i4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
@@ -86,10 +86,10 @@ def scan(
     )
 
 
-def left_out(prompts: PromptSet, max_prompt_tokens: int) -> tuple[str, ...]:
-    """What the person watching should know of a scan."""
-    dropped = f"{prompts.num_dropped} prompts longer than prompts.max_tokens={max_prompt_tokens} were dropped"
-    return (*((dropped,) if prompts.num_dropped else ()), *((prompts.note,) if prompts.note else ()))
+def left_out(prompts: PromptSet, split: str, max_prompt_tokens: int) -> Iterator[str]:
+    """How many prompts of the split were too long, in a plain word; nothing if none was."""
+    if prompts.num_dropped:
+        yield f"{prompts.num_dropped} {split} prompts longer than prompts.max_tokens={max_prompt_tokens} were dropped"
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -5,7 +5,7 @@ What comes out is a folder that `reward=learned` and `critic.init` take as it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from rlft import check
+from rlft import check, runfolder
 from rlft.check_adapters import Use, Wanted, check_adapters, check_folders
 from rlft.config import build_rm
 from rlft.engine import Engines
@@ -26,12 +26,11 @@ from rlft.model.reward_model import Row, last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles, policy_alone
 from rlft.ops.preference import accuracy, pairs_of_ranking, ranking_loss
 from rlft.roots import RmConfig
-from rlft.supervised import open_supervised, supervise
-from rlft.sweep import is_finished
+from rlft.supervised import learn
 from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import Evaluation, Logger, Split, UserError
-from rlft.work import Outcome, Work, program
+from rlft.work import Outcome, Say, Work, program
 
 REWARD = "reward"
 BIAS = f"{REWARD}.head.bias"
@@ -77,9 +76,7 @@ def check_config(plain: Mapping[str, Any]) -> tuple[RmConfig, tuple[Logger, ...]
     check.check_name(config.name)
     check.check_model(config.model)
     longest = config.prompts.max_tokens + config.max_completion_tokens + 1
-    if config.token_budget < longest:
-        problem = f"the longest row may have {longest} tokens (prompts.max_tokens, max_completion_tokens and an ending)"
-        raise UserError("token_budget", problem, got=config.token_budget, remedy=f"set token_budget={longest} or more")
+    check.check_budget(config.token_budget, longest, "prompts.max_tokens, max_completion_tokens and an ending")
     check_folders(_uses(config), config.lora)
     return config, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
 
@@ -141,10 +138,7 @@ def make_plan(plain: Mapping[str, Any]) -> RmPlan:
         problem = f"gives the replay none of the {plan.num_new} rankings of an update"
         remedy = "raise it or rankings_per_step, or leave replay.path out"
         raise UserError("replay.fraction", problem, got=config.replay.fraction, remedy=remedy)
-    if len(train.rankings) < plan.num_new:
-        problem = f"there are only {len(train.rankings)} rankings to train on"
-        remedy = f"use at most {len(train.rankings)}"
-        raise UserError("rankings_per_step", problem, got=config.rankings_per_step, remedy=remedy)
+    check.check_enough("rankings_per_step", config.rankings_per_step, plan.num_new, len(train.rankings), "rankings")
     return plan
 
 
@@ -178,7 +172,7 @@ class Ranked:
                 roles.check_gradients(REWARD)
                 total += loss.item()
                 right += sum(pair_accuracy(s.detach(), r) for s, r in zip(scores, part, strict=True))
-                num_tokens += roles.forward.network_tokens(batch)
+                num_tokens += roles.forward.real_tokens(batch)
         return {"loss/total": total, "accuracy/pairs": right / len(rankings), "tokens/trained": num_tokens}
 
     def _micro_batches(self, rankings: Sequence[RankedTokens]) -> list[list[RankedTokens]]:
@@ -280,17 +274,13 @@ def open_lesson(plan: RmPlan, stack: ExitStack) -> Ranked:
     return Ranked(plan, roles)
 
 
-def do(plan: RmPlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
+def do(plan: RmPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
     """Trains to the last step or an interruption."""
-    with open_supervised(plan, folder, lambda stack: open_lesson(plan, stack), say) as session:
-        step = supervise(session)
-        return Outcome(step=step, interrupted=session.interrupted and step < plan.num_steps)
+    return learn(plan, folder, lambda stack: open_lesson(plan, stack), say)
 
 
 def closing(plan: RmPlan, folder: Path) -> None:
-    """The page at the end of a run, where the console is among the loggers."""
-    if "console" not in plan.config.logger:
-        return
+    """The page at the end of a run."""
     from rlft.logger.summary import print_summary
 
     command, lora = program(), plan.config.lora
@@ -299,4 +289,4 @@ def closing(plan: RmPlan, folder: Path) -> None:
     print_summary(folder, [("train a policy with it, its critic begun from it", use)])
 
 
-WORK = Work(make_plan=make_plan, check=check_config, do=do, is_finished=is_finished, closing=closing)
+WORK = Work(make_plan=make_plan, check=check_config, do=do, is_finished=runfolder.is_finished, closing=closing)

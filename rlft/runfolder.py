@@ -37,6 +37,12 @@ def checkpoints(folder: Path) -> Path:
     return folder / "checkpoints"
 
 
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether the run in this folder has a checkpoint of its last step, or of a later one."""
+    folders = checkpoint.finished(checkpoints(folder))
+    return any(f.name >= checkpoint.folder_name(steps) and checkpoint.find_damage(f) is None for f in folders)
+
+
 def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
     """Claims a new folder and writes config.yaml, with the commit, versions and fingerprints the run started from.
 

@@ -280,8 +280,10 @@ def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], No
         if config.adapter is not None:
             generator.load(roles.publish(0))
             open_freshness(config.freshness, plan.prompts, backbone).check(0, generator, roles)
-        for note in (*left_out(plan.prompts, config.prompts.max_tokens), *notes(rewards)):
-            say(f"note: {note}")
+        dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
+        for note in (*dropped, plan.prompts.note, *notes(rewards)):
+            if note:
+                say(f"note: {note}")
         samples = Samples(plan, folder)
         bar = Bar(stack, len(plan.chosen))
         while samples.state["step"] < plan.num_steps and not interrupt.requested:

@@ -26,7 +26,7 @@ from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import POLICY, Roles
 from rlft.plan import Plan
 from rlft.pretrain import text_loss
-from rlft.prompts import PromptSet, prompts_for_step
+from rlft.prompts import PromptSet, left_out, prompts_for_step
 from rlft.reward.scorer import Scorer
 from rlft.reward.spec import RewardSpec, specs
 from rlft.reward_refresh import RewardRefresh
@@ -270,9 +270,8 @@ class Session:
         if self.config.resume is not None:
             yield f"resumed after step {saved.step}" if saved else "resumed from the start: there was no checkpoint yet"
         for split, prompts in (("train", self.plan.train_prompts), ("held-out", self.plan.held_out)):
-            if prompts is not None and prompts.num_dropped:
-                limit = self.config.prompts.max_tokens
-                yield f"{prompts.num_dropped} {split} prompts longer than prompts.max_tokens={limit} were dropped"
+            if prompts is not None:
+                yield from left_out(prompts, split, self.config.prompts.max_tokens)
         for note in (self.plan.train_prompts.note, self.plan.pretrain_text and self.plan.pretrain_text.note):
             if note:
                 yield note

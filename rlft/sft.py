@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from rlft import check
+from rlft import check, runfolder
 from rlft.check_adapters import (
     Use,
     Wanted,
@@ -45,12 +45,11 @@ from rlft.reward.scorer import Scorer
 from rlft.reward.spec import notes, specs
 from rlft.roots import SftConfig
 from rlft.session import open_freshness, open_resident
-from rlft.supervised import open_supervised, supervise
-from rlft.sweep import is_finished
+from rlft.supervised import learn
 from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import Batch, Evaluation, Generator, Logger, Split, UserError
-from rlft.work import Outcome, Work, program
+from rlft.work import Outcome, Say, Work, program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +84,7 @@ def check_config(plain: Mapping[str, Any]) -> tuple[SftConfig, tuple[Logger, ...
     check.check_evaluation(config.eval, config.generation)
     check.check_time_limits(config.reward, config.scoring)
     longest = config.prompts.max_tokens + max(config.max_completion_tokens, config.generation.max_tokens)
-    if config.token_budget < longest:
-        problem = f"the longest row may have {longest} tokens (prompts.max_tokens and a completion)"
-        raise UserError("token_budget", problem, got=config.token_budget, remedy=f"set token_budget={longest} or more")
+    check.check_budget(config.token_budget, longest, "prompts.max_tokens and a completion")
     if config.lora is not None:
         rewards = specs(config.reward) if config.data else {}
         check_learned(rewards)
@@ -153,10 +150,8 @@ def make_plan(plain: Mapping[str, Any]) -> SftPlan:
         scan_demonstrations(demonstrations.load(split), tokenizer, limits, config.max_completion_tokens, split)
         for split in (Split.train, Split.held_out)
     )
-    if len(train.texts) < config.examples_per_step:
-        problem = f"there are only {len(train.texts)} demonstrations to train on"
-        remedy = f"use at most {len(train.texts)}"
-        raise UserError("examples_per_step", problem, got=config.examples_per_step, remedy=remedy)
+    size = config.examples_per_step
+    check.check_enough("examples_per_step", size, size, len(train.texts), "demonstrations")
     return SftPlan(
         config=config,
         plain=plain,
@@ -174,10 +169,17 @@ def make_plan(plain: Mapping[str, Any]) -> SftPlan:
         },
         notes=(
             *(note for note in (train.note, held_out_examples.note) if note),
-            *(() if held_out is None else left_out(held_out, limits.max_tokens)),
-            *(() if held_out is None else notes(specs(config.reward))),
+            *_notes(config, held_out),
         ),
     )
+
+
+def _notes(config: SftConfig, held_out: PromptSet | None) -> Iterator[str]:
+    """What the person watching should know of the task that accuracy is measured on."""
+    if held_out is not None:
+        yield from left_out(held_out, "held-out", config.prompts.max_tokens)
+        yield from filter(None, [held_out.note])
+        yield from notes(specs(config.reward))
 
 
 class Demonstrated:
@@ -331,17 +333,13 @@ def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstrat
     return Demonstrated(plan, learner, generator, scorer)
 
 
-def do(plan: SftPlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
+def do(plan: SftPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
     """Trains to the last step or an interruption."""
-    with open_supervised(plan, folder, lambda stack: open_lesson(plan, engines, stack), say) as session:
-        step = supervise(session)
-        return Outcome(step=step, interrupted=session.interrupted and step < plan.num_steps)
+    return learn(plan, folder, lambda stack: open_lesson(plan, engines, stack), say)
 
 
 def closing(plan: SftPlan, folder: Path) -> None:
-    """The page at the end of a run, where the console is among the loggers."""
-    if "console" not in plan.config.logger:
-        return
+    """The page at the end of a run."""
     from rlft.logger.summary import print_summary
 
     command, lora, task = program(), plan.config.lora, "" if plan.held_out is not None else " data=<name>"
@@ -360,4 +358,4 @@ def closing(plan: SftPlan, folder: Path) -> None:
     )
 
 
-WORK = Work(make_plan=make_plan, check=check_config, do=do, is_finished=is_finished, closing=closing)
+WORK = Work(make_plan=make_plan, check=check_config, do=do, is_finished=runfolder.is_finished, closing=closing)

@@ -29,6 +29,7 @@ from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
 from rlft.types import Evaluation, Logger, RunInfo, StepRecord
+from rlft.work import Outcome, Say
 
 WATCHED = ("loss", "loss/total")
 
@@ -68,8 +69,8 @@ class Lesson(Protocol):
         """Adds the gradient of the update that follows `step` steps; returns its metrics, loss/total among them."""
         ...
 
-    def evaluate(self, step: int) -> Evaluation | None:
-        """How the held-out examples are met after `step` steps; None where there are none."""
+    def evaluate(self, step: int) -> Evaluation:
+        """How the held-out examples are met after `step` steps."""
         ...
 
     def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
@@ -110,7 +111,7 @@ class Supervised:
         lesson: Lesson,
         logger: Loggers,
         interrupt: Interrupt,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self.plan, self.config, self.folder, self.lesson = plan, plan.config, folder, lesson
         self.logger, self.interrupt, self.say = logger, interrupt, say
@@ -170,9 +171,7 @@ class Supervised:
         if not every or (step % every and step != self.plan.num_steps):
             return
         self.logger.stage("evaluate")
-        evaluation = self.lesson.evaluate(step)
-        if evaluation is not None:
-            self.logger.evaluation(evaluation)
+        self.logger.evaluation(self.lesson.evaluate(step))
 
     def checkpoint_if_due(self, step: int) -> None:
         every, last = self.config.checkpoint.every, step == self.plan.num_steps
@@ -190,7 +189,7 @@ def open_supervised(
     plan: SupervisedPlan,
     folder: Path,
     open_lesson: Callable[[ExitStack], Lesson],
-    say: Callable[[str], None],
+    say: Say,
 ) -> Iterator[Supervised]:
     """The session of this plan in this folder; open_lesson loads the model, and leaves on the stack how to end it."""
     with ExitStack() as stack:
@@ -202,3 +201,10 @@ def open_supervised(
         session = Supervised(plan, folder, lesson, logger, interrupt, say)
         with told_how_it_ends(logger, lambda: session.interrupted):
             yield session
+
+
+def learn(plan: SupervisedPlan, folder: Path, open_lesson: Callable[[ExitStack], Lesson], say: Say) -> Outcome:
+    """Does the whole run, or what of it comes before an interruption."""
+    with open_supervised(plan, folder, open_lesson, say) as session:
+        step = supervise(session)
+        return Outcome(step=step, interrupted=session.interrupted and step < plan.num_steps)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlft import runfolder
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.types import UserError
 
@@ -62,7 +61,7 @@ def check_jobs(jobs: Sequence[Sequence[str]]) -> None:
 
 
 def rows(folder: Path, jobs: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """A row a job, best held-out accuracy first: its number, overrides, steps done, accuracy and reward."""
+    """A row a job, best held-out accuracy first, or lowest loss where no accuracy was measured."""
     swept = swept_keys(jobs)
     result = []
     for number, job in enumerate(jobs):
@@ -83,7 +82,12 @@ def rows(folder: Path, jobs: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
                 "folder": str(run),
             }
         )
-    return sorted(result, key=lambda row: (row["accuracy"] is None, -(row["accuracy"] or 0.0), row["job"]))
+
+    def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        loss = row["loss"]
+        return (row["accuracy"] is None, -(row["accuracy"] or 0.0), loss is None, loss or 0.0, row["job"])
+
+    return sorted(result, key=rank)
 
 
 def swept_keys(jobs: Sequence[Sequence[str]]) -> list[str]:
@@ -105,21 +109,14 @@ def write_csv(folder: Path, table: Sequence[Mapping[str, Any]]) -> Path:
     return file
 
 
-def is_finished(folder: Path, steps: int) -> bool:
-    """Whether the run in this folder has a checkpoint of its last step, or of a later one."""
-    from rlft.trainer import checkpoint
-
-    folders = checkpoint.finished(runfolder.checkpoints(folder))
-    return any(f.name >= checkpoint.folder_name(steps) and checkpoint.find_damage(f) is None for f in folders)
-
-
 def print_table(table: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Best first, on the terminal."""
     from rich.console import Console
     from rich.table import Table
 
     columns = [key for key in table[0] if key != "folder"]
-    printed = Table(title=f"sweep of {len(table)} jobs, best held-out accuracy first", title_justify="left")
+    first = "lowest held-out loss" if all(row["accuracy"] is None for row in table) else "best held-out accuracy"
+    printed = Table(title=f"sweep of {len(table)} jobs, {first} first", title_justify="left")
     for column in columns:
         printed.add_column(column.replace("_", " "), justify="right")
     for row in table:

@@ -78,8 +78,11 @@ def unknown_key(name: object, value: object, names: list[str], prefix: str) -> U
     return UserError(_join(prefix, name), "there is no such key", got=_short(value), remedy=remedy)
 
 
-def from_mapping(cls: Any, values: Any, prefix: str) -> Any:
-    """A dataclass from a mapping: unknown and missing keys, types and bounds are refused by their full key."""
+def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any:
+    """A dataclass from a mapping: unknown and missing keys, types and bounds are refused by their full key.
+
+    verb: whose keys they are; several have keys of the same name that mean different things.
+    """
     if not isinstance(values, Mapping):
         remedy = f"set one of {', '.join(_join(prefix, f.name) for f in dataclasses.fields(cls))}"
         raise UserError(prefix, "must be a section of keys", got=_short(values), remedy=remedy)
@@ -91,15 +94,15 @@ def from_mapping(cls: Any, values: Any, prefix: str) -> Any:
         if field.default is field.default_factory is dataclasses.MISSING and field.name not in values:
             raise UserError(_join(prefix, field.name), "is missing", remedy="give it a value")
     hints = _hints(cls)
-    converted = {name: convert(hints[name], value, _join(prefix, name)) for name, value in values.items()}
+    converted = {name: convert(hints[name], value, _join(prefix, name), verb) for name, value in values.items()}
     return cls(**converted)
 
 
-def convert(hint: Any, value: Any, key: str) -> Any:
+def convert(hint: Any, value: Any, key: str, verb: str = "train") -> Any:
     """The value as its field's type, checked by pydantic in strict mode (no "5" for 5, no True for 1)."""
     sections = [kind for kind in _options(hint) if dataclasses.is_dataclass(kind)]
     if sections and not (value is None and type(None) in _options(hint)):
-        return from_mapping(sections[0], value, key)
+        return from_mapping(sections[0], value, key, verb)
     from pydantic import ValidationError
     from pydantic.errors import PydanticSchemaGenerationError
 
@@ -117,11 +120,11 @@ def convert(hint: Any, value: Any, key: str) -> Any:
         problem = "; ".join(dict.fromkeys(_sentence(e["msg"]) for e in error.errors()))
         chosen = [str(m.value) for kind in enums for m in kind]
         chosen += ["null"] if chosen and type(None) in _options(hint) else []
-        remedy = f"choose one of {', '.join(chosen)}" if chosen else _remedy(hint, value, key)
+        remedy = f"choose one of {', '.join(chosen)}" if chosen else _remedy(hint, value, key, verb)
         problem = "is not one of its choices" if chosen else problem
         raise UserError(key, problem, got=_short(value), remedy=remedy) from None
     if isinstance(validated, float) and not abs(validated) < float("inf"):
-        raise UserError(key, "must be finite", got=value, remedy=_remedy(hint, value, key))
+        raise UserError(key, "must be finite", got=value, remedy=_remedy(hint, value, key, verb))
     return tuple(validated) if isinstance(validated, list) else validated
 
 
@@ -146,7 +149,7 @@ def _sentence(message: str) -> str:
     return SENTENCES.get(theirs, "") + message.removeprefix(theirs)
 
 
-def _remedy(hint: Any, value: Any, key: str) -> str:
+def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
     kinds = [
         typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in _options(hint)
     ]
@@ -157,9 +160,9 @@ def _remedy(hint: Any, value: Any, key: str) -> str:
         return f"write {int(value)}"
     if str in kinds and isinstance(value, int | float):
         return f"""quote it twice: "{key}='{value}'" """.strip()
-    told = catalog.meaning(key)
+    told = catalog.meaning(key, verb)
     if told is None or not told.default:
-        return "`rlft train --cfg job` shows every key with a right value"
+        return f"`rlft {verb} --cfg job` shows every key with a right value"
     return f"for instance {told.default}" + (f" ({told.comment})" if told.comment else "")
 
 

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlft import catalog
+from rlft import catalog, runfolder
 from rlft.config import build
 from rlft.engine import Engines
 from rlft.plan import Plan, check_components, make_plan
 from rlft.session import open_session
-from rlft.sweep import is_finished
 from rlft.train import train
 from rlft.work import Outcome, Work, program
 
@@ -25,11 +24,10 @@ def do(plan: Plan, folder: Path, engines: Engines, say: Callable[[str], None]) -
 
 
 def closing(plan: Plan, folder: Path) -> None:
-    """The page at the end of a run, where the console is among the loggers."""
-    if "console" in plan.config.logger:
-        from rlft.logger.summary import print_summary
+    """The page at the end of a run."""
+    from rlft.logger.summary import print_summary
 
-        print_summary(folder, next_commands(folder, dataclasses.asdict(plan.config)))
+    print_summary(folder, next_commands(folder, dataclasses.asdict(plan.config)))
 
 
 def next_commands(folder: Path, config: dict[str, Any]) -> list[tuple[str, str]]:
@@ -49,6 +47,6 @@ WORK = Work(
     make_plan=make_plan,
     check=lambda plain: check_components(build(plain)),
     do=do,
-    is_finished=is_finished,
+    is_finished=runfolder.is_finished,
     closing=closing,
 )

@@ -51,6 +51,11 @@ class Work:
     closing: Callable[[Any, Path], None]
 
 
+def say(text: str) -> None:
+    """A line for the person at the terminal, beside whatever the loggers print."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def program() -> str:
     """How the user can call rlft again from here: `rlft` where it is on PATH, else this environment's command."""
     import shutil

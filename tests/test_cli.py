@@ -16,6 +16,7 @@ import pytest
 
 import rlft as package
 from rlft import catalog, cli
+from rlft.roots import Verb
 
 # A run of two steps: 2 prompts x 2 completions, evaluated on 2 prompts.
 TINY = [
@@ -72,7 +73,7 @@ def test_train_help_shows_groups_recipes_and_examples(capsys: pytest.CaptureFixt
     assert "--config-dir" in shown
 
 
-@pytest.mark.parametrize("verb", catalog.VERBS)
+@pytest.mark.parametrize("verb", Verb)
 def test_a_verbs_help_shows_its_own_groups_and_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([verb, "--help"]) == 0
     shown = capsys.readouterr().out
@@ -94,7 +95,7 @@ def test_recipes_are_listed_with_their_first_comment_line(capsys: pytest.Capture
         words = ["rlft", catalog.verb_of(name), f"+recipe={name}", second.removeprefix("# ")]
         assert any(line.split(maxsplit=3) == words for line in lines)
     verbs = [line.split()[1] for line in lines]
-    assert verbs == sorted(verbs, key=catalog.VERBS.index), "by verb"
+    assert verbs == sorted(verbs, key=[*Verb].index), "by verb"
 
 
 def test_cfg_job_prints_the_config_and_trains_nothing(

@@ -231,7 +231,7 @@ def test_load_algorithm_refuses_as_the_command_line_does(name: str, overrides: A
 CHOICES = [(group, choice) for group in catalog.groups() if group != "recipe" for choice in catalog.choices(group)]
 CHOSEN = [catalog.config_folder() / group / f"{choice}.yaml" for group, choice in CHOICES]
 BASES = list(dict.fromkeys(base for file in CHOSEN for base in catalog.bases(file)))
-ROOT_FILES = list(dict.fromkeys(file for verb in catalog.VERBS for file in catalog.root_files(verb)))
+ROOT_FILES = list(dict.fromkeys(file for verb in Verb for file in catalog.root_files(verb)))
 FILES = [*ROOT_FILES, *CHOSEN, *BASES]
 NEEDS = {("data", "jsonl"): ["data.path=some.jsonl"]}
 VERB_OF = {"demonstrations": Verb.sft, "preferences": Verb.rm}
@@ -262,7 +262,7 @@ def test_every_key_has_a_comment_and_every_file_a_first_line(file: Path) -> None
     assert file.read_text().startswith("# ")
     entries = catalog.entries(file)
     sections = {key.rpartition(".")[0] for key in entries}
-    told = {key for verb in catalog.VERBS for key, entry in catalog.root_entries(verb).items() if entry.comment}
+    told = {key for verb in Verb for key, entry in catalog.root_entries(verb).items() if entry.comment}
     told = told if file in ROOT_FILES else set()  # what one of them changes is explained in the base that it builds on
     bare = [k for k, e in entries.items() if not e.comment and k not in sections | told and not k.endswith("_target_")]
     # The upper end of a range that is explained at its lower end.
@@ -301,7 +301,7 @@ def test_a_key_means_what_stands_beside_it() -> None:
 
 
 def test_a_verbs_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_it_did() -> None:
-    names = {verb: [file.stem for file in catalog.root_files(verb)] for verb in catalog.VERBS}
+    names = {verb: [file.stem for file in catalog.root_files(verb)] for verb in Verb}
     assert names["sft"] == ["run", "training", "sampling", "evaluation", "sft"]
     assert names["rm"] == ["run", "training", "rm"]
     assert names["sample"] == ["run", "sampling", "sample"]
@@ -315,7 +315,7 @@ def test_a_verb_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it
     assert catalog.groups("rm") == ["logger", "preferences", "recipe"]
     assert catalog.groups("sample") == ["data", "generation", "recipe", "reward"]
     assert {"algorithm", "data", "reward"} < set(catalog.groups("train"))
-    by_verb = [name for verb in catalog.VERBS for name in catalog.choices("recipe", verb)]
+    by_verb = [name for verb in Verb for name in catalog.choices("recipe", verb)]
     assert sorted(by_verb) == catalog.choices("recipe")
     assert "sft_arithmetic" in catalog.choices("recipe", "sft")
     assert "grpo_arithmetic" in catalog.choices("recipe", "train")
@@ -323,7 +323,7 @@ def test_a_verb_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it
 
 
 def test_only_the_data_of_sft_may_be_absent() -> None:
-    found = {(verb, group) for verb in catalog.VERBS for group in catalog.groups(verb)}
+    found = {(verb, group) for verb in Verb for group in catalog.groups(verb)}
     assert {(verb, group) for verb, group in found if catalog.may_be_absent(group, verb)} == {("sft", "data")}
 
 

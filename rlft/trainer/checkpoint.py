@@ -104,21 +104,26 @@ def finished(root: Path) -> list[Path]:
 
 
 def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole; damaged ones are named through `say` and passed over. None if there is none.
+    """The newest checkpoint that is whole, found by `newest_whole`. None if there is none.
 
     Raises:
         UserError: there are checkpoints and every one is damaged.
     """
-    folders = finished(root)
-    for folder in reversed(folders):
-        damage = find_damage(folder)
-        if damage is None:
-            return load(folder)
-        say(f"checkpoint {folder.name} is damaged ({damage}); going back to the one before")
-    if folders:
+    folder = newest_whole(root, say)
+    if folder is None and finished(root):
         raise UserError(
             "resume", "every checkpoint of this run is damaged", got=root, remedy="start the run again in a new folder"
         )
+    return None if folder is None else load(folder)
+
+
+def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
+    """The folder of the newest checkpoint that is whole; damaged ones are named through `say` and passed over."""
+    for folder in reversed(finished(root)):
+        damage = find_damage(folder)
+        if damage is None:
+            return folder
+        say(f"checkpoint {folder.name} is damaged ({damage}); going back to the one before")
     return None
 
 

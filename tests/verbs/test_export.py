@@ -281,7 +281,7 @@ def test_damaged_checkpoints_are_passed_over_or_refused(trained: Path, tmp_path:
     asked = prepare(find(run), str(tmp_path / "out"), None, None, said.append)
     assert asked.checkpoint == older
     problem = "policy/adapter_model.safetensors does not match its checksum"
-    assert said == [f"checkpoint step_000003 is damaged ({problem}); taking the one before"]
+    assert said == [f"checkpoint step_000003 is damaged ({problem}); going back to the one before"]
     message = refusal(find(newer), str(tmp_path / "out"), None, None)
     assert message.startswith(f"run: the checkpoint is damaged ({problem}), got ")
     (older / "MANIFEST").unlink()
