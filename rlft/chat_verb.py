@@ -183,9 +183,12 @@ class Talk:
         self._scorer: Scorer | None = None
         self._resident: dict[str, LearnedReward] | None = None
         self._no_resident: UserError | None = None
-        batch_size = settings.generation.transformers.batch_size
+        decoding = settings.generation.transformers
         self._policy, self._base = (
-            TransformersGenerator(roles, backbone.tokenizer, backbone.device, batch_size) for _ in range(2)
+            TransformersGenerator(
+                roles, backbone.tokenizer, backbone.device, decoding.batch_size, merged=decoding.merged
+            )
+            for _ in range(2)
         )
         if saved is not None:
             roles.restore(saved.adapters)

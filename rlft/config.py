@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft import catalog
+from rlft.auto import resolved
 from rlft.catalog import config_folder
 from rlft.roots import ROOTS, RmConfig, Root, RunConfig, SampleConfig, SftConfig, Verb
 from rlft.targets import from_mapping, instantiate
@@ -130,7 +131,7 @@ def _build(config: Mapping[str, Any], verb: Verb) -> Any:
             raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
     # An empty list of rewards or loggers composes to no section at all, and so does a group of which nothing is chosen.
     empty = {name: {} for name in ("reward", "logger", "data") if name in names}
-    return from_mapping(root, {**empty, **config}, "", verb)
+    return from_mapping(root, {**empty, **resolved(config)}, "", verb)
 
 
 def load_algorithm(name: str, **overrides: Any) -> Algorithm:

@@ -40,8 +40,10 @@ class Engines:
         """
         generation = config.generation
         if engine == "transformers":
-            batch_size = generation.transformers.batch_size
-            return TransformersGenerator(roles, backbone.tokenizer, backbone.device, batch_size)
+            settings = generation.transformers
+            return TransformersGenerator(
+                roles, backbone.tokenizer, backbone.device, settings.batch_size, merged=settings.merged
+            )
         if engine == "scripted":
             return ScriptedGenerator(generation.scripted.answers, backbone.tokenizer)
         if engine == "vllm":

@@ -32,7 +32,7 @@ from rlft.engine import Engines
 from rlft.interrupt import Interrupt
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import encode
-from rlft.memory import return_large_blocks
+from rlft.memory import keep_blocks
 from rlft.model.adapter_folder import check_adapter_folder, content_fingerprint
 from rlft.model.backbone import fingerprint, load_backbone, load_tokenizer, read_config
 from rlft.model.config import LoraSettings
@@ -267,7 +267,7 @@ def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], No
     config = plan.config
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
-        return_large_blocks()
+        keep_blocks()
         backbone = load_backbone(config.model)
         stack.enter_context(same_every_time(backbone.device))
         roles = policy_alone(backbone, plan.lora, token_budget=config.token_budget, seed=config.seed)

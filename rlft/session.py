@@ -19,7 +19,7 @@ from rlft.freshness import Freshness
 from rlft.interrupt import Interrupt
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
-from rlft.memory import return_large_blocks
+from rlft.memory import collector_passes_over_what_is_there, keep_blocks
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
@@ -322,7 +322,7 @@ def fixed_sequences(prompts: PromptSet, backbone: Backbone) -> list[list[int]]:
     """Two prompts with their answers as token ids: what freshness checks are scored on, the same all through a run."""
     tokenizer = backbone.tokenizer
     return [
-        [*p.token_ids, *tokenizer(p.answer, add_special_tokens=False)["input_ids"]][-256:] for p in prompts.prompts[:2]
+        [*p.token_ids, *tokenizer(p.answer, add_special_tokens=False)["input_ids"]][-64:] for p in prompts.prompts[:2]
     ]
 
 
@@ -357,7 +357,7 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
         rewards = specs(config.reward)
-        return_large_blocks()
+        keep_blocks()
         backbone = load_backbone(config.model)
         stack.enter_context(same_every_time(backbone.device))
         roles = Roles(
@@ -377,7 +377,7 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
         generator = engines.open(plan.engine, config, config.lora.rank, roles, backbone)
         logger = Loggers(plan.loggers)
         session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say)
-        with told_how_it_ends(logger, lambda: session.interrupted):
+        with collector_passes_over_what_is_there(), told_how_it_ends(logger, lambda: session.interrupted):
             yield session
 
 

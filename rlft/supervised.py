@@ -19,7 +19,7 @@ from rlft import runfolder
 from rlft.interrupt import Interrupt
 from rlft.logger.hints import not_finite
 from rlft.logger.loggers import Loggers
-from rlft.memory import return_large_blocks
+from rlft.memory import keep_blocks
 from rlft.metrics import Clock, peak_memory_bytes
 from rlft.model.backbone import resolve_device
 from rlft.seeds import derive
@@ -194,7 +194,7 @@ def open_supervised(
     """The session of this plan in this folder; open_lesson loads the model, and leaves on the stack how to end it."""
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
-        return_large_blocks()
+        keep_blocks()
         stack.enter_context(same_every_time(resolve_device(plan.config.model.device)))
         lesson = open_lesson(stack)
         logger = Loggers(plan.loggers)

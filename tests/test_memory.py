@@ -1,38 +1,64 @@
-"""What glibc is told, seen in a process's resident set."""
+"""What glibc is told, seen in a process's page faults and resident set."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
-from rlft.memory import return_large_blocks
+from rlft.memory import collector_passes_over_what_is_there, keep_blocks
 
-CODE = """
+FAULTS = """
+import resource
+from rlft.memory import keep_blocks
+{tell}
+import torch
+def pass_over():
+    kept = [torch.ones(5 * 2**18) for _ in range(8)]  # 8 blocks of 5 MiB, as a forward keeps them
+    del kept
+pass_over()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    pass_over()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 20)
+"""
+
+GROWTH = """
 from pathlib import Path
-from rlft.memory import return_large_blocks
+from rlft.memory import keep_blocks
 {tell}
 import torch
 def pages():
     return int(Path("/proc/self/statm").read_text().split()[1])
-torch.ones(6 * 2**20).sum()  # 24 MiB, freed: from here on glibc by itself keeps blocks of up to that size
-kept = []
+torch.ones(2**10).sum()
 before = pages()
-for size in range(8, 24):
-    large = torch.ones(size * 2**18)  # 8 .. 23 MiB
-    kept.append(torch.ones(2**14))  # 64 KiB that come to lie behind it
-    del large
+large = torch.ones(10 * 2**20)  # 40 MiB
+behind = torch.ones(2**14)
+del large
 print((pages() - before) * 4)
 """
 
 
-def growth_kib(tell: str) -> int:
-    done = subprocess.run([sys.executable, "-c", CODE.format(tell=tell)], capture_output=True, text=True, check=True)
+def printed(code: str, tell: str) -> int:
+    done = subprocess.run([sys.executable, "-c", code.format(tell=tell)], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
-def test_blocks_that_are_freed_leave_no_holes() -> None:
+def test_blocks_of_a_step_are_used_again_without_a_page_fault() -> None:
     if sys.platform != "linux":
-        assert not return_large_blocks(), "there is no such setting elsewhere, and it says so"
+        assert not keep_blocks(), "there is no such setting elsewhere, and it says so"
         return
-    # What stays is 16 x 64 KiB = 1 MiB, and a few MiB of whatever torch begins to use; each hole is 8 MiB or more.
-    assert growth_kib("assert return_large_blocks()") < 6 * 1024 < growth_kib("")
+    # A pass fills 10,240 pages, which are all new where blocks of 5 MiB go back to the system.
+    assert printed(FAULTS, "assert keep_blocks()") < 1024
+
+
+def test_a_block_over_32_mib_goes_back_at_once() -> None:
+    if sys.platform == "linux":
+        assert printed(GROWTH, "assert keep_blocks()") < 8 * 1024
+
+
+def test_the_collector_passes_over_old_objects_only_inside() -> None:
+    before = gc.get_freeze_count()
+    with collector_passes_over_what_is_there():
+        assert gc.get_freeze_count() > before + 1000
+    assert gc.get_freeze_count() == 0

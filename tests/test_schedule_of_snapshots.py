@@ -75,7 +75,7 @@ class Recorder:
         self.versions: list[dict[str, torch.Tensor]] = []
         self.roles: Roles | None = None
         self._watch(monkeypatch, Roles, "copy", lambda roles, source, target: f"{target} <- {source}")
-        self._watch(monkeypatch, Roles, "load_sampler", lambda roles, adapter: SAMPLE)
+        self._watch(monkeypatch, Roles, "load_sampler", lambda roles, adapter, **how: SAMPLE)
         self._watch(monkeypatch, Session, "sample", self._sampling)
         self._watch(monkeypatch, Session, "score", lambda session, groups: "score")
         self._watch(monkeypatch, GRPO, "credit", lambda algorithm, batch: "credit")
@@ -84,9 +84,9 @@ class Recorder:
     def _watch(self, monkeypatch, owner, name, event, after=lambda: None) -> None:
         method = getattr(owner, name)
 
-        def watched(*args):
-            self.events.append(event(*args))
-            result = method(*args)
+        def watched(*args, **kwargs):
+            self.events.append(event(*args, **kwargs))
+            result = method(*args, **kwargs)
             after()
             return result
 

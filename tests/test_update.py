@@ -176,7 +176,7 @@ def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if
         results.append((run.optimizer.gradients[0], metrics, sorted(forwarded)))
     (without, metrics, seen), (with_them, all_metrics, all_seen) = results
     assert (seen, all_seen) == ([0, 0, 0, 2, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2])
-    close(without, with_them, 1e-6)
+    close(without, with_them, 3e-6)
     # Of two sums in float32, whose order the processor's vector width decides: a few roundings (6e-8) apart.
     assert metrics["loss/total"] == pytest.approx(all_metrics["loss/total"], rel=1e-6)
 

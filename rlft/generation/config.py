@@ -13,6 +13,7 @@ from rlft.types import Sampling
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
     batch_size: PositiveInt
+    merged: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

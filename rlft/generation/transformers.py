@@ -1,7 +1,8 @@
 """Sampling with the trainer's own copy of the base: no second model, no server, any machine.
 
-Each prompt is prefilled once per group; its keys and values are repeated for its G completions. Finished rows leave
-the batch. Every completion has its own stream of random numbers, so what it says depends on its seed alone.
+Each prompt is prefilled once per group. Where the model's attention is rlft's own, its keys and
+values are there once for its G completions; else they are repeated. Finished rows leave the batch. Every completion
+has its own stream of random numbers, so what it says depends on its seed alone.
 """
 
 from __future__ import annotations
@@ -20,23 +21,50 @@ COMPACT_AT = 0.25
 """Finished rows are dropped from the cache when they are this share of it: dropping copies what stays."""
 
 
-class Slot(Protocol):
-    """The place on the trainer's base where the engine keeps its own copy of a published adapter (`Roles`)."""
+class Decoder(Protocol):
+    """The forward passes of one chunk: prompts once, then one token a row. Holds the keys and values."""
 
-    def load_sampler(self, adapter: Adapter) -> None: ...
+    def prefill(self, n: int) -> Tensor: ...
+
+    def step(self, token_R: Tensor) -> Tensor: ...
+
+    def keep(self, rows: Tensor) -> None: ...
+
+
+class Slot(Protocol):
+    """The place on the trainer's base where the engine keeps its own copy of a published adapter (`Roles`).
+
+    prefix_cache: a decoder that keeps each prompt once, None where the model cannot be decoded so.
+    """
+
+    def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Decoder | None: ...
+
+    def load_sampler(self, adapter: Adapter, *, merged: bool = False) -> None: ...
 
     def using(self, role: str | None) -> AbstractContextManager[Any]: ...
 
 
 class TransformersGenerator:
-    """batch_size: completions decoded together at most; a group is never split."""
+    """batch_size: completions decoded together at most; a group is never split.
 
-    def __init__(self, slot: Slot, tokenizer: PreTrainedTokenizerBase, device: torch.device, batch_size: int) -> None:
+    merged: decode with base and adapter added up (float32 only): sooner, for the memory of the base's linear layers.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        batch_size: int,
+        *,
+        merged: bool = True,
+    ) -> None:
         self.slot, self.tokenizer, self.device, self.batch_size = slot, tokenizer, device, batch_size
+        self.merged = merged
         self.version: int | None = None
 
     def load(self, adapter: Adapter) -> None:
-        self.slot.load_sampler(adapter)
+        self.slot.load_sampler(adapter, merged=self.merged)
         self.version = adapter.version
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
@@ -66,12 +94,15 @@ class TransformersGenerator:
     def _active(self) -> AbstractContextManager[Any]:
         return self.slot.using(None if self.version is None else "sampler")
 
+    def _decoder(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> Decoder:
+        return self.slot.prefix_cache(prompts, max_tokens) or RepeatedCache(model, prompts, self.device)
+
     def _sample_chunk(
         self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> list[Group]:
         uniforms = _uniforms(seeds, n, sampling.max_tokens)
         ends = end_tokens(model, self.tokenizer)
-        decoder = _Decoder(model, [p.token_ids for p in prompts], self.device)
+        decoder = self._decoder(model, [p.token_ids for p in prompts], sampling.max_tokens)
         tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling)
         rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
@@ -107,8 +138,8 @@ def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
     return torch.stack(rows)
 
 
-class _Decoder:
-    """The forward passes of one chunk: prompts once, then one token a row. Holds the keys and values."""
+class RepeatedCache:
+    """A decoder for any model: transformers' own cache, with each prompt's keys repeated for its completions."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.model, self.device = model, device
@@ -150,17 +181,17 @@ class _Decoder:
 
 
 def _decode(
-    decoder: _Decoder, n: int, uniforms_RT: Tensor, ends: frozenset[int], sampling: Sampling
+    decoder: Decoder, n: int, uniforms_RT: Tensor, ends: frozenset[int], sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """(token ids int64, log-probs float32), both `[P * n, max_tokens]`; after a row's end they hold -1 and 0."""
-    device = decoder.device
+    logits = decoder.prefill(n)
+    device = logits.device
     tokens_RT = torch.full(uniforms_RT.shape, -1, dtype=torch.int64)
     logprobs_RT = torch.zeros(uniforms_RT.shape)
     end_ids = torch.tensor(sorted(ends), device=device)
     uniforms_RT = uniforms_RT.to(device)
     rows = torch.arange(len(uniforms_RT), device=device)  # which completions are still in the batch
     going = torch.ones_like(rows, dtype=torch.bool)  # of those, which have not ended
-    logits = decoder.prefill(n)
     for t in range(sampling.max_tokens):
         token, logprob = draw(logits, uniforms_RT[rows, t], sampling)
         live = rows[going].cpu()

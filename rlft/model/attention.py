@@ -1,7 +1,7 @@
 """Attention over a packed row: each prompt attends to itself, each completion to its prompt and to itself.
 
 Registered with transformers under `NAME`, so that any model whose attention goes through the AttentionInterface can use
-it; without a `packed` argument (generation, evaluation) it is plain SDPA. No N x N mask is ever made.
+it; without a `packed` or `prefix_cache` argument it is plain SDPA. No N x N mask is ever made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlft.model.packing import PackedRows
+from rlft.model.packing import PackedRows, PaddedRows
+from rlft.model.prefix_cache import PrefixCache
+from rlft.model.split_attention import serves, split_attention
 
 NAME = "rlft_packed"
 
@@ -29,29 +31,41 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     packed: PackedRows | None = None,
+    prefix_cache: PrefixCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K)."""
+    if prefix_cache is not None:
+        tokens = (x[0].transpose(0, 1) for x in (query, key, value))
+        return prefix_cache.attend(module.layer_idx, *tokens, scaling)[None], None  # type: ignore[arg-type]
     if packed is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     assert kwargs.get("sliding_window") is None, "sliding windows go through the padded forward"
-    repeat = query.shape[1] // key.shape[1]
-    query_HND, key_HND, value_HND = query[0], _repeat(key[0], repeat), _repeat(value[0], repeat)
+    if dropout == 0 and serves(query, value):
+        query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        return split_attention(query_NHD, key_NKD, value_NKD, packed.blocks, scaling)[None], None
+    return _masked_attention(query[0], key[0], value[0], packed.padded, scaling, dropout)[None], None
 
-    prompt_q, prompt_k, prompt_v = (_gather(x, packed.prompt_index) for x in (query_HND, key_HND, value_HND))
+
+def _masked_attention(
+    query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, rows: PaddedRows, scaling: float | None, dropout: float
+) -> Tensor:
+    """`[N, H, D]` through two calls of SDPA: prompts causally, completions with a mask of C x (P + C)."""
+    repeat = query_HND.shape[0] // key_KND.shape[0]
+    key_HND, value_HND = _repeat(key_KND, repeat), _repeat(value_KND, repeat)
+    prompt_q, prompt_k, prompt_v = (_gather(x, rows.prompt_index) for x in (query_HND, key_HND, value_HND))
     prompt_out = F.scaled_dot_product_attention(
         prompt_q, prompt_k, prompt_v, is_causal=True, scale=scaling, dropout_p=dropout
     )
-    own_q, own_k, own_v = (_gather(x, packed.completion_index) for x in (query_HND, key_HND, value_HND))
-    keys = torch.cat([prompt_k[packed.owner], own_k], dim=2)
-    values = torch.cat([prompt_v[packed.owner], own_v], dim=2)
+    own_q, own_k, own_v = (_gather(x, rows.completion_index) for x in (query_HND, key_HND, value_HND))
+    keys = torch.cat([prompt_k[rows.owner], own_k], dim=2)
+    values = torch.cat([prompt_v[rows.owner], own_v], dim=2)
     completion_out = F.scaled_dot_product_attention(
-        own_q, keys, values, attn_mask=_completion_mask(packed), scale=scaling, dropout_p=dropout
+        own_q, keys, values, attn_mask=_completion_mask(rows), scale=scaling, dropout_p=dropout
     )
-    flat = torch.cat([_flatten(prompt_out), _flatten(completion_out)])
-    return flat[packed.unpack][None], None
+    return torch.cat([_flatten(prompt_out), _flatten(completion_out)])[rows.unpack]
 
 
 def _repeat(x_KND: Tensor, repeat: int) -> Tensor:
@@ -65,12 +79,12 @@ def _gather(x_HND: Tensor, index_RC: Tensor) -> Tensor:
     return x_HND.index_select(1, index_RC.flatten()).view(heads, rows, width, size).transpose(0, 1)
 
 
-def _completion_mask(packed: PackedRows) -> Tensor:
+def _completion_mask(rows: PaddedRows) -> Tensor:
     """Bool `[R, 1, C, P + C]`: the completion's prompt, then itself causally. Padded queries see something: no NaN."""
-    rows, width = packed.completion_index.shape
-    causal = torch.ones(width, width, dtype=torch.bool, device=packed.owner.device).tril()
-    prompt = packed.prompt_mask[packed.owner][:, None, :].expand(rows, width, -1)
-    return torch.cat([prompt, causal.expand(rows, width, width)], dim=2)[:, None]
+    number, width = rows.completion_index.shape
+    causal = torch.ones(width, width, dtype=torch.bool, device=rows.owner.device).tril()
+    prompt = rows.prompt_mask[rows.owner][:, None, :].expand(number, width, -1)
+    return torch.cat([prompt, causal.expand(number, width, width)], dim=2)[:, None]
 
 
 def _flatten(x_RHCD: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import rlft
 from rlft.hub import hub_answers
-from rlft.model import attention
+from rlft.model import attention, fused
 from rlft.model.config import ModelConfig
 from rlft.types import UserError
 
@@ -172,6 +172,7 @@ def read_backbone(config: ModelConfig) -> Backbone:
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
     model.requires_grad_(False).eval()
     _silence_dropout(model)
+    fused.install(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlft.model.attention import NAME, obstacle
+from rlft.model.head import head_logprobs, widened
 from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches
 from rlft.model.scalar_head import ScalarHead
 from rlft.types import Batch, Outputs
-
-LOGIT_CHUNK = 2**26
-"""Logits alive at a time, in elements: 256 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,31 +99,6 @@ def _hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     return output.last_hidden_state[0]
 
 
-def head_logprobs(
-    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(log-probs `[M]`, entropy `[M]` or None), computed in chunks whose logits are recomputed in backward."""
-    rows = max(1, LOGIT_CHUNK // head.weight.shape[0])  # type: ignore[union-attr, index]  # nn.Linear or Embedding-tied
-    if len(target_M) <= rows:
-        logprobs_M, entropy_M = _chunk(head, hidden_MH, target_M, temperature, entropy)
-        return logprobs_M, entropy_M if entropy else None
-    parts = [
-        checkpoint(_chunk, head, h, t, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden_MH.split(rows), target_M.split(rows), strict=True)
-    ]
-    logprobs = torch.cat([part[0] for part in parts])
-    return logprobs, torch.cat([part[1] for part in parts]) if entropy else None
-
-
-def _chunk(head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    logits = _widened(head(hidden)) / temperature
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, target[:, None])[:, 0] - normaliser
-    if not entropy:
-        return logprobs, logprobs.new_empty(0)
-    return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
-
-
 def padded_forward(
     model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool, value_head: ScalarHead | None = None
 ) -> Outputs:
@@ -134,7 +106,7 @@ def padded_forward(
     ids_BT, mask_BT = _narrowed(batch)
     with_values = value_head is not None
     output = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False, output_hidden_states=with_values)
-    logits_BTV = _widened(output.logits[:, :-1]) / temperature
+    logits_BTV = widened(output.logits[:, :-1]) / temperature
     normaliser_BT = logits_BTV.logsumexp(-1)
     logprobs_BT = logits_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0] - normaliser_BT
     entropy_BT = values_BT = None
@@ -161,11 +133,6 @@ def _narrowed(batch: Batch) -> tuple[Tensor, Tensor]:
 def _shifted(values: Tensor, batch: Batch) -> Tensor:
     """What was read off positions 0 .. n - 2, at the tokens it speaks of, 1 .. n - 1, in the batch's width."""
     return nn.functional.pad(values, (1, batch.token_ids.shape[1] - values.shape[1] - 1))
-
-
-def _widened(logits: Tensor) -> Tensor:
-    """At least float32: a softmax over a vocabulary in 16 bits would be noise."""
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _masked(logprobs_BT: Tensor, entropy_BT: Tensor | None, values_BT: Tensor | None, batch: Batch) -> Outputs:

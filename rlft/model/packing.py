@@ -7,33 +7,31 @@ prompt position, which all siblings share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from rlft.model.blocks import Block, Span, make_blocks, padded_places
 from rlft.types import Batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PackedRows:
     """U distinct prompts, R completions, N packed tokens, M completion tokens.
 
-    prompt_index int64 `[U, Pmax]` and completion_index int64 `[R, Cmax]` are places in the packed row, 0 where padded;
-    the masks of the same shapes are True on real tokens. owner int64 `[R]` is each completion's prompt.
-    unpack int64 `[N]`: where each packed token stands in (prompts flattened, then completions flattened).
-    predictor int64 `[M]`: the packed place whose hidden state predicts the token; target int64 `[M]`: that token.
-    rows, columns int64 `[M]`: the token's place in the Batch.
+    token_ids, position_ids int64 `[1, N]`. prompts, completions: the run of tokens of each; owner: each completion's
+    prompt. predictor int64 `[M]`: the packed place whose hidden state predicts the token; target int64 `[M]`: that
+    token. rows, columns int64 `[M]`: the token's place in the Batch.
     """
 
     token_ids: Tensor
     position_ids: Tensor
-    prompt_index: Tensor
-    prompt_mask: Tensor
-    completion_index: Tensor
-    completion_mask: Tensor
-    owner: Tensor
-    unpack: Tensor
+    prompts: tuple[Span, ...]
+    completions: tuple[Span, ...]
+    owner: tuple[int, ...]
     predictor: Tensor
     target: Tensor
     rows: Tensor
@@ -42,6 +40,33 @@ class PackedRows:
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[1]
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """For `split_attention`; made once for all layers, forward and backward."""
+        return make_blocks(self.prompts, self.completions, self.owner, self.token_ids.device)
+
+    @cached_property
+    def padded(self) -> PaddedRows:
+        """For attention through a mask."""
+        return pad_rows(self.prompts, self.completions, self.owner, self.token_ids.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedRows:
+    """Prompts and completions of a packed row as rows of their own.
+
+    prompt_index int64 `[U, Pmax]` and completion_index int64 `[R, Cmax]` are places in the packed row, 0 where padded;
+    the masks of the same shapes are True on real tokens. owner int64 `[R]` is each completion's prompt.
+    unpack int64 `[N]`: where each packed token stands in (prompts flattened, then completions flattened).
+    """
+
+    prompt_index: Tensor
+    prompt_mask: Tensor
+    completion_index: Tensor
+    completion_mask: Tensor
+    owner: Tensor
+    unpack: Tensor
 
 
 def prompt_lengths(batch: Batch) -> Tensor:
@@ -107,50 +132,44 @@ def pack(batch: Batch) -> PackedRows:
     members = _sharing(tokens, prompts_B, batch.group_ids.tolist())
 
     ids, positions, predictor, target, rows, columns = [], [], [], [], [], []
-    prompt_places, completion_places, owner = [], [], []
+    prompts: list[Span] = []
+    completions: list[Span] = []
+    owner: list[int] = []
     offset = 0
     for unit, siblings in enumerate(members):
         length = prompts_B[siblings[0]]
         ids.append(tokens[siblings[0], :length])
         positions.append(torch.arange(length))
-        prompt_places.append(torch.arange(offset, offset + length))
+        prompts.append((offset, length))
         last_prompt = offset + length - 1
         offset += length
         for b in siblings:
             size = lengths_B[b] - length
-            ids.append(tokens[b, length : length + size])
-            positions.append(torch.arange(length, length + size))
-            completion_places.append(torch.arange(offset, offset + size))
+            completions.append((offset, size))
             owner.append(unit)
             if size:
-                predictor.append(torch.tensor([last_prompt, *range(offset, offset + size - 1)]))
-                target.append(tokens[b, length : length + size])
+                ids.append(tokens[b, length : length + size])
+                place = torch.arange(length, length + size)
+                positions.append(place)
+                columns.append(place)
+                predictor.append(torch.arange(offset - 1, offset + size - 1))
+                predictor[-1][0] = last_prompt
+                target.append(ids[-1])
                 rows.append(torch.full((size,), b))
-                columns.append(torch.arange(length, length + size))
             offset += size
-    prompt_index, prompt_mask = _pad(prompt_places)
-    completion_index, completion_mask = _pad(completion_places)
-    flat = torch.cat([prompt_index.flatten(), completion_index.flatten()])
-    real = torch.cat([prompt_mask.flatten(), completion_mask.flatten()])
-    unpack = torch.empty(offset, dtype=torch.int64)
-    unpack[flat[real]] = torch.arange(len(flat))[real]
     device = batch.token_ids.device
     empty = torch.empty(0, dtype=torch.int64)
-    packed = {
-        "token_ids": torch.cat(ids)[None],
-        "position_ids": torch.cat(positions)[None],
-        "prompt_index": prompt_index,
-        "prompt_mask": prompt_mask,
-        "completion_index": completion_index,
-        "completion_mask": completion_mask,
-        "owner": torch.tensor(owner),
-        "unpack": unpack,
-        "predictor": torch.cat([empty, *predictor]),
-        "target": torch.cat([empty, *target]),
-        "rows": torch.cat([empty, *rows]),
-        "columns": torch.cat([empty, *columns]),
-    }
-    return PackedRows(**{name: value.to(device) for name, value in packed.items()})
+    return PackedRows(
+        token_ids=torch.cat(ids)[None].to(device),
+        position_ids=torch.cat(positions)[None].to(device),
+        prompts=tuple(prompts),
+        completions=tuple(completions),
+        owner=tuple(owner),
+        predictor=torch.cat([empty, *predictor]).to(device),
+        target=torch.cat([empty, *target]).to(device),
+        rows=torch.cat([empty, *rows]).to(device),
+        columns=torch.cat([empty, *columns]).to(device),
+    )
 
 
 def num_packed_tokens(batch: Batch) -> int:
@@ -169,12 +188,21 @@ def _sharing(tokens_BT: Tensor, prompts_B: list[int], groups_B: list[int]) -> li
     return list(members.values())
 
 
-def _pad(places: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Ragged index rows -> (int64 [rows, longest] padded with 0, bool mask)."""
-    width = max(1, *(len(p) for p in places)) if len(places) > 1 else max(1, len(places[0]))
-    index = torch.zeros(len(places), width, dtype=torch.int64)
-    mask = torch.zeros(len(places), width, dtype=torch.bool)
-    for i, place in enumerate(places):
-        index[i, : len(place)] = place
-        mask[i, : len(place)] = True
-    return index, mask
+def pad_rows(
+    prompts: Sequence[Span], completions: Sequence[Span], owner: Sequence[int], device: torch.device
+) -> PaddedRows:
+    """Prompts and completions of a packed row as padded rows."""
+    prompt_index, prompt_mask = padded_places(prompts)
+    completion_index, completion_mask = padded_places(completions)
+    flat = torch.cat([prompt_index.flatten(), completion_index.flatten()])
+    real = torch.cat([prompt_mask.flatten(), completion_mask.flatten()])
+    unpack = torch.empty(int(real.sum()), dtype=torch.int64)
+    unpack[flat[real]] = torch.arange(len(flat))[real]
+    return PaddedRows(
+        prompt_index=prompt_index.to(device),
+        prompt_mask=prompt_mask.to(device),
+        completion_index=completion_index.to(device),
+        completion_mask=completion_mask.to(device),
+        owner=torch.tensor(owner, device=device),
+        unpack=unpack.to(device),
+    )

@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.collate import select, to_device
+from rlft.model import lora_linear
 from rlft.model.adapter_folder import load_adapter, load_head, read_record
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
 from rlft.model.forward import Forward, choose
+from rlft.model.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.scalar_head import ScalarHead
 from rlft.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
@@ -63,6 +65,7 @@ class Roles:
             target_modules=targets,
             task_type="CAUSAL_LM",
         )
+        lora_linear.install(self.lora)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = PeftModel(backbone.model, self.lora, adapter_name=POLICY)
@@ -272,13 +275,23 @@ class Roles:
         return to_device(batch, self.backbone.device)
 
     # -- the sampler's slot, for an engine that shares this base -------------------------------------------------------
-    def load_sampler(self, adapter: Adapter) -> None:
-        """Copies a published version into the engine's own slot: what it samples with is what was published."""
+    def load_sampler(self, adapter: Adapter, *, merged: bool = False) -> None:
+        """Copies a published version into the engine's own slot: what it samples with is what was published.
+
+        merged: also adds it up with a copy of the base's linear weights, for faster decoding (`LoraLinear.add_up`).
+        """
         if SAMPLER not in self.model.peft_config:
             self.model.add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
             self._activate(POLICY)
             self.model.eval()
         self.restore_role(SAMPLER, adapter.weights)
+        for layer in self.model.modules():
+            if merged and isinstance(layer, lora_linear.LoraLinear):
+                layer.add_up(SAMPLER)
+
+    def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
+        """For decoding these prompts by whatever is active; None where the model cannot be decoded so."""
+        return open_prefix_cache(self.forward, prompts, max_tokens)
 
     @contextmanager
     def using(self, role: str | None) -> Iterator[PeftModel]:

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from rlft.collate import to_device
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward, choose
+from rlft.model.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.roles import score_sequence
 from rlft.types import Adapter, Batch
 
@@ -69,8 +70,12 @@ class WholeModel:
     def publish(self, version: int) -> Adapter:
         return Adapter(version=version, weights={}, config={})
 
-    def load_sampler(self, adapter: Adapter) -> None:
+    def load_sampler(self, adapter: Adapter, *, merged: bool = False) -> None:
         """Nothing to copy: the engine's model is the trainer's."""
+
+    def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
+        """For decoding these prompts by whatever is active; None where the model cannot be decoded so."""
+        return open_prefix_cache(self.forward, prompts, max_tokens)
 
     @contextmanager
     def using(self, role: str | None) -> Iterator[Any]:

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from rlft.generation.transformers import TransformersGenerator, draw, end_tokens
 from rlft.types import FinishReason, Sampling
 
+NATS = 5e-5  # float32: decoding adds up in another order than a plain forward does
 HOT = Sampling(max_tokens=24, temperature=1.0)
 QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
 
@@ -89,7 +91,7 @@ def test_completions_do_not_depend_on_the_batch_size_or_on_what_else_is_in_the_b
     turned = make_generator().sample(prompts[::-1], 4, seeds[::-1], HOT)[::-1]
     for groups in (split, turned):
         assert completions(groups) == completions(whole)
-        torch.testing.assert_close(logprobs(groups), logprobs(whole), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logprobs(groups), logprobs(whole), rtol=0, atol=NATS)
 
 
 def test_the_global_random_state_is_neither_read_nor_moved(make_generator, prompts):
@@ -114,7 +116,7 @@ def test_logprobs_are_those_of_a_plain_forward_at_this_temperature(
         with torch.no_grad():
             logits = backbone.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
         expected = (logits / temperature).log_softmax(-1)[range(len(ids)), ids]
-        torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=0, atol=NATS)
         count += len(ids)
     assert count > 100
 
@@ -128,7 +130,7 @@ def test_before_the_first_adapter_it_samples_from_the_base(make_roles, backbone,
         ids = group.rollouts[0].completion.token_ids
         logits = backbone.model(input_ids=torch.tensor([[*prompts[0].token_ids, *ids]])).logits[0]
     expected = logits[len(prompts[0].token_ids) - 1 : -1].log_softmax(-1)[range(len(ids)), ids]
-    torch.testing.assert_close(torch.tensor(group.rollouts[0].completion.logprobs), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(group.rollouts[0].completion.logprobs), expected, rtol=0, atol=NATS)
 
 
 def test_it_samples_from_what_was_loaded_however_the_policy_moves_on(make_generator, roles, prompts):
@@ -152,20 +154,19 @@ def test_the_policy_is_active_again_after_sampling(make_generator, roles, prompt
 def test_scores_are_the_sampling_policys_at_temperature_1(make_generator, roles):
     generator = make_generator()
     sequences = [[5, 6, 7, 8], [9, 10]]
-    assert generator.score(sequences) == roles.score(sequences)
+    close = partial(pytest.approx, abs=NATS)
+    assert generator.score(sequences) == [close(row) for row in roles.score(sequences)]
     for _, parameter in roles.named_parameters():
         parameter.data += 0.02
-    assert generator.score(sequences) != roles.score(sequences)
+    assert generator.score(sequences) != [close(row) for row in roles.score(sequences)]
 
 
 # -- cost ------------------------------------------------------------------------------------------------------------
 def test_a_prompt_goes_through_the_network_once_for_its_whole_group(make_generator, prompts, forwards):
     generator = make_generator()
     generator.sample(prompts, 8, [0, 10, 20, 30, 40], HOT)
-    longest = max(len(p.token_ids) for p in prompts)
-    assert forwards[0] == (5, longest)
-    assert all(columns == 1 for _, columns in forwards[1:])
-    assert forwards[1][0] <= 5 * 8
+    assert forwards[0] == (1, sum(len(p.token_ids) for p in prompts)), "one packed row, without padding"
+    assert all(rows == 1 and columns <= 5 * 8 for rows, columns in forwards[1:])
 
 
 def test_finished_rows_leave_the_batch(make_generator, prompts, forwards):
@@ -173,7 +174,7 @@ def test_finished_rows_leave_the_batch(make_generator, prompts, forwards):
     groups = generator.sample(prompts, 8, [0, 10, 20, 30, 40], replace(HOT, max_tokens=48))
     lengths = [len(ids) for group in completions(groups) for ids in group]
     assert max(lengths) > min(lengths) + 3
-    for t, (rows, _) in enumerate(forwards[1:], start=1):
+    for t, (_, rows) in enumerate(forwards[1:], start=1):
         going = sum(length > t for length in lengths)  # rows that still want a token number t
         assert 0 < going <= rows < going / 0.75 + 1e-9  # finished ones are less than a quarter
     assert len(forwards) == max(lengths)
@@ -181,14 +182,15 @@ def test_finished_rows_leave_the_batch(make_generator, prompts, forwards):
 
 def test_batch_size_bounds_the_rows_of_a_forward_in_whole_groups(make_generator, prompts, forwards):
     make_generator(batch_size=9).sample(prompts, 4, [0, 10, 20, 30, 40], HOT)
-    assert [rows for rows, columns in forwards if columns > 1] == [2, 2, 1]
-    assert max(rows for rows, columns in forwards if columns == 1) <= 8
+    sizes, columns = [len(p.token_ids) for p in prompts], [columns for _, columns in forwards]
+    prefills = [sum(sizes[:2]), sum(sizes[2:4]), sizes[4]]
+    assert [c for c in columns if c > 8] == prefills
 
 
 def test_a_group_larger_than_the_batch_size_is_not_split(make_generator, prompts, forwards):
     groups = make_generator(batch_size=2).sample(prompts[:2], 4, [0, 10], HOT)
     assert [len(g.rollouts) for g in groups] == [4, 4]
-    assert [rows for rows, columns in forwards if columns > 1] == [1, 1]
+    assert [c for _, c in forwards if c > 4] == [len(p.token_ids) for p in prompts[:2]]
 
 
 # -- how a completion ends -------------------------------------------------------------------------------------------
@@ -257,7 +259,7 @@ def test_temperature_0_takes_the_likeliest_token_and_gives_its_logprob_at_1(make
             logits = backbone.model(input_ids=ids).logits[0, len(group.prompt.token_ids) - 1 : -1]
         assert logits.argmax(-1).tolist() == list(first.token_ids)
         expected = logits.log_softmax(-1).max(-1).values
-        torch.testing.assert_close(torch.tensor(first.logprobs), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(first.logprobs), expected, rtol=0, atol=NATS)
 
 
 PROBABILITIES = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
@@ -356,6 +358,9 @@ def test_a_sliding_window_shorter_than_the_prompt_is_sampled_exactly(backbone, m
         model = AutoModelForCausalLM.from_config(config).eval()
 
     class Slot:
+        def prefix_cache(self, prompts, max_tokens):
+            return None
+
         @contextmanager
         def using(self, role):
             yield model
@@ -369,4 +374,4 @@ def test_a_sliding_window_shorter_than_the_prompt_is_sampled_exactly(backbone, m
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([[*group.prompt.token_ids, *ids]])).logits[0, start - 1 : -1]
             expected = logits.log_softmax(-1)[range(len(ids)), ids]
-            torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=0, atol=NATS)

@@ -12,10 +12,26 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlft.model import attention
+from rlft.model import attention, forward
 from rlft.types import Batch
 
 VOCABULARY = 120
+
+
+@pytest.fixture
+def head_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of hidden states each time that the packed forward asks for log-probs through the LM head."""
+    calls: list[int] = []
+    plain = forward.head_logprobs
+
+    def counted(head: torch.nn.Module, hidden: Tensor, *rest: Any) -> Any:
+        calls.append(len(hidden))
+        return plain(head, hidden, *rest)
+
+    monkeypatch.setattr(forward, "head_logprobs", counted)
+    return calls
+
+
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlft.collate import select
-from rlft.model import forward
+from rlft.model import head
 from rlft.model.attention import NAME
 from rlft.model.forward import Forward, choose, packed_forward, padded_forward
 from rlft.model.packing import micro_batches, num_packed_tokens
@@ -183,31 +183,26 @@ def test_the_size_of_logit_chunks_changes_nothing(tokens_at_once, random_model, 
     model = random_model("llama")
     parameters = with_lora(model)
     whole = results(lambda b: packed_forward(model, b, 0.6, True), awkward_batch, parameters)
-    monkeypatch.setattr(forward, "LOGIT_CHUNK", tokens_at_once * 120 + 1)
-    sizes = []
-    head = model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    monkeypatch.setattr(head, "LOGIT_CHUNK", {"cpu": tokens_at_once * 120 + 1})
+    assert head.chunk_rows(model.get_output_embeddings().weight) == tokens_at_once
     chunked = results(lambda b: packed_forward(model, b, 0.6, True), awkward_batch, parameters)
-    hook.remove()
-    assert max(sizes) == tokens_at_once
     close(chunked[:2], whole[:2], 1e-6)
     close_gradients(chunked[2], whole[2], 1e-6)
     with torch.no_grad():
         close(packed_forward(model, awkward_batch, 0.6, False).logprobs, whole[0], 1e-6)
 
 
-def test_only_completion_positions_reach_the_head_and_only_packed_tokens_the_network(random_model, awkward_batch):
+def test_only_completion_positions_reach_the_head_and_only_packed_tokens_the_network(
+    random_model, awkward_batch, head_calls
+):
     model = random_model("llama")
-    seen = {}
-    hooks = [
-        model.get_output_embeddings().register_forward_hook(lambda m, args, out: seen.update(head=len(out))),
-        model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.update(network=out.shape[1])),
-    ]
-    choose(model)(awkward_batch, 1.0)
-    for hook in hooks:
-        hook.remove()
+    chosen, network = choose(model), []
+    head_calls.clear()
+    hook = model.get_input_embeddings().register_forward_hook(lambda m, args, out: network.append(out.shape[1]))
+    chosen(awkward_batch, 1.0)
+    hook.remove()
     # Completions 4 + 8 + 0 + 1 + 3 + 9 = 25 tokens; prompts 6 + 2 + 4 = 12, each once.
-    assert seen == {"head": 25, "network": 37}
+    assert (head_calls, network) == ([25], [37])
 
 
 def test_entropy_is_computed_only_when_asked_for(random_model, awkward_batch):
@@ -332,14 +327,15 @@ def test_values_are_0_wherever_the_loss_mask_is_off_and_know_no_temperature(kind
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral_window", "falcon"])
-def test_the_lm_head_is_not_run_for_values_alone(kind, random_model, awkward_batch):
+def test_the_lm_head_is_not_run_for_values_alone(kind, random_model, awkward_batch, head_calls):
     model = random_model(kind)
-    forward, calls = choose(model), []
-    hook = model.get_output_embeddings().register_forward_hook(lambda *args: calls.append(1))
-    forward.values(awkward_batch, some_head(model))
-    assert not calls
-    forward(awkward_batch, 1.0, False, some_head(model))
-    assert calls == [1]
+    chosen = choose(model)
+    head_calls.clear()
+    hook = model.get_output_embeddings().register_forward_hook(lambda *args: head_calls.append(1))
+    chosen.values(awkward_batch, some_head(model))
+    assert not head_calls
+    chosen(awkward_batch, 1.0, False, some_head(model))
+    assert len(head_calls) == 1
     hook.remove()
 
 

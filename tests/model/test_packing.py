@@ -124,7 +124,9 @@ def test_the_packed_row_holds_each_prompt_once_before_its_completions(two_groups
     assert packed.token_ids.tolist() == [first + second]
     first, second = [0, 1, 2, 3, 4, 5, 4, 5, 6, 4], [0, 1, 2, 3, 4, 5, 6, 7, 3, 4]
     assert packed.position_ids.tolist() == [first + second]
-    assert packed.owner.tolist() == [0, 0, 0, 1, 1]
+    assert packed.owner == (0, 0, 0, 1, 1)
+    assert packed.prompts == ((0, 4), (10, 3))
+    assert packed.completions == ((4, 2), (6, 3), (9, 1), (13, 5), (18, 2))
 
 
 def test_a_first_token_is_predicted_from_the_end_of_the_prompt_and_the_others_from_the_one_before(two_groups):
@@ -138,9 +140,10 @@ def test_a_first_token_is_predicted_from_the_end_of_the_prompt_and_the_others_fr
 def test_unpack_undoes_the_split_into_prompts_and_completions(two_groups):
     packed = pack(two_groups)
     ids = packed.token_ids[0]
-    flat = torch.cat([ids[packed.prompt_index].flatten(), ids[packed.completion_index].flatten()])
-    assert torch.equal(flat[packed.unpack], ids)
-    assert packed.prompt_mask.sum() + packed.completion_mask.sum() == packed.num_tokens
+    rows = packed.padded
+    flat = torch.cat([ids[rows.prompt_index].flatten(), ids[rows.completion_index].flatten()])
+    assert torch.equal(flat[rows.unpack], ids)
+    assert rows.prompt_mask.sum() + rows.completion_mask.sum() == packed.num_tokens
 
 
 def test_the_number_of_packed_tokens_is_known_without_packing(two_groups, many_rows, make_batch):

@@ -81,19 +81,16 @@ def critic_gradients(roles, batch):
 
 
 @pytest.fixture
-def num_forwards(backbone):
+def num_forwards(backbone, head_calls):
     """Runs something and says how many forwards of the base and of its LM head it took."""
 
     def count(run):
-        network, head = [], []
-        hooks = [
-            backbone.model.get_input_embeddings().register_forward_hook(lambda *args: network.append(1)),
-            backbone.model.get_output_embeddings().register_forward_hook(lambda *args: head.append(1)),
-        ]
+        network = []
+        head_calls.clear()
+        hook = backbone.model.get_input_embeddings().register_forward_hook(lambda *args: network.append(1))
         run()
-        for hook in hooks:
-            hook.remove()
-        return len(network), len(head)
+        hook.remove()
+        return len(network), len(head_calls)
 
     return count
 

@@ -1,0 +1,144 @@
+"""Keys and values while a group's completions are decoded: each prompt's once, each completion's own.
+
+Nothing of a prompt is repeated for its siblings: their queries attend to its keys together, and each to its own keys;
+the two are merged as in `split_attention`. Tokens go through the network as one packed row, so neither prompts nor
+completions are padded there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rlft.model.blocks import make_blocks, padded_places
+from rlft.model.split_attention import flash, merge, split_attention
+
+if TYPE_CHECKING:
+    from rlft.model.forward import Forward
+
+FIRST_TOKENS = 64
+"""Room for so many tokens a completion at first; it doubles when they are used up."""
+
+
+class PrefixCache:
+    """The state of decoding U prompts x n completions on a CPU. No gradient.
+
+    prompts: token ids of each, none empty. model: whose attention is `rlft_packed`.
+    """
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        self.model, self.max_tokens = model, max_tokens
+        device = model.device
+        lengths = [len(p) for p in prompts]
+        ends = torch.tensor(lengths).cumsum(0)
+        spans = [(int(end) - length, length) for end, length in zip(ends, lengths, strict=True)]
+        self._token_ids = torch.tensor([t for p in prompts for t in p], device=device)
+        self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self._last = (ends - 1).to(device)
+        self._blocks = make_blocks(spans, (), (), device)
+        index, mask = padded_places(spans)
+        self._prompt_index = index.flatten().to(device)
+        self._bias = None if mask.all() else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)[:, None, None]
+        self._lengths = torch.tensor(lengths, device=device)
+        self._prompt: list[tuple[Tensor, Tensor]] = []
+        self._own: list[tuple[Tensor, Tensor]] = []
+        self._owner = torch.empty(0, dtype=torch.int64)
+        self._decoded = 0
+
+    def prefill(self, n: int) -> Tensor:
+        """Logits `[U * n, V]` of the first completion token; each prompt goes through the network once."""
+        hidden_UH = self._forward(self._token_ids, self._positions).index_select(0, self._last)
+        self._arrange(torch.arange(len(self._lengths)).repeat_interleave(n))
+        return self._logits(hidden_UH).repeat_interleave(n, 0)
+
+    def step(self, token_R: Tensor) -> Tensor:
+        """Logits `[R, V]` after one more token a row."""
+        positions_R = self._lengths[self._owner] + self._decoded
+        self._decoded += 1
+        return self._logits(self._forward(token_R, positions_R))
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops every other row from the batch."""
+        self._own = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self._own]
+        self._arrange(self._owner[rows])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """`[N, H, D]` from the query `[N, H, D]` and the key and value `[N, K, D]` of the tokens that just came in."""
+        if not self._decoded:
+            self._prompt.append((self._as_prompts(key), self._as_prompts(value)))
+            return split_attention(query, key, value, self._blocks, scale)
+        rows, heads, size = query.shape
+        shared = heads // key.shape[1]
+        query = query.view(rows, key.shape[1], shared, size)
+        keys, values = self._put(layer, key, value)
+        own, own_lse = flash(query, keys, values, None, scale)
+        arranged = query.index_select(0, self._arranged).view(-1, self._siblings, *query.shape[1:]).transpose(1, 2)
+        prompt, prompt_lse = flash(arranged.flatten(2, 3), *self._prompt[layer], self._bias, scale)
+        prompt, prompt_lse = (
+            x.unflatten(2, (self._siblings, shared)).transpose(1, 2).flatten(0, 1).index_select(0, self._back)
+            for x in (prompt, prompt_lse[..., None])
+        )
+        out, _ = merge(own, own_lse[..., None], prompt, prompt_lse)
+        return out.view(rows, heads, size)
+
+    def _forward(self, token_N: Tensor, position_N: Tensor) -> Tensor:
+        """`[N, hidden]` of these tokens, after the final norm."""
+        unread_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_N.device)
+        return self.model.base_model(
+            input_ids=token_N[None],
+            position_ids=position_N[None],
+            attention_mask=unread_mask,
+            use_cache=False,
+            prefix_cache=self,
+        ).last_hidden_state[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Module), "a causal language model has an output embedding"
+        return head(hidden)
+
+    def _as_prompts(self, x_NKD: Tensor) -> Tensor:
+        """`[U, K, P, D]`, contiguous: read at every step."""
+        rows = x_NKD.index_select(0, self._prompt_index).view(len(self._lengths), -1, *x_NKD.shape[1:])
+        return rows.transpose(1, 2).contiguous()
+
+    def _put(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> tuple[Tensor, Tensor]:
+        """All own keys and values `[R, K, decoded, D]` so far, with these as the last."""
+        if layer == len(self._own):
+            self._own.append((self._room(key_RKD, FIRST_TOKENS), self._room(value_RKD, FIRST_TOKENS)))
+        pair = self._own[layer]
+        if self._decoded > pair[0].shape[2]:
+            pair = self._own[layer] = (self._grown(pair[0]), self._grown(pair[1]))
+        for room, new in zip(pair, (key_RKD, value_RKD), strict=True):
+            room[:, :, self._decoded - 1] = new
+        return pair[0][:, :, : self._decoded], pair[1][:, :, : self._decoded]
+
+    def _room(self, x_RKD: Tensor, tokens: int) -> Tensor:
+        rows, heads, size = x_RKD.shape
+        return x_RKD.new_empty(rows, heads, min(tokens, self.max_tokens), size)
+
+    def _grown(self, x_RKTD: Tensor) -> Tensor:
+        tokens = x_RKTD.shape[2]
+        room = self._room(x_RKTD[:, :, 0], 2 * tokens)
+        room[:, :, :tokens] = x_RKTD
+        return room
+
+    def _arrange(self, owner_R: Tensor) -> None:
+        """Where each row stands when rows of one prompt are put side by side, `siblings` a prompt; 0 where padded."""
+        self._owner = owner_R
+        counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
+        self._siblings = int(counts_U.max())
+        before_U = counts_U.cumsum(0) - counts_U
+        self._back = owner_R * self._siblings + torch.arange(len(owner_R)) - before_U[owner_R]
+        self._arranged = torch.zeros(len(counts_U) * self._siblings, dtype=torch.int64)
+        self._arranged[self._back] = torch.arange(len(owner_R))
+
+
+def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
+    """A cache for decoding these prompts; None where the model's attention is not rlft's, or not on a CPU."""
+    if not forward.packed or forward.model.device.type != "cpu":
+        return None
+    return PrefixCache(forward.model, prompts, max_tokens)

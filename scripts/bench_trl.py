@@ -1,0 +1,111 @@
+"""One run of TRL's GRPOTrainer on a benchmark's work, in this process; the last line it prints is its `Measured`.
+
+Started by bench_step.py. Its settings are the fastest that we found for it: transformers generation with a KV cache, no
+gradient checkpointing, no reference model (beta 0), the fused LM head that TRL 1.16 always uses, one optimizer step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from bench_work import EMBEDDED, Measured, Work, peak_bytes
+
+from rlft.reward.repetition import repeated_share
+
+
+def main() -> None:
+    asked = arguments()
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    work, steps = Work(**asked.work), asked.steps + 1
+    cuda = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=getattr(torch, asked.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(asked.model)
+    if model.generation_config.eos_token_id is None:  # else TRL takes it for a list of numbers
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    config = GRPOConfig(
+        output_dir=str(asked.out),
+        max_steps=steps,
+        per_device_train_batch_size=asked.micro_batch,
+        gradient_accumulation_steps=work.completions // asked.micro_batch,
+        num_generations=work.group,
+        max_completion_length=work.completion_tokens,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-5,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=not cuda,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=steps,
+        disable_tqdm=True,
+        seed=0,
+        use_transformers_continuous_batching=asked.continuous_batching,
+    )
+    seconds: list[dict[str, float]] = []
+    stage = {"sample": 0.0, "score": 0.0}
+
+    def timed(name: str, call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            if cuda:
+                torch.cuda.synchronize()
+            stage[name] += time.perf_counter() - start
+            return result
+
+        return run
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            step = time.perf_counter() - self.start
+            seconds.append({**stage, "step": step, "train": step - sum(stage.values())})
+            stage.update(sample=0.0, score=0.0)
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> Any:
+        return [-repeated_share(ids, 1) for ids in completion_ids]
+
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": text} for text in asked.prompts.read_text().splitlines()]),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules="all-linear", task_type="CAUSAL_LM"),
+        callbacks=[Clock()],
+    )
+    trainer._generate = timed("sample", trainer._generate)
+    trainer._calculate_rewards = timed("score", trainer._calculate_rewards)
+    trainer.train()
+    print(Measured(seconds=seconds[1:], peak=peak_bytes()).dump())
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    import json
+
+    parser.add_argument("--work", type=json.loads, required=True)
+    parser.add_argument("--model", default=EMBEDDED)
+    parser.add_argument("--prompts", type=Path, required=True, help="a prompt a line")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--continuous-batching", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`auto` sizes: what they come to, and that they change no gradient's config."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlft import auto
+from rlft.config import build, compose
+from rlft.model import activations
+
+
+def config(*overrides: str) -> dict:
+    return compose(["model.device=cpu", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["prompts.max_tokens=64", "generation.max_tokens=48", "group_size=8"], 1536),
+        (["prompts.max_tokens=384", "generation.max_tokens=64", "group_size=32"], 384 + 32 * 64),
+        (["prompts.max_tokens=64", "generation.max_tokens=512", "group_size=32"], 4096),
+        (["prompts.max_tokens=4000", "generation.max_tokens=1000"], 5000),  # the longest row must fit
+        (["token_budget=700"], 700),
+    ],
+)
+def test_on_a_cpu_the_budget_holds_the_longest_group_within_bounds(overrides: list[str], expected: int) -> None:
+    assert auto.resolved(config(*overrides))["token_budget"] == expected
+
+
+def test_on_a_gpu_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    plain = compose(["prompts.max_tokens=64"])
+    assert auto.token_budget(plain) == 16384
+    assert auto.token_budget({**plain, "model": {"device": "cpu"}}) == 64 + 8 * 256
+    assert auto.token_budget(compose(["prompts.max_tokens=20000"])) > 20000
+
+
+def test_a_learned_reward_takes_the_runs_budget() -> None:
+    plain = config("reward=[exact_match,learned]", "reward.learned.path=somewhere")
+    assert plain["token_budget"] == plain["reward"]["learned"]["token_budget"] == "auto"
+    built = build(plain)
+    assert built.reward["learned"]["token_budget"] == built.token_budget
+    assert plain["token_budget"] == "auto", "the saved config goes on saying auto"
+
+
+def test_supervised_verbs_have_a_budget_without_groups() -> None:
+    assert auto.token_budget({"prompts": {"max_tokens": 256}, "model": {"device": "cpu"}}) == 1536
+    plain = {"prompts": {"max_tokens": 256}, "max_completion_tokens": 3000, "model": {"device": "cpu"}}
+    assert auto.token_budget(plain) == 3256
+
+
+@pytest.mark.parametrize(("free", "expected"), [(2**40, False), (30 * 2**20, True)])
+def test_activations_are_recomputed_only_where_they_would_not_fit(
+    free: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "free_memory", lambda device: free)
+    assert build(config("token_budget=4096")).model.gradient_checkpointing is expected
+    assert build(config("model.gradient_checkpointing=true")).model.gradient_checkpointing is True
+
+
+def test_the_limit_is_half_of_what_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "activation_bytes", lambda config, tokens, itemsize: 1000)
+    monkeypatch.setattr(activations, "weight_bytes", lambda config, bits: 500)
+    found = []
+    for free in (2499, 2500):
+        monkeypatch.setattr(auto, "free_memory", lambda device, free=free: free)
+        found.append(auto.needs_checkpointing(config()["model"], 10))
+    assert found == [True, False]
+
+
+def test_free_memory_is_what_the_system_and_the_container_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = SimpleNamespace(type="cpu")
+    assert 2**28 < auto.free_memory(cpu) < 2**45
+    monkeypatch.setattr(auto, "_control_group_room", lambda: 12345)
+    assert auto.free_memory(cpu) == 12345
