@@ -76,12 +76,14 @@ class Settings:
 
 def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
     """The settings in a plain config; raw: without the data's system prompt and template."""
+    from rlft.auto import resolved
     from rlft.data.records import PLACEHOLDER, check_template
     from rlft.generation.config import GenerationConfig
     from rlft.model.config import LoraSettings, ModelConfig
     from rlft.roots import PromptsConfig, ScoringConfig
     from rlft.targets import from_mapping
 
+    plain = resolved(plain)
     data = {} if raw else plain.get("data") or {}
     template = data.get("prompt_template") or PLACEHOLDER
     check_template(template)
@@ -186,7 +188,7 @@ class Talk:
         decoding = settings.generation.transformers
         self._policy, self._base = (
             TransformersGenerator(
-                roles, backbone.tokenizer, backbone.device, decoding.batch_size, merged=decoding.merged
+                roles, backbone.tokenizer, backbone.device, decoding.batch_size, weights=decoding.weights
             )
             for _ in range(2)
         )

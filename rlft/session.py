@@ -16,6 +16,7 @@ from rlft.collate import collate
 from rlft.engine import Engines
 from rlft.evaluate import evaluate, kl_to_base
 from rlft.freshness import Freshness
+from rlft.generation.config import GenerationConfig, Weights
 from rlft.interrupt import Interrupt
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
@@ -87,7 +88,7 @@ class Session:
             role = reward_role(learned[0].name)
             settings = self.config.reward_model
             self.reward_refresh = RewardRefresh(settings, roles, role, trainer, self.config.seed)
-        self.freshness = open_freshness(self.config.freshness, plan.train_prompts, backbone)
+        self.freshness = open_freshness(self.config.freshness, plan.train_prompts, backbone, self.config.generation)
 
     # -- what the loop asks --------------------------------------------------------------------------------------------
     def prompts_at(self, step: int) -> list[Prompt]:
@@ -310,11 +311,14 @@ def critic_source(config: RunConfig) -> str:
     return learned.kwargs["path"]
 
 
-def open_freshness(settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone) -> Freshness:
+def open_freshness(
+    settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone, generation: GenerationConfig
+) -> Freshness:
     """Two float32 computations agree to 1e-5 nats, bfloat16 ones to a few hundredths; the threshold is above."""
     threshold = settings.threshold
     if threshold == "auto":
-        threshold = 1e-3 if backbone.model.dtype == torch.float32 else 0.5
+        rounded = generation.transformers.weights == Weights.merged_bfloat16
+        threshold = 1e-3 if backbone.model.dtype == torch.float32 and not rounded else 0.5
     return Freshness(fixed_sequences(prompts, backbone), threshold, settings.every)
 
 
@@ -357,7 +361,7 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
         rewards = specs(config.reward)
-        keep_blocks()
+        keep_blocks(config.token_budget)
         backbone = load_backbone(config.model)
         stack.enter_context(same_every_time(backbone.device))
         roles = Roles(

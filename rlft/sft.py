@@ -197,7 +197,9 @@ class Demonstrated:
         self.role = POLICY if isinstance(learner, Roles) else MODEL
         self.freshness = None
         if plan.held_out is not None:
-            self.freshness = open_freshness(self.config.freshness, plan.held_out, learner.backbone)
+            self.freshness = open_freshness(
+                self.config.freshness, plan.held_out, learner.backbone, self.config.generation
+            )
 
     def parameters(self) -> list[tuple[str, Parameter]]:
         return self.learner.named_parameters()
@@ -317,7 +319,7 @@ def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstrat
     """Loads the model and, where the task is evaluated, opens the engine and the rewards' workers."""
     config = plan.config
     if config.lora is None:
-        learner: Roles | WholeModel = WholeModel(read_backbone(config.model))
+        learner: Roles | WholeModel = WholeModel(read_backbone(config.model), config.token_budget)
     else:
         backbone = load_backbone(config.model)
         learner = policy_alone(backbone, config.lora, token_budget=config.token_budget, seed=config.seed)

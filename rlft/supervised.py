@@ -194,7 +194,7 @@ def open_supervised(
     """The session of this plan in this folder; open_lesson loads the model, and leaves on the stack how to end it."""
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
-        keep_blocks()
+        keep_blocks(plan.config.token_budget)
         stack.enter_context(same_every_time(resolve_device(plan.config.model.device)))
         lesson = open_lesson(stack)
         logger = Loggers(plan.loggers)

@@ -82,14 +82,14 @@ def backward(
     A critic with an adapter of its own goes first, forward and backward, so that only one network's activations are
     alive at a time; the policy's loss then sees its values as constants.
     """
-    values = None
+    values, layout = None, roles.forward.layout(micro)
     if algorithm.needs_values and roles.critic_adapter is not None:
         with roles.learning(roles.critic_adapter):
-            values = roles.values(micro)
+            values = roles.values(micro, layout)
             algorithm.value_loss(values, micro, scale).backward()
         roles.check_gradients(roles.critic_adapter)
     with torch.set_grad_enabled(policy_learns or values is None):
-        outputs = roles.outputs(micro, algorithm.needs_entropy)
+        outputs = roles.outputs(micro, algorithm.needs_entropy, layout)
         outputs = outputs if values is None else replace(outputs, values=values.detach())
         loss = algorithm.loss(outputs, micro, scale)
     if loss.total.requires_grad:

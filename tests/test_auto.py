@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from rlft import auto
 from rlft.config import build, compose
-from rlft.model import activations
 
 
 def config(*overrides: str) -> dict:
@@ -50,29 +47,3 @@ def test_supervised_verbs_have_a_budget_without_groups() -> None:
     assert auto.token_budget({"prompts": {"max_tokens": 256}, "model": {"device": "cpu"}}) == 1536
     plain = {"prompts": {"max_tokens": 256}, "max_completion_tokens": 3000, "model": {"device": "cpu"}}
     assert auto.token_budget(plain) == 3256
-
-
-@pytest.mark.parametrize(("free", "expected"), [(2**40, False), (30 * 2**20, True)])
-def test_activations_are_recomputed_only_where_they_would_not_fit(
-    free: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auto, "free_memory", lambda device: free)
-    assert build(config("token_budget=4096")).model.gradient_checkpointing is expected
-    assert build(config("model.gradient_checkpointing=true")).model.gradient_checkpointing is True
-
-
-def test_the_limit_is_half_of_what_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "activation_bytes", lambda config, tokens, itemsize: 1000)
-    monkeypatch.setattr(activations, "weight_bytes", lambda config, bits: 500)
-    found = []
-    for free in (2499, 2500):
-        monkeypatch.setattr(auto, "free_memory", lambda device, free=free: free)
-        found.append(auto.needs_checkpointing(config()["model"], 10))
-    assert found == [True, False]
-
-
-def test_free_memory_is_what_the_system_and_the_container_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = SimpleNamespace(type="cpu")
-    assert 2**28 < auto.free_memory(cpu) < 2**45
-    monkeypatch.setattr(auto, "_control_group_room", lambda: 12345)
-    assert auto.free_memory(cpu) == 12345

@@ -6,6 +6,10 @@ import gc
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from rlft import memory
 from rlft.memory import collector_passes_over_what_is_there, keep_blocks
 
 FAULTS = """
@@ -46,15 +50,15 @@ def printed(code: str, tell: str) -> int:
 
 def test_blocks_of_a_step_are_used_again_without_a_page_fault() -> None:
     if sys.platform != "linux":
-        assert not keep_blocks(), "there is no such setting elsewhere, and it says so"
+        assert not keep_blocks(4096), "there is no such setting elsewhere, and it says so"
         return
     # A pass fills 10,240 pages, which are all new where blocks of 5 MiB go back to the system.
-    assert printed(FAULTS, "assert keep_blocks()") < 1024
+    assert printed(FAULTS, "assert keep_blocks(4096)") < 1024
 
 
 def test_a_block_over_32_mib_goes_back_at_once() -> None:
     if sys.platform == "linux":
-        assert printed(GROWTH, "assert keep_blocks()") < 8 * 1024
+        assert printed(GROWTH, "assert keep_blocks(4096)") < 8 * 1024
 
 
 def test_the_collector_passes_over_old_objects_only_inside() -> None:
@@ -62,3 +66,10 @@ def test_the_collector_passes_over_old_objects_only_inside() -> None:
     with collector_passes_over_what_is_there():
         assert gc.get_freeze_count() > before + 1000
     assert gc.get_freeze_count() == 0
+
+
+def test_free_memory_is_what_the_system_and_the_container_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert 2**28 < memory.free_memory(cpu) < 2**45
+    monkeypatch.setattr(memory, "_control_group_room", lambda: 12345)
+    assert memory.free_memory(cpu) == 12345

@@ -163,9 +163,9 @@ def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if
     assert inert.tolist() == [False] * 3 + [True] * 3 + [False] * 3
     forwarded, call = [], Forward.__call__
 
-    def spy(self, part, *args):
+    def spy(self, part, *args, **kwargs):
         forwarded.extend(part.group_ids.tolist())
-        return call(self, part, *args)
+        return call(self, part, *args, **kwargs)
 
     monkeypatch.setattr(Forward, "__call__", spy)
     results = []
@@ -623,7 +623,7 @@ def test_a_critics_forward_by_the_wrong_adapter_is_noticed(session, make_roles, 
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
     values = roles.values
 
-    def by_the_policy(micro):
+    def by_the_policy(micro, layout=None):
         roles.tuner.set_adapter(POLICY)
         return values(micro)
 

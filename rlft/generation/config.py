@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from rlft.fields import NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt
 from rlft.types import Sampling
 
 
+class Weights(StrEnum):
+    """What the engine on the trainer's own base multiplies with."""
+
+    merged = "merged"
+    merged_bfloat16 = "merged_bfloat16"
+    apart = "apart"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
     batch_size: PositiveInt
-    merged: bool
+    weights: Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

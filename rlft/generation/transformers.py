@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from rlft.generation.config import Weights
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
 
 COMPACT_AT = 0.25
@@ -39,7 +40,7 @@ class Slot(Protocol):
 
     def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Decoder | None: ...
 
-    def load_sampler(self, adapter: Adapter, *, merged: bool = False) -> None: ...
+    def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None: ...
 
     def using(self, role: str | None) -> AbstractContextManager[Any]: ...
 
@@ -47,7 +48,7 @@ class Slot(Protocol):
 class TransformersGenerator:
     """batch_size: completions decoded together at most; a group is never split.
 
-    merged: decode with base and adapter added up (float32 only): sooner, for the memory of the base's linear layers.
+    weights: what is multiplied with while decoding (configs/generation/auto.yaml).
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class TransformersGenerator:
         device: torch.device,
         batch_size: int,
         *,
-        merged: bool = True,
+        weights: Weights = Weights.merged,
     ) -> None:
         self.slot, self.tokenizer, self.device, self.batch_size = slot, tokenizer, device, batch_size
-        self.merged = merged
+        self.weights = weights
         self.version: int | None = None
 
     def load(self, adapter: Adapter) -> None:
-        self.slot.load_sampler(adapter, merged=self.merged)
+        self.slot.load_sampler(adapter, weights=self.weights)
         self.version = adapter.version
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:

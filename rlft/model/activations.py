@@ -1,11 +1,31 @@
-"""What a forward with gradient keeps for its backward, and what weights take: bytes, from the model's config alone."""
+"""What a forward with gradient keeps for its backward, and whether to recompute it instead (gradient checkpointing)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
+
+from rlft.memory import free_memory
+
+SHARE = 0.5
+"""Of the memory that is free once the weights are loaded, what activations may take without checkpointing."""
+
+
+def set_checkpointing(model: PreTrainedModel, setting: Any, tokens: int) -> bool:
+    """Turns gradient checkpointing on or off; returns which. It acts in training mode only.
+
+    setting: true, false, or `auto`: on where a forward of so many tokens would keep more than its share of free memory.
+    """
+    recompute = setting is True
+    if setting == "auto" and model.supports_gradient_checkpointing:
+        recompute = activation_bytes(model.config, tokens, model.dtype.itemsize) > SHARE * free_memory(model.device)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
+    elif model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
+    return recompute
 
 
 def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:
@@ -22,10 +42,3 @@ def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     a_token = text.num_hidden_layers * (4 * text.hidden_size + attention + 3 * intermediate)
     return tokens * a_token * itemsize
-
-
-def weight_bytes(config: Any, bits: int) -> int:
-    """Of all the model's weights, counted on the meta device; bits: of one weight."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters()) * bits // 8

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -125,12 +125,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backbone:
-    """`path` is the config's model.path, as the user wrote it."""
+    """`path` is the config's model.path, as the user wrote it; gradient_checkpointing what it says of that."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     path: str
+    gradient_checkpointing: bool | Literal["auto"] = False
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text as `Completion.text` shows it, without special tokens."""
@@ -173,10 +174,13 @@ def read_backbone(config: ModelConfig) -> Backbone:
     model.requires_grad_(False).eval()
     _silence_dropout(model)
     fused.install(model)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
-    return Backbone(model=model, tokenizer=load_tokenizer(config), device=device, path=config.path)
+    return Backbone(
+        model=model,
+        tokenizer=load_tokenizer(config),
+        device=device,
+        path=config.path,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
 
 
 def _silence_dropout(model: PreTrainedModel) -> None:

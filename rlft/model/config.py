@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from rlft.fields import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 
@@ -35,7 +36,7 @@ class ModelConfig:
     dtype: str
     device: str
     attn_implementation: str
-    gradient_checkpointing: bool
+    gradient_checkpointing: bool | Literal["auto"]
     quantization: Quantization | None
     trust_remote_code: bool
 

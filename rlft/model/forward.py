@@ -29,24 +29,35 @@ class Forward:
     packed: bool
     reason: str
 
+    def layout(self, batch: Batch) -> PackedRows | None:
+        """The batch as a packed row, to be given to every pass over the same batch; None where rows are padded."""
+        return pack(batch) if self.packed else None
+
     def __call__(
-        self, batch: Batch, temperature: float, entropy: bool = False, head: ScalarHead | None = None
+        self,
+        batch: Batch,
+        temperature: float,
+        entropy: bool = False,
+        head: ScalarHead | None = None,
+        layout: PackedRows | None = None,
     ) -> Outputs:
         """Outputs `[B, T]`, 0 outside the completions; logits are divided by `temperature` as in sampling.
 
         They are float32 whatever the model's dtype is, but float64 when that is. head: adds the values it reads off the
-        same hidden states that predict the tokens.
+        same hidden states that predict the tokens. layout: of this batch, if it is there already.
         """
-        run = packed_forward if self.packed else padded_forward
-        return run(self.model, batch, temperature, entropy, head)
+        if self.packed:
+            return packed_forward(self.model, batch, temperature, entropy, head, layout)
+        return padded_forward(self.model, batch, temperature, entropy, head)
 
-    def values(self, batch: Batch, head: ScalarHead) -> Tensor:
+    def values(self, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
         """`[B, T]`, 0 outside the completions: the head on the hidden state that precedes each completion token.
 
         So values[b, t] is of the state in which token t was chosen. The LM head is not run.
         """
-        run = packed_values if self.packed else padded_values
-        return run(self.model, batch, head).where(batch.loss_mask, 0.0)
+        if self.packed:
+            return packed_values(self.model, batch, head, layout).where(batch.loss_mask, 0.0)
+        return padded_values(self.model, batch, head).where(batch.loss_mask, 0.0)
 
     def micro_batches(self, batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
         """Splits rows (int64 `[N]`) so that at most `token_budget` tokens enter the network at a time."""
@@ -63,9 +74,14 @@ class Forward:
 
 
 def packed_forward(
-    model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool, value_head: ScalarHead | None = None
+    model: PreTrainedModel,
+    batch: Batch,
+    temperature: float,
+    entropy: bool,
+    value_head: ScalarHead | None = None,
+    layout: PackedRows | None = None,
 ) -> Outputs:
-    packed = pack(batch)
+    packed = layout or pack(batch)
     hidden_MH = _hidden(model, packed).index_select(0, packed.predictor)
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module), "a causal language model has an output embedding"
@@ -75,8 +91,8 @@ def packed_forward(
     return _masked(_placed(logprobs_M, packed, batch), entropy_BT, values_BT, batch)
 
 
-def packed_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Tensor:
-    packed = pack(batch)
+def packed_values(model: PreTrainedModel, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
+    packed = layout or pack(batch)
     return _placed(head(_hidden(model, packed).index_select(0, packed.predictor)), packed, batch)
 
 

@@ -31,15 +31,21 @@ class LoraLinear(Linear):
         super().__init__(*args, **kwargs)
         self.sums: dict[str, Tensor] = {}
 
-    def add_up(self, role: str) -> None:
-        """Makes the role's sum, beside the base, which stays as it is. Float32 and up: in 16 bits B A would be lost."""
+    def add_up(self, role: str, dtype: torch.dtype | None = None) -> None:
+        """Makes the role's sum, beside the base, which stays as it is. A 16-bit base gets none: B A would be lost.
+
+        dtype: the sum is rounded to it once it is made, and x is for the product; None: that of the base.
+        """
         weight = cast(nn.Linear, self.base_layer).weight
         if weight.dtype not in (torch.float32, torch.float64) or role not in self.lora_A:
             return
         up, down = (cast(nn.Linear, side[role]).weight for side in (self.lora_B, self.lora_A))
         room = self.sums.get(role)
         with torch.no_grad():
-            self.sums[role] = torch.addmm(weight, up, down, alpha=self.scaling[role], out=room)
+            if dtype in (None, weight.dtype):
+                self.sums[role] = torch.addmm(weight, up, down, alpha=self.scaling[role], out=room)
+            else:
+                self.sums[role] = torch.addmm(weight, up, down, alpha=self.scaling[role]).to(dtype)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[.., out]` from x `[.., in]`."""
@@ -48,7 +54,9 @@ class LoraLinear(Linear):
             return base(x)
         role = self._plain_role()
         if role in self.sums and not torch.is_grad_enabled():
-            return F.linear(x, self.sums[role], base.bias)
+            total = self.sums[role]
+            y = F.linear(x.to(total.dtype), total).to(x.dtype)
+            return y if base.bias is None else y.add_(base.bias)
         if role is None or args or kwargs or x.dtype != base.weight.dtype:
             return super().forward(x, *args, **kwargs)
         down, up = (cast(nn.Linear, side[role]) for side in (self.lora_A, self.lora_B))

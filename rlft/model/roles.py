@@ -20,17 +20,22 @@ from torch.nn import Parameter
 
 from rlft.collate import select, to_device
 from rlft.model import lora_linear
+from rlft.model.activations import set_checkpointing
 from rlft.model.adapter_folder import load_adapter, load_head, read_record
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
 from rlft.model.forward import Forward, choose
+from rlft.model.packing import PackedRows
 from rlft.model.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.scalar_head import ScalarHead
 from rlft.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
 POLICY, OLD, REFERENCE, SAMPLER = "policy", "old", "reference", "sampler"
+
+Part = tuple[Tensor, Batch, PackedRows | None]
+"""A micro-batch: its rows in the batch, those rows, and their packed form."""
 
 
 class Roles:
@@ -53,6 +58,7 @@ class Roles:
         assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
         self.backbone, self.snapshot, self.seed = backbone, snapshot, seed
         self.temperature, self.token_budget = temperature, token_budget
+        set_checkpointing(backbone.model, backbone.gradient_checkpointing, token_budget)
         self.forward: Forward = choose(backbone.model)
         self.heads: dict[str, ScalarHead] = {}
         self.critic: Critic | None = None
@@ -148,19 +154,19 @@ class Roles:
             found += [(f"{role}.head.{name}", p) for name, p in self.heads[role].named_parameters()]
         return found
 
-    def outputs(self, batch: Batch, entropy: bool) -> Outputs:
+    def outputs(self, batch: Batch, entropy: bool, layout: PackedRows | None = None) -> Outputs:
         """The current policy on these rows, with grad; with values where the critic reads the policy's features."""
         critic = self.critic
         if critic is None or critic.role != POLICY:
-            return self.forward(batch, self.temperature, entropy)
-        outputs = self.forward(batch, self.temperature, entropy, critic.head)
+            return self.forward(batch, self.temperature, entropy, layout=layout)
+        outputs = self.forward(batch, self.temperature, entropy, critic.head, layout)
         assert outputs.values is not None, "the forward was given a head"
         return replace(outputs, values=critic.values(outputs.values, batch.loss_mask))
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: Batch, layout: PackedRows | None = None) -> Tensor:
         """The critic's values of these rows `[B, T]` in units of reward, by the adapter that is active."""
         assert self.critic is not None, "check.py refuses algorithms that need values without a critic"
-        return self.critic.values(self.forward.values(batch, self.critic.head), batch.loss_mask)
+        return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -235,22 +241,30 @@ class Roles:
             asked[None if reference == "base" else REFERENCE].add("reference_logprobs")
         if self.critic is not None:
             asked[self.critic.role].add("old_values")
+        parts = list(self._parts(batch, rows)) if asked else []
         for role, fields in asked.items():
-            batch = replace(batch, **self._without_gradient(batch, rows, role, fields))
+            batch = replace(batch, **self._without_gradient(batch, parts, role, fields))
         return batch
 
-    def _without_gradient(self, batch: Batch, rows: Tensor, role: str | None, fields: set[str]) -> dict[str, Tensor]:
+    def _parts(self, batch: Batch, rows: Tensor) -> Iterator[Part]:
+        """The micro-batches of these rows, packed once for every role that passes over them."""
+        for part in self.forward.micro_batches(batch, rows, self.token_budget):
+            micro = self.to_device(select(batch, part))
+            yield part, micro, self.forward.layout(micro)
+
+    def _without_gradient(
+        self, batch: Batch, parts: Sequence[Part], role: str | None, fields: set[str]
+    ) -> dict[str, Tensor]:
         """{field: float32 `[B, T]` on the batch's device}: log-probs and values by this role, without dropout."""
         found = {field: torch.zeros_like(batch.sampled_logprobs) for field in fields}
         with torch.no_grad(), self.using(role):
-            for part in self.forward.micro_batches(batch, rows, self.token_budget):
-                micro = self.to_device(select(batch, part))
+            for part, micro, layout in parts:
                 if fields == {"old_values"}:
-                    outputs = Outputs(logprobs=micro.sampled_logprobs, values=self.values(micro))
+                    outputs = Outputs(logprobs=micro.sampled_logprobs, values=self.values(micro, layout))
                 elif "old_values" in fields:
-                    outputs = self.outputs(micro, entropy=False)
+                    outputs = self.outputs(micro, entropy=False, layout=layout)
                 else:
-                    outputs = self.forward(micro, self.temperature)
+                    outputs = self.forward(micro, self.temperature, layout=layout)
                 for field, values in found.items():
                     made = outputs.values if field == "old_values" else outputs.logprobs
                     assert made is not None, "asked for, so made"
@@ -259,8 +273,8 @@ class Roles:
 
     def logprobs(self, batch: Batch, role: str | None) -> Tensor:
         """float32 `[B, T]` of every row by this role (None: the bare base), without gradient or dropout."""
-        rows = torch.arange(len(batch.rewards))
-        return self._without_gradient(batch, rows, role, {"old_logprobs"})["old_logprobs"]
+        parts = list(self._parts(batch, torch.arange(len(batch.rewards))))
+        return self._without_gradient(batch, parts, role, {"old_logprobs"})["old_logprobs"]
 
     def scalars(self, role: str, batch: Batch) -> Tensor:
         """The role's head at each completion token `[B, T]`; a role with an adapter must be the active one."""
@@ -275,10 +289,11 @@ class Roles:
         return to_device(batch, self.backbone.device)
 
     # -- the sampler's slot, for an engine that shares this base -------------------------------------------------------
-    def load_sampler(self, adapter: Adapter, *, merged: bool = False) -> None:
+    def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
         """Copies a published version into the engine's own slot: what it samples with is what was published.
 
-        merged: also adds it up with a copy of the base's linear weights, for faster decoding (`LoraLinear.add_up`).
+        weights: `merged` or `merged_bfloat16` also add it up with a copy of the base's linear weights, for faster
+        decoding (`LoraLinear.add_up`); `apart` does not.
         """
         if SAMPLER not in self.model.peft_config:
             self.model.add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
@@ -286,8 +301,8 @@ class Roles:
             self.model.eval()
         self.restore_role(SAMPLER, adapter.weights)
         for layer in self.model.modules():
-            if merged and isinstance(layer, lora_linear.LoraLinear):
-                layer.add_up(SAMPLER)
+            if weights != "apart" and isinstance(layer, lora_linear.LoraLinear):
+                layer.add_up(SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
 
     def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
         """For decoding these prompts by whatever is active; None where the model cannot be decoded so."""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import Parameter
 
 from rlft.collate import to_device
+from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward, choose
 from rlft.model.prefix_cache import PrefixCache, open_prefix_cache
@@ -28,8 +29,9 @@ class WholeModel:
     An engine on it samples from the weights as they are: publishing copies nothing.
     """
 
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, backbone: Backbone, token_budget: int) -> None:
         self.backbone, self.model = backbone, backbone.model
+        set_checkpointing(self.model, backbone.gradient_checkpointing, token_budget)
         self.model.requires_grad_(True)
         self.forward: Forward = choose(self.model)
 
@@ -70,7 +72,7 @@ class WholeModel:
     def publish(self, version: int) -> Adapter:
         return Adapter(version=version, weights={}, config={})
 
-    def load_sampler(self, adapter: Adapter, *, merged: bool = False) -> None:
+    def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
         """Nothing to copy: the engine's model is the trainer's."""
 
     def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:

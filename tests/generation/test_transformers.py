@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from rlft.generation.config import Weights
 from rlft.generation.transformers import TransformersGenerator, draw, end_tokens
+from rlft.model.lora_linear import LoraLinear
 from rlft.types import FinishReason, Sampling
 
 NATS = 5e-5  # float32: decoding adds up in another order than a plain forward does
@@ -375,3 +377,21 @@ def test_a_sliding_window_shorter_than_the_prompt_is_sampled_exactly(backbone, m
                 logits = model(input_ids=torch.tensor([[*group.prompt.token_ids, *ids]])).logits[0, start - 1 : -1]
             expected = logits.log_softmax(-1)[range(len(ids)), ids]
             torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=0, atol=NATS)
+
+
+# -- what is multiplied with -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("weights", "nats"), [("apart", NATS), ("merged", NATS), ("merged_bfloat16", 0.2)])
+def test_whatever_is_multiplied_with_it_samples_the_policy(weights, nats, roles, backbone, prompts):
+    generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64, weights=Weights(weights))
+    generator.load(roles.publish(1))
+    gaps = []
+    for rollout in (r for g in generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT) for r in g.rollouts):
+        prompt, ids = rollout.prompt.token_ids, rollout.completion.token_ids
+        with torch.no_grad():
+            logits = backbone.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        gaps.append((torch.tensor(rollout.completion.logprobs) - logits.log_softmax(-1)[range(len(ids)), ids]).abs())
+    assert torch.cat(gaps).max() < nats
+    layers = [m for m in roles.model.modules() if isinstance(m, LoraLinear)]
+    assert {layer.sums["sampler"].dtype for layer in layers if layer.sums} == {
+        "apart": set(), "merged": {torch.float32}, "merged_bfloat16": {torch.bfloat16},
+    }[weights]  # fmt: skip

@@ -110,6 +110,19 @@ def test_a_sum_gives_the_same_and_is_used_without_gradient_only():
         assert not torch.allclose(layer(x), expected)
 
 
+def test_a_rounded_sum_is_near_and_smaller():
+    x, model = torch.randn(4, 6), made(fused=True, dtype=torch.float32)
+    layer = model.base_model.model.first
+    expected = layer(x).detach()
+    layer.add_up("default", torch.bfloat16)
+    assert layer.sums["default"].dtype == torch.bfloat16
+    with torch.no_grad():
+        found = layer(x)
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.1)
+
+
 def test_in_16_bits_nothing_is_added_up():
     layer = made(fused=True, dtype=torch.bfloat16).base_model.model.first
     layer.add_up("default")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlft.generation.adapter_files import AdapterFiles
+from rlft.model import forward
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old
 from rlft.model.critic import CRITIC
@@ -893,3 +894,14 @@ def test_a_broken_safetensors_file_is_never_unpickled(tmp_path, make_roles):
     save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"^lora\.path: 57 of its tensors do not fit"):
         make_roles(path=str(tmp_path))
+
+
+def test_every_role_passes_over_the_same_packed_rows(make_roles, batch, nobody, monkeypatch):
+    packed, plain = [], forward.pack
+    monkeypatch.setattr(forward, "pack", lambda micro: packed.append(len(micro.rewards)) or plain(micro))
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter, old=Old.recompute, reference="base", token_budget=7)
+    packed.clear()
+    roles.annotate(batch, nobody, needs_old=True)
+    parts = roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), 7)
+    assert len(parts) > 1
+    assert packed == [len(part) for part in parts], "once for old, reference and values"

@@ -120,7 +120,7 @@ def test_the_adapter_says_what_the_trained_policy_says(
     out = exported(find(trained), tmp_path / "out", "adapter")
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
     # The same tensors in the same modules: only the attention's kernel may differ.
-    assert largest_gap(score(PeftModel.from_pretrained(base, out), sequences), trainers) < 1e-6
+    assert largest_gap(score(PeftModel.from_pretrained(base, out), sequences), trainers) < 1e-5
     assert sorted(f.name for f in out.iterdir()) == sorted(
         ["README.md", "adapter_config.json", "adapter_model.safetensors", "rlft.json"]
     )
@@ -132,7 +132,7 @@ def test_the_adapter_knows_where_its_base_is(
     out = exported(find(trained), tmp_path / "out", "adapter")
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_path.resolve())
     model = AutoPeftModelForCausalLM.from_pretrained(out)
-    assert largest_gap(score(model, sequences), trainers) < 1e-6
+    assert largest_gap(score(model, sequences), trainers) < 1e-5
 
 
 def test_one_checkpoint_of_a_run_can_be_named(trained: Path, tmp_path: Path) -> None:
