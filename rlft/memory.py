@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's mallopt
 LARGE_BYTES, LEAN_BYTES = 32 * 2**20, 4 * 2**20
@@ -36,12 +35,8 @@ def keep_blocks(token_budget: int) -> bool:
     return mallopt(MMAP_THRESHOLD, limit) == 1 and mallopt(TRIM_THRESHOLD, KEPT_BYTES) == 1
 
 
-def free_memory(device: Any) -> int:
-    """Bytes that this device (a torch.device), or on a CPU this process, could still take."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
+def free_memory() -> int:
+    """Bytes of the machine's memory that this process could still take."""
     return min(_available(), _control_group_room())
 
 

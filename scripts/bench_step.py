@@ -98,8 +98,11 @@ def fastest(sizes: list[int], run: Callable[[int], Measured]) -> int:
 
 
 def trl_once(model: str, work: Work, asked: argparse.Namespace, tiny: bool, micro_batch: int, steps: int) -> Measured:
-    prompts = asked.out / "prompts.txt"
-    prompts.write_text("\n".join(tiny_prompts(work, steps) if tiny else letters(asked.out, work, steps)))
+    prompts = asked.out / "prompts.jsonl"
+    if tiny:
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in tiny_prompts(steps)))
+    else:
+        write_prompts(prompts, work, steps + 1)
     if tiny:
         from rlft.model.backbone import resolve_path
 
@@ -115,12 +118,7 @@ def trl_once(model: str, work: Work, asked: argparse.Namespace, tiny: bool, micr
     return Measured(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def letters(folder: Path, work: Work, steps: int) -> list[str]:
-    file = write_prompts(folder / "prompts.jsonl", work, steps + 1)
-    return [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
-
-
-def tiny_prompts(work: Work, steps: int) -> list[str]:
+def tiny_prompts(steps: int) -> list[str]:
     """The embedded task's questions as the chat template writes them."""
     from transformers import AutoTokenizer
 

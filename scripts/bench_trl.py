@@ -7,6 +7,7 @@ gradient checkpointing, no reference model (beta 0), the fused LM head that TRL 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def main() -> None:
         model=model,
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": text} for text in asked.prompts.read_text().splitlines()]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": json.loads(line)["prompt"]} for line in asked.prompts.read_text().splitlines()]
+        ),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules="all-linear", task_type="CAUSAL_LM"),
         callbacks=[Clock()],
@@ -94,11 +97,9 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    import json
-
     parser.add_argument("--work", type=json.loads, required=True)
     parser.add_argument("--model", default=EMBEDDED)
-    parser.add_argument("--prompts", type=Path, required=True, help="a prompt a line")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True)
     parser.add_argument("--dtype", default="float32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from rlft.memory import free_memory
@@ -19,7 +20,9 @@ def set_checkpointing(model: PreTrainedModel, setting: Any, tokens: int) -> bool
     """
     recompute = setting is True
     if setting == "auto" and model.supports_gradient_checkpointing:
-        recompute = activation_bytes(model.config, tokens, model.dtype.itemsize) > SHARE * free_memory(model.device)
+        on_gpu = model.device.type == "cuda"
+        free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else free_memory()
+        recompute = activation_bytes(model.config, tokens, model.dtype.itemsize) > SHARE * free
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this

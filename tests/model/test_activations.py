@@ -47,6 +47,6 @@ def test_it_is_on_when_asked_for_and_off_where_there_is_room(setting, expected, 
 def test_auto_recomputes_what_would_take_more_than_half_of_the_free_memory(model, monkeypatch):
     needed = activation_bytes(model.config, 1000, 4)
     for free, expected in ((2 * needed - 1, True), (2 * needed, False)):
-        monkeypatch.setattr(activations, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(activations, "free_memory", lambda free=free: free)
         assert set_checkpointing(model, "auto", 1000) is expected
         assert model.is_gradient_checkpointing is expected
