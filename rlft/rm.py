@@ -21,7 +21,7 @@ from rlft.engine import Engines
 from rlft.evaluate import mean_and_error
 from rlft.examples import RankedTokens, Rankings, scan_rankings
 from rlft.model.adapter_folder import content_fingerprint, has_head, load_adapter
-from rlft.model.backbone import fingerprint, load_backbone, load_tokenizer, read_config
+from rlft.model.backbone import fingerprint, load_tokenizer, read_config
 from rlft.model.reward_model import Row, last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles, policy_alone
 from rlft.ops.preference import accuracy, pairs_of_ranking, ranking_loss
@@ -29,6 +29,7 @@ from rlft.roots import RmConfig
 from rlft.supervised import learn
 from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
+from rlft.training_base import load_for_training
 from rlft.types import Evaluation, Logger, Split, UserError
 from rlft.work import Outcome, Say, Work, program
 
@@ -262,7 +263,8 @@ def pair_accuracy(scores: torch.Tensor, ranking: RankedTokens) -> float:
 def open_lesson(plan: RmPlan, stack: ExitStack) -> Ranked:
     """Loads the model, with the reward's adapter and head on it."""
     config = plan.config
-    fresh, backbone = replace(config.lora, path=None), load_backbone(config.model)
+    fresh = replace(config.lora, path=None)
+    backbone = load_for_training(config.model, config.token_budget)
     roles = policy_alone(backbone, fresh, token_budget=config.token_budget, seed=config.seed)
     stack.callback(roles.close)
     path = config.lora.path

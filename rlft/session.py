@@ -21,7 +21,7 @@ from rlft.interrupt import Interrupt
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
 from rlft.memory import collector_passes_over_what_is_there, keep_blocks
-from rlft.model.backbone import Backbone, load_backbone
+from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import POLICY, Roles
@@ -38,6 +38,7 @@ from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
+from rlft.training_base import load_for_training
 from rlft.types import Batch, Evaluation, Generator, Group, Prompt, Rollouts, RunInfo, Scores, StepRecord
 
 
@@ -362,7 +363,7 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
         interrupt = stack.enter_context(Interrupt(say))
         rewards = specs(config.reward)
         keep_blocks(config.token_budget)
-        backbone = load_backbone(config.model)
+        backbone = load_for_training(config.model, config.token_budget)
         stack.enter_context(same_every_time(backbone.device))
         roles = Roles(
             backbone,

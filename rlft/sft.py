@@ -29,9 +29,7 @@ from rlft.examples import Examples, scan_demonstrations
 from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import (
     fingerprint,
-    load_backbone,
     load_tokenizer,
-    read_backbone,
     read_config,
     resolve_device,
     resolve_dtype,
@@ -48,6 +46,7 @@ from rlft.session import open_freshness, open_resident
 from rlft.supervised import learn
 from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
+from rlft.training_base import load_for_training
 from rlft.types import Batch, Evaluation, Generator, Logger, Split, UserError
 from rlft.work import Outcome, Say, Work, program
 
@@ -319,9 +318,9 @@ def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstrat
     """Loads the model and, where the task is evaluated, opens the engine and the rewards' workers."""
     config = plan.config
     if config.lora is None:
-        learner: Roles | WholeModel = WholeModel(read_backbone(config.model), config.token_budget)
+        learner: Roles | WholeModel = WholeModel(load_for_training(config.model, config.token_budget, own=True))
     else:
-        backbone = load_backbone(config.model)
+        backbone = load_for_training(config.model, config.token_budget)
         learner = policy_alone(backbone, config.lora, token_budget=config.token_budget, seed=config.seed)
         stack.callback(learner.close)
     if plan.held_out is None:

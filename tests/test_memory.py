@@ -41,6 +41,23 @@ del large
 print((pages() - before) * 4)
 """
 
+HOLES = """
+from pathlib import Path
+from rlft.memory import keep_blocks
+{tell}
+import torch
+def pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+torch.ones(6 * 2**20).sum()  # 24 MiB, freed: from here on glibc by itself keeps blocks of up to that size
+kept = []
+before = pages()
+for size in range(8, 24):
+    large = torch.ones(size * 2**18)  # 8 .. 23 MiB
+    kept.append(torch.ones(2**14))  # 64 KiB that come to lie behind it
+    del large
+print((pages() - before) * 4)
+"""
+
 
 def printed(code: str, tell: str) -> int:
     done = subprocess.run([sys.executable, "-c", code.format(tell=tell)], capture_output=True, text=True, check=True)
@@ -53,6 +70,12 @@ def test_blocks_of_a_step_are_used_again_without_a_page_fault() -> None:
         return
     # A pass fills 10,240 pages, which are all new where blocks of 5 MiB go back to the system.
     assert printed(FAULTS, "assert keep_blocks(4096)") < 1024
+
+
+def test_with_large_micro_batches_blocks_that_are_freed_leave_no_holes() -> None:
+    if sys.platform == "linux":
+        # What stays is 16 x 64 KiB = 1 MiB, and a few MiB of whatever torch begins to use; each hole is 8 MiB or more.
+        assert printed(HOLES, "assert keep_blocks(16384)") < 6 * 1024 < printed(HOLES, "")
 
 
 def test_a_block_over_32_mib_goes_back_at_once() -> None:

@@ -246,7 +246,10 @@ TABLE = [
     (PTX, "pretrain.path", "mixes pretraining text in, and there is none, got null; set pretrain.path=<JSONL"),
     (f"{PTX} pretrain.path=nowhere.jsonl", "pretrain.path", "got nowhere.jsonl"),
     (f"{PTX} {TEXT} pretrain.max_tokens=600", "pretrain.max_tokens", "the model's context of 512 tokens, got 600; use"),
-    (f"{PTX} {TEXT} pretrain.max_tokens=20000 token_budget=16384", "token_budget", "have pretrain.max_tokens=20000"),
+    (
+        f"{PTX} {TEXT} pretrain.max_tokens=20000 token_budget=16384", "token_budget",
+        "may have pretrain.max_tokens=20000 tokens, got 16384",
+    ),
     # Learned rewards
     (f"train {LEARNED}", "reward.learned.path", "says 0 of every completion, and reward_model.refresh_every=0 never t"),
     (f"train {LEARNED} reward.learned.path=nowhere", "reward.learned.path", "the reward model cannot be read"),

@@ -56,7 +56,7 @@ def lesson(learner: Roles | WholeModel, token_budget: int = 10**6) -> Demonstrat
 def learner(request: pytest.FixtureRequest, make_double: Callable[[], Backbone], make_roles: Any) -> Any:
     """What learns, on a model of float64."""
     if request.param == "all weights":
-        return WholeModel(make_double(), 4096)
+        return WholeModel(make_double())
     return make_roles(noise=0.05, backbone=make_double())
 
 
@@ -102,7 +102,7 @@ def test_the_held_out_loss_is_the_mean_over_completion_tokens(learner: Any) -> N
 
 def test_demonstrations_of_one_prompt_go_through_the_network_as_one_group(make_double: Any) -> None:
     """Their prompt of 3 tokens once: 3 + 2 + 4 prompt tokens and 12 of completions."""
-    metrics = lesson(WholeModel(make_double(), 4096)).backward(0)
+    metrics = lesson(WholeModel(make_double())).backward(0)
     assert metrics["tokens/trained"] == 21
 
 
@@ -160,7 +160,7 @@ def test_a_checkpoints_model_folder_is_a_model_for_transformers(
     whole: Path, tiny_path: Path, model_config: Callable[..., ModelConfig]
 ) -> None:
     folder = whole / "checkpoints" / "step_000002" / "model"
-    own = WholeModel(read_backbone(model_config()), 4096)
+    own = WholeModel(read_backbone(model_config()))
     own.restore(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
@@ -173,7 +173,7 @@ def test_a_checkpoints_model_folder_is_a_model_for_transformers(
 
 def test_the_weights_of_another_model_are_not_restored(whole: Path, make_double: Callable[[], Backbone]) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
-        WholeModel(make_double(), 4096).restore(whole / "checkpoints" / "step_000002" / "model")
+        WholeModel(make_double()).restore(whole / "checkpoints" / "step_000002" / "model")
 
 
 @pytest.mark.parametrize("kind", ["adapted", "whole"])

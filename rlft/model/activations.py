@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from rlft.memory import free_memory
 
-SHARE = 0.5
-"""Of the memory that is free once the weights are loaded, what activations may take without checkpointing."""
-
-
-def set_checkpointing(model: PreTrainedModel, setting: Any, tokens: int) -> bool:
-    """Turns gradient checkpointing on or off; returns which. It acts in training mode only.
-
-    setting: true, false, or `auto`: on where a forward of so many tokens would keep more than its share of free memory.
-    """
-    recompute = setting is True
-    if setting == "auto" and model.supports_gradient_checkpointing:
-        on_gpu = model.device.type == "cuda"
-        free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else free_memory()
-        recompute = activation_bytes(model.config, tokens, model.dtype.itemsize) > SHARE * free
-    if recompute:
+def set_checkpointing(model: PreTrainedModel, on: bool) -> None:
+    """Turns gradient checkpointing on or off. It acts in training mode only."""
+    if on:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
     elif model.supports_gradient_checkpointing:
         model.gradient_checkpointing_disable()
-    return recompute
 
 
 def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import rlft
 from rlft.hub import hub_answers
 from rlft.model import attention, fused
+from rlft.model.activations import set_checkpointing
 from rlft.model.config import ModelConfig
 from rlft.types import UserError
 
@@ -125,13 +126,12 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backbone:
-    """`path` is the config's model.path, as the user wrote it; gradient_checkpointing what it says of that."""
+    """`path` is the config's model.path, as the user wrote it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     path: str
-    gradient_checkpointing: bool | Literal["auto"] = False
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text as `Completion.text` shows it, without special tokens."""
@@ -174,12 +174,13 @@ def read_backbone(config: ModelConfig) -> Backbone:
     model.requires_grad_(False).eval()
     _silence_dropout(model)
     fused.install(model)
+    if config.gradient_checkpointing is True:
+        set_checkpointing(model, True)
     return Backbone(
         model=model,
         tokenizer=load_tokenizer(config),
         device=device,
         path=config.path,
-        gradient_checkpointing=config.gradient_checkpointing,
     )
 
 

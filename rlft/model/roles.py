@@ -20,7 +20,6 @@ from torch.nn import Parameter
 
 from rlft.collate import select, to_device
 from rlft.model import lora_linear
-from rlft.model.activations import set_checkpointing
 from rlft.model.adapter_folder import load_adapter, load_head, read_record
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
@@ -58,7 +57,6 @@ class Roles:
         assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
         self.backbone, self.snapshot, self.seed = backbone, snapshot, seed
         self.temperature, self.token_budget = temperature, token_budget
-        set_checkpointing(backbone.model, backbone.gradient_checkpointing, token_budget)
         self.forward: Forward = choose(backbone.model)
         self.heads: dict[str, ScalarHead] = {}
         self.critic: Critic | None = None

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch.nn import Parameter
 
 from rlft.collate import to_device
-from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward, choose
 from rlft.model.prefix_cache import PrefixCache, open_prefix_cache
@@ -29,9 +28,8 @@ class WholeModel:
     An engine on it samples from the weights as they are: publishing copies nothing.
     """
 
-    def __init__(self, backbone: Backbone, token_budget: int) -> None:
+    def __init__(self, backbone: Backbone) -> None:
         self.backbone, self.model = backbone, backbone.model
-        set_checkpointing(self.model, backbone.gradient_checkpointing, token_budget)
         self.model.requires_grad_(True)
         self.forward: Forward = choose(self.model)
 

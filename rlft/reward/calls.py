@@ -103,14 +103,24 @@ class Kept:
 
 
 def serve(program: str) -> None:
-    """Runs the program as a module, not as the main program, then answers requests until there are no more."""
+    """Runs the program as a module, not as the main program, then answers requests until there are no more.
+
+    A process that the program forked off says nothing: its answers would race with the end of the program itself.
+    """
     requests, replies = take_stdio()
+    getpid, leave = os.getpid, os._exit
+    own = getpid()
     module = types.ModuleType(PROGRAM)
     sys.modules[PROGRAM] = module
     exec(compile(program, "program.py", "exec"), module.__dict__)
     kept = Kept()
+    if getpid() != own:
+        leave(0)
     for line in requests:
-        replies.write(json.dumps(answer(json.loads(line), module, kept)) + "\n")
+        reply = json.dumps(answer(json.loads(line), module, kept))
+        if getpid() != own:
+            leave(0)
+        replies.write(reply + "\n")
         replies.flush()
 
 

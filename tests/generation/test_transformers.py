@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -13,12 +12,20 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from rlft.generation.config import Weights
 from rlft.generation.transformers import TransformersGenerator, draw, end_tokens
+from rlft.model.backbone import read_backbone
 from rlft.model.lora_linear import LoraLinear
 from rlft.types import FinishReason, Sampling
 
-NATS = 5e-5  # float32: decoding adds up in another order than a plain forward does
 HOT = Sampling(max_tokens=24, temperature=1.0)
 QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
+
+
+@pytest.fixture(scope="session")
+def backbone(model_config):
+    """The embedded model in float64, because decoding adds up in another order than a plain forward."""
+    exact = read_backbone(model_config())
+    exact.model.double()
+    return exact
 
 
 @pytest.fixture
@@ -36,8 +43,8 @@ def roles(make_roles):
 def make_generator(roles, backbone):
     """Builds an engine that holds the policy as version 3."""
 
-    def make(batch_size=256):
-        generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, batch_size)
+    def make(batch_size=256, **keys):
+        generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, batch_size, **keys)
         generator.load(roles.publish(3))
         return generator
 
@@ -93,7 +100,7 @@ def test_completions_do_not_depend_on_the_batch_size_or_on_what_else_is_in_the_b
     turned = make_generator().sample(prompts[::-1], 4, seeds[::-1], HOT)[::-1]
     for groups in (split, turned):
         assert completions(groups) == completions(whole)
-        torch.testing.assert_close(logprobs(groups), logprobs(whole), rtol=0, atol=NATS)
+        torch.testing.assert_close(logprobs(groups), logprobs(whole), rtol=1e-5, atol=1e-5)
 
 
 def test_the_global_random_state_is_neither_read_nor_moved(make_generator, prompts):
@@ -117,8 +124,8 @@ def test_logprobs_are_those_of_a_plain_forward_at_this_temperature(
         prompt, ids = rollout.prompt.token_ids, rollout.completion.token_ids
         with torch.no_grad():
             logits = backbone.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / temperature).log_softmax(-1)[range(len(ids)), ids]
-        torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=0, atol=NATS)
+        expected = (logits / temperature).log_softmax(-1)[range(len(ids)), ids].float()
+        torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=1e-5, atol=1e-5)
         count += len(ids)
     assert count > 100
 
@@ -131,8 +138,8 @@ def test_before_the_first_adapter_it_samples_from_the_base(make_roles, backbone,
     with torch.no_grad(), roles.using(None):
         ids = group.rollouts[0].completion.token_ids
         logits = backbone.model(input_ids=torch.tensor([[*prompts[0].token_ids, *ids]])).logits[0]
-    expected = logits[len(prompts[0].token_ids) - 1 : -1].log_softmax(-1)[range(len(ids)), ids]
-    torch.testing.assert_close(torch.tensor(group.rollouts[0].completion.logprobs), expected, rtol=0, atol=NATS)
+    expected = logits[len(prompts[0].token_ids) - 1 : -1].log_softmax(-1)[range(len(ids)), ids].float()
+    torch.testing.assert_close(torch.tensor(group.rollouts[0].completion.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_it_samples_from_what_was_loaded_however_the_policy_moves_on(make_generator, roles, prompts):
@@ -154,13 +161,12 @@ def test_the_policy_is_active_again_after_sampling(make_generator, roles, prompt
 
 
 def test_scores_are_the_sampling_policys_at_temperature_1(make_generator, roles):
-    generator = make_generator()
+    generator = make_generator(weights=Weights.apart)
     sequences = [[5, 6, 7, 8], [9, 10]]
-    close = partial(pytest.approx, abs=NATS)
-    assert generator.score(sequences) == [close(row) for row in roles.score(sequences)]
+    assert generator.score(sequences) == roles.score(sequences)
     for _, parameter in roles.named_parameters():
         parameter.data += 0.02
-    assert generator.score(sequences) != [close(row) for row in roles.score(sequences)]
+    assert generator.score(sequences) != roles.score(sequences)
 
 
 # -- cost ------------------------------------------------------------------------------------------------------------
@@ -260,8 +266,8 @@ def test_temperature_0_takes_the_likeliest_token_and_gives_its_logprob_at_1(make
         with torch.no_grad():
             logits = backbone.model(input_ids=ids).logits[0, len(group.prompt.token_ids) - 1 : -1]
         assert logits.argmax(-1).tolist() == list(first.token_ids)
-        expected = logits.log_softmax(-1).max(-1).values
-        torch.testing.assert_close(torch.tensor(first.logprobs), expected, rtol=0, atol=NATS)
+        expected = logits.log_softmax(-1).max(-1).values.float()
+        torch.testing.assert_close(torch.tensor(first.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
 PROBABILITIES = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
@@ -376,12 +382,12 @@ def test_a_sliding_window_shorter_than_the_prompt_is_sampled_exactly(backbone, m
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([[*group.prompt.token_ids, *ids]])).logits[0, start - 1 : -1]
             expected = logits.log_softmax(-1)[range(len(ids)), ids]
-            torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=0, atol=NATS)
+            torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
 # -- what is multiplied with -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("weights", "nats"), [("apart", NATS), ("merged", NATS), ("merged_bfloat16", 0.2)])
-def test_whatever_is_multiplied_with_it_samples_the_policy(weights, nats, roles, backbone, prompts):
+@pytest.mark.parametrize("weights", ["apart", "merged", "merged_bfloat16"])
+def test_whatever_is_multiplied_with_it_samples_the_policy(weights, roles, backbone, prompts):
     generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64, weights=Weights(weights))
     generator.load(roles.publish(1))
     gaps = []
@@ -390,8 +396,9 @@ def test_whatever_is_multiplied_with_it_samples_the_policy(weights, nats, roles,
         with torch.no_grad():
             logits = backbone.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
         gaps.append((torch.tensor(rollout.completion.logprobs) - logits.log_softmax(-1)[range(len(ids)), ids]).abs())
-    assert torch.cat(gaps).max() < nats
+    mean, largest = float(torch.cat(gaps).mean()), float(torch.cat(gaps).max())
+    assert mean < 0.01 if weights == "merged_bfloat16" else largest < 1e-5
     layers = [m for m in roles.model.modules() if isinstance(m, LoraLinear)]
     assert {layer.sums["sampler"].dtype for layer in layers if layer.sums} == {
-        "apart": set(), "merged": {torch.float32}, "merged_bfloat16": {torch.bfloat16},
+        "apart": set(), "merged": {torch.float64}, "merged_bfloat16": {torch.bfloat16},
     }[weights]  # fmt: skip

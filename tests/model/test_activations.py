@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlft.model import activations
-from rlft.model.activations import activation_bytes, set_checkpointing
+from rlft.model.activations import activation_bytes
 
 
 def test_the_count_is_what_the_packed_forward_keeps(make_roles, make_batch):
@@ -30,23 +29,3 @@ def test_the_count_is_what_the_packed_forward_keeps(make_roles, make_batch):
     tokens = 4 * 20 + 16 * 60
     counted = activation_bytes(roles.backbone.model.config, tokens, 4)
     assert counted == pytest.approx(sum(storages.values()), rel=0.15)
-
-
-@pytest.fixture
-def model(backbone):
-    yield backbone.model
-    set_checkpointing(backbone.model, False, 0)
-
-
-@pytest.mark.parametrize(("setting", "expected"), [(True, True), (False, False), ("auto", False)])
-def test_it_is_on_when_asked_for_and_off_where_there_is_room(setting, expected, model):
-    assert set_checkpointing(model, setting, 4096) is expected
-    assert model.is_gradient_checkpointing is expected
-
-
-def test_auto_recomputes_what_would_take_more_than_half_of_the_free_memory(model, monkeypatch):
-    needed = activation_bytes(model.config, 1000, 4)
-    for free, expected in ((2 * needed - 1, True), (2 * needed, False)):
-        monkeypatch.setattr(activations, "free_memory", lambda free=free: free)
-        assert set_checkpointing(model, "auto", 1000) is expected
-        assert model.is_gradient_checkpointing is expected

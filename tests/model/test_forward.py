@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rlft.collate import select
@@ -178,14 +179,31 @@ def test_a_batch_of_empty_completions_only_has_gradient_0(random_model, with_lor
 
 
 # -- the head --------------------------------------------------------------------------------------------------------
+class LogitRows(TorchDispatchMode):
+    """Notes how many rows each tensor has that is as wide as the vocabulary, but for the head's own weight turned."""
+
+    def __init__(self, weight_VH):
+        super().__init__()
+        self.vocabulary, self.weight, self.seen = len(weight_VH), weight_VH.untyped_storage().data_ptr(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        wide = isinstance(made, torch.Tensor) and made.ndim == 2 and made.shape[1] == self.vocabulary
+        if wide and made.untyped_storage().data_ptr() != self.weight:
+            self.seen.append(len(made))
+        return made
+
+
 @pytest.mark.parametrize("tokens_at_once", [1, 7])
 def test_the_size_of_logit_chunks_changes_nothing(tokens_at_once, random_model, with_lora, awkward_batch, monkeypatch):
     model = random_model("llama")
     parameters = with_lora(model)
     whole = results(lambda b: packed_forward(model, b, 0.6, True), awkward_batch, parameters)
     monkeypatch.setattr(head, "LOGIT_CHUNK", {"cpu": tokens_at_once * 120 + 1})
-    assert head.chunk_rows(model.get_output_embeddings().weight) == tokens_at_once
-    chunked = results(lambda b: packed_forward(model, b, 0.6, True), awkward_batch, parameters)
+    sizes = LogitRows(model.get_output_embeddings().weight)
+    with sizes:
+        chunked = results(lambda b: packed_forward(model, b, 0.6, True), awkward_batch, parameters)
+    assert max(sizes.seen) == tokens_at_once
     close(chunked[:2], whole[:2], 1e-6)
     close_gradients(chunked[2], whole[2], 1e-6)
     with torch.no_grad():

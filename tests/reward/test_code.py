@@ -222,6 +222,8 @@ ASSERT_VERDICTS = [
     ("import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = print", False, "hooks"),
     (HUNT_FOR_THE_TESTS, False, "looks for the tests in files, memory and frames"),
     (KILL_THE_OTHERS, False, "kills whatever it can"),
+    ("import os\nif os.fork(): os._exit(0)\ndef add(a, b): return a + b", False, "goes on in a child only"),
+    ("import os\ndef add(a, b):\n    if os.fork(): os._exit(0)\n    return a + b", False, "answers in a child only"),
     ("def add(a, b): return __import__('itertools').count()", False, "everything in turn"),
     ("def add(a, b):\n    x = []\n    x.append(x)\n    return x", False, "a list that holds itself"),
     ("def add(a, b): return 'x' * 10**9", False, "an answer too large"),

@@ -1,0 +1,33 @@
+"""The base as a training run loads it: with or without gradient checkpointing, as the machine's memory has it."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from rlft.memory import free_memory
+from rlft.model.activations import activation_bytes, set_checkpointing
+from rlft.model.backbone import Backbone, load_backbone, read_backbone
+from rlft.model.config import ModelConfig
+
+SHARE = 0.5
+"""Of the memory that is free once the weights are loaded, what activations may take without checkpointing."""
+
+
+def load_for_training(config: ModelConfig, token_budget: int, *, own: bool = False) -> Backbone:
+    """The base, whose forwards with gradient are to have at most so many tokens.
+
+    own: a base that no other job of a sweep shares, because its weights are to change.
+    """
+    backbone = read_backbone(config) if own else load_backbone(config)
+    if config.gradient_checkpointing == "auto":
+        set_checkpointing(backbone.model, is_needed(backbone.model, token_budget))
+    return backbone
+
+
+def is_needed(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a forward of so many tokens would keep more than its share of the free memory without checkpointing."""
+    if not model.supports_gradient_checkpointing:
+        return False
+    free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else free_memory()
+    return activation_bytes(model.config, tokens, model.dtype.itemsize) > SHARE * free
