@@ -65,7 +65,7 @@ def scan(
 
     Raises:
         UserError: nothing to scan or nothing left, an id that occurs twice, over-long prompts where `over_limit` is
-            `refuse`, messages that the chat template does not take.
+            `refuse`, messages that the chat template does not take, a prompt without a token.
     """
     if not prompts:
         raise UserError("data", f"the {split} split is empty", remedy="choose other data")
@@ -73,6 +73,7 @@ def scan(
     tokenised = [
         replace(p, token_ids=ids) for p, ids in zip(prompts, token_ids(prompts, tokenizer, style), strict=True)
     ]
+    _check_not_empty(tokenised, split)
     kept = [p for p in tokenised if len(p.token_ids) <= max_prompt_tokens]
     if len(kept) < len(tokenised) and (over_limit == "refuse" or not kept):
         raise _over_limit(tokenised, max_prompt_tokens, over_limit, split)
@@ -173,6 +174,17 @@ def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:
             f"{len(twice)} ids occur more than once in the {split} split",
             got=twice[0],
             remedy="give each prompt its own id",
+        )
+
+
+def _check_not_empty(prompts: Sequence[Prompt], split: Split) -> None:
+    empty = [p.id for p in prompts if not p.token_ids]
+    if empty:
+        raise UserError(
+            "data",
+            f"{len(empty)} of {len(prompts)} {split} prompts have no token, so nothing can be predicted from them",
+            got=empty[0],
+            remedy="leave them out, or use prompts.style=chat, whose template gives each some tokens",
         )
 
 

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 from bench_flops import peak_rate, step_flops
 from bench_work import (
@@ -126,7 +127,7 @@ def tiny_prompts(steps: int) -> list[str]:
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(EMBEDDED))
     turns = [[{"role": "user", "content": f"{a}+{b}=?"}] for a in range(10, 60) for b in range(10, 12 + steps)]
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)  # type: ignore[return-value]
+    return cast(list[str], tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 
 def told(measured: Measured) -> str:

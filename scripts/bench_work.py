@@ -6,10 +6,7 @@ vocabulary, so that every completion has the length it is asked for.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import platform
 import random
 import resource
 import shutil
@@ -20,6 +17,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from compare_algorithms import machine
 
 from rlft import runfolder
 from rlft.logger.jsonl import METRICS, read_lines
@@ -76,8 +75,9 @@ def make_model(folder: Path, size: Size, dtype: str) -> Path:
 
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=letters | {"<end>": size.vocabulary}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    # The library's own stubs give these two properties getters alone.
+    setattr(tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))  # noqa: B010
+    setattr(tokenizer, "decoder", decoders.ByteLevel())  # noqa: B010
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="!")
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -176,20 +176,8 @@ def where_and_when() -> str:
     """Machine, torch, commit and date, for the foot of a table."""
     import torch
 
-    found = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    line = f"{found}{cores} CPU cores ({processor()}), torch {torch.__version__}"
-    return f"{line}, commit {runfolder.commit()}, {datetime.now(UTC):%Y-%m-%d}"
-
-
-def processor() -> str:
-    """The processor's model, as the system names it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return f"{machine(device)}, torch {torch.__version__}, commit {runfolder.commit()}, {datetime.now(UTC):%Y-%m-%d}"
 
 
 def default_dtype() -> str:

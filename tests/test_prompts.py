@@ -61,6 +61,11 @@ def test_prompts_over_the_limit_are_refused_by_number_and_name(tokenizer) -> Non
     )
 
 
+def test_a_prompt_without_a_token_is_refused(tokenizer) -> None:
+    with pytest.raises(UserError, match=r"^data: 1 of 3 held_out prompts have no token, .*, got b; leave them out, or"):
+        scan([THREE[0], prompt("b", ""), THREE[2]], tokenizer, 100, "drop", Split.held_out, "raw")
+
+
 def test_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer) -> None:
     with pytest.raises(UserError, match="the train split is empty"):
         scan([], tokenizer, 100, "drop", Split.train)

@@ -6,7 +6,7 @@ it; without a `packed` or `prefix_cache` argument it is plain SDPA. No N x N mas
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K)."""
     if prefix_cache is not None:
-        tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-        return prefix_cache.attend(module.layer_idx, *tokens, scaling)[None], None  # type: ignore[arg-type]
+        query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        layer = cast(int, module.layer_idx)
+        return prefix_cache.attend(layer, query_NHD, key_NKD, value_NKD, scaling)[None], None
     if packed is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs

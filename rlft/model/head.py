@@ -11,7 +11,7 @@ and the backward multiplies them with what comes in: logits are made once, and n
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ def _through_autograd(
     head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The same in chunks whose logits are recomputed in backward: for a head that learns, or is more than a matrix."""
-    rows = chunk_rows(head.weight)  # type: ignore[arg-type]
+    rows = chunk_rows(cast(Tensor, head.weight))
     parts = [
         checkpoint(_chunk, head, h, t, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
         for h, t in zip(hidden_MH.split(rows), target_M.split(rows), strict=True)

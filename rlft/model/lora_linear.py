@@ -72,7 +72,7 @@ class LoraLinear(Linear):
             return None
         dropout = self.lora_dropout[role]
         idle = isinstance(dropout, nn.Identity) or not dropout.training
-        return role if idle and not self.base_layer.weight.requires_grad else None  # type: ignore[union-attr]
+        return role if idle and not cast(nn.Linear, self.base_layer).weight.requires_grad else None
 
 
 class _LoraProduct(torch.autograd.Function):

@@ -9,7 +9,7 @@ block's backward gives exactly its part of the gradients (as in ring attention, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def serves(query: Tensor, value: Tensor) -> bool:
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float | None) -> Tensor:
     """`[N, H, D]` from query `[N, H, D]`, key and value `[N, K, D]` with K key heads (H a multiple of K)."""
-    return _SplitAttention.apply(query, key, value, blocks, scale)  # type: ignore[no-any-return]
+    return cast(Tensor, _SplitAttention.apply(query, key, value, blocks, scale))
 
 
 class _SplitAttention(torch.autograd.Function):

@@ -1,0 +1,94 @@
+"""What the benchmarks count and write: operations against a count of their own, and a run from end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts' modules can be imported, as when one of them runs."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+
+
+@pytest.fixture
+def small(scripts: None) -> Any:
+    from bench_work import Size
+
+    return Size(hidden=32, layers=2, heads=4, key_heads=2, intermediate=48, vocabulary=300)
+
+
+def test_the_operations_of_a_step_are_those_of_its_layers_and_scores(small: Any, tmp_path: Path) -> None:
+    from bench_flops import step_flops
+    from bench_work import Work, make_model
+
+    work = Work(prompts=3, group=2, prompt_tokens=5, completion_tokens=4, rank=2)
+    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", small, "float32"))
+    model = get_peft_model(model, LoraConfig(r=work.rank, target_modules="all-linear"))
+    tokens = work.prompt_tokens + work.group * work.completion_tokens  # of one group, packed
+    count = 0
+
+    def of_layer(name: str) -> Any:
+        passes = 3 if "lora_" in name else 2  # forward, the input's gradient and, where it learns, the weight's
+        seen = work.group * work.completion_tokens if "lm_head" in name else tokens
+
+        def hook(module: torch.nn.Linear, *_: Any) -> None:
+            nonlocal count
+            count += work.prompts * passes * 2 * seen * module.in_features * module.out_features
+
+        return hook
+
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear:
+            module.register_forward_hook(of_layer(name))
+    model(input_ids=torch.arange(tokens)[None])
+    for _ in range(work.prompts):
+        pairs = sum(place + 1 for place in range(work.prompt_tokens))
+        for _ in range(work.group):
+            pairs += sum(work.prompt_tokens + place + 1 for place in range(work.completion_tokens))
+        # Scores and their product with the values, once forward and twice backward.
+        count += pairs * small.layers * small.hidden * 2 * 2 * 3
+    assert step_flops(small, work) == count
+
+
+def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small: Any, tmp_path: Path) -> None:
+    from bench_work import Work, make_model, write_prompts
+
+    folder = make_model(tmp_path / "model", small, "float32")
+    work = Work(prompts=2, group=2, prompt_tokens=17, completion_tokens=4)
+    rows = write_prompts(tmp_path / "prompts.jsonl", work, steps=3).read_text().splitlines()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert {len(tokenizer(json.loads(row)["prompt"])["input_ids"]) for row in rows} == {17}
+    assert tokenizer.eos_token_id == small.vocabulary, "one more than the model can say"
+    logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.tensor([[1, 2, 3]])).logits
+    assert logits.shape[-1] == small.vocabulary
+
+
+@pytest.mark.slow
+def test_a_step_is_measured_and_told(tmp_path: Path) -> None:
+    words = ["--only", "rlft", "--shapes", "tiny", "--groups", "2", "--rounds", "1", "--steps", "2"]
+    command = [sys.executable, SCRIPTS / "bench_step.py", *words, "--out", tmp_path, "--override", "model.device=cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    [result] = json.loads((tmp_path / "step.json").read_text())
+    [run] = result["runs"]["rlft"]
+    assert len(run["seconds"]) == 2, "the first step is left out"
+    assert run["peak"] > 2**27
+    for step in run["seconds"]:
+        stages = [step[name] for name in ("sample", "score", "credit", "update", "publish")]
+        assert min(stages) > 0
+        assert 0.8 * step["step"] < sum(stages) <= step["step"], "the stages are the step"
+    told = (tmp_path / "step.md").read_text()
+    assert told.strip() in done.stdout
+    assert "| tiny G2 | rlft |" in told
+    assert "of 1 processes x 2 steps." in told
