@@ -24,8 +24,6 @@ from rlft.roots import Verb
 from rlft.types import UserError
 
 AUTO = "auto"
-REFERRED_TO = ("generation.max_tokens", "scoring.timeout", "token_budget")
-"""Keys that the YAML of rewards refers to."""
 USAGE = """\
 rlft: fine-tune language models with reinforcement learning on the hardware you have
 
@@ -148,7 +146,7 @@ def sample(arguments: list[str]) -> int:
     of_the_folder = [o for o in asked.overrides if o.startswith(("hydra.", "resume=", "name="))]
     run = configs.compose_run(of_the_folder, asked.config_dir, Verb.sample)
     changes = [o for o in asked.overrides if not o.startswith(("hydra.", "run="))]
-    plain = _override(sampling_verb.like_run(run.plain, where), changes, asked.config_dir, Verb.sample)
+    plain = configs.changed(sampling_verb.like_run(run.plain, where), changes, asked.config_dir, Verb.sample)
     _launch(plain, run.folder)
     return 0
 
@@ -206,7 +204,7 @@ def resume(arguments: list[str]) -> int:
     plain.pop(runfolder.ORIGIN, None)
     verb = Verb(plain.get("verb", Verb.train))
     asked = _only_overrides(arguments[1:], verb)
-    plain = _override(plain, asked.overrides, asked.config_dir, verb)
+    plain = configs.changed(plain, asked.overrides, asked.config_dir, verb)
     plain["resume"] = str(folder)
     _launch(plain, folder)
     return 0
@@ -227,7 +225,7 @@ def evaluate(arguments: list[str]) -> int:
     if where is None:
         plain = configs.compose(changes, asked.config_dir)
     else:
-        plain = _override(evaluation_verb.as_training(where), changes, asked.config_dir)
+        plain = configs.changed(evaluation_verb.as_training(where), changes, asked.config_dir)
     import_libraries()
     evaluation_verb.run(adapters_of_runs.resolved(plain), where, say)
     return 0
@@ -250,7 +248,7 @@ def chat(arguments: list[str]) -> int:
         plain = configs.compose(changes, asked.config_dir)
         configs.build(plain)
     else:
-        plain = _override(where.config, changes, asked.config_dir, Verb(where.config.get("verb", Verb.train)))
+        plain = configs.changed(where.config, changes, asked.config_dir, Verb(where.config.get("verb", Verb.train)))
     import_libraries()
     chat_verb.run(adapters_of_runs.resolved(plain), where, raw, say)
     return 0
@@ -271,7 +269,7 @@ def export(arguments: list[str]) -> int:
         raise UserError("run", problem, remedy="write run=runs/<name>/<time>")
     for key in (o.partition("=")[0] for o in changes if not o.startswith("model.")):
         raise UserError(key, "changes nothing of what was trained", remedy="leave it out")
-    config = _override(where.config, changes, asked.config_dir, Verb(where.config.get("verb", Verb.train)))
+    config = configs.changed(where.config, changes, asked.config_dir, Verb(where.config.get("verb", Verb.train)))
     out, kind, dtype = (asked.value(word) for word in export_verb.WORDS)
     request = export_verb.prepare(replace(where, config=config), out, kind, dtype, say)
     import_libraries()
@@ -313,47 +311,6 @@ def _only_overrides(arguments: Sequence[str], verb: Verb = Verb.train) -> Argume
         )
     _make_importable(asked.config_dir)
     return asked
-
-
-def _override(
-    plain: dict[str, Any], overrides: Sequence[str], config_dir: Path | None, verb: Verb = Verb.train
-) -> dict[str, Any]:
-    """A run's config with `key=value` changes, of keys that are there; `data=<choice>` changes the whole section."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-
-    changed = OmegaConf.create(plain)
-    # Plain keys first, that a group's YAML may refer to; then groups; then keys of what was chosen.
-    for override in sorted(overrides, key=lambda o: _turn(o.partition("=")[0], verb)):
-        key = override.partition("=")[0]
-        if key in catalog.groups(verb) and key in plain:
-            # By the verb that has no key without a default; with the section's own keys, which may be among those.
-            whose = Verb.train if key in catalog.groups(Verb.train) else verb
-            words = [override, *(o for o in overrides if o.startswith(f"{key}."))]
-            given = {name: OmegaConf.select(changed, name) for name in REFERRED_TO}
-            words += [f"{name}={value}" for name, value in given.items() if value is not None and key == "reward"]
-            section = configs.compose(words, config_dir, whose).get(key, {})
-            if key == "generation":
-                changed[key]["engine"] = section["engine"]  # how the run samples stays as it was
-            else:
-                changed[key] = section
-        elif OmegaConf.select(changed, key, default=_MISSING) is _MISSING:
-            raise configs.unknown_key(key, verb)
-        else:
-            try:
-                OmegaConf.update(changed, key, OverridesParser.create().parse_override(override).value())
-            except HydraException as error:
-                raise configs.explain(error, verb) or error from None
-    return configs.plain(changed)
-
-
-def _turn(key: str, verb: Verb) -> int:
-    groups = catalog.groups(verb)
-    return 0 if key in REFERRED_TO else 1 if key in groups else 2
-
-
-_MISSING = object()
 
 
 def recipes(arguments: list[str]) -> int:

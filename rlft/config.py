@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from rlft.algorithm.protocol import Algorithm
 
 
+REFERRED_TO = ("generation.max_tokens", "scoring.timeout", "token_budget")
+"""Keys that the YAML of rewards refers to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
     """A plain, resolved config, and the folder that hydra.run.dir gives the run."""
@@ -92,6 +96,47 @@ def plain(composed: Any) -> dict[str, Any]:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise explain(error) or error from None
+
+
+def changed(
+    config: dict[str, Any], overrides: Sequence[str], config_dir: Path | None, verb: Verb = Verb.train
+) -> dict[str, Any]:
+    """A run's config with `key=value` changes, of keys that are there; `data=<choice>` changes the whole section."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    result = OmegaConf.create(config)
+    # Plain keys first, that a group's YAML may refer to; then groups; then keys of what was chosen.
+    for override in sorted(overrides, key=lambda o: _turn(o.partition("=")[0], verb)):
+        key = override.partition("=")[0]
+        if key in catalog.groups(verb) and key in config:
+            # By the verb that has no key without a default; with the section's own keys, which may be among those.
+            whose = Verb.train if key in catalog.groups(Verb.train) else verb
+            words = [override, *(o for o in overrides if o.startswith(f"{key}."))]
+            given = {name: OmegaConf.select(result, name) for name in REFERRED_TO}
+            words += [f"{name}={value}" for name, value in given.items() if value is not None and key == "reward"]
+            section = compose(words, config_dir, whose).get(key, {})
+            if key == "generation":
+                result[key]["engine"] = section["engine"]  # how the run samples stays as it was
+            else:
+                result[key] = section
+        elif OmegaConf.select(result, key, default=_MISSING) is _MISSING:
+            raise unknown_key(key, verb)
+        else:
+            try:
+                OmegaConf.update(result, key, OverridesParser.create().parse_override(override).value())
+            except HydraException as error:
+                raise explain(error, verb) or error from None
+    return plain(result)
+
+
+def _turn(key: str, verb: Verb) -> int:
+    groups = catalog.groups(verb)
+    return 0 if key in REFERRED_TO else 1 if key in groups else 2
+
+
+_MISSING = object()
 
 
 def build(config: Mapping[str, Any]) -> RunConfig:

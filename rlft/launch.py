@@ -48,7 +48,7 @@ def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, m
                 say(f"finished already, and made from the same: {folder}")
                 return
             problem = f"the run is finished: it has all its {plan.num_steps} steps"
-            raise UserError("resume", problem, got=folder, remedy=_after_the_end(plain, folder, plan.num_steps))
+            raise UserError("resume", problem, got=folder, remedy=after_the_end(plain, folder, plan.num_steps))
     try:
         with ExitStack() as stack:
             stack.enter_context(runfolder.held(folder))
@@ -67,7 +67,7 @@ def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, m
         work.closing(plan, folder)
 
 
-def _after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:
+def after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:
     """What can be done with a finished run."""
     ways = []
     if plain.get("trainer", {}).get("schedule") == "constant":

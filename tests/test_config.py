@@ -20,7 +20,7 @@ from rlft.config import build, build_rm, build_sample, build_sft, compose, compo
 from rlft.fields import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.ops.mismatch import Mismatch
 from rlft.reward.spec import specs
-from rlft.roots import RmConfig, RunConfig, SampleConfig, SftConfig, Verb
+from rlft.roots import ROOTS, RmConfig, RunConfig, SampleConfig, SftConfig, Verb
 from rlft.targets import convert, from_mapping, instantiate, locate
 from rlft.types import UserError
 
@@ -165,6 +165,12 @@ def test_every_verbs_defaults_build(verb: Verb, build_one: Any, root: type, need
     assert isinstance(build_one(plain), root)
     with pytest.raises(UserError, match=rf"^verb: this is rlft {verb}, got train; leave it as it is$"):
         build_one({**plain, "verb": "train"})
+
+
+def test_every_verb_has_a_file_that_names_it_and_no_other_file_does() -> None:
+    named = {file.stem: yaml.safe_load(file.read_text())["verb"] for file in catalog.config_folder().glob("*.yaml")}
+    assert named == {str(verb): str(verb) for verb in Verb}
+    assert set(ROOTS) == set(Verb)
 
 
 def test_prompts_with_answers_are_left_out_by_default_of_sft_only() -> None:

@@ -200,6 +200,19 @@ def test_samples_that_were_cut_by_hand_are_not_gone_on_with(
     assert (folder / "samples.jsonl").read_bytes() == b""
 
 
+def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i}" * (40 if i == 2 else 1), "answer": "1"} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [word for word in TINY if not word.startswith(("data.", "num_prompts"))]
+    words += ["data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_fraction=0.34"]
+    words += ["prompts.max_tokens=30", "prompts.over_limit=drop", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert cli.run(["sample", *words]) == 0
+    assert "note: 1 train prompts longer than prompts.max_tokens=30 were dropped\n" in capsys.readouterr().err
+    trained = {line["prompt_id"] for line in lines(tmp_path / "run")}
+    assert "rows.jsonl:3" not in trained
+    assert len(trained) == 6 - 2 - 1, "held out, and too long"
+
+
 def test_finished_sampling_is_not_resumed(sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(sampled, tmp_path / "run")
     capsys.readouterr()

@@ -190,6 +190,33 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(kind: str, request: pytest.Fi
     assert {name: again[name] for name in names} == {name: last[name] for name in names}
 
 
+def test_weights_of_a_run_are_not_evaluated_as_another_models(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["eval", f"run={whole}", "model.path=embedded:tiny-arithmetic"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: model.path: ")
+    assert told.endswith(", got embedded:tiny-arithmetic; leave it out\n")
+    assert not (whole / "evaluations").exists() or not list((whole / "evaluations").iterdir())
+
+
+def test_all_weights_learn_the_same_with_gradient_checkpointing(
+    model_config: Callable[..., ModelConfig], make_batch: Callable[..., Any]
+) -> None:
+    batch = make_batch([(0, [5, 6, 7], [20, 21, 2]), (1, [9, 10], [22, 23, 24, 25])])
+    found, calls = [], []
+    for recompute in (False, True):
+        learner = WholeModel(read_backbone(model_config(gradient_checkpointing=recompute)))
+        layer = learner.model.get_submodule("model.layers.0.self_attn")
+        layer.register_forward_hook(lambda *_, to=recompute: calls.append(to))
+        with learner.training():
+            learner.forward(batch, 1.0, False).logprobs.sum().backward()
+        assert not learner.model.training
+        learner.check_gradients()
+        found.append({name: p.grad for name, p in learner.named_parameters()})
+    assert calls == [False, True, True], "once forward, and where it is on once again in backward"
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item())
+
+
 @pytest.mark.parametrize(
     ("kind", "key", "keys"), [("adapted", "lora.path", TINY), ("whole", "model.path", ALL_WEIGHTS)]
 )
