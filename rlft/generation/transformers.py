@@ -12,11 +12,18 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from rlft.generation.config import Weights
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
+
+BLOCK = 64
+"""Tokens of a vocabulary whose probabilities are added up first when one is drawn."""
+
+AT_ONCE = 2**17
+"""Of those, how many are turned into float64 at a time."""
 
 COMPACT_AT = 0.25
 """Finished rows are dropped from the cache when they are this share of it: dropping copies what stays."""
@@ -215,15 +222,37 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
     """
     logits_RV = logits_RV.float()
     if sampling.temperature == 0:
-        logprobs_RV = logits_RV.log_softmax(-1)
-        token = logprobs_RV.argmax(-1)
-    else:
-        logprobs_RV = _keep_likeliest(logits_RV / sampling.temperature, sampling).log_softmax(-1)
-        # float64, because the sum over a vocabulary of 150,000 loses the tail in float32.
-        cumulative = logprobs_RV.double().exp().cumsum(-1)
-        threshold = uniform_R[:, None] * cumulative[:, -1:]
-        token = (cumulative <= threshold).sum(-1).clamp(max=logits_RV.shape[-1] - 1)
-    return token, logprobs_RV.gather(-1, token[:, None])[:, 0]
+        likeliest = logits_RV.max(-1)
+        return likeliest.indices, likeliest.values - logits_RV.logsumexp(-1)
+    scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
+    logits_RV = _keep_likeliest(scaled_RV, sampling)
+    top_R1 = logits_RV.amax(-1, keepdim=True)
+    weights_RV = (logits_RV - top_R1).exp_()
+    token_R1, total_R1 = _invert(weights_RV, uniform_R[:, None])
+    shifted_R1 = logits_RV.gather(-1, token_R1) - top_R1
+    return token_R1[:, 0], (shifted_R1 - total_R1.log().float())[:, 0]
+
+
+def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """(the first place whose cumulative weight exceeds the uniform's share of the total `[R, 1]`, the totals `[R, 1]`).
+
+    First among sums of 64 weights, then inside one: a plain sum goes over the vocabulary, not a running one. Those
+    sums are in float64, because float32 loses the tail of a vocabulary of 150,000; a few rows at a time, because torch
+    makes a float64 copy for them, which is to stay in the processor's cache.
+    """
+    blocks_RKB = F.pad(weights_RV, (0, -weights_RV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    rows = max(1, AT_ONCE // weights_RV.shape[-1])
+    sums_RK = torch.cat([part.sum(-1, dtype=torch.float64) for part in blocks_RKB.split(rows)])
+    until_RK = sums_RK.cumsum(-1)
+    total_R1 = until_RK[:, -1:]
+    threshold_R1 = uniform_R1 * total_R1
+    block_R1 = (until_RK <= threshold_R1).sum(-1, keepdim=True).clamp(max=until_RK.shape[-1] - 1)
+    inside_RB = blocks_RKB.gather(1, block_R1[..., None].expand(-1, -1, BLOCK))[:, 0].double()
+    before_R1 = (until_RK - sums_RK).gather(-1, block_R1)
+    place_R1 = (inside_RB.cumsum(-1) + before_R1 <= threshold_R1).sum(-1, keepdim=True)
+    # Where rounding leaves none, the last that can be drawn at all.
+    last_R1 = BLOCK - 1 - (inside_RB.flip(-1) > 0).int().argmax(-1, keepdim=True)
+    return block_R1 * BLOCK + torch.minimum(place_R1, last_R1), total_R1
 
 
 def _keep_likeliest(logits_RV: Tensor, sampling: Sampling) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import rlft
 from rlft.hub import hub_answers
-from rlft.model import attention, fused
+from rlft.model import attention, fused, rotary
 from rlft.model.activations import set_checkpointing
 from rlft.model.config import ModelConfig
 from rlft.types import UserError
@@ -174,6 +174,7 @@ def read_backbone(config: ModelConfig) -> Backbone:
     model.requires_grad_(False).eval()
     _silence_dropout(model)
     fused.install(model)
+    rotary.install(model)
     if config.gradient_checkpointing is True:
         set_checkpointing(model, True)
     return Backbone(

@@ -9,7 +9,7 @@ frozen.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -60,13 +60,20 @@ def _norm(module: Any, plain: Any, x: Tensor) -> Tensor:
         or x.shape[-1] != len(module.weight)
     ):
         return plain(x)
-    return _RMSNorm.apply(x, module.weight, _eps(module))
+    if not torch.is_grad_enabled():
+        return (x * _scale(x, _eps(module))).mul_(module.weight)
+    return cast(Tensor, _RMSNorm.apply(x, module.weight, _eps(module)))
+
+
+def _scale(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, which is kept."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = _scale(x, eps)
         ctx.save_for_backward(x, scale, weight)
         return (x * scale).mul_(weight)
 
@@ -90,7 +97,10 @@ def _is_gated(module: nn.Module) -> bool:
 
 def _gated(module: Any, plain: Any, x: Tensor) -> Tensor:
     """down(silu(gate(x)) * up(x))."""
-    return module.down_proj(_SiLUProduct.apply(module.gate_proj(x), module.up_proj(x)))
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if not torch.is_grad_enabled():
+        return module.down_proj(F.silu(gate).mul_(up))
+    return module.down_proj(_SiLUProduct.apply(gate, up))
 
 
 class _SiLUProduct(torch.autograd.Function):

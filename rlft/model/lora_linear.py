@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
@@ -24,7 +23,8 @@ def install(config: LoraConfig) -> None:
 class LoraLinear(Linear):
     """A linear layer of the base with adapters, of which one at most is active here.
 
-    sums: by role, W + s B A, for passes without gradient where a role is used for long without a change (sampling).
+    sums: by role, (W + s B A)' `[in, out]`, which multiplies a few rows a sixth faster than its transpose; for passes
+    without gradient where a role is used for long without a change (sampling).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,9 +43,9 @@ class LoraLinear(Linear):
         room = self.sums.get(role)
         with torch.no_grad():
             if dtype in (None, weight.dtype):
-                self.sums[role] = torch.addmm(weight, up, down, alpha=self.scaling[role], out=room)
+                self.sums[role] = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=room)
             else:
-                self.sums[role] = torch.addmm(weight, up, down, alpha=self.scaling[role]).to(dtype)
+                self.sums[role] = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role]).to(dtype)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[.., out]` from x `[.., in]`."""
@@ -55,7 +55,7 @@ class LoraLinear(Linear):
         role = self._plain_role()
         if role in self.sums and not torch.is_grad_enabled():
             total = self.sums[role]
-            y = F.linear(x.to(total.dtype), total).to(x.dtype)
+            y = (x.to(total.dtype) @ total).to(x.dtype)
             return y if base.bias is None else y.add_(base.bias)
         if role is None or args or kwargs or x.dtype != base.weight.dtype:
             return super().forward(x, *args, **kwargs)
@@ -94,7 +94,8 @@ class _LoraProduct(torch.autograd.Function):
         g = grad.reshape(-1, grad.shape[-1])
         g_low = (g @ up.to(g.dtype)).mul_(ctx.scale)
         g_down = g_low.t() @ flat if ctx.needs_input_grad[3] else None
-        g_up = (g.t() @ low).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
+        # Turned, because a product that is narrow in its rows is made twice as fast as one narrow in its columns.
+        g_up = (low.t() @ g).mul_(ctx.scale).t() if ctx.needs_input_grad[4] else None
         g_x = None
         if ctx.needs_input_grad[0]:
             g_x = (g @ weight).addmm_(g_low, down.to(g.dtype)).view(*grad.shape[:-1], -1)

@@ -71,18 +71,15 @@ class PrefixCache:
             self._prompt.append((self._as_prompts(key), self._as_prompts(value)))
             return split_attention(query, key, value, self._blocks, scale)
         rows, heads, size = query.shape
-        shared = heads // key.shape[1]
-        query = query.view(rows, key.shape[1], shared, size)
         keys, values = self._put(layer, key, value)
-        own, own_lse = flash(query, keys, values, None, scale)
-        arranged = query.index_select(0, self._arranged).view(-1, self._siblings, *query.shape[1:]).transpose(1, 2)
-        prompt, prompt_lse = flash(arranged.flatten(2, 3), *self._prompt[layer], self._bias, scale)
-        prompt, prompt_lse = (
-            x.unflatten(2, (self._siblings, shared)).transpose(1, 2).flatten(0, 1).index_select(0, self._back)
-            for x in (prompt, prompt_lse[..., None])
-        )
-        out, _ = merge(own, own_lse[..., None], prompt, prompt_lse)
-        return out.view(rows, heads, size)
+        own, own_lse = flash(query.view(rows, keys.shape[1], -1, size), keys, values, None, scale)
+        arranged = query if self._in_order else query.index_select(0, self._arranged)
+        arranged = arranged.view(-1, self._siblings, heads, size).transpose(1, 2)
+        prompt, prompt_lse = flash(arranged, *self._prompt[layer], self._bias, scale)
+        prompt, prompt_lse = (x.transpose(1, 2).flatten(0, 1) for x in (prompt, prompt_lse[..., None]))
+        if not self._in_order:
+            prompt, prompt_lse = (x.index_select(0, self._back) for x in (prompt, prompt_lse))
+        return merge(own.flatten(1, 2), own_lse.flatten(1)[..., None], prompt, prompt_lse)[0]
 
     def _forward(self, token_N: Tensor, position_N: Tensor) -> Tensor:
         """`[N, hidden]` of these tokens, after the final norm."""
@@ -135,6 +132,7 @@ class PrefixCache:
         self._back = owner_R * self._siblings + torch.arange(len(owner_R)) - before_U[owner_R]
         self._arranged = torch.zeros(len(counts_U) * self._siblings, dtype=torch.int64)
         self._arranged[self._back] = torch.arange(len(owner_R))
+        self._in_order = torch.equal(self._arranged, torch.arange(len(owner_R)))
 
 
 def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
