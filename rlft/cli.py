@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ rlft: fine-tune language models with reinforcement learning on the hardware you 
   rlft eval run=<run or checkpoint> [...]         mean@k and pass@k on the held-out split; or a model: model.path=<path>
   rlft chat run=<run or checkpoint>               talk to it
   rlft export run=<run> out=<folder>              a model folder for transformers and vLLM, or the bare adapter
+  rlft plan +recipe=<name> [...]                  what a run needs, and whether it fits, before any weight is loaded
   rlft recipes                                    list the recipes
   rlft --version
 
@@ -46,6 +48,19 @@ usage: rlft resume <run> [<key>=<value>] ...
 Goes on from the newest checkpoint, exactly as if never stopped. Keys that would change the run are refused.
   rlft resume runs/grpo_arithmetic/<time>
   rlft resume runs/grpo_arithmetic/<time> steps=80"""
+
+PLAN_USAGE = """\
+usage: rlft plan +recipe=<name> [<key>=<value>] ... [device_memory=24GiB] [--json]
+
+Everything that is known of a run before a weight is loaded: its sizes, the memory it takes by part, whether it fits,
+which key to change where it does not, how long the data are, and what every reward says of right and wrong answers.
+Whatever the run itself would refuse is refused here.
+
+  device_memory   of the device that the run is planned for; by default that of this machine
+  --json          the same as one JSON object, for scripts
+
+  rlft plan +recipe=grpo_arithmetic
+  rlft plan +recipe=grpo_gsm8k model.path=<folder> device_memory=24GiB"""
 
 
 def main() -> None:
@@ -61,6 +76,7 @@ def run(arguments: Sequence[str]) -> int:
         "eval": evaluate,
         "chat": chat,
         "export": export,
+        "plan": plan,
         "recipes": recipes,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -275,6 +291,43 @@ def export(arguments: list[str]) -> int:
     import_libraries()
     print(f"exported to {export_verb.export(request, say)}")
     return 0
+
+
+def plan(arguments: list[str]) -> int:
+    """`rlft plan +recipe=<name>`: what the run of this config is and needs; trains nothing, loads no weight."""
+    if any(word in ("-h", "--help") for word in arguments):
+        print(PLAN_USAGE)
+        return 0
+    as_json = "--json" in arguments
+    words = [word for word in arguments if word != "--json"]
+    verb = _verb_of(words)
+    asked = _only_overrides(words, verb)
+    overrides = [o for o in asked.overrides if not o.startswith("device_memory=")]
+    run = configs.compose_run(overrides, asked.config_dir, verb)
+    from rlft import adapters_of_runs
+    from rlft.launch import import_libraries
+
+    import_libraries()
+    from rlft import plan_verb
+    from rlft.fitting import read_bytes
+    from rlft.plan_page import print_plan
+
+    named = asked.value("device_memory")
+    planned = plan_verb.plan_of(adapters_of_runs.resolved(run.plain), None if named is None else read_bytes(named))
+    if as_json:
+        print(json.dumps(plan_verb.as_dict(planned), indent=1))
+    else:
+        print_plan(planned)
+    return 0
+
+
+def _verb_of(words: Sequence[str]) -> Verb:
+    """The verb of the recipe that is named, `rlft train` where none is."""
+    named = next((word.partition("=")[2] for word in words if word.startswith("+recipe=")), None)
+    found = catalog.verb_of(named) if named in catalog.choices("recipe") else "train"
+    if found == Verb.sample:
+        raise UserError("+recipe", "samples, which is not planned", got=named, remedy="plan one that trains")
+    return Verb(found)
 
 
 def _of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments, Any, list[str]]:

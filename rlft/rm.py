@@ -22,10 +22,12 @@ from rlft.evaluate import mean_and_error
 from rlft.examples import RankedTokens, Rankings, scan_rankings
 from rlft.model.adapter_folder import content_fingerprint, has_head, load_adapter
 from rlft.model.backbone import fingerprint, load_tokenizer, read_config
-from rlft.model.reward_model import Row, last_scores, score_rows, scoring_batch
+from rlft.model.reward_model import Row as ScoredRow
+from rlft.model.reward_model import last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles, policy_alone
 from rlft.ops.preference import accuracy, pairs_of_ranking, ranking_loss
 from rlft.roots import RmConfig
+from rlft.sizes import Facts, Row, facts_of
 from rlft.supervised import learn
 from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
@@ -159,7 +161,15 @@ class Ranked:
 
     def backward(self, step: int) -> dict[str, float]:
         """Adds the gradient of the mean ranking loss over the step's prompts."""
-        rankings, roles = self.plan.at(step), self.roles
+        return self._learn(self.plan.at(step))
+
+    def rehearse(self) -> None:
+        rankings = sorted(self.plan.train.rankings, key=lambda r: -sum(map(len, r.completions)))
+        parts = self._micro_batches(rankings[: self.config.rankings_per_step])
+        self._learn(parts[0])
+
+    def _learn(self, rankings: Sequence[RankedTokens]) -> dict[str, float]:
+        roles = self.roles
         total = right = 0.0
         num_tokens = 0
         with roles.training():
@@ -230,25 +240,28 @@ class Ranked:
         with torch.no_grad():
             self.roles.heads[REWARD].bias.zero_()
 
-    def sizes(self) -> Sequence[tuple[str, str, str]]:
-        run, plan, backbone = self.config, self.plan, self.roles.backbone
-        trainable = sum(p.numel() for _, p in self.parameters())
-        total = sum(p.numel() for name, p in self.roles.model.named_parameters() if "lora_" not in name)
-        rankings = plan.train.rankings
-        pairs = sum(len(pairs_of_ranking(r.scores)[0]) for r in rankings)
-        replayed = "" if plan.replay is None else f", {run.rankings_per_step - plan.num_new} of them replayed"
-        dtype = str(backbone.model.dtype)[6:]
-        return [
-            ("model", run.model.path, f"{total:,} frozen parameters, {dtype} on {backbone.device}"),
-            ("trainable", f"{trainable:,}", f"LoRA rank {run.lora.rank} and a scalar head"),
-            ("forward", "packed" if self.roles.forward.packed else "padded", self.roles.forward.reason),
-            ("rankings", f"{len(rankings):,}", f"{pairs:,} pairs; {len(plan.held_out.rankings):,} rankings held out"),
-            ("a step", f"{run.rankings_per_step}", f"rankings in one optimizer update{replayed}"),
-            ("total", f"{plan.num_steps} steps", f"{plan.num_steps * plan.num_new / len(rankings):.1f} epochs"),
-        ]
+    def sizes(self) -> Sequence[Row]:
+        return size_rows(
+            self.plan, facts_of(self.roles.model, self.parameters(), self.roles.backbone, self.roles.forward)
+        )
 
 
-def rows_of(rankings: Sequence[RankedTokens]) -> list[Row]:
+def size_rows(plan: RmPlan, facts: Facts) -> list[Row]:
+    """Every size of `rlft rm` that people ask about."""
+    run, rankings = plan.config, plan.train.rankings
+    pairs = sum(len(pairs_of_ranking(r.scores)[0]) for r in rankings)
+    replayed = "" if plan.replay is None else f", {run.rankings_per_step - plan.num_new} of them replayed"
+    return [
+        facts.model_row(run.model.path),
+        ("trainable", f"{facts.trainable:,}", f"LoRA rank {run.lora.rank} and a scalar head"),
+        facts.forward_row(),
+        ("rankings", f"{len(rankings):,}", f"{pairs:,} pairs; {len(plan.held_out.rankings):,} rankings held out"),
+        ("a step", f"{run.rankings_per_step}", f"rankings in one optimizer update{replayed}"),
+        ("total", f"{plan.num_steps} steps", f"{plan.num_steps * plan.num_new / len(rankings):.1f} epochs"),
+    ]
+
+
+def rows_of(rankings: Sequence[RankedTokens]) -> list[ScoredRow]:
     """Every completion once, ranking by ranking; those of one prompt are a group, even in two rankings."""
     groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(r.prompt for r in rankings))}
     return [(groups[r.prompt], r.prompt, completion) for r in rankings for completion in r.completions]

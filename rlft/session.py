@@ -25,6 +25,7 @@ from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import POLICY, Roles
+from rlft.out_of_memory import explained
 from rlft.plan import Plan
 from rlft.pretrain import text_loss
 from rlft.prompts import PromptSet, left_out, prompts_for_step
@@ -33,7 +34,7 @@ from rlft.reward.spec import RewardSpec, specs
 from rlft.reward_refresh import RewardRefresh
 from rlft.roots import FreshnessConfig, RunConfig
 from rlft.seeds import sampling_seeds
-from rlft.sizes import size_rows
+from rlft.sizes import Facts, facts_of, size_rows
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
@@ -113,8 +114,8 @@ class Session:
         self.generator.sleep()
         return groups
 
-    def begin(self) -> State:
-        """Restores the newest checkpoint of a resumed run, publishes the policy, and evaluates a new one."""
+    def begin(self, rehearse: Callable[[], None]) -> State:
+        """Restores the newest checkpoint of a resumed run, publishes the policy, rehearses, and evaluates a new one."""
         saved = None
         if self.config.resume is not None:
             saved = checkpoint.load_newest(runfolder.checkpoints(self.folder), self.say)
@@ -125,6 +126,7 @@ class Session:
         for note in self._notes(saved):
             self.logger.note(note)
         self.publish(state.step)
+        rehearse()
         self.interrupted = self.interrupt.requested
         if state.step == 0 and not self.interrupted:
             self.evaluate_if_due(0)
@@ -280,6 +282,10 @@ class Session:
         if not self.roles.forward.packed:
             yield self.roles.forward.reason
 
+    def _facts(self) -> Facts:
+        learning = [named for role in self.roles.learning_roles for named in self.roles.named_parameters(role)]
+        return facts_of(self.roles.model, learning, self.backbone, self.roles.forward)
+
     def _info(self, step: int) -> RunInfo:
         return RunInfo(
             folder=self.folder,
@@ -287,7 +293,7 @@ class Session:
             config=self.plan.plain,
             step=step,
             steps=self.config.steps,
-            sizes=size_rows(self.plan, self.roles, self.backbone),
+            sizes=size_rows(self.plan, self._facts()),
         )
 
 
@@ -361,6 +367,8 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
     config = plan.config
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
+        logger = Loggers(plan.loggers)
+        stack.enter_context(explained(logger, config, folder))
         rewards = specs(config.reward)
         keep_blocks(config.token_budget)
         backbone = load_for_training(config.model, config.token_budget)
@@ -380,9 +388,9 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
         scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident)
         stack.callback(scorer.close)
         generator = engines.open(plan.engine, config, config.lora.rank, roles, backbone)
-        logger = Loggers(plan.loggers)
         session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say)
-        with collector_passes_over_what_is_there(), told_how_it_ends(logger, lambda: session.interrupted):
+        stack.enter_context(collector_passes_over_what_is_there())
+        with told_how_it_ends(logger, lambda: session.interrupted), explained(logger, config, folder):
             yield session
 
 

@@ -43,6 +43,7 @@ from rlft.reward.scorer import Scorer
 from rlft.reward.spec import notes, specs
 from rlft.roots import SftConfig
 from rlft.session import open_freshness, open_resident
+from rlft.sizes import Facts, Row, facts_of
 from rlft.supervised import learn
 from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
@@ -205,8 +206,19 @@ class Demonstrated:
 
     def backward(self, step: int) -> dict[str, float]:
         """Adds the gradient of the mean negative log-prob over the tokens of the step's completions."""
+        return self._learn(self.plan.train.at(self.config.seed, step, self.config.examples_per_step))
+
+    def rehearse(self) -> None:
+        lengths = [len(text.ids) for text in self.plan.train.texts]
+        longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])[: self.config.examples_per_step]
+        at_once = next(
+            (n for n in range(1, len(longest)) if sum(lengths[i] for i in longest[:n]) > self.config.token_budget),
+            len(longest),
+        )
+        self._learn(self.plan.train.batch(longest[:at_once]))
+
+    def _learn(self, batch: Batch) -> dict[str, float]:
         learner, forward = self.learner, self.learner.forward
-        batch = self.plan.train.at(self.config.seed, step, self.config.examples_per_step)
         num_tokens, total, real, network = int(batch.loss_mask.sum()), 0.0, 0, 0
         with learner.training():
             for part in forward.micro_batches(batch, torch.arange(len(batch.rewards)), self.config.token_budget):
@@ -292,26 +304,28 @@ class Demonstrated:
         else:
             self.learner.restore(saved.adapters)
 
-    def sizes(self) -> Sequence[tuple[str, str, str]]:
-        run, plan, backbone = self.config, self.plan, self.learner.backbone
-        trainable = sum(p.numel() for _, p in self.parameters())
-        total = sum(p.numel() for p in backbone.model.parameters())
-        what = "all weights" if run.lora is None else f"LoRA rank {run.lora.rank}"
-        task = f"{plan.engine}, {run.eval.num_samples} samples of each held-out prompt"
-        examples = len(plan.train.texts)
-        return [
-            ("model", run.model.path, f"{total:,} parameters, {str(backbone.model.dtype)[6:]} on {backbone.device}"),
-            ("trainable", f"{trainable:,}", what),
-            ("forward", "packed" if self.learner.forward.packed else "padded", self.learner.forward.reason),
-            ("demonstrations", f"{examples:,}", f"{len(plan.held_out_examples.texts):,} more held out"),
-            ("a step", f"{run.examples_per_step}", "demonstrations in one optimizer update"),
-            (
-                "total",
-                f"{plan.num_steps} steps",
-                f"{plan.num_steps * run.examples_per_step / examples:.1f} epochs of the demonstrations",
-            ),
-            ("task accuracy", "no" if plan.held_out is None else "yes", "data=null" if not plan.held_out else task),
-        ]
+    def sizes(self) -> Sequence[Row]:
+        backbone, forward = self.learner.backbone, self.learner.forward
+        return size_rows(self.plan, facts_of(self.learner.model, self.parameters(), backbone, forward))
+
+
+def size_rows(plan: SftPlan, facts: Facts) -> list[Row]:
+    """Every size of `rlft sft` that people ask about."""
+    run, examples = plan.config, len(plan.train.texts)
+    task = f"{plan.engine}, {run.eval.num_samples} samples of each held-out prompt"
+    return [
+        facts.model_row(run.model.path, "parameters"),
+        ("trainable", f"{facts.trainable:,}", "all weights" if run.lora is None else f"LoRA rank {run.lora.rank}"),
+        facts.forward_row(),
+        ("demonstrations", f"{examples:,}", f"{len(plan.held_out_examples.texts):,} more held out"),
+        ("a step", f"{run.examples_per_step}", "demonstrations in one optimizer update"),
+        (
+            "total",
+            f"{plan.num_steps} steps",
+            f"{plan.num_steps * run.examples_per_step / examples:.1f} epochs of the demonstrations",
+        ),
+        ("task accuracy", "no" if plan.held_out is None else "yes", "data=null" if not plan.held_out else task),
+    ]
 
 
 def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstrated:

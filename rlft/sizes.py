@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
-from rlft.model.backbone import Backbone
-from rlft.model.roles import Roles
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
 from rlft.plan import Plan
 from rlft.reward.spec import specs
 
+Row = tuple[str, str, str]
+"""(what, value, explanation)"""
 
-def size_rows(plan: Plan, roles: Roles, backbone: Backbone) -> list[tuple[str, str, str]]:
-    """(what, value, explanation) for every size that people ask about."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the tables say of a model, loaded or planned. forward: packed or padded, and why it is."""
+
+    base: int
+    trainable: int
+    dtype: str
+    device: str
+    forward: str
+    reason: str
+
+    def model_row(self, path: str, what: str = "frozen parameters") -> Row:
+        return "model", path, f"{self.base:,} {what}, {self.dtype} on {self.device}"
+
+    def forward_row(self) -> Row:
+        return "forward", self.forward, self.reason.removeprefix("padded rows: ")
+
+
+def facts_of(model: nn.Module, learning: Iterable[tuple[str, Parameter]], backbone: Any, forward: Any) -> Facts:
+    """Of a model that is loaded, with what learns in it."""
+    return Facts(
+        base=sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name),
+        trainable=sum(p.numel() for _, p in learning),
+        dtype=str(backbone.model.dtype).removeprefix("torch."),
+        device=str(backbone.device),
+        forward="packed" if forward.packed else "padded",
+        reason=forward.reason,
+    )
+
+
+def size_rows(plan: Plan, facts: Facts) -> list[Row]:
+    """Every size of `rlft train` that people ask about."""
     run = plan.config
-    trainable = sum(p.numel() for role in roles.learning_roles for _, p in roles.named_parameters(role))
-    base = sum(p.numel() for name, p in roles.model.named_parameters() if "lora_" not in name)
     completions = run.completions_per_step
     held_out = 0 if plan.held_out is None else min(run.eval.num_prompts, len(plan.held_out.prompts))
     epochs = run.steps * run.prompts_per_step / len(plan.train_prompts.prompts)
     rewards = ", ".join(f"{name} x {reward['weight']:g}" for name, reward in run.reward.items())
     return [
-        (
-            "model",
-            run.model.path,
-            f"{base:,} frozen parameters, {str(backbone.model.dtype)[6:]} on {backbone.device}",
-        ),
+        facts.model_row(run.model.path),
         ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),
-        ("trainable", f"{trainable:,}", f"LoRA rank {run.lora.rank}, {trainable / base:.2%} of the base"),
+        (
+            "trainable",
+            f"{facts.trainable:,}",
+            f"LoRA rank {run.lora.rank}, {facts.trainable / facts.base:.2%} of the base",
+        ),
         ("roles", ", ".join(role_names(plan)), roles_text(plan)),
         ("engine", plan.engine, plan.engine_reason),
-        ("forward", "packed" if roles.forward.packed else "padded", roles.forward.reason.removeprefix("padded rows: ")),
+        facts.forward_row(),
         (
             "prompts",
             f"{len(plan.train_prompts.prompts):,}",

@@ -22,6 +22,8 @@ from rlft.logger.loggers import Loggers
 from rlft.memory import keep_blocks
 from rlft.metrics import Clock, peak_memory_bytes
 from rlft.model.backbone import resolve_device
+from rlft.out_of_memory import explained
+from rlft.rehearsal import told
 from rlft.seeds import derive
 from rlft.session import BrokenRunError, same_every_time, told_how_it_ends
 from rlft.trainer import checkpoint
@@ -67,6 +69,10 @@ class Lesson(Protocol):
 
     def backward(self, step: int) -> dict[str, float]:
         """Adds the gradient of the update that follows `step` steps; returns its metrics, loss/total among them."""
+        ...
+
+    def rehearse(self) -> None:
+        """Adds the gradient of the longest examples there are, as many as are learned from at once."""
         ...
 
     def evaluate(self, step: int) -> Evaluation:
@@ -144,10 +150,19 @@ class Supervised:
             self.logger.note(
                 f"resumed after step {step}" if saved else "resumed from the start: there was no checkpoint yet"
             )
+        self.rehearse()
         self.interrupted = self.interrupt.requested
         if step == 0 and not self.interrupted:
             self.evaluate_if_due(0)
         return step
+
+    def rehearse(self) -> None:
+        """The largest micro-batch forward and backward, before the first step; nothing of it is kept."""
+        self.logger.stage("rehearse")
+        with told(self.logger.note), torch.random.fork_rng():
+            self.lesson.rehearse()
+        for _, parameter in self.lesson.parameters():
+            parameter.grad = None
 
     def update(self, step: int) -> dict[str, float]:
         """One optimizer step, the one that follows `step` steps; returns its metrics."""
@@ -194,12 +209,13 @@ def open_supervised(
     """The session of this plan in this folder; open_lesson loads the model, and leaves on the stack how to end it."""
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
+        logger = Loggers(plan.loggers)
+        stack.enter_context(explained(logger, plan.config, folder))
         keep_blocks(plan.config.token_budget)
         stack.enter_context(same_every_time(resolve_device(plan.config.model.device)))
         lesson = open_lesson(stack)
-        logger = Loggers(plan.loggers)
         session = Supervised(plan, folder, lesson, logger, interrupt, say)
-        with told_how_it_ends(logger, lambda: session.interrupted):
+        with told_how_it_ends(logger, lambda: session.interrupted), explained(logger, plan.config, folder):
             yield session
 
 

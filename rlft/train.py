@@ -13,6 +13,7 @@ from rlft.collate import collate, select
 from rlft.metrics import Clock, UpdateMetrics, peak_memory_bytes, rollout_metrics
 from rlft.model.critic import CRITIC
 from rlft.model.roles import Roles
+from rlft.rehearsal import rehearse
 from rlft.resample import fill
 from rlft.seeds import derive
 from rlft.session import Session, State
@@ -22,7 +23,7 @@ from rlft.types import Batch, LossScale
 def train(session: Session) -> State:
     """Runs steps until the last one or an interruption; returns the state it ended in."""
     run, roles, plan = session.config, session.roles, session.plan
-    state = session.begin()
+    state = session.begin(lambda: rehearse(session, backward))
     while state.step < run.steps and not session.interrupted:
         clock, algorithm = Clock(session.logger.stage), state.algorithm
         with clock("sample"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import PreTrainedModel
 
 from rlft.memory import free_memory
 from rlft.model.activations import activation_bytes, set_checkpointing
@@ -21,13 +22,17 @@ def load_for_training(config: ModelConfig, token_budget: int, *, own: bool = Fal
     """
     backbone = read_backbone(config) if own else load_backbone(config)
     if config.gradient_checkpointing == "auto":
-        set_checkpointing(backbone.model, is_needed(backbone.model, token_budget))
+        model, free = backbone.model, free_bytes(backbone.device)
+        needed = needs_checkpointing(model.config, token_budget, model.dtype.itemsize, free)
+        set_checkpointing(model, needed and model.supports_gradient_checkpointing)
     return backbone
 
 
-def is_needed(model: PreTrainedModel, tokens: int) -> bool:
+def needs_checkpointing(config: Any, tokens: int, itemsize: int, free: int) -> bool:
     """Whether a forward of so many tokens would keep more than its share of the free memory without checkpointing."""
-    if not model.supports_gradient_checkpointing:
-        return False
-    free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else free_memory()
-    return activation_bytes(model.config, tokens, model.dtype.itemsize) > SHARE * free
+    return activation_bytes(config, tokens, itemsize) > SHARE * free
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process could still take on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()

@@ -41,6 +41,7 @@ class Size:
 
 SIZES = {
     "17m": Size(hidden=384, layers=8, heads=6, key_heads=2, intermediate=1152, vocabulary=8192),
+    "120m": Size(hidden=768, layers=12, heads=12, key_heads=4, intermediate=2304, vocabulary=32768),
     "0.5b": Size(hidden=896, layers=24, heads=14, key_heads=2, intermediate=4864, vocabulary=151936),
     "1.5b": Size(hidden=1536, layers=28, heads=12, key_heads=2, intermediate=8960, vocabulary=151936),
 }
@@ -126,9 +127,22 @@ class Measured:
 def run_rlft(folder: Path, model: str, work: Work, steps: int, overrides: list[str], embedded: bool) -> Measured:
     """An ordinary `rlft train` in a process of its own; the first step, in which things are warmed up, is left out."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    words = [f"hydra.run.dir={folder}", *words_of(folder.parent, model, work, steps, embedded), *overrides]
+    subprocess.run([sys.executable, "-m", "rlft.cli", "train", *words], check=True, cwd=folder.parent)
+    lines = read_lines(folder / METRICS)
+    seconds = [
+        {name.removeprefix("time/"): value for name, value in line.items() if name.startswith("time/")}
+        for line in lines[1:]
+    ]
+    for step in seconds:
+        step["train"] = step["credit"] + step["update"]
+    return Measured(seconds=seconds, peak=max(line["memory/peak_bytes"] for line in lines))
+
+
+def words_of(folder: Path, model: str, work: Work, steps: int, embedded: bool) -> list[str]:
+    """What `rlft train` is told of this work; the prompts are written to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     words = [
-        f"hydra.run.dir={folder}",
         f"steps={steps + 1}",
         f"prompts_per_step={work.prompts}",
         f"group_size={work.group}",
@@ -140,7 +154,7 @@ def run_rlft(folder: Path, model: str, work: Work, steps: int, overrides: list[s
         "logger=[jsonl]",
     ]
     if not embedded:
-        prompts = write_prompts(folder.parent / "prompts.jsonl", work, steps + 1)
+        prompts = write_prompts(folder / "prompts.jsonl", work, steps + 1)
         words += [
             "data=jsonl",
             f"data.path={prompts}",
@@ -152,15 +166,7 @@ def run_rlft(folder: Path, model: str, work: Work, steps: int, overrides: list[s
             "reward.repetition.unit=tokens",
             "reward.repetition.ngram=1",
         ]
-    subprocess.run([sys.executable, "-m", "rlft.cli", "train", *words, *overrides], check=True, cwd=folder.parent)
-    lines = read_lines(folder / METRICS)
-    seconds = [
-        {name.removeprefix("time/"): value for name, value in line.items() if name.startswith("time/")}
-        for line in lines[1:]
-    ]
-    for step in seconds:
-        step["train"] = step["credit"] + step["update"]
-    return Measured(seconds=seconds, peak=max(line["memory/peak_bytes"] for line in lines))
+    return words
 
 
 def peak_bytes() -> int:

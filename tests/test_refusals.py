@@ -439,6 +439,12 @@ TABLE = [
     (f"{RM} lora.path=critic", "lora.rank", "the adapter at lora.path has rank 4, got 32; set lora.rank=4"),
     (f"{RM} {SMALL} lora.path=long_head", "lora.path", "its head has weight (1, 999), and this base takes (1, 128)"),
     (f"{RM} lora=null", "lora", "must be a section of keys, got null"),
+    # Planning
+    ("plan +recipe=grpo_arithmetic device_memory=lots", "device_memory", "must be a size, got lots; write it as 24GiB"),
+    ("plan +recipe=grpo_arithmetik", "+recipe", "did you mean grpo_arithmetic?"),
+    ("plan +recipe=rm_arithmetic margin=-1", "margin", "must be greater than or equal to 0"),
+    ("plan -m +recipe=grpo_arithmetic seed=0,1", "command line", "this verb has no such option, got -m"),
+    ("plan steps=0", "steps", "must be greater than 0"),
     # Sampling
     ("sample keep=above", "min_reward", "is null, and keep=above needs it; set min_reward=1.0, or keep=all"),
     ("sample min_reward=1", "min_reward", "is read by keep=above only, and keep=all, got 1.0; set keep=above, or"),

@@ -22,7 +22,9 @@ def test_it_is_on_when_asked_for_and_off_where_there_is_room(setting, expected, 
 
 
 def test_auto_recomputes_what_would_take_more_than_half_of_the_free_memory(model, model_config, monkeypatch):
-    monkeypatch.setattr(training_base, "load_backbone", lambda config: type("Loaded", (), {"model": model}))
+    monkeypatch.setattr(
+        training_base, "load_backbone", lambda config: type("Loaded", (), {"model": model, "device": model.device})
+    )
     needed = activation_bytes(model.config, 1000, 4)
     for free, expected in ((2 * needed - 1, True), (2 * needed, False)):
         monkeypatch.setattr(training_base, "free_memory", lambda free=free: free)

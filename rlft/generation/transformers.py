@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 from rlft.generation.config import Weights
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
@@ -37,6 +38,8 @@ class Decoder(Protocol):
     def step(self, token_R: Tensor) -> Tensor: ...
 
     def keep(self, rows: Tensor) -> None: ...
+
+    def fill(self) -> None: ...
 
 
 class Slot(Protocol):
@@ -84,6 +87,17 @@ class TransformersGenerator:
                 groups += self._sample_chunk(model, prompts[chunk], n, seeds[chunk], sampling)
         return groups
 
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        """Takes the memory that a batch of these prompts takes at most: a prefill, and a step of the longest rows."""
+        at_once = max(1, self.batch_size // n)
+        with torch.no_grad(), self._active() as model:
+            decoder = self._decoder(model, prompts[:at_once], max_tokens)
+            logits = decoder.prefill(n)
+            uniforms = torch.full((len(logits),), 0.5, dtype=torch.float64, device=logits.device)
+            token, _ = draw(logits, uniforms, Sampling(max_tokens=max_tokens, temperature=1.0))
+            decoder.step(token)
+            decoder.fill()
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         result = []
         with torch.no_grad(), self._active() as model:
@@ -103,7 +117,7 @@ class TransformersGenerator:
         return self.slot.using(None if self.version is None else "sampler")
 
     def _decoder(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> Decoder:
-        return self.slot.prefix_cache(prompts, max_tokens) or RepeatedCache(model, prompts, self.device)
+        return self.slot.prefix_cache(prompts, max_tokens) or RepeatedCache(model, prompts, max_tokens, self.device)
 
     def _sample_chunk(
         self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
@@ -149,8 +163,8 @@ def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
 class RepeatedCache:
     """A decoder for any model: transformers' own cache, with each prompt's keys repeated for its completions."""
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
-        self.model, self.device = model, device
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device) -> None:
+        self.model, self.max_tokens, self.device = model, max_tokens, device
         width = max(map(len, prompts))
         ids = [[0] * (width - len(p)) + list(p) for p in prompts]  # left-padded: every row's next token is the last
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
@@ -175,6 +189,15 @@ class RepeatedCache:
         """Drops every other row from the batch."""
         self.cache.batch_select_indices(rows)
         self.mask = self.mask[rows]
+
+    def fill(self) -> None:
+        """As `PrefixCache.fill`; layers with a sliding window hold no more than that."""
+        for layer in self.cache.layers:
+            if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
+                layer.keys, layer.values = (
+                    torch.cat([x, x.new_zeros(*x.shape[:2], self.max_tokens - 1, x.shape[-1])], dim=2)
+                    for x in (layer.keys, layer.values)
+                )
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         output = self.model(

@@ -9,22 +9,29 @@ from rlft.types import Evaluation, Logger, RunInfo, StepRecord
 
 
 class Loggers:
-    """Passes every call on, in order. `finish` reaches every logger that was started, even if another one fails."""
+    """Passes every call on, in order. `finish` reaches every logger that was started, even if another one fails.
+
+    current: the stage that the run is in. last_step: the number of finished steps.
+    """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._loggers = tuple(loggers)
         self._started: list[Logger] = []
+        self.current, self.last_step = "starting", 0
 
     def start(self, run: RunInfo) -> None:
+        self.last_step = run.step
         for logger in self._loggers:
             self._started.append(logger)  # before its start: a half-started one has things to close too
             logger.start(run)
 
     def stage(self, name: str) -> None:
+        self.current = name
         for logger in self._loggers:
             logger.stage(name)
 
     def step(self, record: StepRecord) -> None:
+        self.last_step = record.step
         for logger in self._loggers:
             logger.step(record)
 

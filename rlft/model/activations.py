@@ -30,3 +30,10 @@ def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     a_token = text.num_hidden_layers * (4 * text.hidden_size + attention + 3 * intermediate)
     return tokens * a_token * itemsize
+
+
+def checkpointed_bytes(config: Any, tokens: int, itemsize: int) -> int:
+    """The same with gradient checkpointing: every layer's input, and one layer's activations at a time."""
+    text = config.get_text_config()
+    one_layer = activation_bytes(config, tokens, itemsize) // text.num_hidden_layers
+    return tokens * text.hidden_size * text.num_hidden_layers * itemsize + one_layer

@@ -19,9 +19,6 @@ from rlft.model.split_attention import flash, merge, split_attention
 if TYPE_CHECKING:
     from rlft.model.forward import Forward
 
-FIRST_TOKENS = 64
-"""Room for so many tokens a completion at first; it doubles when they are used up."""
-
 
 class PrefixCache:
     """The state of decoding U prompts x n completions on a CPU. No gradient.
@@ -60,9 +57,15 @@ class PrefixCache:
         self._decoded += 1
         return self._logits(self._forward(token_R, positions_R))
 
+    def fill(self) -> None:
+        """Takes all the memory that the longest completions would: for a rehearsal; what is decoded then is wrong."""
+        for pair in self._own:
+            for room in pair:
+                room.zero_()
+
     def keep(self, rows: Tensor) -> None:
         """Drops every other row from the batch."""
-        self._own = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self._own]
+        self._own = [(self._kept(k, rows), self._kept(v, rows)) for k, v in self._own]
         self._arrange(self._owner[rows])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -105,22 +108,20 @@ class PrefixCache:
     def _put(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> tuple[Tensor, Tensor]:
         """All own keys and values `[R, K, decoded, D]` so far, with these as the last."""
         if layer == len(self._own):
-            self._own.append((self._room(key_RKD, FIRST_TOKENS), self._room(value_RKD, FIRST_TOKENS)))
+            self._own.append((self._room(key_RKD), self._room(value_RKD)))
         pair = self._own[layer]
-        if self._decoded > pair[0].shape[2]:
-            pair = self._own[layer] = (self._grown(pair[0]), self._grown(pair[1]))
         for room, new in zip(pair, (key_RKD, value_RKD), strict=True):
             room[:, :, self._decoded - 1] = new
         return pair[0][:, :, : self._decoded], pair[1][:, :, : self._decoded]
 
-    def _room(self, x_RKD: Tensor, tokens: int) -> Tensor:
+    def _room(self, x_RKD: Tensor) -> Tensor:
+        """For all tokens that may come: pages of it that nothing is written to take no memory."""
         rows, heads, size = x_RKD.shape
-        return x_RKD.new_empty(rows, heads, min(tokens, self.max_tokens), size)
+        return x_RKD.new_empty(rows, heads, self.max_tokens, size)
 
-    def _grown(self, x_RKTD: Tensor) -> Tensor:
-        tokens = x_RKTD.shape[2]
-        room = self._room(x_RKTD[:, :, 0], 2 * tokens)
-        room[:, :, :tokens] = x_RKTD
+    def _kept(self, x_RKTD: Tensor, rows: Tensor) -> Tensor:
+        room = self._room(x_RKTD[:, :, 0][: len(rows)])
+        room[:, :, : self._decoded] = x_RKTD[:, :, : self._decoded].index_select(0, rows)
         return room
 
     def _arrange(self, owner_R: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlft.model import prefix_cache
 from rlft.model.forward import choose
 from rlft.model.prefix_cache import PrefixCache, open_prefix_cache
 
@@ -18,8 +17,7 @@ def whole_logits(model, row):
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_one_kv_head", "qwen3", "gemma"])
-def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_left(kind, random_model, monkeypatch):
-    monkeypatch.setattr(prefix_cache, "FIRST_TOKENS", 2)  # so that the room grows on the way
+def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_left(kind, random_model):
     model = random_model(kind).double()
     choose(model)
     cache = open_prefix_cache(choose(model), PROMPTS, 7)

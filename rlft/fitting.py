@@ -1,0 +1,100 @@
+"""Whether a run fits into a device's memory, and which key to change by how much where it does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from rlft.footprint import Demand, ModelSizes, parts, peak
+from rlft.types import UserError
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Keys to change, with their values, and what the run would take with them."""
+
+    changes: Mapping[str, str]
+    peak: int
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.changes.items())
+
+
+def read_bytes(text: str) -> int:
+    """The number of bytes that `24GiB`, `512 MB` or a bare number of bytes says.
+
+    >>> read_bytes("24GiB"), read_bytes("0.5 GB"), read_bytes("1000")
+    (25769803776, 500000000, 1000)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    unit = UNITS.get((match[2] or "B").upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise UserError("device_memory", "must be a size", got=text, remedy="write it as 24GiB")
+    return int(float(match[1]) * unit)
+
+
+def in_words(size: int) -> str:
+    """A size for people.
+
+    >>> in_words(1610612736), in_words(3 * 2**20)
+    ('1.50 GiB', '3 MiB')
+    """
+    return f"{size / GIB:,.2f} GiB" if size >= GIB // 10 else f"{size / 2**20:,.0f} MiB"
+
+
+def ways(model: ModelSizes, demand: Demand, process: int, limit: int) -> list[Way]:
+    """Changes of one key that would each make the run fit; where none does, the least that fits, or nothing."""
+    fitting = [way for way in _single(model, demand, process, limit) if way.peak <= limit]
+    if fitting:
+        return fitting
+    longest = demand.prompt_tokens + demand.completion_tokens
+    changes = {"token_budget": str(longest), "model.gradient_checkpointing": "true"}
+    smallest = replace(demand, token_budget=longest, recompute=True)
+    if demand.sampled is not None:
+        group = demand.sampled.rows // demand.sampled.prompts
+        smallest = replace(smallest, sampled=replace(demand.sampled, rows=group, prompts=1, weights="apart"))
+        changes |= {"generation.transformers.batch_size": str(group), "generation.transformers.weights": "apart"}
+    least = Way(changes=changes, peak=peak(parts(model, smallest, process)))
+    return [least] if least.peak <= limit else []
+
+
+def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[Way]:
+    def way(key: str, value: str, changed: Demand, sizes: ModelSizes = model) -> Way:
+        return Way(changes={key: value}, peak=peak(parts(sizes, changed, process)))
+
+    budget = largest_budget(model, demand, process, limit)
+    if budget is not None and budget < demand.token_budget:
+        yield way("token_budget", str(budget), replace(demand, token_budget=budget))
+    if not demand.recompute:
+        yield way("model.gradient_checkpointing", "true", replace(demand, recompute=True))
+    if (sampled := demand.sampled) is not None:
+        if sampled.weights == "merged":
+            apart = replace(demand, sampled=replace(sampled, weights="apart"))
+            yield way("generation.transformers.weights", "apart", apart)
+        if sampled.prompts > 1:
+            group = sampled.rows // sampled.prompts
+            fewer = replace(demand, sampled=replace(sampled, rows=group, prompts=1))
+            yield way("generation.transformers.batch_size", str(group), fewer)
+    if model.itemsize == 4 and not demand.whole_model:
+        half = replace(model, itemsize=2, base_bytes=model.base_bytes // 2)
+        yield way("model.dtype", "bfloat16", demand, half)
+
+
+def largest_budget(model: ModelSizes, demand: Demand, process: int, limit: int) -> int | None:
+    """The largest token budget with which the run fits, a multiple of 64 or the longest row; None: there is none."""
+    longest = demand.prompt_tokens + demand.completion_tokens
+
+    def fits(budget: int) -> bool:
+        return peak(parts(model, replace(demand, token_budget=budget), process)) <= limit
+
+    if not fits(longest):
+        return None
+    low, high = longest, max(longest, demand.token_budget)
+    while high - low > 64:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return high if fits(high) else max(longest, low // 64 * 64)

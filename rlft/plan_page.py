@@ -1,0 +1,132 @@
+"""What `rlft plan` prints: tables of sizes and memory, how long the data are, what the rewards say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console as Terminal
+from rich.table import Table
+from rich.text import Text
+
+from rlft.fitting import in_words
+from rlft.footprint import Part, When, peak
+from rlft.logger.console import open_terminal
+from rlft.logger.text import one_line, visible
+from rlft.plan_verb import Lengths, Planned
+from rlft.reward_trial import Trial, doubts
+
+BINS = 8
+BAR_WIDTH = 40
+SHOWN_CHARACTERS = 32
+
+
+def print_plan(planned: Planned, terminal: Terminal | None = None) -> None:
+    """terminal: stdout unless given."""
+    terminal = terminal or open_terminal()
+    terminal.print(grid([tuple(map(str, row)) for row in planned.sizes]))
+    heading(terminal, "Parameters")
+    terminal.print(grid([(role, f"{number:,}", "") for role, number in planned.parameters.items()]))
+    print_memory(terminal, planned)
+    for lengths in planned.lengths:
+        print_lengths(terminal, lengths)
+    if planned.trials:
+        print_trials(terminal, planned.trials)
+    told = [*planned.notes, *doubts(planned.trials)]
+    if told:
+        terminal.print()
+    for note in told:
+        terminal.print(Text(f"note: {visible(note)}", style="yellow"), soft_wrap=True)
+
+
+def heading(terminal: Terminal, text: str) -> None:
+    terminal.print()
+    terminal.print(Text(text, style="bold"), soft_wrap=True)
+
+
+def grid(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Rows of (what, value, explanation)."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(style="dim", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    return table
+
+
+def print_memory(terminal: Terminal, planned: Planned) -> None:
+    """Every part with and without gradient checkpointing, the peak, and whether it fits."""
+    heading(terminal, f"Memory on {planned.device}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("part", no_wrap=True)
+    table.add_column("when", style="dim")
+    names = ["plain", "gradient checkpointing"]
+    names[planned.demand.recompute] += "\n(this run)"
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("key", style="dim", overflow="fold")
+    plain, recomputed = (planned.memory(recompute=on) for on in (False, True))
+    for part, other in zip(plain, recomputed, strict=True):
+        if part.bytes or other.bytes:
+            cells = (part.name, part.when, in_words(part.bytes), in_words(other.bytes), part.key or "")
+            table.add_row(*map(str, cells))
+    ends = [in_words(peak(parts)) for parts in (plain, recomputed)]
+    table.add_row(Text("peak", style="bold"), "", *(Text(end, style="bold") for end in ends), "")
+    terminal.print(table)
+    print_verdict(terminal, planned, plain if not planned.demand.recompute else recomputed)
+
+
+def print_verdict(terminal: Terminal, planned: Planned, found: Sequence[Part]) -> None:
+    """Whether it fits; where it does not, what to change."""
+    what = "device_memory" if planned.named_limit else "this machine has free"
+    room = f"{in_words(planned.peak)} of {in_words(planned.limit)} ({what})"
+    if planned.fits:
+        terminal.print(Text(f"fits: {room}", style="green"), soft_wrap=True)
+        return
+    busiest = max(When.sampling, When.updating, key=lambda when: sum(p.bytes for p in found if p.when is when))
+    terminal.print(Text(f"does not fit: {room}; it is highest while {busiest}", style="red"), soft_wrap=True)
+    ways = planned.ways()
+    for way in ways:
+        terminal.print(Text(f"  {way} takes it to {in_words(way.peak)}"), soft_wrap=True)
+    if not ways:
+        largest = max(found, key=lambda part: part.bytes)
+        text = f"  no change of these keys suffices; the largest part is {largest.name} ({in_words(largest.bytes)})"
+        terminal.print(Text(f"{text}: use a smaller model or a larger device"), soft_wrap=True)
+
+
+def print_lengths(terminal: Terminal, lengths: Lengths) -> None:
+    """A histogram of tokens."""
+    heading(terminal, f"{lengths.name}: {len(lengths.tokens):,}, by tokens")
+    low, high = min(lengths.tokens), max(lengths.tokens)
+    width = max(1, -(-(high - low + 1) // BINS))
+    counts = [0] * (-(-(high - low + 1) // width))
+    for tokens in lengths.tokens:
+        counts[(tokens - low) // width] += 1
+    rows = []
+    for number, count in enumerate(counts):
+        start = low + number * width
+        span = f"{start}" if width == 1 else f"{start} to {min(high, start + width - 1)}"
+        bar = "#" * max(round(BAR_WIDTH * count / max(counts)), 1 if count else 0)
+        rows.append((f"  {span}", f"{count:,}", bar))
+    terminal.print(grid(rows))
+    if lengths.note:
+        terminal.print(Text(f"  {visible(lengths.note)}", style="yellow"), soft_wrap=True)
+
+
+def print_trials(terminal: Terminal, trials: Sequence[Trial]) -> None:
+    """A row a completion, a column a reward."""
+    heading(terminal, "What the rewards say, before their weights")
+    names = list(dict.fromkeys(trial.reward for trial in trials))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("prompt", style="dim", no_wrap=True)
+    table.add_column("completion", no_wrap=True)
+    for name in names:
+        table.add_column(Text(visible(name)), justify="right")
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    for trial in trials:
+        score = "failed" if trial.score is None else f"{trial.score:g}"
+        rows.setdefault((trial.prompt, trial.kind, trial.completion), {})[trial.reward] = score
+    for (prompt, kind, completion), scores in rows.items():
+        said = f"{kind}: {one_line(completion, SHOWN_CHARACTERS)}" if completion else kind
+        table.add_row(Text(visible(prompt)), Text(said), *(scores.get(name, "") for name in names))
+    terminal.print(table)

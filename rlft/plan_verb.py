@@ -1,0 +1,210 @@
+"""`rlft plan`: what a run is, needs and begins with, before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlft import rm, sft, sizes
+from rlft.demand import demand_of, sizes_of
+from rlft.fitting import Way, ways
+from rlft.footprint import Demand, ModelSizes, Part, parts, peak
+from rlft.metrics import peak_memory_bytes
+from rlft.model.backbone import load_tokenizer, resolve_device, resolve_dtype
+from rlft.model.config import CriticKind
+from rlft.plan import Plan, make_plan
+from rlft.prompts import left_out
+from rlft.reward.spec import specs
+from rlft.reward_trial import Trial, doubts, try_rewards
+from rlft.rm import RmPlan
+from rlft.roots import Verb
+from rlft.sft import SftPlan
+from rlft.sizes import Facts, Row
+from rlft.training_base import free_bytes, needs_checkpointing
+
+TRIED_PROMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of each item of some data, and what was left out of it and why, or None."""
+
+    name: str
+    tokens: Sequence[int]
+    note: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What `rlft plan` tells. memory: by whether activations are recomputed, as the run will do it first."""
+
+    sizes: Sequence[Row]
+    parameters: Mapping[str, int]
+    model: ModelSizes
+    demand: Demand
+    process: int
+    device: str
+    limit: int
+    named_limit: bool
+    lengths: Sequence[Lengths]
+    trials: Sequence[Trial]
+    notes: Sequence[str]
+
+    def memory(self, *, recompute: bool) -> list[Part]:
+        return parts(self.model, replace(self.demand, recompute=recompute), self.process)
+
+    @property
+    def peak(self) -> int:
+        return peak(self.memory(recompute=self.demand.recompute))
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit
+
+    def ways(self) -> list[Way]:
+        """What would make it fit; nothing where it does."""
+        return [] if self.fits else ways(self.model, self.demand, self.process, self.limit)
+
+
+def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
+    """The plan of this config's run; limit: bytes of the device, None for what is free on this machine's.
+
+    Raises:
+        UserError: for whatever the run would refuse.
+    """
+    plan: Plan | SftPlan | RmPlan = {Verb.train: make_plan, Verb.sft: sft.make_plan, Verb.rm: rm.make_plan}[
+        Verb(plain["verb"])
+    ](plain)
+    settings = plan.config.model
+    model, device = sizes_of(settings, plan.config.lora), resolve_device(settings.device)
+    process, free = resident_bytes() if device.type == "cpu" else 0, free_bytes(device)
+    recompute = settings.gradient_checkpointing is True
+    if settings.gradient_checkpointing == "auto":
+        room = free if limit is None else max(0, limit - process - model.base_bytes)
+        recompute = needs_checkpointing(model.config, plan.config.token_budget, model.itemsize, room)
+    demand = demand_of(plan, model, recompute)
+    return Planned(
+        sizes=size_rows(plan, model, demand),
+        parameters=parameters_by_role(plan, model),
+        model=model,
+        demand=demand,
+        process=process,
+        device=str(device),
+        limit=free + process if limit is None else limit,
+        named_limit=limit is not None,
+        lengths=lengths_of(plan),
+        trials=trials_of(plan),
+        notes=notes_of(plan),
+    )
+
+
+def size_rows(plan: Plan | SftPlan | RmPlan, model: ModelSizes, demand: Demand) -> list[Row]:
+    """The rows that the run will begin with."""
+    settings = plan.config.model
+    facts = Facts(
+        base=model.parameters,
+        trainable=demand.trainable,
+        dtype=str(resolve_dtype(settings.dtype, resolve_device(settings.device))).removeprefix("torch."),
+        device=str(resolve_device(settings.device)),
+        forward="packed" if model.packed else "padded",
+        reason="each prompt once for its group, no padding" if model.packed else "this model's attention needs it",
+    )
+    if isinstance(plan, Plan):
+        return sizes.size_rows(plan, facts)
+    return sft.size_rows(plan, facts) if isinstance(plan, SftPlan) else rm.size_rows(plan, facts)
+
+
+def parameters_by_role(plan: Plan | SftPlan | RmPlan, model: ModelSizes) -> dict[str, int]:
+    """Parameters of the base and of every role beside it."""
+    found = {"base (frozen)": model.parameters}
+    if isinstance(plan, RmPlan):
+        return found | {"reward (learns)": model.lora + model.hidden + 1}
+    if isinstance(plan, SftPlan):
+        whole = plan.config.lora is None
+        return {"base (learns)": model.parameters} if whole else found | {"policy (learns)": model.lora}
+    critic = plan.config.critic.kind
+    for role in sizes.role_names(plan):
+        head = model.hidden + 1 if role in ("critic", "reward") else 0
+        on_the_base = role == "reference" and plan.config.snapshot.reference == "base"
+        adapter = 0 if on_the_base or (role == "critic" and critic is CriticKind.shared) else model.lora
+        learns = role in ("policy", "critic") or (role == "reward" and plan.config.reward_model.refresh_every > 0)
+        found[f"{role} ({'learns' if learns else 'does not learn'})"] = adapter + head
+    return found
+
+
+def lengths_of(plan: Plan | SftPlan | RmPlan) -> list[Lengths]:
+    """How long the data are, in tokens, and what was left out of them."""
+    if isinstance(plan, SftPlan):
+        texts = [("demonstrations", plan.train), ("held-out demonstrations", plan.held_out_examples)]
+        return [Lengths(name, [len(text.ids) for text in found.texts], found.note) for name, found in texts]
+    if isinstance(plan, RmPlan):
+        ranked = [("rankings", plan.train), ("held-out rankings", plan.held_out)]
+        return [
+            Lengths(name, [len(r.prompt) + max(map(len, r.completions)) for r in found.rankings], found.note)
+            for name, found in ranked
+        ]
+    result = []
+    for name, split, prompts in (("train", "train", plan.train_prompts), ("held out", "held-out", plan.held_out)):
+        if prompts is not None:
+            dropped = next(left_out(prompts, split, plan.config.prompts.max_tokens), None)
+            result.append(Lengths(f"{name} prompts", [len(p.token_ids) for p in prompts.prompts], dropped))
+    return result
+
+
+def trials_of(plan: Plan | SftPlan | RmPlan) -> list[Trial]:
+    """What the rewards say of a few prompts; nothing where nothing is scored."""
+    prompts = plan.train_prompts if isinstance(plan, Plan) else getattr(plan, "held_out", None)
+    if isinstance(plan, RmPlan) or prompts is None:
+        return []
+    tokenizer = load_tokenizer(plan.config.model)
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]  # of one text: a list
+
+    return try_rewards(specs(plan.config.reward), prompts.prompts[:TRIED_PROMPTS], tokens, plan.config.scoring.timeout)
+
+
+def notes_of(plan: Plan | SftPlan | RmPlan) -> list[str]:
+    """What the run will say when it begins, and what its size does not tell."""
+    told = list(plan.warnings if isinstance(plan, Plan) else plan.notes)
+    if not isinstance(plan, RmPlan) and plan.engine == "vllm":
+        settings = plan.config.generation.vllm
+        back = "it gives that back while the policy is updated" if settings.sleep else "the rest is for the trainer"
+        told.append(
+            f"the engine is a process of its own, which takes {settings.gpu_memory_utilization:.0%} of a GPU"
+            f" (generation.vllm.gpu_memory_utilization) and is not counted here; on the same GPU {back}"
+        )
+    return told
+
+
+def resident_bytes() -> int:
+    """What this process holds, with all libraries that a run imports and its data scanned."""
+    lines = Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else []
+    now = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), None)
+    return peak_memory_bytes() if now is None else now
+
+
+def as_dict(planned: Planned) -> dict[str, Any]:
+    """Everything, for scripts; sizes in bytes."""
+    memory = {
+        name: [
+            {"part": p.name, "bytes": p.bytes, "when": str(p.when), "key": p.key} for p in planned.memory(recompute=on)
+        ]
+        for name, on in (("as_planned", planned.demand.recompute), ("with_gradient_checkpointing", True))
+    }
+    return {
+        "sizes": [{"what": what, "value": value, "explanation": text} for what, value, text in planned.sizes],
+        "parameters": dict(planned.parameters),
+        "device": planned.device,
+        "device_memory": planned.limit,
+        "peak": planned.peak,
+        "fits": planned.fits,
+        "gradient_checkpointing": planned.demand.recompute,
+        "memory": memory,
+        "ways": [{"changes": dict(way.changes), "peak": way.peak} for way in planned.ways()],
+        "lengths": [{"data": found.name, "tokens": found.tokens, "left_out": found.note} for found in planned.lengths],
+        "rewards": [asdict(trial) for trial in planned.trials],
+        "notes": [*planned.notes, *doubts(planned.trials)],
+    }

@@ -1,0 +1,140 @@
+"""`rlft plan`: what it tells of a run without loading a weight, and how near its memory is to what the run takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from rlft import cli
+from rlft.fitting import read_bytes
+
+TASK = ("generation=transformers", "data.size=200", "data.held_out_size=40", "model.device=cpu")
+
+
+@pytest.fixture
+def no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run in, where nothing loads weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were loaded"))
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert cli.run(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parameters", "data"),
+    [
+        ("grpo_arithmetic", {"base (frozen)", "policy (learns)"}, ["train prompts", "held out prompts"]),
+        (
+            "ppo_arithmetic",
+            {"base (frozen)", "policy (learns)", "reference (does not learn)", "critic (learns)"},
+            ["train prompts", "held out prompts"],
+        ),
+        ("sft_arithmetic", {"base (frozen)", "policy (learns)"}, ["demonstrations", "held-out demonstrations"]),
+        ("rm_arithmetic", {"base (frozen)", "reward (learns)"}, ["rankings", "held-out rankings"]),
+    ],
+)
+def test_every_kind_of_run_is_planned_and_leaves_nothing(
+    recipe: str, parameters: set[str], data: list[str], no_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, f"+recipe={recipe}")
+    assert set(found["parameters"]) == parameters
+    assert found["parameters"]["base (frozen)"] == 823_424
+    assert [item["data"] for item in found["lengths"]] == data
+    assert all(item["tokens"] for item in found["lengths"])
+    assert found["fits"]
+    assert found["peak"] == max(
+        sum(part["bytes"] for part in found["memory"]["as_planned"] if part["when"] in ("always", when))
+        for when in ("sampling", "updating")
+    )
+    assert list(no_weights.iterdir()) == []
+
+
+def test_the_page_says_it_in_words(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "+recipe=grpo_arithmetic", *TASK]) == 0
+    page = capsys.readouterr().out
+    for told in (
+        "Parameters", "policy (learns)", "Memory on cpu", "(this run)", "activations", "token_budget",
+        "(this machine has free)", "train prompts: 200, by tokens", "What the rewards say, before their weights",
+        "reference, in tags", "exact_mat",
+    ):  # fmt: skip
+        assert told in page, told
+    assert "fits: " in page
+    assert "\x1b" not in page
+
+
+def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(
+    no_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000", "model.gradient_checkpointing=false"]
+    process = next(
+        part["bytes"] for part in planned(capsys, *words)["memory"]["as_planned"] if part["part"].startswith("process")
+    )
+    words.append(f"device_memory={process + 150 * 2**20}")
+    found = planned(capsys, *words)
+    assert not found["fits"]
+    assert found["device_memory"] == process + 150 * 2**20
+    budget = next(way["changes"]["token_budget"] for way in found["ways"] if "token_budget" in way["changes"])
+    lower = [word if not word.startswith("token_budget") else f"token_budget={budget}" for word in words]
+    assert planned(capsys, *lower)["fits"] or planned(capsys, *lower)["peak"] < 1.02 * found["device_memory"]
+    assert cli.run(["plan", *words]) == 0
+    page = capsys.readouterr().out
+    assert "does not fit: " in page
+    assert f"  token_budget={budget} takes it to " in page
+
+
+def test_checkpointing_is_planned_where_memory_is_short(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000"]
+    assert not planned(capsys, *words)["gradient_checkpointing"]
+    assert planned(capsys, *words, "device_memory=1GiB")["gradient_checkpointing"]
+
+
+def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i}" * (100 if i % 10 == 0 else 2), "answer": "1"} for i in range(60)]
+    (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = planned(
+        capsys,
+        "data=jsonl",
+        "data.path=rows.jsonl",
+        "prompts.max_tokens=60",
+        "prompts.over_limit=drop",
+        "prompts_per_step=8",
+    )
+    train = found["lengths"][0]
+    assert max(train["tokens"]) <= 60
+    assert "prompts longer than prompts.max_tokens=60 were dropped" in train["left_out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("+recipe=grpo_arithmetic",),
+        ("+recipe=ppo_arithmetic", "token_budget=4000"),
+        ("+recipe=grpo_arithmetic", "token_budget=16000", "group_size=16", "prompts_per_step=16"),
+    ],
+    ids=["grpo", "ppo", "large micro-batches"],
+)
+def test_the_peak_is_within_15_percent_of_a_runs(words: tuple[str, ...], tmp_path: Path) -> None:
+    """A rehearsal takes the longest rows, so that even short completions leave the planned peak."""
+    command = [sys.executable, "-m", "rlft.cli"]
+    words = (*words, *TASK)
+    told = subprocess.run([*command, "plan", *words, "--json"], capture_output=True, text=True, check=True)
+    run = tmp_path / "run"
+    subprocess.run(
+        [*command, "train", *words, "steps=2", "eval.every=0", "logger=[jsonl]", f"hydra.run.dir={run}"],
+        capture_output=True,
+        check=True,
+    )
+    measured = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["memory/peak_bytes"]
+    assert json.loads(told.stdout)["peak"] == pytest.approx(measured, rel=0.15)
+    assert measured > read_bytes("300MB")

@@ -1,0 +1,57 @@
+"""The rehearsal takes the longest shapes, and changes nothing of the run that follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from rlft import cli, train
+from rlft.model.forward import Forward
+from rlft.model.prefix_cache import PrefixCache
+
+TINY = (
+    "steps=2", "prompts_per_step=2", "group_size=3", "generation=transformers", "generation.max_tokens=20",
+    "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=0", "model.device=cpu",
+    "scoring.workers=0", "logger=[jsonl]", "trainer.lr=1e-3",
+)  # fmt: skip
+PROMPT = 22  # tokens of every question
+RECIPES = ["algorithm=grpo", "algorithm=ppo critic.kind=adapter", "algorithm=grpo algorithm.entropy_coef=0.01"]
+
+
+def run(folder: Path, *words: str) -> dict[str, bytes]:
+    assert cli.run(["train", *TINY, *words, f"hydra.run.dir={folder}"]) == 0
+    files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
+
+
+@pytest.mark.parametrize("words", RECIPES)
+def test_a_run_is_the_same_with_and_without_it(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsed = run(tmp_path / "a", *words.split(), "lora.dropout=0.1")
+    monkeypatch.setattr(train, "rehearse", lambda session, backward: None)
+    assert run(tmp_path / "b", *words.split(), "lora.dropout=0.1") == rehearsed
+
+
+def test_the_first_forward_with_gradient_is_of_the_longest_rows(
+    tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, call, fill = [], Forward.__call__, PrefixCache.fill
+    filled = []
+
+    def spy(self: Forward, batch: object, *args: object, **keys: object) -> object:
+        seen.append(self.real_tokens(batch))  # type: ignore[arg-type]
+        return call(self, batch, *args, **keys)  # type: ignore[arg-type]
+
+    def filling(self: PrefixCache) -> None:
+        fill(self)
+        filled.append(sum(room.numel() for pair in self._own for room in pair))
+
+    monkeypatch.setattr(Forward, "__call__", spy)
+    monkeypatch.setattr(PrefixCache, "fill", filling)
+    run(tmp_path / "run")
+    assert seen[0] == max(seen)
+    assert seen[0] == 2 * (PROMPT + 3 * 20), "both groups, of the longest completions"
+    config = AutoConfig.from_pretrained(tiny_path)
+    size = config.hidden_size // config.num_attention_heads
+    assert filled == [2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 * 3) * 20]
