@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rlft import runfolder
+from rlft import run_status, runfolder
 from rlft.types import UserError
 from rlft.work import Work, say
 
@@ -53,8 +53,10 @@ def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, m
         with ExitStack() as stack:
             stack.enter_context(runfolder.held(folder))
             runfolder.go_on(folder, plain)
+            ending = stack.enter_context(run_status.kept(folder))
             engines = shared_engines if shared_engines is not None else stack.enter_context(Engines())
             outcome = work.do(plan, folder, engines, say)
+            ending.interrupted = outcome.interrupted
     except KeyboardInterrupt:
         say(f"stopped at once; go on from the newest checkpoint with: rlft resume {folder}")
         raise

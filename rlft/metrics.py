@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -114,8 +115,15 @@ class UpdateMetrics:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory held so far: the CUDA allocator's peak where there is one, else this process's resident set."""
+    """The most memory held so far: the CUDA allocator's peak where there is one, else this process's resident set.
+
+    From /proc where there is one: what getrusage says begins with the resident set of the process that started us.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    if sys.platform == "linux":
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

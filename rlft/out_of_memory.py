@@ -44,7 +44,12 @@ def explained(logger: Loggers, config: Any, folder: Path) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_memory_error(error):
             raise
-        raise OutOfMemoryError(explanation(error, logger.current, logger.last_step, config, folder)) from error
+        raise OutOfMemoryError(explanation(error, logger.current, finished_steps(logger), config, folder)) from error
+
+
+def finished_steps(logger: Loggers) -> int:
+    newest = logger.last or logger.run
+    return 0 if newest is None else newest.step
 
 
 def is_memory_error(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlft.fields import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.generation.config import GenerationConfig
+from rlft.logger.alarms import AlarmsConfig
 from rlft.model.config import CriticConfig, LoraSettings, ModelConfig, RewardModelConfig, SnapshotConfig
 from rlft.trainer.config import CheckpointConfig, TrainerConfig
 
@@ -125,6 +126,7 @@ class RunConfig(SamplingRoot):
     pretrain: PretrainConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
+    alarms: AlarmsConfig
     algorithm: Mapping[str, Any]
     logger: Mapping[str, Any]
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from rlft.trainer import checkpoint
 from rlft.types import UserError
 
 CONFIG = "config.yaml"
+LOCK_TRIES = 5
 ORIGIN = "origin"
 # What may change on resume: how long, where to and how often it is told, and how it fits the machine.
 FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
@@ -88,7 +90,7 @@ def held(folder: Path) -> Iterator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(handle)
         yield
     except BlockingIOError:
         raise UserError(
@@ -96,6 +98,18 @@ def held(folder: Path) -> Iterator[None]:
         ) from None
     finally:
         os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Takes the lock; `rlft runs` and `rlft watch` hold it for a moment when they ask who has it."""
+    for attempt in range(LOCK_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if attempt == LOCK_TRIES - 1:
+                raise
+        time.sleep(0.05)
 
 
 def go_on(folder: Path, config: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from rlft.evaluate import evaluate, kl_to_base
 from rlft.freshness import Freshness
 from rlft.generation.config import GenerationConfig, Weights
 from rlft.interrupt import Interrupt
+from rlft.logger.alarms import Alarms
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
 from rlft.memory import collector_passes_over_what_is_there, keep_blocks
@@ -76,6 +77,7 @@ class Session:
         self.plan, self.config, self.folder = plan, plan.config, folder
         self.backbone, self.roles, self.generator, self.scorer = backbone, roles, generator, scorer
         self.logger, self.interrupt, self.hints = logger, interrupt, Hints()
+        self.alarms = Alarms(self.config.alarms)
         # Read once a step, where the step is saved: a signal that comes later is the next step's, which is then saved.
         self.interrupted = False
         self._failures_told = 0
@@ -140,6 +142,9 @@ class Session:
             self.roles.critic.restore_statistics(saved.state["critic"])
         if self.reward_refresh is not None:
             self.reward_refresh.restore(saved.optimizer)
+        if "alarms" in saved.state:  # older checkpoints have none
+            self.hints.restore(saved.state["hints"])
+            self.alarms.restore(saved.state["alarms"])
         return State(step=saved.step, algorithm=self.plan.algorithm.restored(saved.state["algorithm"]))
 
     def publish(self, version: int) -> None:
@@ -204,8 +209,9 @@ class Session:
             total_rewards=scores.total.tolist(),
             advantages=mean_B.view(shape).tolist(),
         )
-        hints = self.hints.check(record)
-        self.logger.step(record)
+        hints, alarms = self.hints.check(record), self.alarms.step(step, metrics)
+        marks = {f"alarm/{name}": 1.0 for name in (*alarms, *(hint.alarm for hint in hints if hint.alarm))}
+        self.logger.step(replace(record, metrics={**metrics, **marks}))
         if self.scorer.num_failures > self._failures_told:
             self._failures_told = self.scorer.num_failures
             so_far = f"{self.scorer.num_failures} completions so far got a fixed score"
@@ -214,6 +220,8 @@ class Session:
             if hint.fatal:
                 raise BrokenRunError(hint.text)
             self.logger.note(hint.text)
+        for text in alarms.values():
+            self.logger.note(f"step {step}: {text}")
 
     def evaluate_if_due(self, step: int) -> None:
         every, held_out = self.config.eval.every, self.plan.held_out
@@ -227,7 +235,11 @@ class Session:
         if self.plan.pretrain_text is not None:
             text = self.plan.pretrain_text.held_out()
             more["eval/pretrain_loss"] = text_loss(self.roles, text, self.config.token_budget)
+        alarms = self.alarms.evaluation(step, evaluation.accuracy, evaluation.accuracy_se)
+        more |= {f"alarm/{name}": 1.0 for name in alarms}
         self.logger.evaluation(replace(evaluation, metrics={**evaluation.metrics, **more}))
+        for text in alarms.values():
+            self.logger.note(f"step {step}: {text}")
 
     def evaluate(self, prompts: Sequence[Prompt], step: int) -> tuple[Evaluation, list[Group], Scores]:
         settings, sampling = self.config.eval, self.config.generation.sampling
@@ -252,6 +264,7 @@ class Session:
             return
         self.logger.stage("checkpoint")
         moves: dict[str, Any] = {"algorithm": state.algorithm.state()}
+        moves |= {"hints": self.hints.state(), "alarms": self.alarms.state()}
         tensors = {name: t for optimizer in self.optimizers.values() for name, t in optimizer.state().items()}
         if self.reward_refresh is not None:
             tensors |= self.reward_refresh.state()

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_work import EMBEDDED, Measured, Work, peak_bytes
+from bench_work import EMBEDDED, Measured, Work
 
+from rlft.metrics import peak_memory_bytes
 from rlft.reward.repetition import repeated_share
 
 
@@ -92,7 +93,7 @@ def main() -> None:
     trainer._generate = timed("sample", trainer._generate)
     trainer._calculate_rewards = timed("score", trainer._calculate_rewards)
     trainer.train()
-    print(Measured(seconds=seconds[1:], peak=peak_bytes()).dump())
+    print(Measured(seconds=seconds[1:], peak=peak_memory_bytes()).dump())
 
 
 def arguments() -> argparse.Namespace:

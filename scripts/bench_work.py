@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import shutil
 import string
 import subprocess
@@ -167,15 +166,6 @@ def words_of(folder: Path, model: str, work: Work, steps: int, embedded: bool) -
             "reward.repetition.ngram=1",
         ]
     return words
-
-
-def peak_bytes() -> int:
-    """The most memory this process has held: the CUDA allocator's peak where there is one, else the resident set."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def where_and_when() -> str:

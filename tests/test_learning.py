@@ -32,6 +32,9 @@ def test_the_demo_learns_with_three_seeds_in_two_minutes_each(tmp_path: Path) ->
         # time/step of all steps: sampling, scoring and training, evaluations aside. About 20 s on two quiet cores.
         assert float(job["seconds"]) <= 120
     assert {float(job["accuracy_before"]) for job in jobs} != {float(jobs[0]["accuracy_before"])}, "seeds do something"
+    files = [*tmp_path.rglob("metrics.jsonl"), *tmp_path.rglob("eval.jsonl")]
+    assert len(files) == 6
+    assert not [file for file in files if "alarm/" in file.read_text()], "a healthy run raises no alarm"
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,27 +89,29 @@ def print_start(terminal: Terminal, run: RunInfo) -> None:
 
 
 class Progress:
-    """What is known of the run so far, as texts for either view. Times come from `time.monotonic`."""
+    """What is known of the run so far, as texts for either view; now: seconds on a clock that never goes
+    back, `time.monotonic` unless given."""
 
-    def __init__(self, run: RunInfo, glyphs: Glyphs) -> None:
+    def __init__(self, run: RunInfo, glyphs: Glyphs, now: Callable[[], float] | None = None) -> None:
         self.run, self.glyphs = run, glyphs
+        self.now = now or (lambda: time.monotonic())
         self.done = run.step
         self.metrics: Mapping[str, float] = {}
         self.watched: list[float] = []
         self.evaluations: list[Evaluation] = []
         self.current = "starting"
-        self.started = time.monotonic()
+        self.started = self.now()
         self._turns: list[float] = []  # when the first stage began and when each step ended
 
     def stage(self, name: str) -> None:
         self.current = name
         if name in (STAGES[0], "update") and not self._turns:
-            self._turns.append(time.monotonic())
+            self._turns.append(self.now())
 
     def step(self, record: StepRecord) -> None:
         self.done, self.metrics = record.step, record.metrics
         self.watched.append(record.metrics.get(self.run.watched[1], 0.0))
-        self._turns = [*self._turns, time.monotonic()][-PACE_STEPS - 1 :]
+        self._turns = [*self._turns, self.now()][-PACE_STEPS - 1 :]
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -121,7 +123,7 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self.started
+        return self.now() - self.started
 
     def seconds_left(self) -> float | None:
         """By the pace of the last steps; None before the first one."""
@@ -129,7 +131,7 @@ class Progress:
         if len(turns) < 2:
             return None
         pace = (turns[-1] - turns[0]) / (len(turns) - 1)
-        return max(0.0, pace * (self.run.steps - self.done) - (time.monotonic() - turns[-1]))
+        return max(0.0, pace * (self.run.steps - self.done) - (self.now() - turns[-1]))
 
     def eta(self) -> str:
         left = self.seconds_left()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlft.types import StepRecord
 
 PATIENCE = 3  # steps in a row before a trouble that one unlucky batch can cause is spoken of
 REPEAT_STEPS = 100  # a lasting trouble is told again after this many steps
 LASTING = {"no_signal", "truncated", "empty", "untrained"}
+ALARMS = LASTING | {"entropy"}
+ALWAYS_SO_AT_THE_END = {"entropy", "no_signal"}  # of a task that is solved, where they are no alarm
+SOLVED = 0.95  # share of the highest reward ever seen
 TRUNCATED = 0.9  # share of completions that hit the length limit
 FEW_TRAINED = 0.05  # share of completion tokens that enter the loss
 EMPTY_LENGTH = 2.0  # mean completion length in tokens, the end token included
@@ -21,9 +25,13 @@ ROUNDING = 1e-6  # a float32 loss below this is 0 up to rounding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """A note for the person watching. fatal: the numbers are broken, the run must stop before it saves them."""
+    """A note for the person watching. fatal: the numbers are broken, the run must stop before it saves them.
+
+    alarm: its name in the metrics, where it says that something is wrong.
+    """
 
     text: str
+    alarm: str | None = None
     fatal: bool = False
 
 
@@ -35,6 +43,7 @@ class Hints:
         self._streaks: dict[str, int] = {}
         self._first_entropies: list[float] = []
         self._last_entropies: list[float] = []
+        self._highest = -math.inf
 
     def check(self, record: StepRecord) -> list[Hint]:
         """The hints this step calls for; one fatal hint alone if loss or gradient is not a finite number."""
@@ -44,7 +53,29 @@ class Hints:
         found = [hint for rule in rules for hint in rule(record)]
         due = [(key, text) for key, text in found if self._due(key, record.step)]
         self._said.update((key, record.step) for key, _ in due)
-        return [Hint(text=f"step {record.step}: {text}") for _, text in due]
+        alarms = ALARMS - ALWAYS_SO_AT_THE_END if self._is_solved(record) else ALARMS
+        return [Hint(text=f"step {record.step}: {text}", alarm=key if key in alarms else None) for key, text in due]
+
+    def _is_solved(self, record: StepRecord) -> bool:
+        """Whether nearly every completion gets the most that any has ever got."""
+        rewards = [reward for group in record.total_rewards for reward in group]
+        if not rewards:
+            return False
+        self._highest = max(self._highest, *rewards)
+        return self._highest > 0 and mean(rewards) >= SOLVED * self._highest
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is remembered, as JSON can hold it."""
+        entropies = {"first": self._first_entropies, "last": self._last_entropies}
+        highest = self._highest if math.isfinite(self._highest) else None
+        return {"said": self._said, "streaks": self._streaks, "entropies": entropies, "highest": highest}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self._said, self._streaks = dict(state["said"]), dict(state["streaks"])
+        self._first_entropies = list(state["entropies"]["first"])
+        self._last_entropies = list(state["entropies"]["last"])
+        self._highest = -math.inf if state["highest"] is None else float(state["highest"])
 
     def _due(self, key: str, step: int) -> bool:
         return key not in self._said or (key in LASTING and step - self._said[key] >= REPEAT_STEPS)

@@ -11,16 +11,18 @@ from rlft.types import Evaluation, Logger, RunInfo, StepRecord
 class Loggers:
     """Passes every call on, in order. `finish` reaches every logger that was started, even if another one fails.
 
-    current: the stage that the run is in. last_step: the number of finished steps.
+    current: the stage that the run is in. run, last: what was told when it began, and the last step; None before.
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._loggers = tuple(loggers)
         self._started: list[Logger] = []
-        self.current, self.last_step = "starting", 0
+        self.current = "starting"
+        self.run: RunInfo | None = None
+        self.last: StepRecord | None = None
 
     def start(self, run: RunInfo) -> None:
-        self.last_step = run.step
+        self.run = run
         for logger in self._loggers:
             self._started.append(logger)  # before its start: a half-started one has things to close too
             logger.start(run)
@@ -31,7 +33,7 @@ class Loggers:
             logger.stage(name)
 
     def step(self, record: StepRecord) -> None:
-        self.last_step = record.step
+        self.last = record
         for logger in self._loggers:
             logger.step(record)
 

@@ -1,5 +1,6 @@
 """Each hint on a series that calls for it, and none on a healthy one."""
 
+import json
 import math
 
 import pytest
@@ -35,6 +36,31 @@ def hear(make_step, steps, rewards=(0.0, 1.0), **changes):
 
 def test_a_healthy_run_hears_nothing(make_step):
     assert hear(make_step, 50) == []
+
+
+def test_what_is_always_so_of_a_solved_task_is_told_but_no_alarm(make_step):
+    marks = {}
+    for solved, rewards in ((True, (1.0, 1.0)), (False, (0.2, 0.2))):
+        hints, marks[solved] = Hints(), set()
+        hints.check(make_step(1, rewards=(0.0, 1.0), **HEALTHY))
+        for step in range(2, 20):
+            heard = hints.check(make_step(step, rewards=rewards, **{**HEALTHY, "waste/zero_advantage_fraction": 1.0}))
+            marks[solved] |= {hint.alarm for hint in heard}
+            assert all("no_signal" not in hint.text for hint in heard)
+    assert marks == {True: {None}, False: {None, "no_signal"}}, "1.0 is the most there was, 0.2 is not"
+
+
+def test_what_is_remembered_survives_a_checkpoint(make_step):
+    def steps(n):
+        falling = {**HEALTHY, "policy/entropy": 1.0 / n, "length/truncated_fraction": 0.95 if n > 8 else 0.0}
+        return make_step(n, rewards=(0.0, 0.5), **falling)
+
+    whole, first, second = Hints(), Hints(), Hints()
+    expected = [whole.check(steps(n)) for n in range(1, 60)]
+    before = [first.check(steps(n)) for n in range(1, 10)]
+    second.restore(json.loads(json.dumps(first.state())))
+    assert before + [second.check(steps(n)) for n in range(10, 60)] == expected
+    assert {hint.alarm for hints in expected for hint in hints} >= {"truncated", "entropy"}
 
 
 def test_a_run_that_solves_its_task_slowly_hears_nothing(make_step):

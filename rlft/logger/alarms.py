@@ -1,0 +1,228 @@
+"""What goes wrong slowly, seen in the series of a run's metrics, in words with a remedy.
+
+`hints` reads single steps; here a step is held against those before it. Thresholds are keys (`alarms.*`); null turns
+one off. What is remembered is in the checkpoint, so a resumed run raises the same alarms at the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rlft.fields import Fraction, PositiveFloat, PositiveInt
+
+WINDOW = 20
+"""Steps that a new one is held against."""
+
+FIRST = 5
+"""Steps at the start whose mean is what growth is measured from."""
+
+REPEAT_STEPS = 50
+SPREAD = 0.25
+"""Standard deviation of a step's rewards above which groups of equal rewards are not simply all solved."""
+
+WATCHED = ("policy/grad_norm", "loss/value", "length/mean")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmsConfig:
+    """The `alarms` section; its YAML, with meanings and defaults, is in configs/train.yaml."""
+
+    patience: PositiveInt
+    accuracy_drop: PositiveFloat | None
+    kl: PositiveFloat | None
+    length_growth: PositiveFloat | None
+    equal_groups: Fraction | None
+    logprob_gap: PositiveFloat | None
+    clipped: Fraction | None
+    value_loss: PositiveFloat | None
+    grad_norm: PositiveFloat | None
+    constant_reward: PositiveInt | None
+
+
+class Alarms:
+    """Reads the metrics of every step and of every evaluation, in order."""
+
+    def __init__(self, settings: AlarmsConfig) -> None:
+        self.settings = settings
+        self._series: dict[str, list[float]] = {}
+        self._first: dict[str, list[float]] = {}
+        self._streaks: dict[str, int] = {}
+        self._said: dict[str, int] = {}
+        self._rewards: dict[str, list[float]] = {}  # of each reward: the mean it began with, steps, 1 if it ever moved
+        self._best: list[float] | None = None  # accuracy, its standard error and reward/mean of the best evaluation
+        self._reward = math.nan
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is remembered, as JSON can hold it."""
+        return {
+            "series": self._series, "first": self._first, "streaks": self._streaks, "said": self._said,
+            "rewards": self._rewards, "best": self._best,
+            "reward": None if math.isnan(self._reward) else self._reward,
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self._series = {name: list(values) for name, values in state["series"].items()}
+        self._first = {name: list(values) for name, values in state["first"].items()}
+        self._streaks, self._said = dict(state["streaks"]), dict(state["said"])
+        self._rewards = {name: list(values) for name, values in state["rewards"].items()}
+        self._best = None if state["best"] is None else list(state["best"])
+        self._reward = math.nan if state["reward"] is None else float(state["reward"])
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+        """{alarm: its words} of this step; told once, and again every 50 steps while it lasts."""
+        rules = (
+            self._kl, self._gap, self._clipped, self._groups, self._length, self._value, self._gradient, self._constant,
+        )  # fmt: skip
+        found = {name: text for rule in rules for name, text in rule(metrics)}
+        self._reward = metrics.get("reward/mean", math.nan)
+        for name in WATCHED:
+            if name in metrics:
+                first = self._first.setdefault(name, [])
+                if len(first) < FIRST:
+                    first.append(metrics[name])
+                self._series[name] = [*self._series.get(name, []), metrics[name]][-WINDOW:]
+        return self._due(found, step)
+
+    def evaluation(self, step: int, accuracy: float | None, error: float | None) -> dict[str, str]:
+        """As `step`, after an evaluation: whether accuracy falls while the reward rises."""
+        drop = self.settings.accuracy_drop
+        if accuracy is None or drop is None:
+            return {}
+        found = {}
+        if self._best is not None and not math.isnan(self._reward):
+            best, best_error, reward = self._best
+            noise = math.hypot(best_error, error or 0.0)
+            if accuracy < best - drop * noise and noise > 0 and self._reward > reward:
+                found["accuracy_falls"] = (
+                    f"held-out accuracy fell from {best:.3f} to {accuracy:.3f} while reward/mean rose from {reward:.3f}"
+                    f" to {self._reward:.3f}: the reward is being gamed, or the training prompts are learned by heart."
+                    " Read completions that score high; tie the policy to its start (algorithm.kl_coef), mend the"
+                    " reward, or take the checkpoint of the best accuracy"
+                )
+        if self._best is None or accuracy > self._best[0]:
+            self._best = None if math.isnan(self._reward) and step else [accuracy, error or 0.0, self._known_reward()]
+        return self._due(found, step)
+
+    def _known_reward(self) -> float:
+        """Before the first step nothing has been rewarded: anything after is more."""
+        return -math.inf if math.isnan(self._reward) else self._reward
+
+    def _due(self, found: Mapping[str, str], step: int) -> dict[str, str]:
+        due = {
+            name: text
+            for name, text in found.items()
+            if name not in self._said or step - self._said[name] >= REPEAT_STEPS
+        }
+        self._said |= dict.fromkeys(due, step)
+        return due
+
+    def _lasts(self, name: str, holds: bool) -> bool:
+        self._streaks[name] = self._streaks.get(name, 0) + 1 if holds else 0
+        return self._streaks[name] >= self.settings.patience
+
+    # -- rules ---------------------------------------------------------------------------------------------------------
+    def _kl(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit, kl = self.settings.kl, metrics.get("kl/reference")
+        if limit is not None and kl is not None and self._lasts("kl", kl > limit):
+            yield (
+                "kl",
+                f"kl/reference is {kl:.3g} nats a token (alarms.kl={limit:g}): the policy has left its reference."
+                " Raise algorithm.kl_coef, lower trainer.lr, or refresh the reference (snapshot.refresh_every)",
+            )
+
+    def _gap(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit, gap = self.settings.logprob_gap, metrics.get("sampler/logprob_gap_mean")
+        if limit is not None and gap is not None and self._lasts("logprob_gap", abs(gap) > limit):
+            yield (
+                "logprob_gap",
+                f"engine and trainer disagree by {gap:.3g} nats a token (alarms.logprob_gap={limit:g}): what is trained"
+                " is not what was sampled. Use model.dtype=float32, generation.transformers.weights=merged, or a"
+                " mismatch correction (algorithm.mismatch)",
+            )
+
+    def _clipped(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit = self.settings.clipped
+        share = metrics.get("ratio/clip_low_fraction", 0.0) + metrics.get("ratio/clip_high_fraction", 0.0)
+        if limit is not None and self._lasts("clipped", share > limit):
+            yield (
+                "clipped",
+                f"{share:.0%} of the trained tokens were clipped (alarms.clipped={limit:g}), so most of an update does"
+                " nothing. Lower trainer.lr, epochs or minibatches, or widen algorithm.clip_low and clip_high",
+            )
+
+    def _groups(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit, share = self.settings.equal_groups, metrics.get("waste/zero_advantage_fraction")
+        spread = metrics.get("reward/std", 0.0)
+        if limit is None or share is None:
+            return
+        if self._lasts("equal_groups", limit < share < 1 and spread > SPREAD):
+            yield (
+                "equal_groups",
+                f"{share:.0%} of the completions have siblings of equal reward (alarms.equal_groups={limit:g}), some"
+                " all right and some all wrong: few prompts teach anything. Leave out what is too easy or too hard, use"
+                " dynamic_sampling.max_rounds=2, or a larger group_size",
+            )
+
+    def _length(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit, first = self.settings.length_growth, self._first.get("length/mean", [])
+        length = metrics.get("length/mean")
+        if limit is None or length is None or len(first) < FIRST:
+            return
+        start = max(1.0, sum(first) / len(first))
+        if self._lasts("length_growth", length > limit * start):
+            yield (
+                "length_growth",
+                f"completions grew from {start:.0f} to {length:.0f} tokens (alarms.length_growth={limit:g}). Where"
+                " length itself pays, add reward=[...,overlong] or length, or use algorithm=dr_grpo, which does not"
+                " favour long wrong answers",
+            )
+
+    def _value(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit, loss = self.settings.value_loss, metrics.get("loss/value")
+        before = self._series.get("loss/value", [])
+        if limit is None or loss is None or len(before) < WINDOW // 2:
+            return
+        if self._lasts("value_loss", loss > limit * median(before)):
+            yield (
+                "value_loss",
+                f"loss/value is {loss:.3g}, {limit:g} times that of the steps before: the critic diverges, and with it"
+                " the advantages. Lower critic.lr, set critic.normalize_values=true, or give critic.warmup_steps",
+            )
+
+    def _gradient(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit, norm = self.settings.grad_norm, metrics.get("policy/grad_norm")
+        before = [value for value in self._series.get("policy/grad_norm", []) if value > 0]
+        if limit is None or norm is None or len(before) < WINDOW // 2:
+            return
+        if norm > max(limit * median(before), *self._first["policy/grad_norm"]):
+            yield (
+                "grad_norm",
+                f"policy/grad_norm is {norm:.3g}, and {median(before):.3g} in the steps before"
+                f" (alarms.grad_norm={limit:g}): one batch pulls far harder than the others."
+                " trainer.max_grad_norm bounds it; look at this step's completions, and lower trainer.lr if it comes"
+                " again",
+            )
+
+    def _constant(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit = self.settings.constant_reward
+        if limit is None:
+            return
+        for name, value in metrics.items():
+            reward = name.removeprefix("reward/")
+            if not name.startswith("reward/") or reward in ("mean", "std"):
+                continue
+            first, steps, moved = self._rewards.get(reward, [value, 0.0, 0.0])
+            moved = max(moved, float(value != first))
+            self._rewards[reward] = [first, steps + 1, moved]
+            if steps + 1 >= limit and not moved:
+                yield (
+                    f"constant_reward_{reward}",
+                    f"reward.{reward} has given {value:g} to every completion of {int(steps) + 1} steps, so it teaches"
+                    " nothing. Look at completions in rollouts/ and at what it reads (rlft plan tries it), or leave it"
+                    " out",
+                )

@@ -1,0 +1,185 @@
+"""`rlft runs`: every run below a folder in a table, how it stands and how far it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+from rich.text import Text
+
+from rlft import run_status
+from rlft.logger.console import open_terminal
+from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.logger.text import visible
+from rlft.run_status import Status
+from rlft.runfolder import CONFIG
+from rlft.types import UserError
+
+USAGE = """\
+usage: rlft runs [<folder>] [status=<status>] [name=<text>] [verb=<verb>] [sort=<column>] [--json]
+
+Every run below the folder (runs, if none is named), the newest last: whether it is running, finished, interrupted,
+stopped by itself (and why) or killed; its step, its last reward (or loss) and held-out accuracy, age and size.
+
+  status, name, verb   show only those; name: part of the run's name or folder
+  sort                 age, name, status, step, reward, accuracy or size
+  --json               the same as JSON, sizes in bytes and ages in seconds
+
+  rlft runs
+  rlft runs runs/grpo_arithmetic status=killed"""
+
+WORDS = ("status", "name", "verb", "sort")
+COLUMNS = ("age", "name", "status", "step", "reward", "accuracy", "size")
+INSIDE = ("checkpoints", "rollouts", "evaluations")
+"""Folders of a run that hold no other run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is shown of a run. reward: reward/mean of the last step, of a supervised run its loss. age: seconds since
+    anything was written. size: bytes of the whole folder. steps: None where it is not known before the run begins."""
+
+    folder: str
+    name: str
+    verb: str
+    status: str
+    reason: str
+    step: int
+    steps: int | None
+    reward: float | None
+    accuracy: float | None
+    age: float
+    size: int
+
+
+def rows(root: Path, words: Mapping[str, str]) -> list[Row]:
+    """The runs below the folder that the words ask for, sorted.
+
+    Raises:
+        UserError: no such folder, a status or a column that there is not.
+    """
+    if not root.is_dir():
+        raise UserError("runs", "there is no such folder", got=root, remedy="name one that holds runs, or train one")
+    _check("status", words.get("status"), [*map(str, Status)])
+    _check("sort", words.get("sort"), COLUMNS)
+    found = [row for folder in run_folders(root) if (row := read(folder)) is not None and _wanted(row, words)]
+    column = words.get("sort", "age")
+    found.sort(key=lambda row: _place(row, column))
+    return found
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Folders that hold a config.yaml of ours, sweeps' jobs included."""
+    for folder, below, files in os.walk(root):
+        below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
+        if CONFIG in files:
+            yield Path(folder)
+
+
+def read(folder: Path) -> Row | None:
+    """None where the config.yaml there is not one of a run."""
+    try:
+        config: Any = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    if not isinstance(config, Mapping) or "verb" not in config:
+        return None
+    status, reason = run_status.read(folder)
+    metrics, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
+    last = metrics[-1] if metrics else {}
+    accuracy = next((line["accuracy"] for line in reversed(evaluations) if line.get("accuracy") is not None), None)
+    newest, size = _newest_and_size(folder)
+    return Row(
+        folder=str(folder),
+        name=str(config.get("name", "")),
+        verb=str(config["verb"]),
+        status=str(status),
+        reason=reason,
+        step=int(last.get("step", 0)),
+        steps=config.get("steps"),
+        reward=last.get("reward/mean", last.get("loss/total")),
+        accuracy=accuracy,
+        age=max(0.0, time.time() - newest),
+        size=size,
+    )
+
+
+def _newest_and_size(folder: Path) -> tuple[float, int]:
+    newest, size = folder.stat().st_mtime, 0
+    for file in folder.rglob("*"):
+        try:
+            found = file.lstat()
+        except OSError:  # a checkpoint that a running run has just replaced
+            continue
+        newest, size = max(newest, found.st_mtime), size + found.st_size
+    return newest, size
+
+
+def _check(word: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise UserError(word, "is not one of its choices", got=value, remedy=f"use one of {', '.join(known)}")
+
+
+def _wanted(row: Row, words: Mapping[str, str]) -> bool:
+    named = words.get("name", "") in row.name or words.get("name", "") in row.folder
+    return named and row.status == words.get("status", row.status) and row.verb == words.get("verb", row.verb)
+
+
+def _place(row: Row, column: str) -> tuple[Any, ...]:
+    """By age the newest last; by numbers the largest last, those without one first."""
+    if column == "age":
+        return (-row.age, row.folder)
+    value = getattr(row, column)
+    return (value is not None, value if value is not None else 0, row.folder)
+
+
+def as_json(found: Sequence[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in found]
+
+
+def print_rows(found: Sequence[Row], root: Path) -> None:
+    terminal = open_terminal()
+    if not found:
+        terminal.print(Text(f"no such run below {root}"))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("run", "verb", "status", "step", "reward", "accuracy", "age", "size"):
+        table.add_column(name, justify="left" if name in ("run", "verb", "status") else "right", overflow="fold")
+    for row in found:
+        steps = f"{row.step}" if row.steps is None else f"{row.step}/{row.steps}"
+        numbers = ["" if value is None else f"{value:.3f}" for value in (row.reward, row.accuracy)]
+        cells = [row.folder, row.verb, row.status, steps, *numbers, age_text(row.age), size_text(row.size)]
+        table.add_row(*(Text(visible(cell)) for cell in cells))
+    terminal.print(table)
+    for row in found:
+        if row.reason:
+            terminal.print(Text(f"{row.folder} {row.status}: {visible(row.reason)}", style="dim"), soft_wrap=True)
+
+
+def age_text(seconds: float) -> str:
+    """The age in its largest whole unit.
+
+    >>> age_text(5), age_text(150), age_text(7200), age_text(400000)
+    ('5 s', '2 min', '2 h', '4 d')
+    """
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def size_text(size: int) -> str:
+    """The size in its largest unit.
+
+    >>> size_text(512), size_text(20_500_000), size_text(3 * 10**9)
+    ('1 kB', '20.5 MB', '3.0 GB')
+    """
+    if size >= 10**9:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 10**6 else f"{max(1, round(size / 1000))} kB"

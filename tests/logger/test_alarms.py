@@ -1,0 +1,183 @@
+"""Each alarm on a series that calls for it and on none other; and what is remembered survives a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlft import cli
+from rlft.config import build, compose
+from rlft.logger.alarms import Alarms
+
+HEALTHY = {
+    "reward/mean": 0.5, "reward/std": 0.4, "reward/exact_match": 0.4, "policy/grad_norm": 0.4, "length/mean": 40.0,
+    "kl/reference": 0.02, "sampler/logprob_gap_mean": 0.001, "ratio/clip_low_fraction": 0.05,
+    "ratio/clip_high_fraction": 0.05, "loss/value": 0.2, "waste/zero_advantage_fraction": 0.3,
+}  # fmt: skip
+
+
+def alarms(*words: str) -> Alarms:
+    return Alarms(build(compose(list(words))).alarms)
+
+
+def series(steps: int, **changes: Any) -> list[dict[str, float]]:
+    """Healthy metrics that wander a little, with changes: numbers, or functions of the step."""
+    found = []
+    for step in range(1, steps + 1):
+        wander = 1 + 0.2 * math.sin(step)
+        metrics = {name: value * wander for name, value in HEALTHY.items()}
+        for name, value in changes.items():
+            metrics[name.replace("__", "/")] = value(step) if callable(value) else value
+        found.append(metrics)
+    return found
+
+
+def heard(found: Alarms, steps: list[dict[str, float]], first: int = 1) -> list[tuple[int, str]]:
+    return [(n, name) for n, metrics in enumerate(steps, first) for name in found.step(n, metrics)]
+
+
+def test_a_healthy_run_raises_none() -> None:
+    assert heard(alarms(), series(200)) == []
+
+
+def after(step: int, value: float, before: float) -> Callable[[int], float]:
+    return lambda n: value if n > step else before
+
+
+CASES: list[tuple[dict[str, Any], list[tuple[int, str]], str]] = [
+    # patience is 5: raised in the fifth step in a row, and again 50 steps later
+    ({"kl__reference": after(10, 0.6, 0.1)}, [(15, "kl"), (65, "kl")], "Raise algorithm.kl_coef"),
+    (
+        {"sampler__logprob_gap_mean": after(10, -0.06, 0.0)},
+        [(15, "logprob_gap"), (65, "logprob_gap")],
+        "disagree by -0.06",
+    ),
+    (
+        {"ratio__clip_low_fraction": after(10, 0.3, 0.0), "ratio__clip_high_fraction": after(10, 0.25, 0.0)},
+        [(15, "clipped"), (65, "clipped")],
+        "55% of the trained tokens were clipped",
+    ),
+    (
+        {"waste__zero_advantage_fraction": after(10, 0.9, 0.3), "reward__std": 0.45},
+        [(15, "equal_groups"), (65, "equal_groups")],
+        "dynamic_sampling.max_rounds=2",
+    ),
+    (
+        {"length__mean": lambda n: 20.0 * 1.05**n},
+        [(30, "length_growth"), (80, "length_growth")],
+        "completions grew from 23 to",
+    ),
+    ({"loss__value": after(30, 3.0, 0.2)}, [(35, "value_loss")], "Lower critic.lr"),
+    ({"policy__grad_norm": lambda n: 9.0 if n == 40 else 0.3}, [(40, "grad_norm")], "policy/grad_norm is 9"),
+    (
+        {"reward__length": 0.0},
+        [(20, "constant_reward_length"), (70, "constant_reward_length")],
+        "reward.length has given 0 to every completion of 20 steps",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected", "words"), CASES, ids=[case[1][0][1] for case in CASES])
+def test_a_series_that_goes_wrong_is_told(changes: dict[str, Any], expected: list[tuple[int, str]], words: str) -> None:
+    found = alarms()
+    told = [
+        (n, name, text)
+        for n, metrics in enumerate(series(84, **changes), 1)
+        for name, text in found.step(n, metrics).items()
+    ]
+    assert [(n, name) for n, name, _ in told] == expected
+    assert words in told[0][2]
+    assert told[0][2].rstrip().count(".") >= 1, "a remedy follows"
+    key = {"constant_reward_length": "constant_reward"}.get(expected[0][1], expected[0][1])
+    assert heard(alarms(f"alarms.{key}=null"), series(84, **changes)) == [], "and null turns it off"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"kl__reference": lambda n: 0.6 if n % 5 else 0.1}, "never five in a row"),
+        ({"waste__zero_advantage_fraction": 0.95, "reward__std": 0.1}, "solved: nearly every reward is the same"),
+        ({"waste__zero_advantage_fraction": 1.0, "reward__std": 0.45}, "hints say that nothing is learned"),
+        ({"reward__format": lambda n: 1.0 if n > 1 else 0.9}, "it moved once, and is solved"),
+        ({"policy__grad_norm": lambda n: 0.3 if n < 10 else 0.25 if n == 60 else 0.01}, "no more than at the start"),
+        ({"length__mean": lambda n: 90.0 if n == 30 else 40.0}, "one long step"),
+        ({"loss__value": lambda n: 2.0 / n}, "a critic that learns"),
+    ],
+)
+def test_what_only_looks_like_it_is_not(changes: dict[str, Any], why: str) -> None:
+    assert heard(alarms(), series(100, **changes)) == [], why
+
+
+def evaluated(found: Alarms, rewards: list[float], accuracies: list[float]) -> list[dict[str, str]]:
+    told = [found.evaluation(0, accuracies[0], 0.02)]
+    for n, (reward, accuracy) in enumerate(zip(rewards, accuracies[1:], strict=True), 1):
+        found.step(10 * n, {**HEALTHY, "reward/mean": reward})
+        told.append(found.evaluation(10 * n, accuracy, 0.02))
+    return told
+
+
+def test_accuracy_that_falls_while_the_reward_rises_is_told() -> None:
+    told = evaluated(alarms(), [0.5, 0.6, 0.7, 0.8], [0.4, 0.6, 0.58, 0.5, 0.49])
+    assert [list(found) for found in told] == [[], [], [], ["accuracy_falls"], []], "0.1 is more than 3 x 0.028"
+    assert (
+        "held-out accuracy fell from 0.600 to 0.500 while reward/mean rose from 0.500 to 0.700"
+        in told[3]["accuracy_falls"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "accuracies"),
+    [
+        ([0.5, 0.4, 0.3], [0.4, 0.6, 0.5, 0.4]),  # both fall: that is seen without us
+        ([0.5, 0.6, 0.7], [0.4, 0.5, 0.48, 0.46]),  # within the noise
+        ([0.5, 0.6, 0.7], [0.4, 0.5, 0.6, 0.7]),
+    ],
+)
+def test_other_courses_are_not(rewards: list[float], accuracies: list[float]) -> None:
+    assert not any(evaluated(alarms(), rewards, accuracies))
+
+
+def test_what_is_remembered_survives_a_checkpoint() -> None:
+    steps = series(
+        84, kl__reference=after(10, 0.6, 0.1), reward__length=0.0, policy__grad_norm=lambda n: 9.0 if n == 40 else 0.3
+    )
+    whole = heard(alarms(), steps)
+    for cut in (3, 12, 19, 39, 60):
+        first, second = alarms(), alarms()
+        before = heard(first, steps[:cut])
+        first.evaluation(cut, 0.5, 0.02)
+        second.restore(json.loads(json.dumps(first.state())))
+        assert second.state() == first.state()
+        assert before + heard(second, steps[cut:], cut + 1) == whole
+
+
+def lines(file: Path) -> list[Mapping[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "train", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=8",
+        "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=0", "model.device=cpu",
+        "scoring.workers=0", "logger=[console,jsonl]", "reward=[exact_match,format]", "alarms.constant_reward=3",
+    ]  # fmt: skip
+    assert cli.run([*words, "steps=4", f"hydra.run.dir={tmp_path / 'whole'}"]) == 0
+    told = capsys.readouterr().out
+    assert "note: step 3: reward.exact_match has given 0 to every completion of 3 steps" in " ".join(told.split())
+    assert cli.run([*words, "steps=2", f"hydra.run.dir={tmp_path / 'resumed'}"]) == 0
+    assert cli.run(["resume", str(tmp_path / "resumed"), "steps=4"]) == 0
+    found = []
+    for name in ("whole", "resumed"):
+        marks = [{k for k in line if k.startswith("alarm/")} for line in lines(tmp_path / name / "metrics.jsonl")]
+        found.append(marks)
+    assert found[0] == found[1]
+    assert "alarm/constant_reward_exact_match" in found[0][2]
+    assert "alarm/no_signal" in found[0][2], "hints that say what is wrong are marked, too"
+    assert not found[0][0]

@@ -1,0 +1,232 @@
+"""`rlft runs`, `rlft diff` and `rlft watch`, on runs that are really there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlft import cli, run_status, runfolder, watch_verb
+from rlft.run_status import Status
+
+TINY = (
+    "steps=3", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=24",
+    "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=3", "eval.num_prompts=4",
+    "model.device=cpu", "scoring.workers=0", "logger=[jsonl]",
+)  # fmt: skip
+TEACH = (
+    "demonstrations.path=embedded:arithmetic-demonstrations", "max_completion_tokens=64", "steps=1", "eval.every=0",
+    "examples_per_step=2", "lora.rank=2", "model.device=cpu", "logger=[jsonl]",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """runs/first/a (finished), runs/first/b (another learning rate, killed), runs/second/c (sft, stopped)."""
+    root = tmp_path_factory.mktemp("made") / "runs"
+    assert cli.run(["train", *TINY, "name=first", f"hydra.run.dir={root}/first/a"]) == 0
+    assert cli.run(["train", *TINY, "name=first", "trainer.lr=0.01", f"hydra.run.dir={root}/first/b"]) == 0
+    assert cli.run(["sft", *TEACH, "name=second", f"hydra.run.dir={root}/second/c"]) == 0
+    (root / "first" / "b" / run_status.FILE).write_text(json.dumps({"status": "running"}))
+    told = {"status": "stopped", "reason": "the reward\x1b[31m raised"}
+    (root / "second" / "c" / run_status.FILE).write_text(json.dumps(told))
+    for age, name in ((300, "first/a"), (200, "first/b"), (7200, "second/c")):
+        for file in [root / name, *(root / name).rglob("*")]:
+            os.utime(file, (time.time() - age, time.time() - age))
+    (root / "notes").mkdir()
+    (root / "notes" / "config.yaml").write_text("mine: 1\n")
+    return root
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert cli.run(["runs", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def names(found: list[dict[str, Any]], root: Path) -> list[str]:
+    return [str(Path(row["folder"]).relative_to(root)) for row in found]
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {row["folder"]: row for row in listed(capsys, str(made))}
+    assert len(found) == 3, "a config.yaml of somebody else's is no run"
+    first = found[str(made / "first" / "a")]
+    assert (first["status"], first["verb"], first["step"], first["steps"]) == ("finished", "train", 3, 3)
+    assert 0 <= first["accuracy"] <= 1
+    last = json.loads((made / "first" / "a" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert first["reward"] == last["reward/mean"]
+    assert 290 < first["age"] < 900
+    assert first["size"] == sum(f.lstat().st_size for f in (made / "first" / "a").rglob("*"))
+    assert found[str(made / "first" / "b")]["status"] == "killed"
+    third = found[str(made / "second" / "c")]
+    assert (third["status"], third["accuracy"]) == ("stopped", None)
+    assert third["reward"] > 0, "of a supervised run its loss"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ["second/c", "first/a", "first/b"]),  # the newest last
+        (["status=killed"], ["first/b"]),
+        (["verb=sft"], ["second/c"]),
+        (["name=first"], ["first/a", "first/b"]),
+        (["name=irs", "status=finished"], ["first/a"]),
+        (["sort=name", "verb=train"], ["first/a", "first/b"]),
+        (["sort=accuracy", "status=stopped"], ["second/c"]),
+    ],
+)
+def test_words_choose_and_sort(
+    words: list[str], expected: list[str], made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert names(listed(capsys, str(made), *words), made) == expected
+
+
+def test_the_table_is_safe_to_print(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["runs", str(made)]) == 0
+    page = capsys.readouterr().out
+    assert "\x1b" not in page
+    assert "the reward\\x1b[31m raised" in page
+    for told in ("finished", "killed", "stopped", "3/3", "5 min", "2 h"):
+        assert told in page, told
+
+
+def test_a_living_run_is_running(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with runfolder.held(made / "first" / "b"):
+        assert names(listed(capsys, str(made), "status=running"), made) == ["first/b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "runs: there is no such folder, got nowhere; "),
+        (["status=asleep"], "status: is not one of its choices, got asleep; use one of running, finished"),
+        (["sort=luck"], "sort: is not one of its choices, got luck; use one of age"),
+        (["stat=killed"], "stat: is no word of rlft runs, got killed; use status="),
+        (["--all"], "command line: there is no such option, got --all; use --json or --help"),
+    ],
+)
+def test_wrong_words_are_refused(
+    words: list[str], message: str, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(made.parent)
+    assert cli.run(["runs", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"rlft: {message}")
+
+
+# -- diff --------------------------------------------------------------------------------------------------------------
+def test_what_differs_is_the_key_that_was_changed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    pair = [str(made / "first" / name) for name in "ab"]
+    assert cli.run(["diff", *pair, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["second"]) for row in told["config"]] == [("trainer.lr", 0.01)]
+    metrics = {row["name"]: row for row in told["metrics"]}
+    assert (metrics["steps"]["first"], metrics["steps"]["second"]) == (3, 3)
+    last = json.loads((made / "first" / "b" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["reward/mean"]["second"] == last["reward/mean"], "a tenth of three steps is the last one"
+    assert metrics["policy/lr"]["second"] == 0.01
+    assert cli.run(["diff", *pair]) == 0
+    page = capsys.readouterr().out
+    assert "trainer.lr" in page
+    assert "accuracy at last" in page
+
+
+def test_runs_of_unlike_length_are_compared_over_the_steps_of_both(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made / "first" / "a", tmp_path / "shorter")
+    file = tmp_path / "shorter" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]))
+    capsys.readouterr()
+    assert cli.run(["diff", str(made / "first" / "a"), str(tmp_path / "shorter"), "--json"]) == 0
+    told = {row["name"]: row for row in json.loads(capsys.readouterr().out)["metrics"]}
+    assert (told["steps"]["first"], told["steps"]["second"]) == (3, 2)
+    assert told["reward/mean"]["first"] == told["reward/mean"]["second"] == json.loads(lines[1])["reward/mean"]
+
+
+@pytest.mark.parametrize("words", [[], ["one"], ["one", "two", "three"]])
+def test_a_difference_is_between_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["diff", *words]) == 2
+    assert capsys.readouterr().err.startswith("rlft: diff: compares two runs, got ")
+
+
+# -- watch -------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def going_on(made: Path, tmp_path: Path) -> Any:
+    """A run that begins anew: its folder, its lines, and how to end it."""
+    folder = tmp_path / "run"
+    shutil.copytree(made / "first" / "a", folder)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("")
+    with ExitStack() as stack:
+        stack.enter_context(runfolder.held(folder))
+        stack.enter_context(run_status.kept(folder))
+        yield folder, lines, stack.close
+
+
+def acts(*actions: Callable[[], object]) -> Callable[[float], None]:
+    """A sleep in which the next thing happens."""
+    todo = list(actions)
+    return lambda seconds: todo.pop(0)() and None
+
+
+def test_it_follows_until_the_run_ends(going_on: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, lines, end = going_on
+    file = folder / "metrics.jsonl"
+
+    def write(text: str) -> Callable[[], object]:
+        def act() -> None:
+            with file.open("a") as out:
+                out.write(text)
+
+        return act
+
+    capsys.readouterr()
+    torn = lines[1][:20]
+    watch_verb.watch(folder, acts(write(lines[0]), write(torn), write(lines[1][20:] + lines[2]), end))
+    page = capsys.readouterr().out
+    assert "step 1/3  reward" in page
+    assert "step 3/3  reward" in page
+    assert "finished 3 steps in" in page
+    assert f"{folder} finished" in page.replace("\n", "")
+
+
+def test_it_begins_anew_when_the_run_went_back(going_on: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, lines, end = going_on
+    file = folder / "metrics.jsonl"
+    capsys.readouterr()
+    watch_verb.watch(
+        folder, acts(lambda: file.write_text("".join(lines[:2])), lambda: file.write_text(lines[0]), lambda: None, end)
+    )
+    assert capsys.readouterr().out.count("step 1/3  reward") == 2
+
+
+def test_one_that_has_ended_shows_its_closing_page(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert cli.run(["watch", str(made / "second" / "c")]) == 0
+    page = capsys.readouterr().out
+    assert "\x1b" not in page
+    assert "stopped: " in page
+    assert run_status.read(made / "second" / "c")[0] is Status.stopped
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "watch: takes one run, got none; write rlft watch runs/<name>/<time>"),
+        (["nowhere"], "watch: there is no run in that folder (config.yaml is missing), got nowhere"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["watch", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"rlft: {message}")
