@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlft import rm, sft, sizes
+from rlft.auto import AUTO, resolved
 from rlft.demand import demand_of, sizes_of
 from rlft.fitting import Way, ways
 from rlft.footprint import Demand, ModelSizes, Part, parts, peak
@@ -23,8 +26,15 @@ from rlft.roots import Verb
 from rlft.sft import SftPlan
 from rlft.sizes import Facts, Row
 from rlft.training_base import free_bytes, needs_checkpointing
+from rlft.types import UserError
 
 TRIED_PROMPTS = 2
+ELSEWHERE = (
+    "planned with the engine on the trainer's own base; on a GPU generation=auto is vLLM, a process of its own that"
+    " takes generation.vllm.gpu_memory_utilization of the device"
+)
+CUDA_CONTEXT = 2**29
+"""An allowance for a CUDA context and the kernels of its libraries; not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +84,53 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
     Raises:
         UserError: for whatever the run would refuse.
     """
+    on_another = needs_absent_gpu(plain)
+    if on_another and limit is None:
+        problem = "there is no such GPU on this machine, whose memory could be asked for"
+        got = plain["model"]["device"]
+        raise UserError("model.device", problem, got=got, remedy="name its memory: device_memory=24GiB")
+    if on_another:
+        plain = without_gpu(plain)
     plan: Plan | SftPlan | RmPlan = {Verb.train: make_plan, Verb.sft: sft.make_plan, Verb.rm: rm.make_plan}[
         Verb(plain["verb"])
     ](plain)
     settings = plan.config.model
     model, device = sizes_of(settings, plan.config.lora), resolve_device(settings.device)
-    process, free = resident_bytes() if device.type == "cpu" else 0, free_bytes(device)
+    process, free = resident_bytes(), free_bytes(device)
+    if on_another or device.type == "cuda":
+        process = CUDA_CONTEXT
     recompute = settings.gradient_checkpointing is True
     if settings.gradient_checkpointing == "auto":
         room = free if limit is None else max(0, limit - process - model.base_bytes)
         recompute = needs_checkpointing(model.config, plan.config.token_budget, model.itemsize, room)
     demand = demand_of(plan, model, recompute)
+    if on_another:
+        demand = replace(demand, device="cuda")
     return Planned(
         sizes=size_rows(plan, model, demand),
         parameters=parameters_by_role(plan, model),
         model=model,
         demand=demand,
         process=process,
-        device=str(device),
+        device="a GPU that is not here" if on_another else str(device),
         limit=free + process if limit is None else limit,
         named_limit=limit is not None,
         lengths=lengths_of(plan),
         trials=trials_of(plan),
-        notes=notes_of(plan),
+        notes=[*notes_of(plan), *([ELSEWHERE] if on_another else [])],
     )
+
+
+def needs_absent_gpu(plain: Mapping[str, Any]) -> bool:
+    """Whether the run is meant for a GPU and this machine has none."""
+    return str(plain["model"]["device"]).startswith("cuda") and not torch.cuda.is_available()
+
+
+def without_gpu(plain: dict[str, Any]) -> dict[str, Any]:
+    """The same run as far as a machine without a GPU can check it, with what a GPU would make of `auto`."""
+    settings = plain["model"]
+    dtype = "bfloat16" if settings["dtype"] == AUTO else settings["dtype"]
+    return {**resolved(plain), "model": {**settings, "device": "cpu", "dtype": dtype}}
 
 
 def size_rows(plan: Plan | SftPlan | RmPlan, model: ModelSizes, demand: Demand) -> list[Row]:

@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_work import EMBEDDED, Measured, Work
+from bench_work import EMBEDDED, Measured, Work, share_of_evens
 
 from rlft.metrics import peak_memory_bytes
-from rlft.reward.repetition import repeated_share
 
 
 def main() -> None:
@@ -77,7 +76,7 @@ def main() -> None:
             stage.update(sample=0.0, score=0.0)
 
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> Any:
-        return [-repeated_share(ids, 1) for ids in completion_ids]
+        return [share_of_evens(ids) for ids in completion_ids]
 
     trainer = GRPOTrainer(
         model=model,

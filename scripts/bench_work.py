@@ -7,11 +7,13 @@ vocabulary, so that every completion has the length it is asked for.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import string
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -127,8 +129,12 @@ def run_rlft(folder: Path, model: str, work: Work, steps: int, overrides: list[s
     """An ordinary `rlft train` in a process of its own; the first step, in which things are warmed up, is left out."""
     shutil.rmtree(folder, ignore_errors=True)
     words = [f"hydra.run.dir={folder}", *words_of(folder.parent, model, work, steps, embedded), *overrides]
-    subprocess.run([sys.executable, "-m", "rlft.cli", "train", *words], check=True, cwd=folder.parent)
+    subprocess.run(
+        [sys.executable, "-m", "rlft.cli", "train", *words], check=True, cwd=folder.parent, env=environment()
+    )
     lines = read_lines(folder / METRICS)
+    idle = max(line["waste/zero_advantage_fraction"] for line in lines)
+    assert embedded or idle == 0, f"{idle:.0%} of the completions taught nothing, so there was less to do"
     seconds = [
         {name.removeprefix("time/"): value for name, value in line.items() if name.startswith("time/")}
         for line in lines[1:]
@@ -136,6 +142,21 @@ def run_rlft(folder: Path, model: str, work: Work, steps: int, overrides: list[s
     for step in seconds:
         step["train"] = step["credit"] + step["update"]
     return Measured(seconds=seconds, peak=max(line["memory/peak_bytes"] for line in lines))
+
+
+def evens(group: Any) -> list[float]:
+    """The share of even token ids: a reward that differs between siblings, so that every group is trained on."""
+    return [share_of_evens(rollout.completion.token_ids) for rollout in group.rollouts]
+
+
+def share_of_evens(token_ids: Sequence[int]) -> float:
+    return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
+
+
+def environment() -> dict[str, str]:
+    """This one, in which workers find the reward above."""
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def words_of(folder: Path, model: str, work: Work, steps: int, embedded: bool) -> list[str]:
@@ -161,9 +182,9 @@ def words_of(folder: Path, model: str, work: Work, steps: int, embedded: bool) -
             f"prompts.max_tokens={work.prompt_tokens}",
             "prompts.style=raw",
             f"model.path={model}",
-            "reward=[repetition]",
-            "reward.repetition.unit=tokens",
-            "reward.repetition.ngram=1",
+            "~reward.exact_match",
+            "~reward.format",
+            "+reward.evens={_target_: bench_work.evens, weight: 1.0}",
         ]
     return words
 

@@ -16,7 +16,18 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench_work import EMBEDDED, SIZES, Work, default_dtype, make_model, run_rlft, table, where_and_when, words_of
+from bench_work import (
+    EMBEDDED,
+    SIZES,
+    Work,
+    default_dtype,
+    environment,
+    make_model,
+    run_rlft,
+    table,
+    where_and_when,
+    words_of,
+)
 
 ALLOWED = 0.15
 
@@ -85,7 +96,7 @@ def both(case: Case, out: Path) -> tuple[int, int]:
     model = EMBEDDED if case.size is None else str(make_model(out / case.size, SIZES[case.size], default_dtype()))
     words = [*words_of(out, model, case.work, 1, embedded), *case.overrides]
     command = [sys.executable, "-m", "rlft.cli", "plan", *words, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=out)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=out, env=environment())
     measured = run_rlft(out / "run", model, case.work, 1, list(case.overrides), embedded=embedded)
     return json.loads(done.stdout)["peak"], measured.peak
 

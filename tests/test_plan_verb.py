@@ -98,6 +98,22 @@ def test_checkpointing_is_planned_where_memory_is_short(no_weights: Path, capsys
     assert planned(capsys, *words, "device_memory=1GiB")["gradient_checkpointing"]
 
 
+def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["+recipe=grpo_arithmetic", "data.size=200", "data.held_out_size=40", "model.device=cuda"]
+    found = planned(capsys, *words, "device_memory=24GiB")
+    parts = {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
+    assert parts["base"] == 2 * 823_424, "bfloat16"
+    assert ("token budget", "16,384") in {(row["what"], row["value"]) for row in found["sizes"]}
+    assert (found["fits"], found["device"]) == (True, "a GPU that is not here")
+    assert cli.run(["plan", *words]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: model.device: there is no such GPU on this machine, whose memory could be asked for")
+    assert told.endswith(", got cuda; name its memory: device_memory=24GiB\n")
+
+
 def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{i}" * (100 if i % 10 == 0 else 2), "answer": "1"} for i in range(60)]
     (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
