@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_work import EMBEDDED, Measured, Work, share_of_evens
+from bench_work import EMBEDDED, Measured, Work, mean_of
 
 from rlft.metrics import peak_memory_bytes
 
@@ -76,7 +76,7 @@ def main() -> None:
             stage.update(sample=0.0, score=0.0)
 
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> Any:
-        return [share_of_evens(ids) for ids in completion_ids]
+        return [mean_of(ids) for ids in completion_ids]
 
     trainer = GRPOTrainer(
         model=model,

@@ -144,13 +144,13 @@ def run_rlft(folder: Path, model: str, work: Work, steps: int, overrides: list[s
     return Measured(seconds=seconds, peak=max(line["memory/peak_bytes"] for line in lines))
 
 
-def evens(group: Any) -> list[float]:
-    """The share of even token ids: a reward that differs between siblings, so that every group is trained on."""
-    return [share_of_evens(rollout.completion.token_ids) for rollout in group.rollouts]
+def mean_token(group: Any) -> list[float]:
+    """The mean token id: a reward that differs between siblings, so that every group is trained on."""
+    return [mean_of(rollout.completion.token_ids) for rollout in group.rollouts]
 
 
-def share_of_evens(token_ids: Sequence[int]) -> float:
-    return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
+def mean_of(token_ids: Sequence[int]) -> float:
+    return sum(token_ids) / len(token_ids) / 1000
 
 
 def environment() -> dict[str, str]:
@@ -184,7 +184,7 @@ def words_of(folder: Path, model: str, work: Work, steps: int, embedded: bool) -
             f"model.path={model}",
             "~reward.exact_match",
             "~reward.format",
-            "+reward.evens={_target_: bench_work.evens, weight: 1.0}",
+            "+reward.mean_token={_target_: bench_work.mean_token, weight: 1.0}",
         ]
     return words
 
