@@ -126,7 +126,7 @@ class RunConfig(SamplingRoot):
     pretrain: PretrainConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
-    alarms: AlarmsConfig
+    alarms: AlarmsConfig | None = None  # None: the run was begun before there were any
     algorithm: Mapping[str, Any]
     logger: Mapping[str, Any]
 

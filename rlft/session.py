@@ -77,7 +77,7 @@ class Session:
         self.plan, self.config, self.folder = plan, plan.config, folder
         self.backbone, self.roles, self.generator, self.scorer = backbone, roles, generator, scorer
         self.logger, self.interrupt, self.hints = logger, interrupt, Hints()
-        self.alarms = Alarms(self.config.alarms)
+        self.alarms = None if self.config.alarms is None else Alarms(self.config.alarms)
         # Read once a step, where the step is saved: a signal that comes later is the next step's, which is then saved.
         self.interrupted = False
         self._failures_told = 0
@@ -142,8 +142,9 @@ class Session:
             self.roles.critic.restore_statistics(saved.state["critic"])
         if self.reward_refresh is not None:
             self.reward_refresh.restore(saved.optimizer)
-        if "alarms" in saved.state:  # older checkpoints have none
+        if "hints" in saved.state:  # older checkpoints have none
             self.hints.restore(saved.state["hints"])
+        if self.alarms is not None and "alarms" in saved.state:
             self.alarms.restore(saved.state["alarms"])
         return State(step=saved.step, algorithm=self.plan.algorithm.restored(saved.state["algorithm"]))
 
@@ -209,7 +210,7 @@ class Session:
             total_rewards=scores.total.tolist(),
             advantages=mean_B.view(shape).tolist(),
         )
-        hints, alarms = self.hints.check(record), self.alarms.step(step, metrics)
+        hints, alarms = self.hints.check(record), self._alarms_of(step, metrics)
         marks = {f"alarm/{name}": 1.0 for name in (*alarms, *(hint.alarm for hint in hints if hint.alarm))}
         self.logger.step(replace(record, metrics={**metrics, **marks}))
         if self.scorer.num_failures > self._failures_told:
@@ -223,6 +224,9 @@ class Session:
         for text in alarms.values():
             self.logger.note(f"step {step}: {text}")
 
+    def _alarms_of(self, step: int, metrics: dict[str, float]) -> dict[str, str]:
+        return {} if self.alarms is None else self.alarms.step(step, metrics)
+
     def evaluate_if_due(self, step: int) -> None:
         every, held_out = self.config.eval.every, self.plan.held_out
         if held_out is None or (step % every and step != self.config.steps):
@@ -235,7 +239,9 @@ class Session:
         if self.plan.pretrain_text is not None:
             text = self.plan.pretrain_text.held_out()
             more["eval/pretrain_loss"] = text_loss(self.roles, text, self.config.token_budget)
-        alarms = self.alarms.evaluation(step, evaluation.accuracy, evaluation.accuracy_se)
+        alarms: dict[str, str] = {}
+        if self.alarms is not None:
+            alarms = self.alarms.evaluation(step, evaluation.accuracy, evaluation.accuracy_se)
         more |= {f"alarm/{name}": 1.0 for name in alarms}
         self.logger.evaluation(replace(evaluation, metrics={**evaluation.metrics, **more}))
         for text in alarms.values():
@@ -264,7 +270,7 @@ class Session:
             return
         self.logger.stage("checkpoint")
         moves: dict[str, Any] = {"algorithm": state.algorithm.state()}
-        moves |= {"hints": self.hints.state(), "alarms": self.alarms.state()}
+        moves |= {"hints": self.hints.state()} | ({} if self.alarms is None else {"alarms": self.alarms.state()})
         tensors = {name: t for optimizer in self.optimizers.values() for name, t in optimizer.state().items()}
         if self.reward_refresh is not None:
             tensors |= self.reward_refresh.state()
