@@ -122,6 +122,7 @@ def run(plain: Mapping[str, Any], place: Place | None, raw: bool, say: Callable[
 def open_talk(plain: Mapping[str, Any], place: Place | None, raw: bool, say: Callable[[str], None]) -> Iterator[Talk]:
     """A conversation with the policy of this run (None: the model that the config names); no data are read."""
     from rlft.model.backbone import load_backbone
+    from rlft.out_of_memory import Doing, explained
     from rlft.trainer import checkpoint
 
     saved, what = None, str(plain["model"]["path"])
@@ -135,11 +136,12 @@ def open_talk(plain: Mapping[str, Any], place: Place | None, raw: bool, say: Cal
     if not raw and (plain.get("data") or {}).get("few_shot"):
         say("the data's few-shot examples are left out: a chat reads no data")
     with contextlib.ExitStack() as stack:
-        backbone = load_backbone(settings.model)
-        roles = open_roles(settings, backbone)
-        stack.callback(roles.close)
-        talk = Talk(settings, roles, backbone, saved)
-        stack.callback(talk.close)
+        with explained(Doing(), settings):
+            backbone = load_backbone(settings.model)
+            roles = open_roles(settings, backbone)
+            stack.callback(roles.close)
+            talk = Talk(settings, roles, backbone, saved)
+            stack.callback(talk.close)
         say(f"{what}: temperature {talk.sampling.temperature:g}, at most {talk.sampling.max_tokens} tokens; /help")
         yield talk
 
@@ -240,10 +242,12 @@ class Talk:
         return prompt
 
     def _answer(self, generator: Generator, prompt: Prompt, number: int) -> Rollout:
+        from rlft.out_of_memory import Doing, explained
         from rlft.seeds import derive
 
         seeds = [derive(self.settings.seed, number, "chat")]
-        return generator.sample([prompt], 1, seeds, self.sampling)[0].rollouts[0]
+        with explained(Doing(current="answer"), self.settings):
+            return generator.sample([prompt], 1, seeds, self.sampling)[0].rollouts[0]
 
     # -- rewards -------------------------------------------------------------------------------------------------------
     @property
@@ -328,6 +332,7 @@ class Terminal:
 
     def run(self) -> None:
         """Until the end of the input or /quit. Ctrl-C stops what is going on; in a pipe, everything."""
+        from rlft.out_of_memory import OutOfMemoryError
         from rlft.reward.scorer import RewardError
 
         while True:
@@ -343,7 +348,7 @@ class Terminal:
                 if not self.is_person:
                     raise
                 self._print("\n(stopped; Ctrl-D quits)", style="dim")
-            except (UserError, RewardError) as error:
+            except (UserError, RewardError, OutOfMemoryError) as error:
                 self._print(str(error), style="red")
 
     def handle(self, line: str) -> None:

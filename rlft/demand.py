@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlft.check_adapters import empty_model, fresh_shapes
+from rlft.decodings import Decoding, of_evaluation, of_training
 from rlft.footprint import Demand, ModelSizes, Sampled, model_sizes
-from rlft.model.attention import obstacle
 from rlft.model.backbone import read_config, resolve_device, resolve_dtype, resolve_path
 from rlft.model.config import CriticKind, LoraSettings, ModelConfig, Old
+from rlft.model.forward import known_refusal
 from rlft.model.reward_model import is_adapter
 from rlft.plan import Plan
 from rlft.reward.spec import specs
@@ -28,10 +29,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     config = read_config(settings)
     empty = empty_model(settings, config)
     parameters, device = sum(p.numel() for p in empty.parameters()), resolve_device(settings.device)
-    sliding = getattr(config.get_text_config(), "layer_types", None) or ()
-    packed = (
-        obstacle(empty) is None and settings.attn_implementation == "auto" and not any("sliding" in s for s in sliding)
-    )
+    packed = settings.attn_implementation == "auto" and known_refusal(empty) is None
     shapes: Mapping[str, tuple[int, ...]] = {}
     if lora is not None:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
@@ -68,18 +66,16 @@ def _of_train(plan: Plan, model: ModelSizes, recompute: bool) -> Demand:
     return Demand(
         adapters=adapters,
         trainable=learning * model.lora + (critic is not CriticKind.none) * model.hidden,
-        whole_model=False,
         prompt_tokens=plan.train_prompts.lengths.longest,
         completion_tokens=run.generation.max_tokens,
         group=run.group_size,
         rows=run.completions_per_step,
         update_rows=run.completions_per_step // run.minibatches,
         token_budget=run.token_budget,
-        through_head=True,
         entropy=plan.algorithm.needs_entropy,
         recompute=recompute,
         own_critic=critic is CriticKind.adapter,
-        sampled=_sampled(run, plan.engine, run.prompts_per_step, run.group_size, plan.train_prompts.lengths.longest),
+        sampled=_sampled(run, plan.engine, of_training(plan.train_prompts, plan.held_out, run)),
         beside=sum(networks),
         device=resolve_device(run.model.device).type,
     )
@@ -89,12 +85,9 @@ def _of_sft(plan: SftPlan, model: ModelSizes, recompute: bool) -> Demand:
     """`rlft sft`: an adapter, or all weights of the model."""
     run, whole = plan.config, plan.config.lora is None
     prompt, completion = _longest_text(plan.train.texts)
-    sampled = None
-    if plan.held_out is not None:
-        samples = run.eval.num_samples
-        sampled = _sampled(run, plan.engine, run.eval.num_prompts, samples, plan.held_out.lengths.longest)
+    sampled = _sampled(run, plan.engine, of_evaluation(plan.held_out, run.eval))
     return Demand(
-        adapters=0 if whole else 1 + (sampled is not None),
+        adapters=0 if whole else 1 + bool(sampled),
         trainable=model.parameters if whole else model.lora,
         whole_model=whole,
         prompt_tokens=prompt,
@@ -103,12 +96,8 @@ def _of_sft(plan: SftPlan, model: ModelSizes, recompute: bool) -> Demand:
         rows=run.examples_per_step,
         update_rows=run.examples_per_step,
         token_budget=run.token_budget,
-        through_head=True,
-        entropy=False,
         recompute=recompute,
-        own_critic=False,
         sampled=sampled,
-        beside=0,
         device=resolve_device(run.model.device).type,
     )
 
@@ -120,7 +109,6 @@ def _of_rm(plan: RmPlan, model: ModelSizes, recompute: bool) -> Demand:
     return Demand(
         adapters=2,  # a policy alone is made, and the reward beside it
         trainable=model.lora + model.hidden,
-        whole_model=False,
         prompt_tokens=run.prompts.max_tokens,
         completion_tokens=run.max_completion_tokens,
         group=group,
@@ -128,27 +116,28 @@ def _of_rm(plan: RmPlan, model: ModelSizes, recompute: bool) -> Demand:
         update_rows=run.rankings_per_step * group,
         token_budget=run.token_budget,
         through_head=False,
-        entropy=False,
         recompute=recompute,
-        own_critic=False,
-        sampled=None,
-        beside=0,
         device=resolve_device(run.model.device).type,
     )
 
 
-def _sampled(run: SamplingRoot, engine: str, prompts: int, group: int, prompt_tokens: int) -> Sampled | None:
-    """What the engine decodes at a time on the trainer's base; None where the engine is elsewhere."""
+def _sampled(run: SamplingRoot, engine: str, found: Iterable[Decoding]) -> tuple[Sampled, ...]:
+    """What the engine decodes at a time on the trainer's base; nothing where the engine is elsewhere."""
     if engine != TRANSFORMERS:
-        return None
-    at_once = min(prompts, max(1, run.generation.transformers.batch_size // group))
-    return Sampled(
-        rows=at_once * group,
-        prompts=at_once,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=run.generation.max_tokens,
-        weights=run.generation.transformers.weights,
-    )
+        return ()
+    settings = run.generation.transformers
+
+    def at_once(decoding: Decoding) -> Sampled:
+        prompts = min(decoding.num_prompts, max(1, settings.batch_size // decoding.samples))
+        return Sampled(
+            rows=prompts * decoding.samples,
+            prompts=prompts,
+            prompt_tokens=len(decoding.longest),
+            completion_tokens=run.generation.max_tokens,
+            weights=settings.weights,
+        )
+
+    return tuple(map(at_once, found))
 
 
 def _longest_text(texts: Any) -> tuple[int, int]:

@@ -69,6 +69,7 @@ def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) 
             session.publish(saved.step)
         assert plan.held_out is not None, "eval.every is 1 here"
         prompts = plan.held_out.prompts[: plan.config.eval.num_prompts]
+        session.logger.stage("evaluate")
         evaluation, groups, scores = session.evaluate(prompts, 0 if saved is None else saved.step)
     what = plan.config.model.path if saved is None else f"{place.run if place else ''} after step {saved.step}"
     file = write(folder, evaluation, groups, scores)

@@ -168,16 +168,19 @@ def write_model(
 
     config: of the base, or of the checkpoint's own weights, which are copied as they are unless dtype changes them.
     """
+    from rlft.out_of_memory import Doing, explained
+
     if asked.holds is Holds.weights and asked.dtype == AUTO:
         shutil.copytree(config.path, folder, dirs_exist_ok=True)
         return
     if config.quantization is not None:
         say(f"the adapter was trained on the base in {config.quantization}, and is merged into its full weights")
-    model, dtypes = load_float32(config)
-    if asked.holds is Holds.policy:
-        model = merge(model, tokenizer, asked.checkpoint / Holds.policy)
-    round_weights(model, dtypes, asked.dtype)
-    save(model, tokenizer, config, folder)
+    with explained(Doing(current="merge" if asked.holds is Holds.policy else "change dtype"), config):
+        model, dtypes = load_float32(config)
+        if asked.holds is Holds.policy:
+            model = merge(model, tokenizer, asked.checkpoint / Holds.policy)
+        round_weights(model, dtypes, asked.dtype)
+        save(model, tokenizer, config, folder)
 
 
 def load_float32(config: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rlft.footprint import Demand, ModelSizes, parts, peak
+from rlft.footprint import Demand, ModelSizes, Sampled, parts, peak
 from rlft.types import UserError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -54,9 +54,9 @@ def ways(model: ModelSizes, demand: Demand, process: int, limit: int) -> list[Wa
     longest = demand.prompt_tokens + demand.completion_tokens
     changes = {"token_budget": str(longest), "model.gradient_checkpointing": "true"}
     smallest = replace(demand, token_budget=longest, recompute=True)
-    if demand.sampled is not None:
-        group = demand.sampled.rows // demand.sampled.prompts
-        smallest = replace(smallest, sampled=replace(demand.sampled, rows=group, prompts=1, weights="apart"))
+    if demand.sampled:
+        fewest, group = _a_group_at_a_time(demand)
+        smallest = replace(smallest, sampled=tuple(replace(one, weights="apart") for one in fewest))
         changes |= {"generation.transformers.batch_size": str(group), "generation.transformers.weights": "apart"}
     least = Way(changes=changes, peak=peak(parts(model, smallest, process)))
     return [least] if least.peak <= limit else []
@@ -71,17 +71,26 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
         yield way("token_budget", str(budget), replace(demand, token_budget=budget))
     if not demand.recompute:
         yield way("model.gradient_checkpointing", "true", replace(demand, recompute=True))
-    if (sampled := demand.sampled) is not None:
-        if sampled.weights == "merged":
-            apart = replace(demand, sampled=replace(sampled, weights="apart"))
-            yield way("generation.transformers.weights", "apart", apart)
-        if sampled.prompts > 1:
-            group = sampled.rows // sampled.prompts
-            fewer = replace(demand, sampled=replace(sampled, rows=group, prompts=1))
-            yield way("generation.transformers.batch_size", str(group), fewer)
+    if any(one.weights == "merged" for one in demand.sampled):
+        apart = replace(demand, sampled=tuple(replace(one, weights="apart") for one in demand.sampled))
+        yield way("generation.transformers.weights", "apart", apart)
+    if any(one.prompts > 1 for one in demand.sampled):
+        fewest, group = _a_group_at_a_time(demand)
+        yield way("generation.transformers.batch_size", str(group), replace(demand, sampled=fewest))
     if model.itemsize == 4 and not demand.whole_model:
         half = replace(model, itemsize=2, base_bytes=model.base_bytes // 2)
         yield way("model.dtype", "bfloat16", demand, half)
+
+
+def _a_group_at_a_time(demand: Demand) -> tuple[tuple[Sampled, ...], int]:
+    """What is decoded with the smallest batch size that holds every group, and that batch size."""
+    size = max(one.rows // one.prompts for one in demand.sampled)
+    fewest = []
+    for one in demand.sampled:
+        group = one.rows // one.prompts
+        prompts = min(one.prompts, size // group)
+        fewest.append(replace(one, rows=prompts * group, prompts=prompts))
+    return tuple(fewest), size
 
 
 def largest_budget(model: ModelSizes, demand: Demand, process: int, limit: int) -> int | None:

@@ -53,7 +53,7 @@ def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, m
         with ExitStack() as stack:
             stack.enter_context(runfolder.held(folder))
             runfolder.go_on(folder, plain)
-            ending = stack.enter_context(run_status.kept(folder))
+            ending = stack.enter_context(run_status.kept(folder, plan.num_steps))
             engines = shared_engines if shared_engines is not None else stack.enter_context(Engines())
             outcome = work.do(plan, folder, engines, say)
             ending.interrupted = outcome.interrupted

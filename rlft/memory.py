@@ -58,6 +58,17 @@ def _control_group_room() -> int:
     return UNLIMITED if limit == "max" else int(limit) - int(used)
 
 
+def status_bytes(field: str) -> int | None:
+    """What Linux says of this process (`VmRSS`: its resident set now; `VmHWM`: at most so far); None elsewhere."""
+    if sys.platform != "linux":
+        return None
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+
+
 @contextmanager
 def collector_passes_over_what_is_there() -> Iterator[None]:
     """Inside, Python's garbage collector does not look through the objects that existed before: modules, model, data.

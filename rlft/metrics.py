@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rlft.memory import status_bytes
 from rlft.types import Batch, Rollouts
 
 
@@ -121,9 +121,7 @@ def peak_memory_bytes() -> int:
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    if sys.platform == "linux":
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) * 1024
+    if (told := status_bytes("VmHWM")) is not None:
+        return told
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

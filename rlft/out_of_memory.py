@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-
-from rlft.logger.loggers import Loggers
 
 CPU_ALLOCATOR = "can't allocate memory"
 BATCH_SIZE = ("keys and values of the completions", "generation.transformers.batch_size")
 BUDGET = ("activations of a micro-batch", "token_budget")
 GROWS: Mapping[str, tuple[str, str]] = {
     "starting": ("the model's weights", "model.dtype"),
-    "rehearse": BUDGET,
+    "rehearse sampling": BATCH_SIZE,
+    "rehearse update": BUDGET,
     "sample": BATCH_SIZE,
     "evaluate": BATCH_SIZE,
     "credit": BUDGET,
@@ -27,14 +26,44 @@ GROWS: Mapping[str, tuple[str, str]] = {
 }
 """By stage: what is largest in it, and the key that bounds it."""
 
+ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    "answer": (
+        "keys and values of the conversation",
+        "begin anew with /new, or start again with a lower generation.max_tokens",
+    ),
+    "merge": ("the base's weights in float32", "use as=adapter, which loads no base"),
+    "change dtype": ("the model's weights in float32", "leave dtype out, which copies them as they are"),
+}
+"""By what a verb without a run folder is at: what is largest in it, and what to do."""
+
 
 class OutOfMemoryError(RuntimeError):
     """The message says where memory ran out, and what to lower."""
 
 
+class Work(Protocol):
+    """What is being done. finished: how many steps are."""
+
+    @property
+    def current(self) -> str: ...
+
+    @property
+    def finished(self) -> int: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Doing:
+    """The work of a verb that has no loggers."""
+
+    current: str = "starting"
+    finished: int = 0
+
+
 @contextmanager
-def explained(logger: Loggers, config: Any, folder: Path) -> Iterator[None]:
+def explained(work: Work, config: Any, again: str | None = None) -> Iterator[None]:
     """Inside, a memory error of torch or Python is told by the stage that it came in.
+
+    config: where the value of a key is looked up. again: the command that goes on from what is saved, if there is one.
 
     Raises:
         OutOfMemoryError: in its place. Checkpoints are written beside the last good one, so none is lost.
@@ -44,29 +73,31 @@ def explained(logger: Loggers, config: Any, folder: Path) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_memory_error(error):
             raise
-        raise OutOfMemoryError(explanation(error, logger.current, finished_steps(logger), config, folder)) from error
-
-
-def finished_steps(logger: Loggers) -> int:
-    newest = logger.last or logger.run
-    return 0 if newest is None else newest.step
+        raise OutOfMemoryError(explanation(error, work, config, again)) from error
 
 
 def is_memory_error(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)
 
 
-def explanation(error: BaseException, stage: str, step: int, config: Any, folder: Path) -> str:
-    """One line; step: how many are finished."""
-    what, key = GROWS.get(stage, BUDGET)
-    if key == BATCH_SIZE[1] and "vllm" in config.generation.engine:
-        key = "generation.vllm.max_num_seqs"
+def explanation(error: BaseException, work: Work, config: Any, again: str | None) -> str:
+    """One line."""
     wanted = re.search(r"tried to allocate ([\d.,]+ \w+)", str(error), re.IGNORECASE)
     more = f", {wanted[1].removesuffix('. Error')} more were wanted" if wanted else ""
+    after = "" if again is None else f" after step {work.finished}"
+    what, remedy = ELSEWHERE.get(work.current) or _lower(work, config, again)
+    return f"memory ran out in {work.current}{after}{more}: what grows there is {what}; {remedy}"
+
+
+def _lower(work: Work, config: Any, again: str | None) -> tuple[str, str]:
+    what, key = GROWS.get(work.current, BUDGET)
+    if key == BATCH_SIZE[1] and "vllm" in config.generation.engine:
+        key = "generation.vllm.max_num_seqs"
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
-    remedy = f"lower {key} (now {value}); rlft plan with the same words shows what each part takes"
+    if again is None:
+        return what, f"lower {key} (now {value})"
     if key in ("token_budget", BATCH_SIZE[1]):  # a run may go on with another one
-        remedy = f"go on with a lower {key} (now {value}): rlft resume {folder} {key}={max(1, int(value) // 2)}"
-    return f"memory ran out in {stage} after step {step}{more}: what grows there is {what}; {remedy}"
+        return what, f"go on with a lower {key} (now {value}): {again} {key}={max(1, int(value) // 2)}"
+    return what, f"lower {key} (now {value}); rlft plan with the same words shows what each part takes"

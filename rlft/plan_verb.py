@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,6 +13,7 @@ from rlft.auto import AUTO, resolved
 from rlft.demand import demand_of, sizes_of
 from rlft.fitting import Way, ways
 from rlft.footprint import Demand, ModelSizes, Part, parts, peak
+from rlft.memory import status_bytes
 from rlft.metrics import peak_memory_bytes
 from rlft.model.backbone import load_tokenizer, resolve_device, resolve_dtype
 from rlft.model.config import CriticKind
@@ -96,7 +96,8 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
     ](plain)
     settings = plan.config.model
     model, device = sizes_of(settings, plan.config.lora), resolve_device(settings.device)
-    process, free = resident_bytes(), free_bytes(device)
+    # What this process holds with all libraries that a run imports and its data scanned.
+    process, free = status_bytes("VmRSS") or peak_memory_bytes(), free_bytes(device)
     if on_another or device.type == "cuda":
         process = CUDA_CONTEXT
     recompute = settings.gradient_checkpointing is True
@@ -194,7 +195,7 @@ def trials_of(plan: Plan | SftPlan | RmPlan) -> list[Trial]:
     tokenizer = load_tokenizer(plan.config.model)
 
     def tokens(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]  # of one text: a list
+        return cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"])  # of one text
 
     return try_rewards(specs(plan.config.reward), prompts.prompts[:TRIED_PROMPTS], tokens, plan.config.scoring.timeout)
 
@@ -210,13 +211,6 @@ def notes_of(plan: Plan | SftPlan | RmPlan) -> list[str]:
             f" (generation.vllm.gpu_memory_utilization) and is not counted here; on the same GPU {back}"
         )
     return told
-
-
-def resident_bytes() -> int:
-    """What this process holds, with all libraries that a run imports and its data scanned."""
-    lines = Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else []
-    now = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), None)
-    return peak_memory_bytes() if now is None else now
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:

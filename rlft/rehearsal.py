@@ -15,9 +15,9 @@ import torch
 
 from rlft.algorithm.protocol import Algorithm
 from rlft.collate import select
+from rlft.decodings import of_training, rehearse_decoding
 from rlft.fitting import in_words
 from rlft.footprint import longest_rows
-from rlft.generation.transformers import TransformersGenerator
 from rlft.metrics import peak_memory_bytes
 from rlft.model.roles import Roles
 from rlft.types import Batch, LossScale
@@ -31,16 +31,16 @@ Backward = Callable[[Roles, Algorithm, Batch, LossScale, bool], object]
 def rehearse(session: Session, backward: Backward) -> None:
     """A prefill and a decoding step of the longest completions, and the largest micro-batch forward and backward.
 
-    backward: the update's own. An engine of its own (vLLM) has taken its memory already.
+    backward: the update's own. Pretraining text (PPO-ptx) and a reward model's own training are not rehearsed: their
+    batches are cut to the same token budget, whose activations are in the update's.
     """
-    session.logger.stage("rehearse")
-    run, roles = session.config, session.roles
-    prompt = max(session.plan.train_prompts.prompts, key=lambda p: len(p.token_ids)).token_ids
+    run, roles, plan = session.config, session.roles, session.plan
+    decodings = of_training(plan.train_prompts, plan.held_out, run)
     with told(session.logger.note):
-        if isinstance(session.generator, TransformersGenerator):
-            prompts = [prompt] * run.prompts_per_step
-            session.generator.rehearse(prompts, run.group_size, run.generation.max_tokens)
-        micro = roles.to_device(largest_micro_batch(session, prompt))
+        session.logger.stage("rehearse sampling")
+        rehearse_decoding(session.generator, decodings, run.generation.max_tokens)
+        session.logger.stage("rehearse update")
+        micro = roles.to_device(largest_micro_batch(session, decodings[0].longest))
         scale = LossScale(
             num_tokens=int(micro.loss_mask.sum()),
             num_sequences=len(micro.rewards),

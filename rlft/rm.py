@@ -168,6 +168,9 @@ class Ranked:
         parts = self._micro_batches(rankings[: self.config.rankings_per_step])
         self._learn(parts[0])
 
+    def rehearse_evaluation(self, step: int) -> None:
+        """Nothing is sampled."""
+
     def _learn(self, rankings: Sequence[RankedTokens]) -> dict[str, float]:
         roles = self.roles
         total = right = 0.0

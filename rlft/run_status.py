@@ -32,23 +32,26 @@ class Ending:
 
 
 @contextlib.contextmanager
-def kept(folder: Path) -> Iterator[Ending]:
-    """Inside, status.json says that the run is going on; afterwards how it ended. A kill leaves it as it was."""
-    _write(folder, Status.running)
+def kept(folder: Path, num_steps: int) -> Iterator[Ending]:
+    """Inside, status.json says that the run is going on; afterwards how it ended. A kill leaves it as it was.
+
+    num_steps: of the whole run, which its config may give in epochs.
+    """
+    _write(folder, num_steps, Status.running)
     ending = Ending()
     try:
         yield ending
     except KeyboardInterrupt:
-        _write(folder, Status.interrupted)
+        _write(folder, num_steps, Status.interrupted)
         raise
     except BaseException as error:
-        _write(folder, Status.stopped, str(error).partition("\n")[0] or type(error).__name__)
+        _write(folder, num_steps, Status.stopped, str(error).partition("\n")[0] or type(error).__name__)
         raise
-    _write(folder, Status.interrupted if ending.interrupted else Status.finished)
+    _write(folder, num_steps, Status.interrupted if ending.interrupted else Status.finished)
 
 
-def _write(folder: Path, status: Status, reason: str = "") -> None:
-    told = {"status": str(status), **({"reason": reason} if reason else {})}
+def _write(folder: Path, num_steps: int, status: Status, reason: str = "") -> None:
+    told = {"status": str(status), "steps": num_steps, **({"reason": reason} if reason else {})}
     write_atomically(folder / FILE, json.dumps(told) + "\n")
 
 
@@ -66,6 +69,14 @@ def read(folder: Path) -> tuple[Status, str]:
     if held:
         return Status.running, ""
     return (Status.killed, "") if status is Status.running else (status, reason)
+
+
+def num_steps(folder: Path) -> int | None:
+    """Of the whole run; None where an older version left no word of it."""
+    try:
+        return int(json.loads((folder / FILE).read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def is_held(folder: Path) -> bool:

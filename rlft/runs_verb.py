@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ stopped by itself (and why) or killed; its step, its last reward (or loss) and h
 
 WORDS = ("status", "name", "verb", "sort")
 COLUMNS = ("age", "name", "status", "step", "reward", "accuracy", "size")
+PROGRESS = "progress.json"  # as rlft.sampling_verb names it, which stands on torch
 INSIDE = ("checkpoints", "rollouts", "evaluations")
 """Folders of a run that hold no other run."""
 
@@ -101,13 +103,21 @@ def read(folder: Path) -> Row | None:
         verb=str(config["verb"]),
         status=str(status),
         reason=reason,
-        step=int(last.get("step", 0)),
-        steps=config.get("steps"),
+        step=int(last.get("step", sampled_steps(folder))),
+        steps=run_status.num_steps(folder) or config.get("steps"),
         reward=last.get("reward/mean", last.get("loss/total")),
         accuracy=accuracy,
         age=max(0.0, time.time() - newest),
         size=size,
     )
+
+
+def sampled_steps(folder: Path) -> int:
+    """Those of `rlft sample`, which counts them in a file of its own; 0 for other runs."""
+    try:
+        return int(json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _newest_and_size(folder: Path) -> tuple[float, int]:

@@ -37,6 +37,7 @@ from rlft.model.adapter_folder import check_adapter_folder, content_fingerprint
 from rlft.model.backbone import fingerprint, load_backbone, load_tokenizer, read_config
 from rlft.model.config import LoraSettings
 from rlft.model.roles import policy_alone
+from rlft.out_of_memory import Doing, explained
 from rlft.place import Place
 from rlft.prompts import PromptSet, left_out, scan, tokenizer_fingerprint
 from rlft.reward.scorer import Scorer
@@ -47,7 +48,7 @@ from rlft.session import open_freshness, open_resident, same_every_time
 from rlft.targets import instantiate
 from rlft.trainer.checkpoint import write_atomically
 from rlft.types import Generator, Group, Prompt, Scores, Split, UserError
-from rlft.work import Outcome, Work, program
+from rlft.work import Outcome, Work, program, resuming
 
 SAMPLES = "samples.jsonl"
 PROGRESS = "progress.json"
@@ -264,8 +265,9 @@ class Bar:
 
 def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
     """Samples to the last prompt or an interruption."""
-    config = plan.config
+    config, doing = plan.config, Doing()
     with ExitStack() as stack:
+        stack.enter_context(explained(doing, config, resuming(folder)))
         interrupt = stack.enter_context(Interrupt(say))
         keep_blocks(config.token_budget)
         backbone = load_backbone(config.model)
@@ -285,9 +287,10 @@ def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], No
             if note:
                 say(f"note: {note}")
         samples = Samples(plan, folder)
+        doing.current = "sample"
         bar = Bar(stack, len(plan.chosen))
         while samples.state["step"] < plan.num_steps and not interrupt.requested:
-            step = samples.state["step"]
+            doing.finished = step = samples.state["step"]
             groups = sample(plan, generator, step)
             samples.add(step, groups, scorer(groups))
             bar.show(min(len(plan.chosen), (step + 1) * config.prompts_per_step), samples.state)

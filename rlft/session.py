@@ -378,16 +378,19 @@ def same_every_time(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Iterator[Session]:
+def open_session(
+    plan: Plan, folder: Path, engines: Engines, say: Callable[[str], None], again: str | None = None
+) -> Iterator[Session]:
     """The session of this plan in this folder; on leaving, what it opened is closed (engines: by their owner).
 
-    An interrupted or failed run is told to the loggers by its reason before the exception goes on.
+    again: the command that goes on with the run where it has failed, None where it is none. An interrupted or failed
+    run is told to the loggers by its reason before the exception goes on.
     """
     config = plan.config
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
         logger = Loggers(plan.loggers)
-        stack.enter_context(explained(logger, config, folder))
+        stack.enter_context(explained(logger, config, again))
         rewards = specs(config.reward)
         keep_blocks(config.token_budget)
         backbone = load_for_training(config.model, config.token_budget)
@@ -409,7 +412,7 @@ def open_session(plan: Plan, folder: Path, engines: Engines, say: Callable[[str]
         generator = engines.open(plan.engine, config, config.lora.rank, roles, backbone)
         session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say)
         stack.enter_context(collector_passes_over_what_is_there())
-        with told_how_it_ends(logger, lambda: session.interrupted), explained(logger, config, folder):
+        with told_how_it_ends(logger, lambda: session.interrupted), explained(logger, config, again):
             yield session
 
 

@@ -23,6 +23,7 @@ from rlft.check_adapters import (
 )
 from rlft.collate import collate, select
 from rlft.config import build_sft
+from rlft.decodings import of_evaluation, rehearse_decoding
 from rlft.engine import Engines
 from rlft.evaluate import evaluate, kl_to_base
 from rlft.examples import Examples, scan_demonstrations
@@ -216,6 +217,12 @@ class Demonstrated:
             len(longest),
         )
         self._learn(self.plan.train.batch(longest[:at_once]))
+
+    def rehearse_evaluation(self, step: int) -> None:
+        if self.generator is not None:
+            self.generator.load(self.learner.publish(step))  # the engine's sum of base and adapter is part of it
+            found = of_evaluation(self.plan.held_out, self.config.eval)
+            rehearse_decoding(self.generator, found, self.config.generation.max_tokens)
 
     def _learn(self, batch: Batch) -> dict[str, float]:
         learner, forward = self.learner, self.learner.forward

@@ -31,7 +31,7 @@ from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
 from rlft.types import Evaluation, Logger, RunInfo, StepRecord
-from rlft.work import Outcome, Say
+from rlft.work import Outcome, Say, resuming
 
 WATCHED = ("loss", "loss/total")
 
@@ -73,6 +73,10 @@ class Lesson(Protocol):
 
     def rehearse(self) -> None:
         """Adds the gradient of the longest examples there are, as many as are learned from at once."""
+        ...
+
+    def rehearse_evaluation(self, step: int) -> None:
+        """Takes the memory that sampling for an evaluation takes at most; nothing where nothing is sampled."""
         ...
 
     def evaluate(self, step: int) -> Evaluation:
@@ -150,16 +154,18 @@ class Supervised:
             self.logger.note(
                 f"resumed after step {step}" if saved else "resumed from the start: there was no checkpoint yet"
             )
-        self.rehearse()
+        self.rehearse(step)
         self.interrupted = self.interrupt.requested
         if step == 0 and not self.interrupted:
             self.evaluate_if_due(0)
         return step
 
-    def rehearse(self) -> None:
-        """The largest micro-batch forward and backward, before the first step; nothing of it is kept."""
-        self.logger.stage("rehearse")
+    def rehearse(self, step: int) -> None:
+        """The longest rows decoded, and the largest micro-batch forward and backward; nothing of it is kept."""
         with told(self.logger.note), torch.random.fork_rng():
+            self.logger.stage("rehearse sampling")
+            self.lesson.rehearse_evaluation(step)
+            self.logger.stage("rehearse update")
             self.lesson.rehearse()
         for _, parameter in self.lesson.parameters():
             parameter.grad = None
@@ -210,12 +216,13 @@ def open_supervised(
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
         logger = Loggers(plan.loggers)
-        stack.enter_context(explained(logger, plan.config, folder))
+        stack.enter_context(explained(logger, plan.config, resuming(folder)))
         keep_blocks(plan.config.token_budget)
         stack.enter_context(same_every_time(resolve_device(plan.config.model.device)))
         lesson = open_lesson(stack)
         session = Supervised(plan, folder, lesson, logger, interrupt, say)
-        with told_how_it_ends(logger, lambda: session.interrupted), explained(logger, plan.config, folder):
+        ending = told_how_it_ends(logger, lambda: session.interrupted)
+        with ending, explained(logger, plan.config, resuming(folder)):
             yield session
 
 

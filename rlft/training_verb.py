@@ -13,12 +13,12 @@ from rlft.engine import Engines
 from rlft.plan import Plan, check_components, make_plan
 from rlft.session import open_session
 from rlft.train import train
-from rlft.work import Outcome, Work, program
+from rlft.work import Outcome, Work, program, resuming
 
 
 def do(plan: Plan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
     """Trains to the last step or an interruption."""
-    with open_session(plan, folder, engines, say) as session:
+    with open_session(plan, folder, engines, say, resuming(folder)) as session:
         state = train(session)
         return Outcome(step=state.step, interrupted=session.interrupted and state.step < plan.config.steps)
 

@@ -73,6 +73,9 @@ def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
     config = runfolder.read(folder, "watch")
     if config.get("verb") == "sample":
         raise UserError("watch", "a sampling has no steps to watch", got=folder, remedy="look into its samples.jsonl")
+    if "jsonl" not in (config.get("logger") or {}):
+        problem = f"the run writes no {METRICS}, from which it is watched"
+        raise UserError("watch", problem, got=folder, remedy="leave jsonl among its loggers")
     terminal = open_terminal()
     status, reason = run_status.read(folder)
     if status is Status.running:
@@ -100,7 +103,7 @@ def follow(folder: Path, config: Mapping[str, Any], sleep: Callable[[float], Non
                 view.step()
             ended = run_status.read(folder)
             if ended[0] is not Status.running:
-                view.close(str(ended[0]) if ended[0] is not Status.stopped else f"stopped: {ended[1]}")
+                view.close(str(ended[0]) if ended[0] is not Status.stopped else f"stopped: {visible(ended[1])}")
                 return ended
             sleep(SECONDS)
         view.close("interrupted")  # it went on from an earlier step: what was drawn is no longer so
@@ -108,7 +111,7 @@ def follow(folder: Path, config: Mapping[str, Any], sleep: Callable[[float], Non
 
 def _info(folder: Path, config: Mapping[str, Any]) -> RunInfo:
     watched = WATCHED.get(str(config.get("verb")), LOSS)
-    name, steps = str(config.get("name", "")), int(config.get("steps") or 0)
+    name, steps = str(config.get("name", "")), run_status.num_steps(folder) or int(config.get("steps") or 0)
     return RunInfo(folder=folder, name=name, config=config, step=0, steps=steps, sizes=(), watched=watched)
 
 

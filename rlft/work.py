@@ -56,6 +56,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def resuming(folder: Path) -> str:
+    """The command that goes on with the run in this folder."""
+    return f"rlft resume {folder}"
+
+
 def program() -> str:
     """How the user can call rlft again from here: `rlft` where it is on PATH, else this environment's command."""
     import shutil

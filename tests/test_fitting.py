@@ -66,7 +66,7 @@ def test_every_way_that_is_told_fits(wide):
 def test_where_no_single_key_suffices_the_least_is_told_if_it_does(wide):
     model, demand = wide
     longest = demand.prompt_tokens + demand.completion_tokens
-    bare = replace(demand, token_budget=longest, recompute=True, sampled=None)
+    bare = replace(demand, token_budget=longest, recompute=True, sampled=())
     limit = peak(parts(model, bare, 0)) + 4 * MIB  # the completions of one group, but no sums
     [least] = ways(model, demand, 0, limit)
     assert str(least) == (

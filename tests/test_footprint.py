@@ -17,7 +17,7 @@ from rlft.sft import make_plan as make_sft_plan
 DEMAND = Demand(
     adapters=2, trainable=1000, whole_model=False, prompt_tokens=10, completion_tokens=20, group=3, rows=12,
     update_rows=12, token_budget=100, through_head=True, entropy=False, recompute=False, own_critic=False,
-    sampled=None, beside=0, device="cpu",
+    sampled=(), beside=0, device="cpu",
 )  # fmt: skip
 
 

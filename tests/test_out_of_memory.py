@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from rlft import cli
 from rlft.logger.loggers import Loggers
-from rlft.out_of_memory import GROWS, OutOfMemoryError, explained
+from rlft.out_of_memory import GROWS, Doing, OutOfMemoryError, explained
 from rlft.types import StepRecord
 
-RUN = Path("runs/x")
+AGAIN = "rlft resume runs/x"
 
 
 def fail(config, stage, error):
     logger = Loggers(())
     logger.stage(stage)
     logger.step(StepRecord(step=7, metrics={}, groups=(), rewards={}, total_rewards=(), advantages=()))
-    with explained(logger, config, RUN):
+    with explained(logger, config, AGAIN):
         raise error
 
 
@@ -36,6 +36,11 @@ def fail(config, stage, error):
             "sample",
             "keys and values of the completions; go on with a lower generation.transformers.batch_size (now 256)",
         ),
+        (
+            "rehearse sampling",
+            "generation.transformers.batch_size (now 256): rlft resume runs/x generation.transformers.batch_size=128",
+        ),
+        ("rehearse update", "go on with a lower token_budget (now 2304): rlft resume runs/x token_budget=1152"),
         ("publish", "lower generation.transformers.weights (now merged); rlft plan"),
         ("starting", "the model's weights; lower model.dtype (now auto)"),
         ("a stage of a user's own", "activations of a micro-batch"),
@@ -54,6 +59,52 @@ def test_a_vllm_engine_has_a_key_of_its_own(run_config):
         fail(run_config("generation=vllm"), "sample", MemoryError())
 
 
+def test_work_without_a_run_names_no_step_and_no_command(run_config):
+    with (
+        pytest.raises(OutOfMemoryError) as stopped,
+        explained(Doing(current="evaluate"), run_config()),
+    ):
+        raise MemoryError
+    expected = "keys and values of the completions; lower generation.transformers.batch_size (now 256)"
+    assert str(stopped.value) == f"memory ran out in evaluate: what grows there is {expected}"
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "told"),
+    [
+        (
+            ("eval", "eval.num_prompts=4", "data.held_out_size=8"),
+            "rlft.generation.transformers.TransformersGenerator.sample",
+            "memory ran out in evaluate: what grows there is keys and values of the completions; lower "
+            "generation.transformers.batch_size (now 256)\n",
+        ),
+        (
+            ("sample", "prompts_per_step=2", "n=2", "data.size=16", "hydra.run.dir=sampled"),
+            "rlft.generation.transformers.TransformersGenerator.sample",
+            "memory ran out in sample after step 0: what grows there is keys and values of the completions; go on with "
+            "a lower generation.transformers.batch_size (now 256): rlft resume sampled "
+            "generation.transformers.batch_size=128\n",
+        ),
+        (
+            ("chat",),
+            "rlft.chat_verb.open_roles",
+            "memory ran out in starting: what grows there is the model's weights; lower model.dtype (now auto)\n",
+        ),
+    ],
+    ids=["eval", "sample", "chat"],
+)
+def test_every_verb_tells_it(words, place, told, tmp_path, monkeypatch, capsys):
+    def fail(*arguments, **keys):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(place, fail)
+    verb, *rest = words
+    common = ("model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation=transformers")
+    assert cli.run([verb, *common, *rest]) == 1
+    assert capsys.readouterr().err.endswith(f"rlft: stopped: {told}")
+
+
 def test_other_errors_are_left_alone(run_config):
     with pytest.raises(RuntimeError, match=r"^shapes differ$"):
         fail(run_config(), "update", RuntimeError("shapes differ"))
@@ -69,20 +120,21 @@ def test_every_key_that_is_told_exists(run_config):
 
 REAL = """
 import resource, torch
-from pathlib import Path
 from rlft.config import build, compose
+from rlft import cli
 from rlft.logger.loggers import Loggers
 from rlft.out_of_memory import explained
 config = build(compose([]))
 torch.ones(10)
 now = int(next(l for l in open("/proc/self/status") if l.startswith("VmSize")).split()[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (now + 2**26, now + 2**26))
-with explained(Loggers(()), config, Path("run")):
+with explained(Loggers(()), config, "rlft resume run"):
     torch.ones(2**28)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS binds on Linux only")
 def test_torchs_own_error_on_a_cpu_is_known():
+    if sys.platform != "linux":  # elsewhere RLIMIT_AS does not bind
+        return
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
     assert "OutOfMemoryError: memory ran out in starting after step 0, 1073741824 bytes more were wanted" in done.stderr

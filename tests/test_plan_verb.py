@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import rlft
 from rlft import cli
 from rlft.fitting import read_bytes
 
@@ -114,6 +115,27 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
     assert told.endswith(", got cuda; name its memory: device_memory=24GiB\n")
 
 
+def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(
+    no_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["+recipe=grpo_arithmetic", *TASK, "prompts_per_step=2", "group_size=8"]
+
+    def keys_and_values(*more: str) -> int:
+        parts = planned(capsys, *words, *more)["memory"]["as_planned"]
+        return next(part["bytes"] for part in parts if part["part"] == "keys and values")
+
+    config = AutoConfig.from_pretrained(Path(rlft.__file__).parent / "assets" / "tiny-arithmetic")
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    token = 2 * layers * heads * (config.hidden_size // config.num_attention_heads) * 4
+    tokens = planned(capsys, *words)["lengths"]
+    longest, held_out, completion = max(tokens[0]["tokens"]), max(tokens[1]["tokens"]), 64
+    more = ["eval.num_prompts=40", "generation.max_tokens=64"]
+    assert keys_and_values("eval.every=0", *more) == token * (2 * longest + 16 * completion)
+    assert keys_and_values("eval.num_samples=4", *more) == token * (40 * held_out + 160 * completion)
+    # 256 rows at a time (generation.transformers.batch_size) are 32 prompts of eight samples
+    assert keys_and_values("eval.num_samples=8", *more) == token * (32 * held_out + 256 * completion)
+
+
 def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{i}" * (100 if i % 10 == 0 else 2), "answer": "1"} for i in range(60)]
     (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -137,8 +159,9 @@ def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureF
         ("+recipe=grpo_arithmetic",),
         ("+recipe=ppo_arithmetic", "token_budget=4000"),
         ("+recipe=grpo_arithmetic", "token_budget=16000", "group_size=16", "prompts_per_step=16"),
+        ("+recipe=grpo_arithmetic", "prompts_per_step=2", "eval.num_samples=6", "generation.max_tokens=400"),
     ],
-    ids=["grpo", "ppo", "large micro-batches"],
+    ids=["grpo", "ppo", "large micro-batches", "large evaluation"],
 )
 def test_the_peak_is_within_15_percent_of_a_runs(words: tuple[str, ...], tmp_path: Path) -> None:
     """A rehearsal takes the longest rows, so that even short completions leave the planned peak."""
@@ -147,7 +170,7 @@ def test_the_peak_is_within_15_percent_of_a_runs(words: tuple[str, ...], tmp_pat
     told = subprocess.run([*command, "plan", *words, "--json"], capture_output=True, text=True, check=True)
     run = tmp_path / "run"
     subprocess.run(
-        [*command, "train", *words, "steps=2", "eval.every=0", "logger=[jsonl]", f"hydra.run.dir={run}"],
+        [*command, "train", *words, "steps=2", "logger=[jsonl]", f"hydra.run.dir={run}"],
         capture_output=True,
         check=True,
     )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
 from rlft import cli, train
+from rlft.generation.transformers import TransformersGenerator
+from rlft.logger.loggers import Loggers
 from rlft.model.forward import Forward
 from rlft.model.prefix_cache import PrefixCache
+from rlft.types import Batch, Outputs
 
 TINY = (
     "steps=2", "prompts_per_step=2", "group_size=3", "generation=transformers", "generation.max_tokens=20",
@@ -21,7 +26,9 @@ RECIPES = ["algorithm=grpo", "algorithm=ppo critic.kind=adapter", "algorithm=grp
 
 
 def run(folder: Path, *words: str) -> dict[str, bytes]:
-    assert cli.run(["train", *TINY, *words, f"hydra.run.dir={folder}"]) == 0
+    given = {word.partition("=")[0] for word in words}
+    common = [word for word in TINY if word.partition("=")[0] not in given]
+    assert cli.run(["train", *common, *words, f"hydra.run.dir={folder}"]) == 0
     files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
 
@@ -39,14 +46,16 @@ def test_the_first_forward_with_gradient_is_of_the_longest_rows(
     seen, call, fill = [], Forward.__call__, PrefixCache.fill
     filled = []
 
-    def spy(self: Forward, batch: object, *args: object, **keys: object) -> object:
-        seen.append(self.real_tokens(batch))  # type: ignore[arg-type]
-        return call(self, batch, *args, **keys)  # type: ignore[arg-type]
+    def spy(self: Forward, batch: Batch, *args: Any, **keys: Any) -> Outputs:
+        seen.append(self.real_tokens(batch))
+        return call(self, batch, *args, **keys)
 
     def filling(self: PrefixCache) -> None:
         fill(self)
         filled.append(sum(room.numel() for pair in self._own for room in pair))
 
+    stages = []
+    monkeypatch.setattr(Loggers, "stage", lambda self, name: stages.append(name))
     monkeypatch.setattr(Forward, "__call__", spy)
     monkeypatch.setattr(PrefixCache, "fill", filling)
     run(tmp_path / "run")
@@ -54,4 +63,30 @@ def test_the_first_forward_with_gradient_is_of_the_longest_rows(
     assert seen[0] == 2 * (PROMPT + 3 * 20), "both groups, of the longest completions"
     config = AutoConfig.from_pretrained(tiny_path)
     size = config.hidden_size // config.num_attention_heads
+    assert stages[: stages.index("sample")] == ["rehearse sampling", "rehearse update"]
     assert filled == [2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 * 3) * 20]
+
+
+@pytest.mark.parametrize("verb", ["train", "sft"])
+def test_an_evaluation_is_rehearsed_with_all_its_samples(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[tuple[int, int]] = []
+    whole = TransformersGenerator.rehearse
+
+    def spy(self: TransformersGenerator, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        rehearsed.append((len(prompts), n))
+        assert self.version == 0, "base and adapter are added up by then"
+        whole(self, prompts, n, max_tokens)
+
+    monkeypatch.setattr(TransformersGenerator, "rehearse", spy)
+    words = ["eval.every=2", "eval.num_prompts=5", "eval.num_samples=7"]
+    if verb == "train":
+        run(tmp_path / "run", *words)
+        assert rehearsed == [(2, 3), (5, 7)]
+        return
+    teach = ["demonstrations.path=embedded:arithmetic-demonstrations", "max_completion_tokens=64", "steps=1"]
+    teach += ["examples_per_step=2", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "data.held_out_size=8"]
+    teach += ["data=arithmetic", "data.size=16", "generation=transformers", "generation.max_tokens=8"]
+    assert cli.run(["sft", *teach, *words, "reward=exact_match", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert rehearsed == [(5, 7)]

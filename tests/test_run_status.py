@@ -18,20 +18,20 @@ import sys, time
 from pathlib import Path
 from rlft import run_status, runfolder
 folder = Path(sys.argv[1])
-with runfolder.held(folder), run_status.kept(folder):
+with runfolder.held(folder), run_status.kept(folder, 3):
     print("held", flush=True)
     time.sleep(60)
 """
 
 
 def test_it_is_running_inside_and_finished_afterwards(tmp_path: Path) -> None:
-    with runfolder.held(tmp_path), run_status.kept(tmp_path):
+    with runfolder.held(tmp_path), run_status.kept(tmp_path, 3):
         assert run_status.read(tmp_path) == (Status.running, "")
     assert run_status.read(tmp_path) == (Status.finished, "")
 
 
 def test_an_interruption_that_was_told_is_one(tmp_path: Path) -> None:
-    with run_status.kept(tmp_path) as ending:
+    with run_status.kept(tmp_path, 3) as ending:
         ending.interrupted = True
     assert run_status.read(tmp_path) == (Status.interrupted, "")
 
@@ -45,7 +45,7 @@ def test_an_interruption_that_was_told_is_one(tmp_path: Path) -> None:
     ],
 )
 def test_what_ended_it_is_told_and_goes_on(error: BaseException, expected: tuple[Status, str], tmp_path: Path) -> None:
-    with pytest.raises(type(error)), run_status.kept(tmp_path):
+    with pytest.raises(type(error)), run_status.kept(tmp_path, 3):
         raise error
     assert run_status.read(tmp_path) == expected
 

@@ -53,14 +53,15 @@ class Alarms:
         self._streaks: dict[str, int] = {}
         self._said: dict[str, int] = {}
         self._rewards: dict[str, list[float]] = {}  # of each reward: the mean it began with, steps, 1 if it ever moved
-        self._best: list[float] | None = None  # accuracy, its standard error and reward/mean of the best evaluation
+        # Accuracy, its standard error and reward/mean of the best evaluation; no reward before the first step.
+        self._best: tuple[float, float, float | None] | None = None
         self._reward = math.nan
 
     def state(self) -> dict[str, Any]:
         """Everything that is remembered, as JSON can hold it."""
         return {
             "series": self._series, "first": self._first, "streaks": self._streaks, "said": self._said,
-            "rewards": self._rewards, "best": self._best,
+            "rewards": self._rewards, "best": None if self._best is None else list(self._best),
             "reward": None if math.isnan(self._reward) else self._reward,
         }  # fmt: skip
 
@@ -70,7 +71,7 @@ class Alarms:
         self._first = {name: list(values) for name, values in state["first"].items()}
         self._streaks, self._said = dict(state["streaks"]), dict(state["said"])
         self._rewards = {name: list(values) for name, values in state["rewards"].items()}
-        self._best = None if state["best"] is None else list(state["best"])
+        self._best = None if state["best"] is None else tuple(state["best"])
         self._reward = math.nan if state["reward"] is None else float(state["reward"])
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -97,20 +98,18 @@ class Alarms:
         if self._best is not None and not math.isnan(self._reward):
             best, best_error, reward = self._best
             noise = math.hypot(best_error, error or 0.0)
-            if accuracy < best - drop * noise and noise > 0 and self._reward > reward:
+            if accuracy < best - drop * noise and noise > 0 and (reward is None or self._reward > reward):
+                rose = "is" if reward is None else f"rose from {reward:.3f} to"
                 found["accuracy_falls"] = (
-                    f"held-out accuracy fell from {best:.3f} to {accuracy:.3f} while reward/mean rose from {reward:.3f}"
-                    f" to {self._reward:.3f}: the reward is being gamed, or the training prompts are learned by heart."
+                    f"held-out accuracy fell from {best:.3f} to {accuracy:.3f} while reward/mean {rose}"
+                    f" {self._reward:.3f}: the reward is being gamed, or the training prompts are learned by heart."
                     " Read completions that score high; tie the policy to its start (algorithm.kl_coef), mend the"
                     " reward, or take the checkpoint of the best accuracy"
                 )
         if self._best is None or accuracy > self._best[0]:
-            self._best = None if math.isnan(self._reward) and step else [accuracy, error or 0.0, self._known_reward()]
+            known = None if math.isnan(self._reward) else self._reward
+            self._best = None if known is None and step else (accuracy, error or 0.0, known)
         return self._due(found, step)
-
-    def _known_reward(self) -> float:
-        """Before the first step nothing has been rewarded: anything after is more."""
-        return -math.inf if math.isnan(self._reward) else self._reward
 
     def _due(self, found: Mapping[str, str], step: int) -> dict[str, str]:
         due = {
@@ -125,10 +124,14 @@ class Alarms:
         self._streaks[name] = self._streaks.get(name, 0) + 1 if holds else 0
         return self._streaks[name] >= self.settings.patience
 
+    def _exceeds(self, name: str, value: float | None, limit: float | None) -> bool:
+        """Whether the value has been over its limit for long enough; never where there is no value, or no limit."""
+        return limit is not None and value is not None and self._lasts(name, value > limit)
+
     # -- rules ---------------------------------------------------------------------------------------------------------
     def _kl(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         limit, kl = self.settings.kl, metrics.get("kl/reference")
-        if limit is not None and kl is not None and self._lasts("kl", kl > limit):
+        if self._exceeds("kl", kl, limit):
             yield (
                 "kl",
                 f"kl/reference is {kl:.3g} nats a token (alarms.kl={limit:g}): the policy has left its reference."
@@ -137,7 +140,7 @@ class Alarms:
 
     def _gap(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         limit, gap = self.settings.logprob_gap, metrics.get("sampler/logprob_gap_mean")
-        if limit is not None and gap is not None and self._lasts("logprob_gap", abs(gap) > limit):
+        if self._exceeds("logprob_gap", None if gap is None else abs(gap), limit):
             yield (
                 "logprob_gap",
                 f"engine and trainer disagree by {gap:.3g} nats a token (alarms.logprob_gap={limit:g}): what is trained"
@@ -148,7 +151,7 @@ class Alarms:
     def _clipped(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         limit = self.settings.clipped
         share = metrics.get("ratio/clip_low_fraction", 0.0) + metrics.get("ratio/clip_high_fraction", 0.0)
-        if limit is not None and self._lasts("clipped", share > limit):
+        if self._exceeds("clipped", share, limit):
             yield (
                 "clipped",
                 f"{share:.0%} of the trained tokens were clipped (alarms.clipped={limit:g}), so most of an update does"

@@ -21,6 +21,12 @@ class Loggers:
         self.run: RunInfo | None = None
         self.last: StepRecord | None = None
 
+    @property
+    def finished(self) -> int:
+        """Steps that are done."""
+        newest = self.last or self.run
+        return 0 if newest is None else newest.step
+
     def start(self, run: RunInfo) -> None:
         self.run = run
         for logger in self._loggers:

@@ -185,11 +185,17 @@ def choose(model: PreTrainedModel, say: Callable[[str], None] = lambda text: Non
 
 def _refusal(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
+    if obstacle(model) is None and config._attn_implementation != NAME:
+        return f"model.attn_implementation is {config._attn_implementation}"
+    return known_refusal(model)
+
+
+def known_refusal(model: PreTrainedModel) -> str | None:
+    """Why this kind of model cannot be packed, as far as its config and class tell without a weight; None: it can."""
+    config = model.config.get_text_config()
     known = obstacle(model)
     if known is not None:
         return known
-    if config._attn_implementation != NAME:
-        return f"model.attn_implementation is {config._attn_implementation}"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return f"{type(model).__name__} mixes attention kinds (sliding window or linear layers)"
     # Llama-like configs carry the window without layer types (Mistral); Qwen2's window is off unless it says so.

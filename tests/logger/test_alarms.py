@@ -143,6 +143,16 @@ def test_other_courses_are_not(rewards: list[float], accuracies: list[float]) ->
     assert not any(evaluated(alarms(), rewards, accuracies))
 
 
+def test_an_evaluation_before_the_first_step_is_held_against_later_ones_and_kept_as_json() -> None:
+    found, resumed = alarms(), alarms()
+    assert not found.evaluation(0, 0.6, 0.02)
+    resumed.restore(json.loads(json.dumps(found.state(), allow_nan=False)))
+    for one in (found, resumed):
+        one.step(10, {**HEALTHY, "reward/mean": 0.7})
+        told = one.evaluation(10, 0.4, 0.02)
+        assert "fell from 0.600 to 0.400 while reward/mean is 0.700: the reward" in told["accuracy_falls"]
+
+
 def test_what_is_remembered_survives_a_checkpoint() -> None:
     steps = series(
         84, kl__reference=after(10, 0.6, 0.1), reward__length=0.0, policy__grad_norm=lambda n: 9.0 if n == 40 else 0.3
@@ -152,7 +162,7 @@ def test_what_is_remembered_survives_a_checkpoint() -> None:
         first, second = alarms(), alarms()
         before = heard(first, steps[:cut])
         first.evaluation(cut, 0.5, 0.02)
-        second.restore(json.loads(json.dumps(first.state())))
+        second.restore(json.loads(json.dumps(first.state(), allow_nan=False)))
         assert second.state() == first.state()
         assert before + heard(second, steps[cut:], cut + 1) == whole
 

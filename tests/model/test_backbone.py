@@ -81,8 +81,10 @@ def test_auto_is_float32_on_the_cpu_and_bfloat16_on_cuda():
         resolve_dtype("int8", torch.device("cpu"))
 
 
-def test_jobs_that_ask_for_the_same_base_share_it(backbone, model_config):
-    assert load_backbone(model_config()) is backbone
+def test_jobs_that_ask_for_the_same_base_share_it(model_config):
+    shared = load_backbone(model_config())  # not the fixture's: a run of a test before may have let that one go
+    assert load_backbone(model_config()) is shared
+    assert load_backbone(model_config(dtype="bfloat16")) is not shared
 
 
 def test_the_base_is_frozen_in_evaluation_mode_with_packed_attention(backbone):

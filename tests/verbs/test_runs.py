@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlft import cli, run_status, runfolder, watch_verb
 from rlft.run_status import Status
@@ -99,6 +100,38 @@ def test_the_table_is_safe_to_print(made: Path, capsys: pytest.CaptureFixture[st
         assert told in page, told
 
 
+def test_steps_are_the_runs_own_even_where_its_config_gives_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for word in TEACH if word not in ("steps=1", "examples_per_step=2")]
+    words += ["epochs=1", "examples_per_step=400", f"hydra.run.dir={tmp_path / 'epochs'}"]
+    assert cli.run(["sft", *words]) == 0
+    row = listed(capsys, str(tmp_path))[0]
+    assert row["step"] == row["steps"] > 0
+    assert watch_verb._info(tmp_path / "epochs", {"verb": "sft", "steps": None}).steps == row["steps"]
+
+
+def test_a_sampling_is_as_far_as_its_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["n=2", "prompts_per_step=4", "num_prompts=8", "generation=transformers", "generation.max_tokens=8"]
+    words += ["data.size=16", "data.held_out_size=8", "model.device=cpu", "scoring.workers=0"]
+    assert cli.run(["sample", *words, "name=drawn", f"hydra.run.dir={tmp_path / 'drawn'}"]) == 0
+    row = listed(capsys, str(tmp_path))[0]
+    assert (row["verb"], row["step"], row["steps"]) == ("sample", 2, 2)
+
+
+def test_a_run_without_metrics_cannot_be_watched(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "silent"
+    shutil.copytree(made / "first" / "a", folder)
+    file = folder / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**config, "logger": {}}))
+    assert cli.run(["watch", str(folder)]) == 2
+    message = f"rlft: watch: the run writes no metrics.jsonl, from which it is watched, got {folder}; leave jsonl among"
+    assert capsys.readouterr().err.startswith(message)
+
+
 def test_a_living_run_is_running(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with runfolder.held(made / "first" / "b"):
         assert names(listed(capsys, str(made), "status=running"), made) == ["first/b"]
@@ -170,7 +203,7 @@ def going_on(made: Path, tmp_path: Path) -> Any:
     (folder / "metrics.jsonl").write_text("")
     with ExitStack() as stack:
         stack.enter_context(runfolder.held(folder))
-        stack.enter_context(run_status.kept(folder))
+        stack.enter_context(run_status.kept(folder, 3))
         yield folder, lines, stack.close
 
 
