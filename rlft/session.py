@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlft import runfolder
 from rlft.algorithm.protocol import Algorithm
@@ -22,6 +23,7 @@ from rlft.logger.alarms import Alarms
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
 from rlft.memory import collector_passes_over_what_is_there, keep_blocks
+from rlft.metrics import Clock
 from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
@@ -36,12 +38,24 @@ from rlft.reward_refresh import RewardRefresh
 from rlft.roots import FreshnessConfig, RunConfig
 from rlft.seeds import sampling_seeds
 from rlft.sizes import Facts, facts_of, size_rows
+from rlft.token_values import Inspection
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
 from rlft.training_base import load_for_training
-from rlft.types import Batch, Evaluation, Generator, Group, Prompt, Rollouts, RunInfo, Scores, StepRecord
+from rlft.types import (
+    Batch,
+    Evaluation,
+    Generator,
+    Group,
+    Prompt,
+    Rollouts,
+    RunInfo,
+    Scores,
+    StepRecord,
+    TokenValues,
+)
 
 
 class BrokenRunError(RuntimeError):
@@ -196,7 +210,29 @@ class Session:
         return metrics
 
     # -- what happens after a step -------------------------------------------------------------------------------------
-    def record(self, step: int, metrics: dict[str, float], rollouts: Rollouts, batch: Batch) -> None:
+    def inspect(self, clock: Clock, step: int, batch: Batch, inert_B: Tensor) -> Inspection | None:
+        """Before the update that makes it `step` steps: None where that step is not one whose tokens are looked at."""
+        settings = self.config.token_values
+        if settings is None or not settings.every or step % settings.every:
+            return None
+        with clock("inspect"):
+            return Inspection(self.roles, batch, inert_B, settings.groups, self.backbone.decode_all)
+
+    def inspected(self, clock: Clock, inspection: Inspection | None) -> dict[int, TokenValues]:
+        """After the update: {row: its tokens' values}, nothing where nothing is looked at."""
+        if inspection is None:
+            return {}
+        with clock("inspect"):
+            return inspection.finish()
+
+    def record(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        rollouts: Rollouts,
+        batch: Batch,
+        tokens: Mapping[int, TokenValues],
+    ) -> None:
         """Hands a finished step to the loggers and stops the run if its numbers are broken."""
         groups, scores = rollouts.groups, rollouts.scores
         shape = scores.total.shape
@@ -209,10 +245,12 @@ class Session:
             rewards={name: values.tolist() for name, values in scores.by_reward.items()},
             total_rewards=scores.total.tolist(),
             advantages=mean_B.view(shape).tolist(),
+            tokens=tokens,
         )
-        hints, alarms = self.hints.check(record), self._alarms_of(step, metrics)
-        marks = {f"alarm/{name}": 1.0 for name in (*alarms, *(hint.alarm for hint in hints if hint.alarm))}
-        self.logger.step(replace(record, metrics={**metrics, **marks}))
+        hints, alarms = self.hints.check(record), self._alarms_of(record)
+        found = alarms | {hint.alarm: hint.text for hint in hints if hint.alarm}
+        marks = {f"alarm/{name}": 1.0 for name in found}
+        self.logger.step(replace(record, metrics={**metrics, **marks}, alarms=found))
         if self.scorer.num_failures > self._failures_told:
             self._failures_told = self.scorer.num_failures
             so_far = f"{self.scorer.num_failures} completions so far got a fixed score"
@@ -224,8 +262,11 @@ class Session:
         for text in alarms.values():
             self.logger.note(f"step {step}: {text}")
 
-    def _alarms_of(self, step: int, metrics: dict[str, float]) -> dict[str, str]:
-        return {} if self.alarms is None else self.alarms.step(step, metrics)
+    def _alarms_of(self, record: StepRecord) -> dict[str, str]:
+        if self.alarms is None:
+            return {}
+        varied = [name for name, scores in record.rewards.items() if len({s for group in scores for s in group}) > 1]
+        return self.alarms.step(record.step, record.metrics, varied)
 
     def evaluate_if_due(self, step: int) -> None:
         every, held_out = self.config.eval.every, self.plan.held_out
@@ -243,7 +284,7 @@ class Session:
         if self.alarms is not None:
             alarms = self.alarms.evaluation(step, evaluation.accuracy, evaluation.accuracy_se)
         more |= {f"alarm/{name}": 1.0 for name in alarms}
-        self.logger.evaluation(replace(evaluation, metrics={**evaluation.metrics, **more}))
+        self.logger.evaluation(replace(evaluation, metrics={**evaluation.metrics, **more}, alarms=alarms))
         for text in alarms.values():
             self.logger.note(f"step {step}: {text}")
 

@@ -35,9 +35,11 @@ def train(session: Session) -> State:
             batch = collate(rollouts.groups, rollouts.scores, session.backbone.decode)
             inert_B = algorithm.inert(batch)
             batch = algorithm.credit(roles.annotate(batch, inert_B, needs_old=plan.needs_old))
+        inspection = session.inspect(clock, state.step + 1, batch, inert_B)
         with clock("update"):
             metrics = rollout_metrics(rollouts, batch, inert_B) | update(session, state, batch, inert_B)
             metrics |= {f"algorithm/{name}": value for name, value in algorithm.state().items()}
+        tokens = session.inspected(clock, inspection)
         with clock("publish"):
             session.publish(state.step + 1)
             roles.refresh(state.step + 1)
@@ -46,7 +48,7 @@ def train(session: Session) -> State:
         adapted = algorithm.adapt(metrics) if session.policy_learns(state.step) else algorithm
         state = State(step=state.step + 1, algorithm=adapted)
         metrics |= clock.metrics() | {"memory/peak_bytes": peak_memory_bytes()}
-        session.record(state.step, metrics, rollouts, batch)
+        session.record(state.step, metrics, rollouts, batch, tokens)
         session.evaluate_if_due(state.step)
         session.checkpoint_if_due(state)
     return state

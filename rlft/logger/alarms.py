@@ -7,7 +7,7 @@ one off. What is remembered is in the checkpoint, so a resumed run raises the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -74,12 +74,15 @@ class Alarms:
         self._best = None if state["best"] is None else tuple(state["best"])
         self._reward = math.nan if state["reward"] is None else float(state["reward"])
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
-        """{alarm: its words} of this step; told once, and again every 50 steps while it lasts."""
+    def step(self, step: int, metrics: Mapping[str, float], varied: Collection[str] = ()) -> dict[str, str]:
+        """{alarm: its words} of this step; told once, and again every 50 steps while it lasts.
+
+        varied: the rewards that were not the same for all of the step's completions.
+        """
         rules = (
-            self._kl, self._gap, self._clipped, self._groups, self._length, self._value, self._gradient, self._constant,
+            self._kl, self._gap, self._clipped, self._groups, self._length, self._value, self._gradient,
         )  # fmt: skip
-        found = {name: text for rule in rules for name, text in rule(metrics)}
+        found = {name: text for rule in rules for name, text in rule(metrics)} | dict(self._constant(metrics, varied))
         self._reward = metrics.get("reward/mean", math.nan)
         for name in WATCHED:
             if name in metrics:
@@ -211,7 +214,7 @@ class Alarms:
                 " again",
             )
 
-    def _constant(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    def _constant(self, metrics: Mapping[str, float], varied: Collection[str]) -> Iterator[tuple[str, str]]:
         limit = self.settings.constant_reward
         if limit is None:
             return
@@ -220,7 +223,7 @@ class Alarms:
             if not name.startswith("reward/") or reward in ("mean", "std"):
                 continue
             first, steps, moved = self._rewards.get(reward, [value, 0.0, 0.0])
-            moved = max(moved, float(value != first))
+            moved = max(moved, float(value != first or reward in varied))
             self._rewards[reward] = [first, steps + 1, moved]
             if steps + 1 >= limit and not moved:
                 yield (

@@ -1,4 +1,4 @@
-"""The files a run leaves behind: metrics.jsonl, eval.jsonl and rollouts/step_<n>.jsonl.
+"""The files a run leaves behind: metrics.jsonl, eval.jsonl, alarms.jsonl and rollouts/step_<n>.jsonl.
 
 A resumed run leaves byte for byte the files of an uninterrupted one (times aside): what lies beyond the checkpoint,
 also a line torn by a kill, is cut before anything is appended.
@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +20,7 @@ from rlft.types import Evaluation, Prompt, RunInfo, StepRecord
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
+ALARMS = "alarms.jsonl"
 ROLLOUTS = "rollouts"
 
 # Legal inside a JSON string, yet able to break lines or reorder text for whoever prints the file.
@@ -45,7 +46,7 @@ class Jsonl:
     def start(self, run: RunInfo) -> None:
         self.folder = run.folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, EVALUATIONS):
+        for name in (METRICS, EVALUATIONS, ALARMS):
             self.files[name] = open_after(self.folder / name, run.step)
         for path, step in rollout_files(self.folder):
             if step > run.step or path.suffix == ".tmp":
@@ -58,12 +59,14 @@ class Jsonl:
         # Rollouts first: a line in metrics.jsonl promises that the step's completions are there.
         if record.groups and self.rollouts_every and record.step % self.rollouts_every == 0:
             self._write_rollouts(record)
+        self._append_alarms(record.step, record.alarms)
         self._append(METRICS, {"step": record.step, **numbers(record.metrics)})
 
     def evaluation(self, evaluation: Evaluation) -> None:
         # A run that starts again from this step evaluates again: the new line takes the old one's place.
         self.files[EVALUATIONS].close()
         self.files[EVALUATIONS] = open_after(self.folder / EVALUATIONS, evaluation.step - 1)
+        self._append_alarms(evaluation.step, evaluation.alarms)
         self._append(EVALUATIONS, evaluation_line(evaluation))
 
     def note(self, text: str) -> None:
@@ -73,6 +76,10 @@ class Jsonl:
         for file in self.files.values():
             file.close()
         self.files.clear()
+
+    def _append_alarms(self, step: int, alarms: Mapping[str, str]) -> None:
+        for name, text in alarms.items():
+            self._append(ALARMS, {"step": step, "name": name, "text": text})
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         file = self.files[name]
@@ -109,6 +116,7 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
                 "advantage": number(record.advantages[p][i]),
                 "policy_version": rollout.policy_version,
                 "finish_reason": str(completion.finish_reason),
+                **({"tokens": asdict(values)} if (values := record.tokens.get(p * len(group.rollouts) + i)) else {}),
             }
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _ESCAPED_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, format (bidi) marks, surrogates, line separators
-_KEPT = {"\n", "\t", "\u200c", "\u200d"}  # the last two join letters and emoji; they move nothing
+_JOINERS = {"\u200c", "\u200d"}  # of letters and emoji; they move nothing
+_KEPT = {"\n", "\t", *_JOINERS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +34,17 @@ def glyphs_for(encoding: str) -> Glyphs:
     return UNICODE if encoding.lower().replace("-", "").startswith("utf") else ASCII
 
 
-def visible(text: str) -> str:
-    r"""The text with everything that could move, hide or recolour other text spelled out, as `\x1b` or `\u202e`."""
+def visible(text: str, *, joiners: bool = True) -> str:
+    r"""The text with everything that could move, hide or recolour other text spelled out, as `\x1b` or `\u202e`.
+
+    joiners: whether the two signs of no width that join letters and emoji stay as they are.
+    """
+    if "".join(text.split("\n")).isprintable():
+        return text
+    kept = _KEPT if joiners else _KEPT - _JOINERS
     return "".join(
         char.encode("unicode_escape").decode("ascii")
-        if char not in _KEPT and unicodedata.category(char) in _ESCAPED_CATEGORIES
+        if char not in kept and unicodedata.category(char) in _ESCAPED_CATEGORIES
         else char
         for char in text
     )

@@ -137,6 +137,10 @@ class Backbone:
         """The text as `Completion.text` shows it, without special tokens."""
         return self.tokenizer.batch_decode([list(token_ids)], skip_special_tokens=True)[0]
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text with its special tokens."""
+        return self.tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
+
 
 @functools.lru_cache(maxsize=1)  # a sweep over models must not hold them all
 def load_backbone(config: ModelConfig) -> Backbone:

@@ -98,6 +98,11 @@ class Roles:
 
     # -- what the checkpoint keeps -----------------------------------------------------------------------------------
     @property
+    def reference_role(self) -> str | None:
+        """The role of the reference; None: the bare base, which stands in where there is none, too."""
+        return None if self.snapshot.reference in ("none", "base") else REFERENCE
+
+    @property
     def has_reference_folder(self) -> bool:
         return self.snapshot.reference not in ("none", "base", "copy", "ema")
 
@@ -236,7 +241,7 @@ class Roles:
         elif old is Old.recompute or needs_old:
             asked[POLICY].add("old_logprobs")
         if reference != "none":
-            asked[None if reference == "base" else REFERENCE].add("reference_logprobs")
+            asked[self.reference_role].add("reference_logprobs")
         if self.critic is not None:
             asked[self.critic.role].add("old_values")
         parts = list(self._parts(batch, rows)) if asked else []

@@ -114,6 +114,17 @@ def test_what_only_looks_like_it_is_not(changes: dict[str, Any], why: str) -> No
     assert heard(alarms(), series(100, **changes)) == [], why
 
 
+def test_a_reward_that_varies_within_steps_is_not_constant_though_its_mean_is() -> None:
+    found = alarms("alarms.constant_reward=2")
+    for step in (1, 2, 3):
+        assert not found.step(step, {**HEALTHY, "reward/exact_match": 0.5}, ["exact_match"])
+    still = alarms("alarms.constant_reward=2")
+    assert [list(still.step(step, {**HEALTHY, "reward/exact_match": 0.5}, ["format"])) for step in (1, 2)] == [
+        [],
+        ["constant_reward_exact_match"],
+    ]
+
+
 def evaluated(found: Alarms, rewards: list[float], accuracies: list[float]) -> list[dict[str, str]]:
     told = [found.evaluation(0, accuracies[0], 0.02)]
     for n, (reward, accuracy) in enumerate(zip(rewards, accuracies[1:], strict=True), 1):
@@ -189,6 +200,10 @@ def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_s
         marks = [{k for k in line if k.startswith("alarm/")} for line in lines(tmp_path / name / "metrics.jsonl")]
         found.append(marks)
     assert found[0] == found[1]
+    words_of = [lines(tmp_path / name / "alarms.jsonl") for name in ("whole", "resumed")]
+    assert words_of[0] == words_of[1]
+    assert {f"alarm/{alarm['name']}" for alarm in words_of[0] if alarm["step"] == 3} == found[0][2]
+    assert all(alarm["text"] for alarm in words_of[0])
     assert "alarm/constant_reward_exact_match" in found[0][2]
     assert "alarm/no_signal" in found[0][2], "hints that say what is wrong are marked, too"
     assert not found[0][0]

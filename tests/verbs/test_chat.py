@@ -397,6 +397,7 @@ def test_a_person_asks_edits_stops_and_leaves(trained: Path) -> None:
     child.expect_exact("> ")
     child.send("half a question")
     child.expect_exact("half a question")
+    assert child.pid is not None
     wait_until_it_sleeps(child.pid)  # Python's input() sees a Ctrl-C between two keys only once it waits for the next
     child.send("\x03")  # Ctrl-C
     child.expect_exact("(stopped; Ctrl-D quits)")

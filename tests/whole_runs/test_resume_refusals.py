@@ -81,6 +81,7 @@ FREE = {
     "eval.every", "eval.num_prompts", "eval.num_samples", "eval.temperature", "eval.num_examples", "eval.kl_base",
     "generation.transformers.batch_size", "generation.vllm.gpu_memory_utilization", "generation.vllm.max_num_seqs",
     "generation.vllm.sleep", "generation.vllm.enforce_eager",
+    "token_values.every", "token_values.groups",
     "logger.jsonl._target_", "logger.jsonl.rollouts_every", "logger.jsonl.rollouts_max",
 }  # fmt: skip
 

@@ -1,0 +1,576 @@
+"use strict";
+// The page of `rlft report`. What models and users have written comes to the page as text nodes only, never as markup.
+
+const COLOURS = ["#2f81f7", "#e8590c", "#2f9e44", "#ae3ec9", "#e03131", "#0c8599", "#f08c00", "#6741d9", "#66a80f", "#c2255c"];
+const DASHES = [[], [6, 3], [2, 3], [10, 3, 2, 3]];
+const MANY = 300; // groups that are listed before "more" is asked for
+
+const by = (id) => document.getElementById(id);
+const element = (tag, properties = {}, ...children) => {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+};
+const shown = (value, digits = 3) => {
+  if (value === null || value === undefined) return "-";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  return Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(digits + 1).replace(/\.?0+$/, "");
+};
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+async function unpacked() {
+  const bytes = Uint8Array.from(atob(by("data").textContent), (char) => char.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
+// -- runs -------------------------------------------------------------------------------------------------------------
+const last = (values) => (values || []).findLast((value) => value !== null);
+const first = (values) => (values || []).find((value) => value !== null);
+const colourOf = (run) => COLOURS[run % COLOURS.length];
+
+const duration = (seconds) => (seconds < 100 ? `${seconds.toFixed(0)} s` : seconds < 6000 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`);
+
+function drawRuns(report) {
+  const head = element("tr");
+  for (const [name, kind] of [["run", ""], ["status", ""], ["step", "number"], ["reward", "number"], ["accuracy", "number"], ["time", "number"], ["peak memory", "number"], ["commit", ""]]) {
+    head.append(element("th", { textContent: name, className: kind }));
+  }
+  const rows = report.runs.map((run, i) => {
+    const swatch = element("span", { className: "swatch" });
+    swatch.style.background = colourOf(i);
+    const accuracy = run.evaluations.accuracy;
+    const cells = [
+      run.status + (run.reason ? `: ${run.reason}` : ""),
+      `${run.step}${run.planned ? ` / ${run.planned}` : ""}`,
+      shown(last(run.metrics["reward/mean"])),
+      accuracy ? `${shown(first(accuracy))} to ${shown(last(accuracy))}` : "-",
+      duration(run.seconds),
+      `${(run.peak / 1e9).toFixed(2)} GB`,
+      run.config["origin.commit"] || "-",
+    ];
+    const row = element("tr", {}, element("td", {}, swatch, run.name));
+    cells.forEach((text, place) => row.append(element("td", { textContent: text, className: place > 0 && place < 6 ? "number" : "" })));
+    return row;
+  });
+  by("runs").replaceChildren(head, ...rows);
+}
+
+// -- curves -----------------------------------------------------------------------------------------------------------
+const CHARTS = [
+  { title: "reward and held-out accuracy", metrics: ["reward/mean"], evaluations: ["accuracy"] },
+  { title: "loss", metrics: ["loss/total", "loss/value"], evaluations: ["eval/loss"] },
+  { title: "single rewards", pattern: /^reward\/(?!mean$|std$)/ },
+  { title: "KL, nats a token", metrics: ["kl/reference", "kl/old"], evaluations: ["eval/kl_base"] },
+  { title: "entropy, nats a token", metrics: ["policy/entropy"] },
+  { title: "length of completions, tokens", metrics: ["length/mean"] },
+  { title: "truncated completions, share", metrics: ["length/truncated_fraction"] },
+  { title: "clipped tokens, share", pattern: /^ratio\/.*fraction$/ },
+  { title: "ratio to old", pattern: /^ratio\/(?!.*fraction$)/ },
+  { title: "waste, share", pattern: /^waste\// },
+  { title: "engine against trainer, nats", pattern: /^sampler\// },
+  { title: "gradient norm", pattern: /\/grad_norm$/ },
+  { title: "learning rate", pattern: /\/lr$/ },
+  { title: "peak memory, bytes", metrics: ["memory/peak_bytes"] },
+];
+
+const STAGES = ["sample", "score", "credit", "inspect", "update", "publish"].map((stage) => `time/${stage}`);
+
+const charts = [];
+let curves = { report: null, smoothing: 1, band: true };
+
+function drawCurves(report) {
+  curves.report = report;
+  const names = [...new Set(report.runs.flatMap((run) => Object.keys(run.metrics)))].sort();
+  by("metric").replaceChildren(element("option", { value: "", textContent: "choose" }), ...names.map((name) => element("option", { value: name, textContent: name })));
+  by("band-label").hidden = report.seeds.length === 0;
+  redraw();
+}
+
+function redraw() {
+  charts.splice(0).forEach((chart) => chart.destroy());
+  by("charts").replaceChildren();
+  const chosen = by("metric").value;
+  const wanted = chosen ? [{ title: chosen, metrics: [chosen] }, ...CHARTS] : CHARTS;
+  for (const chart of wanted) drawChart(chart);
+  curves.report.runs.forEach((run, i) => drawStages(run, i));
+}
+
+/** The series of a chart: {label, run, values, points} on the axis of all steps. */
+function seriesOf(chart, axis) {
+  const { report, band } = curves;
+  const places = new Map(axis.map((step, i) => [step, i]));
+  const on = (steps, values) => {
+    const row = new Array(axis.length).fill(null);
+    steps.forEach((step, i) => { row[places.get(step)] = values[i]; });
+    return row;
+  };
+  const found = [];
+  report.runs.forEach((run, i) => {
+    const names = chart.pattern ? Object.keys(run.metrics).filter((name) => chart.pattern.test(name)) : (chart.metrics || []).filter((name) => run.metrics[name]);
+    names.forEach((name, place) => found.push({ name, run: i, dash: place, values: on(run.steps, run.metrics[name]), points: false }));
+    for (const name of chart.evaluations || []) {
+      if (run.evaluations[name]) found.push({ name, run: i, dash: 1, values: on(run.evaluated, run.evaluations[name]), points: true });
+    }
+  });
+  if (!band) return found;
+  const kept = found.filter((one) => !report.seeds.some((runs) => runs.includes(one.run)));
+  for (const runs of report.seeds) {
+    for (const name of [...new Set(found.filter((one) => runs.includes(one.run)).map((one) => one.name))]) {
+      const own = found.filter((one) => runs.includes(one.run) && one.name === name);
+      const across = (reduce) => axis.map((_, i) => {
+        const values = own.map((one) => one.values[i]).filter((value) => value !== null);
+        return values.length ? reduce(values) : null;
+      });
+      kept.push({
+        ...own[0], seeds: own.length, values: across(mean), low: across((v) => Math.min(...v)), high: across((v) => Math.max(...v)),
+      });
+    }
+  }
+  return kept;
+}
+
+/** A centred mean over `width` values, gaps left out. */
+function smooth(values, width) {
+  if (width <= 1) return values;
+  const half = Math.floor(width / 2);
+  return values.map((value, i) => {
+    if (value === null) return null;
+    const near = values.slice(Math.max(0, i - half), i + half + 1).filter((one) => one !== null);
+    return mean(near);
+  });
+}
+
+const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** The range of an axis: a little more than the values, and something to see where they are all the same. */
+function spread(low, high) {
+  if (low === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
+  const margin = 0.06 * (high - low);
+  return [low >= 0 && low < 0.3 * (high - low) ? 0 : low - margin, high + margin];
+}
+
+function optionsOf(series, bands) {
+  const axis = { stroke: ink("--soft"), grid: { stroke: ink("--line"), width: 1 }, ticks: { stroke: ink("--line") } };
+  const size = (values) => 20 + 7 * Math.max(...(values || [""]).map((text) => String(text).length));
+  return {
+    width: 430, height: 210, series, bands,
+    cursor: { sync: { key: "rlft" } },
+    scales: { y: { range: (u, low, high) => spread(low, high) }, x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
+    axes: [{ ...axis, size: 32 }, { ...axis, size: (u, values) => size(values), values: (u, ticks) => ticks.map((tick) => shown(tick, 2)) }],
+    hooks: { draw: [(u) => drawAlarms(u)] },
+  };
+}
+
+function drawAlarms(u) {
+  const context = u.ctx;
+  context.save();
+  context.strokeStyle = ink("--alarm");
+  context.setLineDash([4, 4]);
+  for (const run of curves.report.runs) {
+    for (const alarm of run.alarms) {
+      const x = Math.round(u.valToPos(alarm.step, "x", true));
+      if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) continue;
+      context.beginPath();
+      context.moveTo(x, u.bbox.top);
+      context.lineTo(x, u.bbox.top + u.bbox.height);
+      context.stroke();
+    }
+  }
+  context.restore();
+}
+
+function place(title, options, data) {
+  const box = element("div", { className: "chart" }, element("h3", { textContent: title }));
+  box.dataset.chart = title;
+  by("charts").append(box);
+  options.width = Math.max(300, box.clientWidth);
+  charts.push(new uPlot(options, data, box));
+}
+
+function drawChart(chart) {
+  const { report, smoothing } = curves;
+  const axis = [...new Set(report.runs.flatMap((run) => [...run.steps, ...run.evaluated]))].sort((a, b) => a - b);
+  const found = seriesOf(chart, axis);
+  if (!found.length) return;
+  const series = [{ label: "step" }], data = [axis], bands = [];
+  const many = found.filter((one) => !one.points).length;
+  for (const one of found) {
+    const colour = report.runs.length > 1 ? colourOf(one.run) : COLOURS[(found.indexOf(one)) % COLOURS.length];
+    const label = report.runs.length > 1 ? `${one.seeds ? `${one.seeds} seeds` : shortName(report.runs[one.run].name)} ${one.name}` : one.name;
+    const value = (u, number) => shown(number);
+    if (one.low) {
+      const edge = { class: "faint", stroke: "transparent", points: { show: false }, spanGaps: true, value, label: `${label}, most` };
+      bands.push({ series: [series.length, series.length + 1], fill: `${colour}33` });
+      series.push(edge, { ...edge, label: `${label}, least` });
+      data.push(smooth(one.high, smoothing), smooth(one.low, smoothing));
+    } else if (smoothing > 1 && !one.points && many <= 4) {
+      series.push({ class: "faint", label: `${label}, each step`, stroke: `${colour}44`, points: { show: false }, spanGaps: true, value });
+      data.push(one.values);
+    }
+    series.push({
+      label, stroke: colour, width: 1.6, spanGaps: true, value, dash: DASHES[one.dash % DASHES.length],
+      points: { show: one.points, size: 6, fill: colour },
+    });
+    data.push(one.points ? one.values : smooth(one.values, smoothing));
+  }
+  place(chart.title, optionsOf(series, bands), data);
+}
+
+/** Seconds of a run's step by stage, one on top of the other; what no stage has is the last. */
+function drawStages(run, number) {
+  const known = STAGES.filter((name) => run.metrics[name]);
+  const names = [...known, ...Object.keys(run.metrics).filter((name) => name.startsWith("time/") && name !== "time/step" && !known.includes(name))];
+  if (!names.length) return;
+  const whole = run.metrics["time/step"] || [];
+  const stages = names.map((name) => ({ label: name.slice(5), values: run.metrics[name].map((value) => value || 0) }));
+  stages.push({ label: "rest", values: whole.map((all, i) => Math.max(0, (all || 0) - stages.reduce((sum, one) => sum + one.values[i], 0))) });
+  const sums = [];
+  stages.forEach((stage, i) => sums.push(stage.values.map((value, step) => value + (i ? sums[i - 1][step] : 0))));
+  const series = [{ label: "step" }], bands = [];
+  for (let i = stages.length - 1; i >= 0; i--) {
+    const colour = COLOURS[i % COLOURS.length];
+    series.push({
+      label: stages[i].label, stroke: colour, fill: i ? undefined : `${colour}55`, width: 1, points: { show: false },
+      value: (u, _, seriesIndex, place) => (place === null || place === undefined ? "-" : `${shown(stages[i].values[place])} s`),
+    });
+    if (i) bands.push({ series: [series.length - 1, series.length], fill: `${colour}55` });
+  }
+  const title = curves.report.runs.length > 1 ? `seconds by stage: ${shortName(run.name)}` : "seconds by stage";
+  place(title, optionsOf(series, bands), [run.steps, ...sums.toReversed()]);
+}
+
+const shortName = (name) => name.split("/").slice(-2).join("/");
+
+// -- alarms and config ------------------------------------------------------------------------------------------------
+function drawAlarmList(report) {
+  const box = by("alarms");
+  const all = report.runs.flatMap((run) => run.alarms.map((alarm) => ({ ...alarm, run: run.name })));
+  by("tab-alarms").textContent = `Alarms (${all.length})`;
+  if (!all.length) return box.replaceChildren(element("p", { textContent: "No alarm was raised." }));
+  const list = element("dl");
+  for (const alarm of all) {
+    const where = report.runs.length > 1 ? `${alarm.run}, ` : "";
+    list.append(element("dt", { textContent: `${where}step ${alarm.step}: ${alarm.name}` }), element("dd", { textContent: alarm.text || "marked in the metrics; an older run kept no words" }));
+  }
+  return box.replaceChildren(list);
+}
+
+function drawConfig(report) {
+  const box = by("config");
+  const heads = report.runs.map((run) => shortName(run.name));
+  const table = (rows) => {
+    const made = element("table", {}, element("tr", {}, element("th", { textContent: "key" }), ...heads.map((name) => element("th", { textContent: name }))));
+    for (const [key, values] of rows) {
+      made.append(element("tr", {}, element("td", { textContent: key, className: "key" }), ...values.map((value) => element("td", { textContent: value }))));
+    }
+    return made;
+  };
+  const names = [...new Set(report.runs.flatMap((run) => Object.keys(run.config)))];
+  const parts = [];
+  if (report.runs.length > 1) {
+    parts.push(element("h2", { textContent: "differences" }), table(report.differences.map((row) => [row.key, row.values])));
+  }
+  const origin = names.filter((name) => name.startsWith("origin."));
+  const rows = (some) => some.map((name) => [name, report.runs.map((run) => run.config[name] ?? "")]);
+  parts.push(element("h2", { textContent: "environment and commit" }), table(rows(origin)));
+  parts.push(element("h2", { textContent: "config" }), table(rows(names.filter((name) => !name.startsWith("origin.")))));
+  box.replaceChildren(...parts);
+}
+
+// -- completions ------------------------------------------------------------------------------------------------------
+const state = { groups: [], listed: [], at: 0, limit: MANY };
+
+/** What a group is filtered and sorted by. */
+function describe(group, run) {
+  const rewards = group.rows.map((row) => row.reward).filter((reward) => reward !== null);
+  const gaps = group.rows.flatMap((row) => (row.tokens ? row.tokens.old.map((old, i) => (row.tokens.sampled[i] === null ? 0 : Math.abs(old - row.tokens.sampled[i]))) : []));
+  const text = [...group.prompt.map((message) => message.text), group.answer, group.id, ...group.rows.map((row) => row.text)].join("\n").toLowerCase();
+  return {
+    ...group, run, text,
+    mean: rewards.length ? mean(rewards) : null,
+    best: Math.max(...rewards), worst: Math.min(...rewards),
+    equal: group.rows.length > 1 && Math.max(...rewards) === Math.min(...rewards),
+    truncated: group.rows.some((row) => row.finish === "length"),
+    format: group.rows.some((row) => Object.entries(row.rewards).some(([name, value]) => /format/.test(name) && value <= 0)),
+    tokens: group.rows.some((row) => row.tokens),
+    gap: gaps.length ? Math.max(...gaps) : null,
+  };
+}
+
+const FILTERS = {
+  all: () => true,
+  varied: (group) => group.rows.length > 1 && !group.equal,
+  zero: (group) => group.equal,
+  truncated: (group) => group.truncated,
+  format: (group) => group.format,
+  best: (group) => group.mean !== null,
+  worst: (group) => group.mean !== null,
+  mismatch: (group) => group.gap !== null,
+  tokens: (group) => group.tokens,
+  held: (group) => group.kind === "held out",
+};
+const ORDERS = {
+  best: (a, b) => b.best - a.best || b.mean - a.mean,
+  worst: (a, b) => a.worst - b.worst || a.mean - b.mean,
+  mismatch: (a, b) => b.gap - a.gap,
+};
+
+function drawCompletions(report) {
+  state.groups = report.runs.flatMap((run, i) => run.completions.groups.map((group) => describe(group, i)));
+  by("run").replaceChildren(element("option", { value: "", textContent: "all" }), ...report.runs.map((run, i) => element("option", { value: String(i), textContent: shortName(run.name) })));
+  by("run-label").hidden = report.runs.length < 2;
+  const steps = [...new Set(state.groups.map((group) => group.step))].sort((a, b) => a - b);
+  by("step").replaceChildren(element("option", { value: "", textContent: "all" }), ...steps.map((step) => element("option", { value: String(step), textContent: String(step) })));
+  by("sampling").textContent = report.runs.map((run) => {
+    const { steps: few, steps_on_disk: all, completions, groups } = run.completions;
+    const held = groups.filter((group) => group.kind === "held out").length;
+    const of = report.runs.length > 1 ? `${shortName(run.name)}: ` : "";
+    return `${of}${completions.toLocaleString("en")} completions of ${few} of the ${all.toLocaleString("en")} steps on disk are shown${few < all ? ", chosen evenly" : ""}, and ${held} held-out ones; all are in rollouts/.`;
+  }).join(" ");
+  list();
+}
+
+/** Lists the groups that the filters leave; keeps the chosen one if it is still there. */
+function list() {
+  const run = by("run").value, step = by("step").value, filter = by("filter").value, search = by("search").value.trim().toLowerCase();
+  const before = state.listed[state.at];
+  state.listed = state.groups.filter((group) => (run === "" || group.run === Number(run)) && (step === "" || group.step === Number(step)) && FILTERS[filter](group) && (!search || group.text.includes(search)));
+  if (ORDERS[filter]) state.listed.sort(ORDERS[filter]);
+  state.limit = MANY;
+  choose(Math.max(0, state.listed.indexOf(before)));
+  drawList();
+}
+
+function drawList() {
+  const items = state.listed.slice(0, state.limit).map((group, i) => {
+    const asked = group.prompt.at(-1)?.text ?? "";
+    const marks = [group.equal && "equal", group.truncated && "cut", group.tokens && "tokens"].filter(Boolean).join(", ");
+    const item = element("li", {},
+      element("div", { className: "one-line", textContent: asked.slice(0, 200) }),
+      element("div", { className: "hint", textContent: `${curves.report.runs.length > 1 ? `${shortName(curves.report.runs[group.run].name)}, ` : ""}step ${group.step}, ${group.kind}, reward ${shown(group.mean)}${marks ? `, ${marks}` : ""}` }));
+    item.addEventListener("click", () => choose(i));
+    return item;
+  });
+  if (state.listed.length > state.limit) {
+    const more = element("li", { className: "more", textContent: `${(state.listed.length - state.limit).toLocaleString("en")} more` });
+    more.addEventListener("click", () => { state.limit += MANY; drawList(); });
+    items.push(more);
+  }
+  if (!items.length) items.push(element("li", { textContent: "no such completion" }));
+  by("groups").replaceChildren(...items);
+  mark();
+}
+
+function mark() {
+  [...by("groups").children].forEach((item, i) => item.setAttribute("aria-current", String(i === state.at && state.listed.length > 0)));
+  by("groups").children[state.at]?.scrollIntoView({ block: "nearest" });
+}
+
+function choose(place) {
+  state.at = Math.min(Math.max(0, place), Math.max(0, state.listed.length - 1));
+  const group = state.listed[state.at];
+  const others = group ? sameGroups(group).filter((other) => other !== group) : [];
+  const before = by("beside").value;
+  by("beside").replaceChildren(element("option", { value: "", textContent: others.length ? "nothing" : "no other step is shown" }), ...others.map((other) => element("option", { value: String(state.groups.indexOf(other)), textContent: `step ${other.step}` })));
+  by("beside").value = others.some((other) => String(state.groups.indexOf(other)) === before) ? before : "";
+  drawGroup();
+  mark();
+}
+
+const sameGroups = (group) => state.groups.filter((other) => other.run === group.run && other.id === group.id && other.kind === group.kind);
+
+function drawGroup() {
+  const group = state.listed[state.at], box = by("group");
+  drawLegend();
+  if (!group) return box.replaceChildren();
+  const head = [element("h2", { textContent: `step ${group.step}, ${group.kind}, prompt ${group.id}` })];
+  for (const message of group.prompt) {
+    head.push(element("div", { className: "role", textContent: message.role }), withSearch(element("div", { className: "message" }), message.text), ...cutNote(message));
+  }
+  head.push(element("div", { className: "role", textContent: "answer" }), element("div", { className: "message", textContent: group.answer }));
+  const beside = by("beside").value === "" ? null : state.groups[Number(by("beside").value)];
+  const cards = element("div", { className: beside ? "cards pairs" : "cards" });
+  if (beside) {
+    const [old, now] = beside.step < group.step ? [beside, group] : [group, beside];
+    for (let i = 0; i < Math.max(old.rows.length, now.rows.length); i++) {
+      const pair = [old.rows[i]?.text ?? "", now.rows[i]?.text ?? ""];
+      const parts = differences(...pair);
+      cards.append(card(old, i, (text) => text.append(...marked(parts, "del"))), card(now, i, (text) => text.append(...marked(parts, "ins"))));
+    }
+  } else {
+    group.rows.forEach((_, i) => cards.append(card(group, i)));
+  }
+  return box.replaceChildren(...head, cards);
+}
+
+const cutNote = (item) => (item.cut ? [element("div", { className: "cut", textContent: `cut here: it has ${item.cut.toLocaleString("en")} characters, all of them in rollouts/` })] : []);
+
+function card(group, i, write) {
+  const row = group.rows[i];
+  if (!row) return element("div", { className: "card", textContent: "none" });
+  const facts = element("div", { className: "facts" }, element("span", { className: "total", textContent: `reward ${shown(row.reward)}` }));
+  for (const [name, value] of Object.entries(row.rewards)) facts.append(element("span", { textContent: `${name} ${shown(value)}` }));
+  if (row.advantage !== undefined) facts.append(element("span", { textContent: `advantage ${shown(row.advantage)}` }));
+  if (row.length !== undefined) facts.append(element("span", { textContent: `${row.length} tokens` }));
+  if (row.version !== undefined && row.version !== null) facts.append(element("span", { textContent: `policy ${row.version}` }));
+  facts.append(element("span", { textContent: row.finish === "length" ? "truncated" : row.finish, className: row.finish === "length" ? "bad" : "" }));
+  if (write) facts.append(element("span", { textContent: `step ${group.step}` }));
+  const text = element("div", { className: "text" });
+  const mode = by("colour").value;
+  if (write) write(text);
+  else if (row.tokens && mode !== "none") tokens(text, row.tokens, mode);
+  else withSearch(text, row.text);
+  return element("div", { className: "card" }, facts, text, ...cutNote(row));
+}
+
+/** The text with what is searched for marked. */
+function withSearch(box, text) {
+  const wanted = by("search").value.trim().toLowerCase(), lower = text.toLowerCase();
+  if (!wanted) { box.append(text); return box; }
+  let from = 0;
+  for (let at = lower.indexOf(wanted); at >= 0; at = lower.indexOf(wanted, from)) {
+    box.append(text.slice(from, at), element("mark", { textContent: text.slice(at, at + wanted.length) }));
+    from = at + wanted.length;
+  }
+  box.append(text.slice(from));
+  return box;
+}
+
+// -- colours of tokens ------------------------------------------------------------------------------------------------
+// value: of token i. both: whether it has two sides. full: at which value a colour is at its strongest.
+const MODES = {
+  logprob: { value: (t, i) => t.old[i], both: false, full: 5, unit: "nats", words: "log-prob of the policy that sampled: the stronger, the less likely" },
+  ratio: { value: (t, i) => t.after[i] - t.old[i], both: true, full: 0.5, unit: "", words: "probability after the update, times that before it", text: (v) => Math.exp(v) },
+  kl: { value: (t, i) => t.old[i] - t.reference[i], both: true, full: 2, unit: "nats", words: "log-prob of the policy less that of the reference (or the base)" },
+  entropy: { value: (t, i) => t.entropy[i], both: false, full: 3, unit: "nats", words: "entropy of the policy's choice there" },
+  advantage: { value: (t, i) => t.advantage[i], both: true, full: 2, unit: "", words: "advantage that the token was trained with" },
+  mismatch: { value: (t, i) => (t.sampled[i] === null ? 0 : t.old[i] - t.sampled[i]), both: true, full: 0.1, unit: "nats", words: "trainer's log-prob less the engine's" },
+};
+const strength = (mode, value) => Math.min(1, Math.abs(value) / MODES[mode].full);
+const paint = (mode, value) => {
+  const colour = MODES[mode].both ? (value >= 0 ? "46, 160, 67" : "218, 54, 51") : "210, 120, 20";
+  return `rgba(${colour}, ${(0.75 * strength(mode, value)).toFixed(3)})`;
+};
+
+function tokens(box, values, mode) {
+  values.text.forEach((text, i) => {
+    const value = MODES[mode].value(values, i);
+    const token = element("span", { className: "token", textContent: text });
+    token.style.background = paint(mode, value);
+    token.title = Object.entries(MODES).map(([name, { value: of, text: as }]) => `${name} ${shown(as ? as(of(values, i)) : of(values, i))}`).join("\n");
+    box.append(token);
+  });
+}
+
+function drawLegend() {
+  const mode = by("colour").value, box = by("legend");
+  if (mode === "none") return box.replaceChildren();
+  const { both, full, unit, words, text } = MODES[mode];
+  const scale = (both ? [-1, -0.5, 0, 0.5, 1] : mode === "logprob" ? [0, -0.5, -1] : [0, 0.5, 1]).map((share) => {
+    const sample = element("span", { className: "scale", textContent: shown(text ? text(share * full) : share * full) });
+    sample.style.background = paint(mode, share * full);
+    return sample;
+  });
+  const none = state.listed[state.at]?.tokens ? "" : "; this group's tokens were not kept (token_values.every, token_values.groups)";
+  return box.replaceChildren(`${words}${unit ? `, ${unit}` : ""} `, ...scale, none);
+}
+
+// -- differences of two texts -----------------------------------------------------------------------------------------
+/** [[kind, text]] with kind "same", "del" or "ins", by words: a longest common subsequence, of at most 1,500 words. */
+function differences(before, after) {
+  const split = (text) => text.match(/\s+|[^\s]+/g)?.slice(0, 3000) ?? [];
+  const pieces = (text) => split(text).flatMap((word) => (/^\s/.test(word) ? [word] : word.match(/[\p{L}\p{N}]+|[^\p{L}\p{N}]/gu) ?? [word])).slice(0, 1500);
+  const a = pieces(before), b = pieces(after), width = b.length + 1;
+  const table = new Uint16Array((a.length + 1) * width);
+  for (let i = a.length - 1; i >= 0; i--) {
+    for (let j = b.length - 1; j >= 0; j--) {
+      table[i * width + j] = a[i] === b[j] ? table[(i + 1) * width + j + 1] + 1 : Math.max(table[(i + 1) * width + j], table[i * width + j + 1]);
+    }
+  }
+  const found = [];
+  let i = 0, j = 0;
+  while (i < a.length || j < b.length) {
+    if (i < a.length && j < b.length && a[i] === b[j]) { found.push(["same", a[i]]); i++; j++; }
+    else if (j >= b.length || (i < a.length && table[(i + 1) * width + j] >= table[i * width + j + 1])) found.push(["del", a[i++]]);
+    else found.push(["ins", b[j++]]);
+  }
+  const rest = [["del", before.slice(a.join("").length)], ["ins", after.slice(b.join("").length)]];
+  return [...found, ...rest.filter(([, text]) => text)];
+}
+
+/** The parts of one side: what both have, and its own, marked. */
+const marked = (parts, kind) => parts.filter(([own]) => own === "same" || own === kind).map(([own, text]) => (own === "same" ? text : element(kind, { textContent: text })));
+
+// -- the page ---------------------------------------------------------------------------------------------------------
+const PARTS = ["curves", "completions", "alarms", "config"];
+
+function open(part) {
+  for (const name of PARTS) {
+    by(name).hidden = name !== part;
+    by(`tab-${name}`).setAttribute("aria-selected", String(name === part));
+  }
+  if (part === "curves") charts.forEach((chart) => chart.setSize({ width: Math.max(300, chart.root.parentElement.clientWidth), height: 210 }));
+  if (part === "completions") mark();
+}
+
+function turn() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  redraw();
+}
+
+function next(select, by_ = 1) {
+  select.selectedIndex = (select.selectedIndex + by_ + select.length) % select.length;
+  select.dispatchEvent(new Event("change"));
+}
+
+function press(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape") { document.activeElement.blur(); return; }
+  if (/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName) && document.activeElement.type !== "range" && document.activeElement.type !== "checkbox") return;
+  const inCompletions = !by("completions").hidden;
+  const keys = {
+    "?": () => by("help").showModal(), t: turn, 1: () => open("curves"), 2: () => open("completions"), 3: () => open("alarms"), 4: () => open("config"),
+  };
+  const own = {
+    j: () => choose(state.at + 1), ArrowDown: () => choose(state.at + 1), k: () => choose(state.at - 1), ArrowUp: () => choose(state.at - 1),
+    n: () => next(by("step")), p: () => next(by("step"), -1), c: () => next(by("colour")), d: () => next(by("beside")), "/": () => by("search").focus(),
+  };
+  const act = keys[event.key] || (inCompletions && own[event.key]);
+  if (act) { event.preventDefault(); act(); }
+}
+
+async function main() {
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  const report = await unpacked();
+  drawRuns(report);
+  drawAlarmList(report);
+  drawConfig(report);
+  drawCurves(report);
+  drawCompletions(report);
+  by("footer").textContent = `made ${report.made} by rlft ${report.rlft}; ${report.runs.filter((run) => run.averaged).map((run) => `curves of ${shortName(run.name)} show means of ${run.averaged} steps; `).join("")}no part of it comes from a network`;
+  for (const part of PARTS) by(`tab-${part}`).addEventListener("click", () => open(part));
+  for (const id of ["run", "step", "filter"]) by(id).addEventListener("change", list);
+  by("search").addEventListener("input", list);
+  for (const id of ["colour", "beside"]) by(id).addEventListener("change", drawGroup);
+  by("smoothing").addEventListener("input", () => {
+    curves.smoothing = Number(by("smoothing").value);
+    by("smoothed").textContent = curves.smoothing === 1 ? "1 step" : `${curves.smoothing} steps`;
+    redraw();
+  });
+  by("band").addEventListener("change", () => { curves.band = by("band").checked; redraw(); });
+  by("metric").addEventListener("change", redraw);
+  by("theme").addEventListener("click", turn);
+  by("help-button").addEventListener("click", () => by("help").showModal());
+  addEventListener("keydown", press);
+  let waiting = 0;
+  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(redraw, 200); });
+  document.documentElement.dataset.ready = "true";
+}
+
+main();

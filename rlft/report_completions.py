@@ -1,0 +1,204 @@
+"""The completions that a report shows: whole groups of a few steps, within a number of bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlft.logger.jsonl import EVALUATIONS, complete_lines, read_lines, rollout_files
+from rlft.logger.text import visible
+
+MAX_STEPS = 40
+MAX_GROUPS_PER_STEP = 16
+MAX_RECURRING = 8
+MAX_EVALUATIONS = 20
+MAX_TEXT = 20_000
+"""Characters of a prompt or completion; what is cut is said."""
+
+DIGITS = 3
+TRAINED, HELD_OUT = "trained on", "held out"
+_PROMPT_ID = re.compile(rb'^\{"step": \d+, "prompt_id": ("(?:[^"\\]|\\.)*"), "index": 0,', re.MULTILINE)
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Groups, as the page's script reads them, and of how many steps and completions on disk they are."""
+
+    groups: Sequence[Group]
+    steps: int
+    steps_on_disk: int
+    completions: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def choose(folder: Path, max_bytes: int) -> Shown:
+    """Of a run, at most about `max_bytes` of JSON.
+
+    The held-out examples of evaluations, then groups of steps that lie evenly, those with values of single tokens and
+    of prompts that come again first.
+    """
+    files = {step: path for path, step in rollout_files(folder) if path.suffix == ".jsonl"}
+    found, left = [], max_bytes
+    for group in held_out_groups(read_lines(folder / EVALUATIONS)):
+        left -= _size(group)
+        if left < max_bytes // 2:
+            break
+        found.append(group)
+    recurring = recurring_prompts(files)
+    wanted = in_halves(sorted(files)) if len(files) <= MAX_STEPS else in_halves(spread(sorted(files), MAX_STEPS))
+    steps = dict.fromkeys([*wanted, *(step for both in recurring.values() for step in both)])
+    for step in steps:
+        only = None if step in wanted else {name for name, both in recurring.items() if step in both}
+        for group in groups_of(files[step], step, set(recurring), only):
+            left -= _size(group)
+            if left < 0:
+                break
+            found.append(group)
+        if left < 0:
+            break
+    found.sort(key=lambda group: (group["kind"] != TRAINED, group["step"]))
+    trained = [group for group in found if group["kind"] == TRAINED]
+    return Shown(
+        groups=found,
+        steps=len({group["step"] for group in trained}),
+        steps_on_disk=len(files),
+        completions=sum(len(group["rows"]) for group in trained),
+    )
+
+
+def spread(steps: Sequence[int], number: int) -> list[int]:
+    """That many of the steps, evenly, the first and the last among them.
+
+    >>> spread([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    [1, 5, 9]
+    """
+    return [steps[round(i * (len(steps) - 1) / (number - 1))] for i in range(number)]
+
+
+def in_halves(steps: Sequence[int]) -> list[int]:
+    """The same steps in an order in which any first few of them lie evenly.
+
+    >>> in_halves([1, 2, 3, 4, 5])
+    [1, 5, 3, 2, 4]
+    """
+    if len(steps) < 3:
+        return list(steps)
+    found, gaps = [steps[0], steps[-1]], [(0, len(steps) - 1)]
+    while gaps:
+        first, last = gaps.pop(0)
+        if last - first < 2:
+            continue
+        middle = (first + last) // 2
+        found.append(steps[middle])
+        gaps += [(first, middle), (middle, last)]
+    return found
+
+
+def recurring_prompts(files: Mapping[int, Path]) -> dict[str, tuple[int, int]]:
+    """{prompt: the first and the last step it is in} of a few prompts of the first step that come again."""
+    steps = sorted(files)
+    if len(steps) < 2:
+        return {}
+    wanted = set(_prompt_ids(files[steps[0]]))
+    found: dict[str, tuple[int, int]] = {}
+    for step in reversed(steps[1:]):
+        for name in wanted.intersection(_prompt_ids(files[step])) - found.keys():
+            found[name] = (steps[0], step)
+        if len(found) >= min(len(wanted), MAX_RECURRING):
+            break
+    return dict(sorted(found.items())[:MAX_RECURRING])
+
+
+def _prompt_ids(file: Path) -> Iterator[str]:
+    """Of every group; without reading its completions as JSON, as a long run has gigabytes of them."""
+    return (json.loads(name) for name in _PROMPT_ID.findall(file.read_bytes()))
+
+
+def groups_of(file: Path, step: int, first: set[str], only: set[str] | None) -> list[Group]:
+    """The step's groups: those with tokens' values, then those of `first` prompts, then others; `only`: of these."""
+    found: list[Group] = []
+    with file.open("rb") as lines:
+        for _, line in complete_lines(lines):
+            if line["index"] == 0:
+                found.append({"kind": TRAINED, "step": step, **_prompt_of(line), "rows": []})
+            found[-1]["rows"].append(trained_row(line))
+    if only is not None:
+        return [group for group in found if group["id"] in only]
+
+    def turn(group: Group) -> int:
+        return 0 if any("tokens" in row for row in group["rows"]) else 1 if group["id"] in first else 2
+
+    return sorted(found, key=turn)[:MAX_GROUPS_PER_STEP]
+
+
+def _prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    messages = [{"role": safe(str(m["role"])), **shortened(str(m["content"]))} for m in line["prompt"]]
+    return {"id": safe(line["prompt_id"]), "prompt": messages, "answer": shortened(str(line["answer"]))["text"]}
+
+
+def trained_row(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A completion of a rollout file; values of tokens are rounded, and left out where the text is cut."""
+    row = {
+        **shortened(line["completion"]),
+        "reward": line["reward"],
+        "rewards": {safe(name): value for name, value in line["rewards"].items()},
+        "advantage": line["advantage"],
+        "finish": line["finish_reason"],
+        "version": line["policy_version"],
+        "length": len(line["token_ids"]),
+    }
+    values = line.get("tokens")
+    if values is not None and "cut" not in row:
+        numbers = {name: [round(v, DIGITS) for v in values[name]] for name in values if name != "text"}
+        sampled = [None if v is None else round(v, DIGITS) for v in line["logprobs"]]
+        row["tokens"] = {"text": [safe(text) for text in values["text"]], **numbers, "sampled": sampled}
+    return row
+
+
+def held_out_groups(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[Group]:
+    """A group of one for each example of the evaluations, at most 20 of them."""
+    if len(evaluations) > MAX_EVALUATIONS:
+        evaluations = spread_items(evaluations, MAX_EVALUATIONS)
+    for line in evaluations:
+        for example in line.get("examples", ()):
+            yield {
+                "kind": HELD_OUT,
+                "step": line["step"],
+                "id": safe(example["prompt_id"]),
+                "prompt": [{"role": "user", **shortened(example["question"])}],
+                "answer": shortened(str(example["answer"]))["text"],
+                "rows": [
+                    {
+                        **shortened(example["completion"]),
+                        "reward": example["score"],
+                        "rewards": {},
+                        "finish": example["finish_reason"],
+                    }
+                ],
+            }
+
+
+def spread_items(items: Sequence[Any], number: int) -> list[Any]:
+    return [items[i] for i in spread(range(len(items)), number)]
+
+
+def safe(text: str) -> str:
+    """The text with nothing in it that a reader could not see."""
+    return visible(text, joiners=False)
+
+
+def shortened(text: str) -> dict[str, Any]:
+    """{"text"} and, where it was cut, {"cut": how many characters it had}."""
+    return {"text": safe(text)} if len(text) <= MAX_TEXT else {"text": safe(text[:MAX_TEXT]), "cut": len(text)}
+
+
+def _size(value: Group | Iterable[Any]) -> int:
+    return len(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,92 @@
+"""`rlft report <run> ..`: one HTML file with curves, alarms, configs and completions, that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import rlft
+from rlft.report_data import folders_of, report_of
+from rlft.trainer.checkpoint import write_atomically
+from rlft.types import UserError
+
+USAGE = """\
+usage: rlft report <run or folder above runs> ... [out=<file.html>]
+
+One HTML file, to open in any browser, without network or account: curves with held-out accuracy beside the reward,
+seconds by stage, waste, alarms, the config and how runs differ, and a browser for completions, whose tokens are
+coloured by what the policy, the reference and the update say of them. Seeds of a sweep can be drawn as a band.
+
+  out    the file; by default report.html in the run's folder, of several runs in the current one
+
+  rlft report runs/grpo_arithmetic/<time>
+  rlft report sweeps/grpo_arithmetic/<time> out=sweep.html"""
+
+ASSETS = Path(rlft.__file__).parent / "assets" / "report"
+MAX_BYTES = 8_000_000
+"""Of completions as JSON, before they are packed: three quarters less in the file, and read in a tenth of a second."""
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; {policy}; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+{styles}
+</head>
+{body}
+<script type="text/plain" id="data">{data}</script>
+{scripts}
+</html>
+"""
+
+
+def report(words: list[str]) -> Path:
+    """Writes the page of the runs that are named, and returns where.
+
+    Raises:
+        UserError: no such run, or a place that cannot be written.
+    """
+    given = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("run="))
+    if unknown := [key for key in given if key != "out"]:
+        raise UserError(unknown[0], "is no word of rlft report", got=given[unknown[0]], remedy="use out=")
+    folders = folders_of([word for word in words if word.partition("=")[0] not in given])
+    default = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
+    out = Path(given.get("out", default))
+    if out.suffix != ".html" or out.is_dir():
+        raise UserError("out", "must be an HTML file", got=out, remedy="name one such as out=report.html")
+    text = page(report_of(folders, MAX_BYTES))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, text)
+    except OSError as error:
+        raise UserError("out", f"cannot be written ({error.strerror})", got=out, remedy="name another place") from None
+    return out
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The whole page. Values of runs are packed as base64, in which no markup can be written, and the page's policy
+    lets no script and no style run but the two that are hashed."""
+    styles = [(ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "report.css")]
+    scripts = [(ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "report.js")]
+    packed = gzip.compress(json.dumps(found, ensure_ascii=True, allow_nan=False).encode(), mtime=0)
+    return PAGE.format(
+        policy="; ".join([_allowed("script-src", scripts), _allowed("style-src", styles)]),
+        title=html.escape(f"rlft: {found['runs'][0]['name']}"),
+        styles="\n".join(f"<style>{text}</style>" for text in styles),
+        body=(ASSETS / "report.html").read_text(encoding="utf-8"),
+        data=base64.b64encode(packed).decode(),
+        scripts="\n".join(f"<script>{text}</script>" for text in scripts),
+    )
+
+
+def _allowed(kind: str, texts: list[str]) -> str:
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+    return " ".join([kind, *(f"'sha256-{found}'" for found in hashes)])

@@ -1,0 +1,191 @@
+"""`rlft report`: what it tells of runs, which completions it chooses, and that nothing in them can be markup."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlft import cli, report_completions, report_data, report_verb
+from rlft.logger.jsonl import encode
+from rlft.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose
+from rlft.report_data import MAX_POINTS, report_of, same_but_seeds, thinned
+
+HOSTILE = {
+    "script": "</script><script>document.title='owned'</script>",
+    "handler": "<img src=x onerror=\"document.title='owned'\">",
+    "link": "[a](javascript:document.title='owned') <a href='javascript:alert(1)'>b</a>",
+    "bidi": "safe\u202egnihton\u202c",
+    "zero width": "a\u200bb\u200dc\ufeffd",
+    "escape": "\x1b[31mred\x1b]0;owned\x07",
+    "surrogate": "half \ud83d of one",
+    "long": "x" * 2**20,
+}
+
+
+def read_page(file: Path) -> dict[str, Any]:
+    packed = re.search(r'<script type="text/plain" id="data">([^<]*)</script>', file.read_text())
+    assert packed is not None
+    return json.loads(gzip.decompress(base64.b64decode(packed[1])))
+
+
+# -- of a real run -----------------------------------------------------------------------------------------------------
+def test_a_report_holds_what_the_run_left(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    out = tmp_path / "page.html"
+    assert cli.run(["report", str(trained), f"out={out}"]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    [run] = read_page(out)["runs"]
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert run["steps"] == [line["step"] for line in lines]
+    assert run["metrics"]["reward/mean"] == pytest.approx([line["reward/mean"] for line in lines], rel=1e-4)
+    assert run["config"]["algorithm._target_"] == "rlft.algorithm.grpo.GRPO"
+    assert run["config"]["origin.commit"]
+    assert run["status"] == "finished"
+    groups = run["completions"]["groups"]
+    assert {group["kind"] for group in groups} == {TRAINED, HELD_OUT}
+    shown = [
+        (g["step"], g["id"], row["text"], row["reward"]) for g in groups if g["kind"] == TRAINED for row in g["rows"]
+    ]
+    left = []
+    for file in sorted((trained / "rollouts").iterdir()):
+        for line in map(json.loads, file.read_text().splitlines()):
+            left.append((line["step"], line["prompt_id"], line["completion"], line["reward"]))
+    assert sorted(shown) == sorted(left), "a small run is shown whole"
+    assert run["completions"]["completions"] == len(left)
+
+
+def test_the_default_place_is_the_runs_folder_and_of_several_the_current_one(
+    make_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make_run("first"), make_run("second")
+    monkeypatch.chdir(tmp_path)
+    assert report_verb.report([str(first)]) == first / "report.html"
+    assert report_verb.report([str(first), str(second)]) == Path("report.html")
+    assert len(read_page(tmp_path / "report.html")["runs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "report: needs a run; write rlft report runs/"),
+        (["nowhere"], "report: there is no run in that folder (config.yaml is missing), got nowhere"),
+        (["x", "to=y.html"], "to: is no word of rlft report, got y.html; use out="),
+        (["RUN", "out=page.pdf"], "out: must be an HTML file, got page.pdf; name one such as out=report.html"),
+        (["RUN", "out=/proc/page.html"], "out: cannot be written ("),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(
+    words: list[str],
+    message: str,
+    make_run: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run("run")
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["report", *(str(run) if word == "RUN" else word for word in words)]) == 2
+    assert capsys.readouterr().err.startswith(f"rlft: {message}")
+
+
+def test_a_run_without_metrics_is_refused(make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("run")
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (run / name).unlink()
+    assert cli.run(["report", str(run)]) == 2
+    assert "the run has left no metrics.jsonl" in capsys.readouterr().err
+
+
+# -- curves, alarms, configs -------------------------------------------------------------------------------------------
+def test_long_series_are_averaged_and_that_is_said() -> None:
+    lines = [{"step": n, "a": float(n), "b": None if n % 2 else 1.0} for n in range(1, 5 * MAX_POINTS + 1)]
+    found = thinned(lines)
+    assert len(found) == MAX_POINTS
+    assert found[0] == {"step": 5, "a": 3.0, "b": 1.0}
+    assert found[-1]["step"] == 5 * MAX_POINTS
+    assert thinned(lines[:MAX_POINTS]) == lines[:MAX_POINTS]
+
+
+def test_alarms_are_told_with_their_words_and_marks_without_words_are_not_lost(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=4, marks={2: "kl", 3: "clipped"})
+    (run / "alarms.jsonl").write_bytes(encode({"step": 2, "name": "kl", "text": "too far\x1b[0m"}))
+    found = report_of([run], 10**6)["runs"][0]
+    assert found["alarms"] == [
+        {"step": 2, "name": "kl", "text": "too far\\x1b[0m"},
+        {"step": 3, "name": "clipped", "text": ""},
+    ]
+    assert not any(name.startswith("alarm/") for name in found["metrics"])
+
+
+def test_runs_that_differ_by_their_seed_alone_are_one_band(make_run: Callable[..., Path]) -> None:
+    runs = [make_run(f"s{i}", seed=i) for i in range(3)] + [make_run("other", lr=0.5)]
+    found = report_of(runs, 10**6)
+    assert found["seeds"] == [[0, 1, 2]]
+    assert [row["key"] for row in found["differences"]] == ["name", "seed", "trainer.lr"]
+    assert same_but_seeds([run["config"] for run in found["runs"][2:]]) == []
+
+
+def test_a_folder_above_runs_stands_for_all_of_them(make_run: Callable[..., Path]) -> None:
+    first, second = make_run("a"), make_run("b")
+    assert report_data.folders_of([str(first.parent), str(second)]) == [first, second]
+
+
+# -- which completions -------------------------------------------------------------------------------------------------
+def test_of_many_steps_few_are_shown_evenly_whole_groups_within_the_budget(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=200)
+    everything = choose(run, 10**8)
+    assert everything.steps_on_disk == 200
+    assert everything.steps == report_completions.MAX_STEPS + 1, "one of them for prompts that come again"
+    steps = sorted({group["step"] for group in everything.groups if group["kind"] == TRAINED})
+    assert steps[0] == 1
+    assert steps[-1] == 200
+    assert max(b - a for a, b in pairwise(steps)) <= 6
+    few = choose(run, 20_000)
+    assert len(json.dumps(few.groups, ensure_ascii=False)) < 21_000
+    assert 0 < few.steps < everything.steps
+    assert all(len(group["rows"]) == 2 for group in few.groups if group["kind"] == TRAINED)
+
+
+def test_a_prompt_that_comes_again_is_shown_at_both_steps(make_run: Callable[..., Path]) -> None:
+    found = choose(make_run("run", steps=200), 10**8)
+    where = [group["step"] for group in found.groups if group["id"] == "again"]
+    assert where == [1, 198]
+
+
+def test_groups_with_values_of_tokens_come_first(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=1, groups=40, tokens_in=35)
+    found = choose(run, 10**8)
+    assert any("tokens" in row for group in found.groups for row in group["rows"])
+    row = next(row for group in found.groups for row in group["rows"] if "tokens" in row)
+    assert row["tokens"]["old"] == [-0.123]
+    assert row["tokens"]["sampled"] == [-0.1]
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_nothing_that_a_model_writes_is_hidden_or_markup(text: str, make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=1, completion=text)
+    page = (report_verb.report([str(run)])).read_text()
+    assert "owned" not in page, "all of it is packed"
+    assert page.count("<script") == 3
+    row = next(row for group in choose(run, 10**7).groups for row in group["rows"])
+    assert all(char.isprintable() or char == "\n" for char in row["text"])
+    assert len(row["text"]) <= 2 * MAX_TEXT
+    assert row.get("cut") == (len(text) if len(text) > MAX_TEXT else None)
+
+
+def test_only_the_pages_own_scripts_and_styles_may_run(make_run: Callable[..., Path]) -> None:
+    page = report_verb.report([str(make_run("run"))]).read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+    assert policy[1].count("sha256-") == 4
+    assert not re.search(r"https?://(?!github\.com/leeoniya)", page), "nothing is fetched"
