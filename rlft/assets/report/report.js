@@ -328,7 +328,7 @@ function drawCompletions(report) {
     const { steps: few, steps_on_disk: all, completions, groups } = run.completions;
     const held = groups.filter((group) => group.kind === "held out").length;
     const of = report.runs.length > 1 ? `${shortName(run.name)}: ` : "";
-    return `${of}${completions.toLocaleString("en")} completions of ${few} of the ${all.toLocaleString("en")} steps on disk are shown${few < all ? ", chosen evenly" : ""}, and ${held} held-out ones; all are in rollouts/.`;
+    return `${of}${completions.toLocaleString("en")} completions of ${few} of the ${all.toLocaleString("en")} steps on disk are shown${few < all ? ", chosen evenly" : ""} (at most 16 groups of a step), and ${held} held-out ones; all are in rollouts/.`;
   }).join(" ");
   list();
 }
@@ -443,7 +443,7 @@ function withSearch(box, text) {
 // value: of token i. both: whether it has two sides. full: at which value a colour is at its strongest.
 const MODES = {
   logprob: { value: (t, i) => t.old[i], both: false, full: 5, unit: "nats", words: "log-prob of the policy that sampled: the stronger, the less likely" },
-  ratio: { value: (t, i) => t.after[i] - t.old[i], both: true, full: 0.5, unit: "", words: "probability after the update, times that before it", text: (v) => Math.exp(v) },
+  ratio: { value: (t, i) => t.after[i] - t.old[i], both: true, full: Math.log(1.2), unit: "", words: "probability after the update, times that before it", text: (v) => Math.exp(v) },
   kl: { value: (t, i) => t.old[i] - t.reference[i], both: true, full: 2, unit: "nats", words: "log-prob of the policy less that of the reference (or the base)" },
   entropy: { value: (t, i) => t.entropy[i], both: false, full: 3, unit: "nats", words: "entropy of the policy's choice there" },
   advantage: { value: (t, i) => t.advantage[i], both: true, full: 2, unit: "", words: "advantage that the token was trained with" },

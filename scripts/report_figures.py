@@ -1,0 +1,58 @@
+"""The pictures of `rlft report` in docs/first-run.md, of the demo, trained anew: docs/report_*.png.
+
+python scripts/report_figures.py        # a minute; needs selenium, chromium and chromedriver (the extra dev)
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["+recipe=grpo_arithmetic", "hydra.run.dir=runs/grpo_arithmetic/demo"]
+        rlft(folder, "train", *words)
+        rlft(folder, "report", "runs/grpo_arithmetic/demo", "out=report.html")
+        draw(Path(folder) / "report.html")
+
+
+def rlft(folder: str, *words: str) -> None:
+    subprocess.run([sys.executable, "-m", "rlft.cli", *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def draw(report: Path) -> None:
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for flag in FLAGS:
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    try:
+        driver.set_window_size(1500, 880)
+        driver.get(report.as_uri())
+        while driver.execute_script("return document.documentElement.dataset.ready") != "true":
+            time.sleep(0.05)
+        driver.save_screenshot(str(DOCS / "report_curves.png"))
+        driver.find_element(By.ID, "tab-completions").click()
+        Select(driver.find_element(By.ID, "filter")).select_by_value("tokens")
+        Select(driver.find_element(By.ID, "colour")).select_by_value("ratio")
+        driver.set_window_size(1500, 720)
+        driver.save_screenshot(str(DOCS / "report_tokens.png"))
+    finally:
+        driver.quit()
+
+
+if __name__ == "__main__":
+    main()

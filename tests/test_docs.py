@@ -1,0 +1,135 @@
+"""Every page in docs/: its commands are run, its files are written first, its links lead somewhere.
+
+A page's `sh` blocks are run line by line, in a folder of its own; `# refused` after a command means exit code 2. A block
+that names a file (as in "yaml mine/reward/brief.yaml") is written there. `<time>` stands for the newest run of that
+name. What a page does not say about size is made small, and what needs a GPU or a hub is replaced: the engine by
+transformers, `<model>` and `<gsm8k>` by ones that are here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rlft
+from rlft import cli
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)")
+PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
+EMBEDDED = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
+
+SMALL = {"steps": "2", "prompts_per_step": "4", "group_size": "2", "lora.rank": "2", "lora.alpha": "4",
+         "eval.every": "2", "eval.num_prompts": "4", "generation.max_tokens": "16", "generation": "transformers",
+         "model.device": "cpu", "scoring.workers": "0"}  # fmt: skip
+ONLY = {"sft": ("steps", "lora.rank", "lora.alpha", "model.device"),
+        "rm": ("steps", "lora.rank", "lora.alpha", "model.device"),
+        "sample": ("generation.max_tokens", "generation", "model.device", "scoring.workers")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with the context that GSM8K's recipes ask for (rotary positions need no new weights)."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(EMBEDDED, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    return folder
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
+    """(language, file or empty, text) of each fenced block."""
+    for match in BLOCK.finditer(page.read_text()):
+        yield match[1], match[2] or "", match[3]
+
+
+def commands(text: str) -> Iterator[tuple[str, bool]]:
+    """(command, whether it shall be refused) of each line."""
+    for line in text.splitlines():
+        command, _, remark = line.partition("  # ")
+        yield command.strip(), remark.strip() == "refused"
+
+
+def filled(command: str, model: Path) -> str:
+    """With the newest run for <time>, and what is here for what is not."""
+    for folder in re.findall(r"runs/[a-z0-9_]+/<time>", command):
+        newest = max(Path(folder).parent.iterdir(), key=lambda found: found.stat().st_mtime)
+        command = command.replace(folder, str(newest))
+    return command.replace("<model>", str(model)).replace("<gsm8k>", str(PROBLEMS))
+
+
+def smaller(words: list[str], model: Path) -> list[str]:
+    """The words with sizes that the page leaves open made small."""
+    verb, given = words[0], {word.partition("=")[0] for word in words}
+    if verb not in ("train", "sft", "rm", "sample", "plan") or {"--help", "--cfg"} & set(words):
+        return words
+    names = [name for name in ONLY.get(verb, SMALL) if name not in given]
+    if "run" in given:
+        names = [name for name in names if not name.startswith(("lora.", "model."))]
+    if verb == "plan":  # of the sizes that it says itself
+        names = [name for name in names if name in ("model.device", "generation")]
+    added = [f"{name}={SMALL[name]}" for name in names]
+    recipe = next((word for word in words if word.startswith("+recipe=")), "")
+    if "gsm8k" in recipe:
+        places = {"model.path": str(model), "data.path": str(PROBLEMS), "prompts.max_tokens": "1200"}
+        added += [f"{name}={value}" for name, value in places.items() if name not in given]
+        added = [word for word in added if not (verb == "plan" and word.startswith("generation="))]
+    return [*words, *added]
+
+
+def run(command: str, model: Path) -> int:
+    program, *words = shlex.split(command.partition(" < ")[0])
+    if program == "python":
+        return subprocess.run([sys.executable, *words], check=False).returncode
+    assert program == "rlft", command
+    words = smaller(words, model)
+    if " < " in command:
+        with Path(command.partition(" < ")[2]).open() as lines:
+            arguments = [sys.executable, "-m", "rlft.cli", *words]
+            return subprocess.run(arguments, stdin=lines, check=False).returncode
+    return cli.run(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_every_command_of_a_page_does_what_it_says(
+    page: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for language, file, text in blocks(page):
+        if file:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).write_text(text)
+        elif language == "sh":
+            for command, refused in commands(text):
+                code = run(filled(command, model), model)
+                told = capfd.readouterr()
+                assert code == (2 if refused else 0), f"{command}\n{told.out[-2000:]}{told.err[-2000:]}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "README.md", REPOSITORY / "recipes" / "README.md"])
+def test_links_lead_somewhere(page: Path) -> None:
+    for place, anchor in LINK.findall(page.read_text()):
+        target = page.parent / place
+        assert target.exists(), place
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            known = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert anchor in known, f"{place}#{anchor}"
+
+
+def test_the_index_names_every_page() -> None:
+    linked = {place for place, _ in LINK.findall((REPOSITORY / "docs" / "README.md").read_text())}
+    assert linked == {page.name for page in PAGES} - {"README.md"}
