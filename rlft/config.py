@@ -98,6 +98,10 @@ def plain(composed: Any) -> dict[str, Any]:
         raise explain(error) or error from None
 
 
+SINCE_ADDED = {"alarms", "token_values"}
+"""Sections that runs of older versions have not."""
+
+
 def changed(
     config: dict[str, Any], overrides: Sequence[str], config_dir: Path | None, verb: Verb = Verb.train
 ) -> dict[str, Any]:
@@ -107,6 +111,11 @@ def changed(
     from omegaconf import OmegaConf
 
     result = OmegaConf.create(config)
+    if verb is Verb.train:  # sections that there were not when the run began, with their defaults
+        missing = {o.partition("=")[0].partition(".")[0] for o in overrides} & SINCE_ADDED - config.keys()
+        if missing:
+            defaults = compose([], config_dir)
+            result.update({section: defaults[section] for section in missing})
     # Plain keys first, that a group's YAML may refer to; then groups; then keys of what was chosen.
     for override in sorted(overrides, key=lambda o: _turn(o.partition("=")[0], verb)):
         key = override.partition("=")[0]

@@ -91,8 +91,11 @@ def explanation(error: BaseException, work: Work, config: Any, again: str | None
 
 def _lower(work: Work, config: Any, again: str | None) -> tuple[str, str]:
     what, key = GROWS.get(work.current, BUDGET)
-    if key == BATCH_SIZE[1] and "vllm" in config.generation.engine:
-        key = "generation.vllm.max_num_seqs"
+    if key == BATCH_SIZE[1]:
+        if not (hasattr(config, "generation") and getattr(config, "data", None)):
+            what, key = BUDGET  # an evaluation of losses alone
+        elif "vllm" in config.generation.engine:
+            key = "generation.vllm.max_num_seqs"
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)

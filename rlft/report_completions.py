@@ -16,6 +16,7 @@ MAX_STEPS = 40
 MAX_GROUPS_PER_STEP = 16
 MAX_RECURRING = 8
 MAX_EVALUATIONS = 20
+MAX_SEARCHED = 200  # steps that are searched for prompts that come again
 MAX_TEXT = 20_000
 """Characters of a prompt or completion; what is cut is said."""
 
@@ -46,24 +47,17 @@ def choose(folder: Path, max_bytes: int) -> Shown:
     of prompts that come again first.
     """
     files = {step: path for path, step in rollout_files(folder) if path.suffix == ".jsonl"}
-    found, left = [], max_bytes
-    for group in held_out_groups(read_lines(folder / EVALUATIONS)):
-        left -= _size(group)
-        if left < max_bytes // 2:
-            break
-        found.append(group)
+    found = [*fitting(held_out_groups(read_lines(folder / EVALUATIONS)), max_bytes // 2)]
     recurring = recurring_prompts(files)
     wanted = in_halves(sorted(files)) if len(files) <= MAX_STEPS else in_halves(spread(sorted(files), MAX_STEPS))
     steps = dict.fromkeys([*wanted, *(step for both in recurring.values() for step in both)])
-    for step in steps:
-        only = None if step in wanted else {name for name, both in recurring.items() if step in both}
-        for group in groups_of(files[step], step, set(recurring), only):
-            left -= _size(group)
-            if left < 0:
-                break
-            found.append(group)
-        if left < 0:
-            break
+
+    def candidates() -> Iterator[Group]:
+        for step in steps:
+            only = None if step in wanted else {name for name, both in recurring.items() if step in both}
+            yield from groups_of(files[step], step, set(recurring), only)
+
+    found += fitting(candidates(), max_bytes - sum(map(_size, found)))
     found.sort(key=lambda group: (group["kind"] != TRAINED, group["step"]))
     trained = [group for group in found if group["kind"] == TRAINED]
     return Shown(
@@ -72,6 +66,21 @@ def choose(folder: Path, max_bytes: int) -> Shown:
         steps_on_disk=len(files),
         completions=sum(len(group["rows"]) for group in trained),
     )
+
+
+def fitting(groups: Iterable[Group], max_bytes: int) -> Iterator[Group]:
+    """Those that there is room for, in turn; one that is too large is tried without its tokens' values."""
+    left = max_bytes
+    for group in groups:
+        for shape in (group, without_tokens(group)):
+            if (size := _size(shape)) <= left:
+                left -= size
+                yield shape
+                break
+
+
+def without_tokens(group: Group) -> Group:
+    return group | {"rows": [{name: v for name, v in row.items() if name != "tokens"} for row in group["rows"]]}
 
 
 def spread(steps: Sequence[int], number: int) -> list[int]:
@@ -109,7 +118,8 @@ def recurring_prompts(files: Mapping[int, Path]) -> dict[str, tuple[int, int]]:
         return {}
     wanted = set(_prompt_ids(files[steps[0]]))
     found: dict[str, tuple[int, int]] = {}
-    for step in reversed(steps[1:]):
+    later = steps[1:] if len(steps) <= MAX_SEARCHED else spread(steps, MAX_SEARCHED)[1:]
+    for step in reversed(later):
         for name in wanted.intersection(_prompt_ids(files[step])) - found.keys():
             found[name] = (steps[0], step)
         if len(found) >= min(len(wanted), MAX_RECURRING):
@@ -119,29 +129,36 @@ def recurring_prompts(files: Mapping[int, Path]) -> dict[str, tuple[int, int]]:
 
 def _prompt_ids(file: Path) -> Iterator[str]:
     """Of every group; without reading its completions as JSON, as a long run has gigabytes of them."""
-    return (json.loads(name) for name in _PROMPT_ID.findall(file.read_bytes()))
+    return (json.loads(name) for name in _PROMPT_ID.findall(_content(file)))
+
+
+def _content(file: Path) -> bytes:
+    """Nothing of a file that a run which is going on has just replaced by a newer step's."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def groups_of(file: Path, step: int, first: set[str], only: set[str] | None) -> list[Group]:
     """The step's groups: those with tokens' values, then those of `first` prompts, then others; `only`: of these."""
-    found: list[Group] = []
-    with file.open("rb") as lines:
-        for _, line in complete_lines(lines):
-            if line["index"] == 0:
-                found.append({"kind": TRAINED, "step": step, **_prompt_of(line), "rows": []})
-            found[-1]["rows"].append(trained_row(line))
+    found: list[tuple[str, Group]] = []  # by the prompt's id as it is, which may have signs that are not shown
+    for _, line in complete_lines(_content(file).splitlines(keepends=True)):
+        if line["index"] == 0:
+            found.append((line["prompt_id"], {"kind": TRAINED, "step": step, **_prompt_of(line), "rows": []}))
+        found[-1][1]["rows"].append(trained_row(line))
     if only is not None:
-        return [group for group in found if group["id"] in only]
+        return [group for name, group in found if name in only]
 
-    def turn(group: Group) -> int:
-        return 0 if any("tokens" in row for row in group["rows"]) else 1 if group["id"] in first else 2
+    def turn(item: tuple[str, Group]) -> int:
+        return 0 if any("tokens" in row for row in item[1]["rows"]) else 1 if item[0] in first else 2
 
-    return sorted(found, key=turn)[:MAX_GROUPS_PER_STEP]
+    return [group for _, group in sorted(found, key=turn)[:MAX_GROUPS_PER_STEP]]
 
 
 def _prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
     messages = [{"role": safe(str(m["role"])), **shortened(str(m["content"]))} for m in line["prompt"]]
-    return {"id": safe(line["prompt_id"]), "prompt": messages, "answer": shortened(str(line["answer"]))["text"]}
+    return {"id": safe(line["prompt_id"]), "prompt": messages, "answer": shortened(str(line["answer"]))}
 
 
 def trained_row(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,16 +174,19 @@ def trained_row(line: Mapping[str, Any]) -> dict[str, Any]:
     }
     values = line.get("tokens")
     if values is not None and "cut" not in row:
-        numbers = {name: [round(v, DIGITS) for v in values[name]] for name in values if name != "text"}
-        sampled = [None if v is None else round(v, DIGITS) for v in line["logprobs"]]
-        row["tokens"] = {"text": [safe(text) for text in values["text"]], **numbers, "sampled": sampled}
+        numbers = {name: _rounded(values[name]) for name in values if name != "text"}
+        row["tokens"] = {
+            "text": [safe(text) for text in values["text"]],
+            **numbers,
+            "sampled": _rounded(line["logprobs"]),
+        }
     return row
 
 
 def held_out_groups(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[Group]:
     """A group of one for each example of the evaluations, at most 20 of them."""
     if len(evaluations) > MAX_EVALUATIONS:
-        evaluations = spread_items(evaluations, MAX_EVALUATIONS)
+        evaluations = [evaluations[i] for i in spread(range(len(evaluations)), MAX_EVALUATIONS)]
     for line in evaluations:
         for example in line.get("examples", ()):
             yield {
@@ -174,7 +194,7 @@ def held_out_groups(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[Group]
                 "step": line["step"],
                 "id": safe(example["prompt_id"]),
                 "prompt": [{"role": "user", **shortened(example["question"])}],
-                "answer": shortened(str(example["answer"]))["text"],
+                "answer": shortened(str(example["answer"])),
                 "rows": [
                     {
                         **shortened(example["completion"]),
@@ -184,10 +204,6 @@ def held_out_groups(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[Group]
                     }
                 ],
             }
-
-
-def spread_items(items: Sequence[Any], number: int) -> list[Any]:
-    return [items[i] for i in spread(range(len(items)), number)]
 
 
 def safe(text: str) -> str:
@@ -200,5 +216,9 @@ def shortened(text: str) -> dict[str, Any]:
     return {"text": safe(text)} if len(text) <= MAX_TEXT else {"text": safe(text[:MAX_TEXT]), "cut": len(text)}
 
 
-def _size(value: Group | Iterable[Any]) -> int:
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, DIGITS) for value in values]
+
+
+def _size(value: Group) -> int:
     return len(json.dumps(value, ensure_ascii=False))

@@ -25,7 +25,7 @@ Line = Mapping[str, Any]
 
 
 def folders_of(words: Sequence[str]) -> list[Path]:
-    """The runs that are named; a folder above runs, such as a sweep's, stands for all of them.
+    """The runs that are named; a folder above runs, such as a sweep's, stands for all that have left metrics.
 
     Raises:
         UserError: none named, or none there.
@@ -36,6 +36,8 @@ def folders_of(words: Sequence[str]) -> list[Path]:
     for word in words:
         folder = Path(word.removeprefix("run="))
         inside = [path for path in runs_verb.run_folders(folder) if runs_verb.read(path) is not None]
+        if folder not in inside:
+            inside = [path for path in inside if any((path / name).exists() for name in (METRICS, EVALUATIONS))]
         if not inside:
             read(folder, "report")  # says what is missing
             raise UserError("report", "there is no run in that folder", got=folder, remedy="rlft runs lists them")
@@ -102,10 +104,11 @@ def thinned(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
-    """{metric: its value in each line, None where it has none}; marks of alarms are told apart."""
+    """{metric: its value in each line, None where it has none}, of those with any; marks of alarms are told apart."""
     names = sorted({name for line in lines for name in line} - {"step", "examples"})
     numbers = [name for name in names if not name.startswith("alarm/")]
-    return {safe(name): [_rounded(line.get(name)) for line in lines] for name in numbers}
+    found = {safe(name): [_rounded(line.get(name)) for line in lines] for name in numbers}
+    return {name: values for name, values in found.items() if any(value is not None for value in values)}
 
 
 def alarms_of(folder: Path, lines: Sequence[Line], evaluations: Sequence[Line]) -> list[dict[str, Any]]:

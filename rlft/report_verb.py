@@ -13,6 +13,7 @@ from typing import Any
 
 import rlft
 from rlft.report_data import folders_of, report_of
+from rlft.runs_verb import REPORT
 from rlft.trainer.checkpoint import write_atomically
 from rlft.types import UserError
 
@@ -58,7 +59,7 @@ def report(words: list[str]) -> Path:
     if unknown := [key for key in given if key != "out"]:
         raise UserError(unknown[0], "is no word of rlft report", got=given[unknown[0]], remedy="use out=")
     folders = folders_of([word for word in words if word.partition("=")[0] not in given])
-    default = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
+    default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     out = Path(given.get("out", default))
     if out.suffix != ".html" or out.is_dir():
         raise UserError("out", "must be an HTML file", got=out, remedy="name one such as out=report.html")

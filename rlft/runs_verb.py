@@ -37,6 +37,7 @@ stopped by itself (and why) or killed; its step, its last reward (or loss) and h
 
 WORDS = ("status", "name", "verb", "sort")
 COLUMNS = ("age", "name", "status", "step", "reward", "accuracy", "size")
+REPORT = "report.html"
 PROGRESS = "progress.json"  # as rlft.sampling_verb names it, which stands on torch
 INSIDE = ("checkpoints", "rollouts", "evaluations")
 """Folders of a run that hold no other run."""
@@ -121,13 +122,15 @@ def sampled_steps(folder: Path) -> int:
 
 
 def _newest_and_size(folder: Path) -> tuple[float, int]:
-    newest, size = folder.stat().st_mtime, 0
+    newest, size = 0.0, 0
     for file in folder.rglob("*"):
         try:
             found = file.lstat()
         except OSError:  # a checkpoint that a running run has just replaced
             continue
-        newest, size = max(newest, found.st_mtime), size + found.st_size
+        size += found.st_size
+        if file.name != REPORT:  # which the run has not written
+            newest = max(newest, found.st_mtime)
     return newest, size
 
 

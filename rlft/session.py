@@ -211,9 +211,9 @@ class Session:
 
     # -- what happens after a step -------------------------------------------------------------------------------------
     def inspect(self, clock: Clock, step: int, batch: Batch, inert_B: Tensor) -> Inspection | None:
-        """Before the update that makes it `step` steps: None where that step is not one whose tokens are looked at."""
-        settings = self.config.token_values
-        if settings is None or not settings.every or step % settings.every:
+        """Before the update that makes it `step` steps; None where its tokens are not looked at, or not written."""
+        settings, written = self.config.token_values, self.config.logger.get("jsonl", {}).get("rollouts_every", 0)
+        if settings is None or not settings.every or step % settings.every or not written or step % written:
             return None
         with clock("inspect"):
             return Inspection(self.roles, batch, inert_B, settings.groups, self.backbone.decode_all)
@@ -248,7 +248,7 @@ class Session:
             tokens=tokens,
         )
         hints, alarms = self.hints.check(record), self._alarms_of(record)
-        found = alarms | {hint.alarm: hint.text for hint in hints if hint.alarm}
+        found = alarms | {hint.alarm: hint.text.removeprefix(f"step {step}: ") for hint in hints if hint.alarm}
         marks = {f"alarm/{name}": 1.0 for name in found}
         self.logger.step(replace(record, metrics={**metrics, **marks}, alarms=found))
         if self.scorer.num_failures > self._failures_told:

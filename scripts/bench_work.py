@@ -128,7 +128,7 @@ class Measured:
 def run_rlft(folder: Path, model: str, work: Work, steps: int, overrides: list[str], embedded: bool) -> Measured:
     """An ordinary `rlft train` in a process of its own; the first step, in which things are warmed up, is left out."""
     shutil.rmtree(folder, ignore_errors=True)
-    words = [f"hydra.run.dir={folder}", *words_of(folder.parent, model, work, steps, embedded), *overrides]
+    words = [f"hydra.run.dir={folder}", *overridden(words_of(folder.parent, model, work, steps, embedded), overrides)]
     subprocess.run(
         [sys.executable, "-m", "rlft.cli", "train", *words], check=True, cwd=folder.parent, env=environment()
     )
@@ -157,6 +157,12 @@ def environment() -> dict[str, str]:
     """This one, in which workers find the reward above."""
     path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def overridden(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The words, those left out that are given anew, and the overrides."""
+    given = {word.partition("=")[0] for word in overrides}
+    return [*(word for word in words if word.partition("=")[0] not in given), *overrides]
 
 
 def words_of(folder: Path, model: str, work: Work, steps: int, embedded: bool) -> list[str]:

@@ -23,6 +23,7 @@ from bench_work import (
     default_dtype,
     environment,
     make_model,
+    overridden,
     run_rlft,
     table,
     where_and_when,
@@ -63,6 +64,11 @@ CASES = [
         work=Work(prompt_tokens=128, completion_tokens=128),
         overrides=("token_budget=8192", "model.gradient_checkpointing=true"),
     ),
+    Case(
+        size="17m",
+        work=Work(prompts=2, prompt_tokens=128, completion_tokens=128),
+        overrides=("eval.every=2", "eval.num_prompts=16", "eval.num_samples=8", "data.held_out_fraction=0.6"),
+    ),
     Case(size="120m", work=Work(prompts=2, prompt_tokens=128, completion_tokens=64)),
     Case(size="120m", work=Work(prompts=2, group=4, prompt_tokens=64, completion_tokens=64, rank=64), overrides=CRITIC),
 ]
@@ -94,7 +100,7 @@ def both(case: Case, out: Path) -> tuple[int, int]:
     """(bytes planned, most bytes that the run held)."""
     embedded = case.size is None
     model = EMBEDDED if case.size is None else str(make_model(out / case.size, SIZES[case.size], default_dtype()))
-    words = [*words_of(out, model, case.work, 1, embedded), *case.overrides]
+    words = overridden(words_of(out, model, case.work, 1, embedded), case.overrides)
     command = [sys.executable, "-m", "rlft.cli", "plan", *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=out, env=environment())
     measured = run_rlft(out / "run", model, case.work, 1, list(case.overrides), embedded=embedded)

@@ -1,9 +1,10 @@
 """Every page in docs/: its commands are run, its files are written first, its links lead somewhere.
 
-A page's `sh` blocks are run line by line, in a folder of its own; `# refused` after a command means exit code 2. A block
-that names a file (as in "yaml mine/reward/brief.yaml") is written there. `<time>` stands for the newest run of that
-name. What a page does not say about size is made small, and what needs a GPU or a hub is replaced: the engine by
-transformers, `<model>` and `<gsm8k>` by ones that are here.
+A page's `sh` blocks are run line by line, in a folder of its own; `# refused` after one means exit code 2. A block that
+names a file (as in "yaml mine/reward/brief.yaml") is written there. `<time>` stands for the newest run of that name; a
+run that is resumed without more steps has lost its newest checkpoint before, as by a kill. What a page does not say of
+sizes is made small, and what needs a GPU or a hub is replaced: the engine by transformers, `<model>` and `<gsm8k>` by
+ones that are here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 import pytest
 
 import rlft
-from rlft import cli
+from rlft import cli, runfolder
+from rlft.config import compose
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -29,9 +31,11 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)")
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
 EMBEDDED = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 
-SMALL = {"steps": "2", "prompts_per_step": "4", "group_size": "2", "lora.rank": "2", "lora.alpha": "4",
-         "eval.every": "2", "eval.num_prompts": "4", "generation.max_tokens": "16", "generation": "transformers",
-         "model.device": "cpu", "scoring.workers": "0"}  # fmt: skip
+SMALL = {
+    "steps": "2", "prompts_per_step": "4", "group_size": "2", "lora.rank": "2", "lora.alpha": "4", "eval.every": "2",
+    "eval.num_prompts": "4", "checkpoint.every": "1", "generation.max_tokens": "16", "generation": "transformers",
+    "model.device": "cpu", "scoring.workers": "0",
+}  # fmt: skip
 ONLY = {"sft": ("steps", "lora.rank", "lora.alpha", "model.device"),
         "rm": ("steps", "lora.rank", "lora.alpha", "model.device"),
         "sample": ("generation.max_tokens", "generation", "model.device", "scoring.workers")}  # fmt: skip
@@ -93,6 +97,8 @@ def run(command: str, model: Path) -> int:
         return subprocess.run([sys.executable, *words], check=False).returncode
     assert program == "rlft", command
     words = smaller(words, model)
+    if words[0] == "resume" and not any(word.startswith("steps=") for word in words):
+        shutil.rmtree(max((Path(words[1]) / "checkpoints").iterdir()))
     if " < " in command:
         with Path(command.partition(" < ")[2]).open() as lines:
             arguments = [sys.executable, "-m", "rlft.cli", *words]
@@ -128,6 +134,22 @@ def test_links_lead_somewhere(page: Path) -> None:
             heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             known = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
             assert anchor in known, f"{place}#{anchor}"
+
+
+def test_the_keys_that_may_change_on_resume_are_those_of_the_page() -> None:
+    page = (REPOSITORY / "docs" / "resume-and-sweeps.md").read_text()
+    paragraph = page.partition("Keys that change no number may differ:")[2].partition("Any other is refused")[0]
+    assert set(re.findall(r"`([a-z_.]+)`", paragraph)) == set(runfolder.FREE) - {"resume"}
+
+
+def test_sizes_of_the_demo_are_the_recipes() -> None:
+    run = compose(["+recipe=grpo_arithmetic"])
+    told = f"{run['prompts_per_step']} prompts x {run['group_size']} completions a step, {run['steps']} steps"
+    assert told in (REPOSITORY / "docs" / "first-run.md").read_text()
+    page = (REPOSITORY / "docs" / "batch-sizes.md").read_text()
+    for key in ("prompts_per_step", "group_size", "epochs", "minibatches"):
+        assert f"| `{key}` | {run[key]} |" in page
+    assert f"together {run['prompts_per_step'] * run['group_size']} a step" in page
 
 
 def test_the_index_names_every_page() -> None:

@@ -105,6 +105,37 @@ def test_every_verb_tells_it(words, place, told, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith(f"rlft: stopped: {told}")
 
 
+LOSSES = (
+    "memory ran out in evaluate after step 0: what grows there is activations of a micro-batch; go on with a lower "
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (("rm", "preferences.path=embedded:arithmetic-preferences"), "rlft.rm.Ranked.evaluate"),
+        (("sft", "demonstrations.path=embedded:arithmetic-demonstrations"), "rlft.sft.Demonstrated.evaluate"),
+    ],
+    ids=["rm", "sft"],
+)
+def test_an_evaluation_of_losses_alone_is_bounded_by_the_token_budget(words, place, tmp_path, monkeypatch, capsys):
+    def fail(*arguments, **keys):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(place, fail)
+    common = ("model.device=cpu", "max_completion_tokens=64", "steps=1", "logger=[]", "token_budget=600")
+    monkeypatch.chdir(tmp_path)
+    assert cli.run([*words, *common, "hydra.run.dir=run"]) == 1
+    again = "token_budget (now 600): rlft resume run token_budget=300\n"
+    assert capsys.readouterr().err.endswith(f"rlft: stopped: {LOSSES}{again}")
+
+
+def test_export_says_what_to_do_instead():
+    told = pytest.raises(OutOfMemoryError, match=r"^memory ran out in merge: .* in float32; use as=adapter")
+    with told, explained(Doing(current="merge"), None):
+        raise MemoryError
+
+
 def test_other_errors_are_left_alone(run_config):
     with pytest.raises(RuntimeError, match=r"^shapes differ$"):
         fail(run_config(), "update", RuntimeError("shapes differ"))
@@ -121,7 +152,6 @@ def test_every_key_that_is_told_exists(run_config):
 REAL = """
 import resource, torch
 from rlft.config import build, compose
-from rlft import cli
 from rlft.logger.loggers import Loggers
 from rlft.out_of_memory import explained
 config = build(compose([]))
@@ -133,8 +163,7 @@ with explained(Loggers(()), config, "rlft resume run"):
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS binds on Linux only")
 def test_torchs_own_error_on_a_cpu_is_known():
-    if sys.platform != "linux":  # elsewhere RLIMIT_AS does not bind
-        return
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
     assert "OutOfMemoryError: memory ran out in starting after step 0, 1073741824 bytes more were wanted" in done.stderr

@@ -20,7 +20,7 @@ from rlft.fields import NonNegativeFloat
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.types import Evaluation, RunInfo, StepRecord
 
-STAGES = ("sample", "score", "credit", "update", "publish")
+STAGES = ("sample", "score", "credit", "inspect", "update", "publish")
 PACE_STEPS = 20  # the ETA goes by the pace of the last steps, evaluations and checkpoints between them included
 TREND_WIDTH = 24
 REFRESHES_PER_SECOND = 4

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlft.fields import NonNegativeInt, PositiveInt
-from rlft.types import Evaluation, Prompt, RunInfo, StepRecord
+from rlft.types import Evaluation, Prompt, RunInfo, StepRecord, TokenValues
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
@@ -116,8 +116,18 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
                 "advantage": number(record.advantages[p][i]),
                 "policy_version": rollout.policy_version,
                 "finish_reason": str(completion.finish_reason),
-                **({"tokens": asdict(values)} if (values := record.tokens.get(p * len(group.rollouts) + i)) else {}),
+                **(
+                    {"tokens": token_fields(values)}
+                    if (values := record.tokens.get(p * len(group.rollouts) + i))
+                    else {}
+                ),
             }
+
+
+def token_fields(values: TokenValues) -> dict[str, list[Any]]:
+    """{"text": of each token, and its numbers by name}."""
+    numbers_of = {name: [number(v) for v in own] for name, own in asdict(values).items() if name != "text"}
+    return {"text": list(values.text), **numbers_of}
 
 
 def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:

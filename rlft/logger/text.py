@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 _ESCAPED_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, format (bidi) marks, surrogates, line separators
+# Fillers, blanks and variation selectors: letters, signs and marks by their category, and nothing to see.
+_BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 _JOINERS = {"\u200c", "\u200d"}  # of letters and emoji; they move nothing
 _KEPT = {"\n", "\t", *_JOINERS}
 
@@ -37,14 +40,15 @@ def glyphs_for(encoding: str) -> Glyphs:
 def visible(text: str, *, joiners: bool = True) -> str:
     r"""The text with everything that could move, hide or recolour other text spelled out, as `\x1b` or `\u202e`.
 
-    joiners: whether the two signs of no width that join letters and emoji stay as they are.
+    joiners: whether signs of no width or no ink that belong to some scripts and emoji stay as they are.
     """
-    if "".join(text.split("\n")).isprintable():
+    if "".join(text.split("\n")).isprintable() and (joiners or not _BLANK.search(text)):
         return text
     kept = _KEPT if joiners else _KEPT - _JOINERS
     return "".join(
         char.encode("unicode_escape").decode("ascii")
-        if char not in kept and unicodedata.category(char) in _ESCAPED_CATEGORIES
+        if (char not in kept and unicodedata.category(char) in _ESCAPED_CATEGORIES)
+        or (not joiners and _BLANK.match(char))
         else char
         for char in text
     )

@@ -30,8 +30,8 @@ def resolve_path(path: str) -> str:
     if not path.startswith(EMBEDDED):
         return str(Path(path).expanduser()) if looks_local(path) else path
     folder = Path(rlft.__file__).parent / "assets" / path.removeprefix(EMBEDDED)
-    if not folder.is_dir():
-        known = ", ".join(EMBEDDED + f.name for f in sorted(folder.parent.iterdir()) if f.is_dir())
+    if not (folder / "config.json").is_file():
+        known = ", ".join(EMBEDDED + f.parent.name for f in sorted(folder.parent.glob("*/config.json")))
         raise UserError(
             "model.path", "there is no such embedded model", got=path, remedy=f"use {known}, a folder or a hub id"
         )

@@ -354,7 +354,8 @@ def test_a_run_without_rewards_says_so(open_chat: Callable[..., Talk], says_righ
 
 # -- in a terminal ---------------------------------------------------------------------------------------------------
 PROGRAM = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests in the background ignores it
 from pathlib import Path
 from rlft import chat_verb
 from rlft.place import find

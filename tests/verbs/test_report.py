@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 
 from rlft import cli, report_completions, report_data, report_verb
-from rlft.logger.jsonl import encode
+from rlft.logger.jsonl import encode, rollout_files, token_fields
 from rlft.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose
 from rlft.report_data import MAX_POINTS, report_of, same_but_seeds, thinned
+from rlft.types import TokenValues
 
 HOSTILE = {
     "script": "</script><script>document.title='owned'</script>",
@@ -25,6 +27,7 @@ HOSTILE = {
     "bidi": "safe\u202egnihton\u202c",
     "zero width": "a\u200bb\u200dc\ufeffd",
     "escape": "\x1b[31mred\x1b]0;owned\x07",
+    "blanks": "a\u3164b\u2800c\ufe0fd\u034f",
     "surrogate": "half \ud83d of one",
     "long": "x" * 2**20,
 }
@@ -169,6 +172,50 @@ def test_groups_with_values_of_tokens_come_first(make_run: Callable[..., Path]) 
     assert row["tokens"]["sampled"] == [-0.1]
 
 
+def test_a_group_too_large_for_the_budget_hides_no_other(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=9, groups=2, tokens_in=0)
+    file = run / "rollouts" / "step_000009.jsonl"  # which is looked at second
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[0]["tokens"] = {name: (["x"] if name == "text" else [0.5]) * 20_000 for name in rows[0]["tokens"]}
+    file.write_bytes(b"".join(map(encode, rows)))
+    found = choose(run, 60_000)
+    assert found.steps == 9
+    last = next(group for group in found.groups if group["step"] == 9 and group["id"] == "p9.0")
+    assert not any("tokens" in row for row in last["rows"])
+    assert sum("tokens" in row for group in found.groups for row in group["rows"]) == 16
+
+
+def test_a_broken_number_of_a_token_is_no_number_and_stops_nothing(make_run: Callable[..., Path]) -> None:
+    values = TokenValues(text=["a"], old=[math.nan], after=[0.5], reference=[-math.inf], entropy=[1.0], advantage=[0.0])
+    assert token_fields(values) == {
+        "text": ["a"], "old": [None], "after": [0.5], "reference": [None], "entropy": [1.0], "advantage": [0.0],
+    }  # fmt: skip
+    run = make_run("run", steps=1, tokens_in=0)
+    file = run / "rollouts" / "step_000001.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[0] |= {"tokens": token_fields(values), "reward": None, "logprobs": [None]}
+    file.write_bytes(b"".join(map(encode, rows)))
+    row = next(group for group in choose(run, 10**6).groups if group["id"] == "again")["rows"][0]
+    assert (row["tokens"]["old"], row["tokens"]["sampled"], row["reward"]) == ([None], [None], None)
+
+
+def test_a_file_that_a_living_run_has_just_removed_is_no_error(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("run", steps=5)
+    listed = rollout_files(run)
+    (run / "rollouts" / "step_000001.jsonl").unlink()
+    monkeypatch.setattr(report_completions, "rollout_files", lambda folder: listed)
+    assert choose(run, 10**6).steps == 4
+
+
+def test_of_a_folder_above_runs_those_without_metrics_are_left_out(make_run: Callable[..., Path]) -> None:
+    good, bad = make_run("good"), make_run("loading")
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (bad / name).unlink()
+    assert report_data.folders_of([str(good.parent)]) == [good]
+
+
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_nothing_that_a_model_writes_is_hidden_or_markup(text: str, make_run: Callable[..., Path]) -> None:
     run = make_run("run", steps=1, completion=text)
@@ -177,6 +224,7 @@ def test_nothing_that_a_model_writes_is_hidden_or_markup(text: str, make_run: Ca
     assert page.count("<script") == 3
     row = next(row for group in choose(run, 10**7).groups for row in group["rows"])
     assert all(char.isprintable() or char == "\n" for char in row["text"])
+    assert not set(row["text"]) & set("\u3164\u2800\ufe0f\u034f")
     assert len(row["text"]) <= 2 * MAX_TEXT
     assert row.get("cut") == (len(text) if len(text) > MAX_TEXT else None)
 

@@ -15,7 +15,15 @@ const shown = (value, digits = 3) => {
   if (value === null || value === undefined) return "-";
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  return Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(digits + 1).replace(/\.?0+$/, "");
+  return Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3 ? value.toExponential(2) : Number(value.toPrecision(digits + 1)).toLocaleString("en", { maximumFractionDigits: 9 });
+};
+/** What an axis says at ticks that lie `step` apart. */
+const tickText = (tick, step) => {
+  if (tick === 0) return "0";
+  const large = Math.abs(tick), digits = Math.max(0, Math.floor(Math.log10(large) + 1e-9) - Math.floor(Math.log10(step) + 1e-9));
+  if (step < 1e-4) return tick.toExponential(Math.min(digits, 4));
+  if (large >= 1e6) return tick.toLocaleString("en", { notation: "compact", maximumSignificantDigits: digits + 1 });
+  return tick.toLocaleString("en", { maximumFractionDigits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) });
 };
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
@@ -82,7 +90,7 @@ let curves = { report: null, smoothing: 1, band: true };
 
 function drawCurves(report) {
   curves.report = report;
-  const names = [...new Set(report.runs.flatMap((run) => Object.keys(run.metrics)))].sort();
+  const names = [...new Set(report.runs.flatMap((run) => [...Object.keys(run.metrics), ...Object.keys(run.evaluations)]))].sort();
   by("metric").replaceChildren(element("option", { value: "", textContent: "choose" }), ...names.map((name) => element("option", { value: name, textContent: name })));
   by("band-label").hidden = report.seeds.length === 0;
   redraw();
@@ -92,9 +100,9 @@ function redraw() {
   charts.splice(0).forEach((chart) => chart.destroy());
   by("charts").replaceChildren();
   const chosen = by("metric").value;
-  const wanted = chosen ? [{ title: chosen, metrics: [chosen] }, ...CHARTS] : CHARTS;
+  const wanted = chosen ? [{ title: chosen, metrics: [chosen], evaluations: [chosen] }, ...CHARTS] : CHARTS;
   for (const chart of wanted) drawChart(chart);
-  curves.report.runs.forEach((run, i) => drawStages(run, i));
+  curves.report.runs.forEach(drawStages);
 }
 
 /** The series of a chart: {label, run, values, points} on the axis of all steps. */
@@ -159,7 +167,7 @@ function optionsOf(series, bands) {
     width: 430, height: 210, series, bands,
     cursor: { sync: { key: "rlft" } },
     scales: { y: { range: (u, low, high) => spread(low, high) }, x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
-    axes: [{ ...axis, size: 32 }, { ...axis, size: (u, values) => size(values), values: (u, ticks) => ticks.map((tick) => shown(tick, 2)) }],
+    axes: [{ ...axis, size: 32 }, { ...axis, size: (u, values) => size(values), values: (u, ticks, axisIndex, space, step) => ticks.map((tick) => tickText(tick, step)) }],
     hooks: { draw: [(u) => drawAlarms(u)] },
   };
 }
@@ -205,7 +213,8 @@ function drawChart(chart) {
       const edge = { class: "faint", stroke: "transparent", points: { show: false }, spanGaps: true, value, label: `${label}, most` };
       bands.push({ series: [series.length, series.length + 1], fill: `${colour}33` });
       series.push(edge, { ...edge, label: `${label}, least` });
-      data.push(smooth(one.high, smoothing), smooth(one.low, smoothing));
+      const width = one.points ? 1 : smoothing;
+      data.push(smooth(one.high, width), smooth(one.low, width));
     } else if (smoothing > 1 && !one.points && many <= 4) {
       series.push({ class: "faint", label: `${label}, each step`, stroke: `${colour}44`, points: { show: false }, spanGaps: true, value });
       data.push(one.values);
@@ -220,7 +229,7 @@ function drawChart(chart) {
 }
 
 /** Seconds of a run's step by stage, one on top of the other; what no stage has is the last. */
-function drawStages(run, number) {
+function drawStages(run) {
   const known = STAGES.filter((name) => run.metrics[name]);
   const names = [...known, ...Object.keys(run.metrics).filter((name) => name.startsWith("time/") && name !== "time/step" && !known.includes(name))];
   if (!names.length) return;
@@ -286,23 +295,24 @@ const state = { groups: [], listed: [], at: 0, limit: MANY };
 /** What a group is filtered and sorted by. */
 function describe(group, run) {
   const rewards = group.rows.map((row) => row.reward).filter((reward) => reward !== null);
-  const gaps = group.rows.flatMap((row) => (row.tokens ? row.tokens.old.map((old, i) => (row.tokens.sampled[i] === null ? 0 : Math.abs(old - row.tokens.sampled[i]))) : []));
-  const text = [...group.prompt.map((message) => message.text), group.answer, group.id, ...group.rows.map((row) => row.text)].join("\n").toLowerCase();
+  const gaps = group.rows.flatMap((row) => (row.tokens ? row.tokens.old.map((_, i) => Math.abs(MODES.mismatch.value(row.tokens, i) ?? 0)) : []));
+  const text = [...group.prompt.map((message) => message.text), group.answer.text, group.id, ...group.rows.map((row) => row.text)].join("\n").toLowerCase();
   return {
     ...group, run, text,
     mean: rewards.length ? mean(rewards) : null,
     best: Math.max(...rewards), worst: Math.min(...rewards),
-    equal: group.rows.length > 1 && Math.max(...rewards) === Math.min(...rewards),
+    equal: rewards.length > 1 && Math.max(...rewards) === Math.min(...rewards),
     truncated: group.rows.some((row) => row.finish === "length"),
-    format: group.rows.some((row) => Object.entries(row.rewards).some(([name, value]) => /format/.test(name) && value <= 0)),
+    format: group.rows.some((row) => Object.entries(row.rewards).some(([name, value]) => /format/.test(name) && value !== null && value <= 0)),
     tokens: group.rows.some((row) => row.tokens),
-    gap: gaps.length ? Math.max(...gaps) : null,
+    gap: gaps.length ? gaps.reduce((a, b) => Math.max(a, b)) : null,
+    several: rewards.length > 1,
   };
 }
 
 const FILTERS = {
   all: () => true,
-  varied: (group) => group.rows.length > 1 && !group.equal,
+  varied: (group) => group.several && !group.equal,
   zero: (group) => group.equal,
   truncated: (group) => group.truncated,
   format: (group) => group.format,
@@ -328,7 +338,7 @@ function drawCompletions(report) {
     const { steps: few, steps_on_disk: all, completions, groups } = run.completions;
     const held = groups.filter((group) => group.kind === "held out").length;
     const of = report.runs.length > 1 ? `${shortName(run.name)}: ` : "";
-    return `${of}${completions.toLocaleString("en")} completions of ${few} of the ${all.toLocaleString("en")} steps on disk are shown${few < all ? ", chosen evenly" : ""} (at most 16 groups of a step), and ${held} held-out ones; all are in rollouts/.`;
+    return `${of}${completions.toLocaleString("en")} completions of ${few} of the ${all.toLocaleString("en")} steps on disk are shown${few < all ? ", chosen evenly" : ""} (at most 16 groups of a step), and ${held} held-out ones of eval.jsonl; all are in rollouts/.`;
   }).join(" ");
   list();
 }
@@ -390,7 +400,7 @@ function drawGroup() {
   for (const message of group.prompt) {
     head.push(element("div", { className: "role", textContent: message.role }), withSearch(element("div", { className: "message" }), message.text), ...cutNote(message));
   }
-  head.push(element("div", { className: "role", textContent: "answer" }), element("div", { className: "message", textContent: group.answer }));
+  head.push(element("div", { className: "role", textContent: "answer" }), withSearch(element("div", { className: "message" }), group.answer.text), ...cutNote(group.answer));
   const beside = by("beside").value === "" ? null : state.groups[Number(by("beside").value)];
   const cards = element("div", { className: beside ? "cards pairs" : "cards" });
   if (beside) {
@@ -406,7 +416,7 @@ function drawGroup() {
   return box.replaceChildren(...head, cards);
 }
 
-const cutNote = (item) => (item.cut ? [element("div", { className: "cut", textContent: `cut here: it has ${item.cut.toLocaleString("en")} characters, all of them in rollouts/` })] : []);
+const cutNote = (item) => (item.cut ? [element("div", { className: "cut", textContent: `cut here: it has ${item.cut.toLocaleString("en")} characters; all of them are in the run's folder` })] : []);
 
 function card(group, i, write) {
   const row = group.rows[i];
@@ -441,16 +451,18 @@ function withSearch(box, text) {
 
 // -- colours of tokens ------------------------------------------------------------------------------------------------
 // value: of token i. both: whether it has two sides. full: at which value a colour is at its strongest.
+const less = (a, b) => (a === null || b === null ? null : a - b);
 const MODES = {
   logprob: { value: (t, i) => t.old[i], both: false, full: 5, unit: "nats", words: "log-prob of the policy that sampled: the stronger, the less likely" },
-  ratio: { value: (t, i) => t.after[i] - t.old[i], both: true, full: Math.log(1.2), unit: "", words: "probability after the update, times that before it", text: (v) => Math.exp(v) },
-  kl: { value: (t, i) => t.old[i] - t.reference[i], both: true, full: 2, unit: "nats", words: "log-prob of the policy less that of the reference (or the base)" },
+  ratio: { value: (t, i) => less(t.after[i], t.old[i]), both: true, full: Math.log(1.2), unit: "", words: "probability after the update, times that before it", text: (v) => (v === null ? null : Math.exp(v)) },
+  kl: { value: (t, i) => less(t.old[i], t.reference[i]), both: true, full: 2, unit: "nats", words: "log-prob of the policy less that of the reference (or the base)" },
   entropy: { value: (t, i) => t.entropy[i], both: false, full: 3, unit: "nats", words: "entropy of the policy's choice there" },
   advantage: { value: (t, i) => t.advantage[i], both: true, full: 2, unit: "", words: "advantage that the token was trained with" },
-  mismatch: { value: (t, i) => (t.sampled[i] === null ? 0 : t.old[i] - t.sampled[i]), both: true, full: 0.1, unit: "nats", words: "trainer's log-prob less the engine's" },
+  mismatch: { value: (t, i) => less(t.old[i], t.sampled[i]), both: true, full: 0.1, unit: "nats", words: "trainer's log-prob less the engine's" },
 };
 const strength = (mode, value) => Math.min(1, Math.abs(value) / MODES[mode].full);
 const paint = (mode, value) => {
+  if (value === null) return "transparent";
   const colour = MODES[mode].both ? (value >= 0 ? "46, 160, 67" : "218, 54, 51") : "210, 120, 20";
   return `rgba(${colour}, ${(0.75 * strength(mode, value)).toFixed(3)})`;
 };
@@ -573,4 +585,7 @@ async function main() {
   document.documentElement.dataset.ready = "true";
 }
 
-main();
+main().catch((error) => {
+  by("footer").textContent = `this page could not be drawn: ${error}`;
+  throw error;
+});
