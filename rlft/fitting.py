@@ -11,6 +11,7 @@ from rlft.types import UserError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 GIB = 2**30
+LEAST_SHARE = 0.1  # of a device, in which an engine can still do something
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,14 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
     if any(one.prompts > 1 for one in demand.sampled):
         fewest, group = _a_group_at_a_time(demand)
         yield way("generation.transformers.batch_size", str(group), replace(demand, sampled=fewest))
+    if demand.engine:
+        beside = peak(parts(model, replace(demand, engine=0), process))
+        share = int(100 * (limit - beside) / limit) / 100
+        if share >= LEAST_SHARE and share * limit < demand.engine and not demand.engine_sleeps:
+            smaller = replace(demand, engine=int(share * limit))
+            yield way("generation.vllm.gpu_memory_utilization", f"{share:g}", smaller)
+        if not demand.engine_sleeps:
+            yield way("generation.vllm.sleep", "true", replace(demand, engine_sleeps=True))
     if model.itemsize == 4 and not demand.whole_model:
         half = replace(model, itemsize=2, base_bytes=model.base_bytes // 2)
         yield way("model.dtype", "bfloat16", demand, half)

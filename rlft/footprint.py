@@ -27,6 +27,7 @@ LEARNED_COPIES = 3
 """Of a parameter that learns, beside itself: its gradient and AdamW's two averages."""
 
 ACTIVATIONS = "activations"
+ENGINE = "vLLM, its base and KV cache"
 
 CRITIC_HOLES = 0.45
 """Of the activations, what a critic's own pass leaves beside the policy's: 0.32 to 0.47 where it was measured."""
@@ -104,8 +105,9 @@ class Demand:
     adapters: on the base, the engine's own copy included. trainable: parameters that learn. prompt_tokens,
     completion_tokens: of the longest row. rows: of a step, `group` to a prompt. update_rows: of an optimizer batch.
     through_head: whether log-probs are asked of it (values alone are not). own_critic: whether the critic has an
-    adapter, and so a forward and backward, of its own. sampled: what is decoded here, in turn. beside: bytes
-    of other networks.
+    adapter, and so a forward and backward, of its own. sampled: what is decoded here, in turn. engine: bytes
+    that vLLM takes of the same device; engine_sleeps: whether it gives them back during updates. beside: bytes of other
+    networks.
     """
 
     adapters: int
@@ -123,6 +125,8 @@ class Demand:
     entropy: bool = False
     own_critic: bool = False
     sampled: tuple[Sampled, ...] = ()
+    engine: int = 0
+    engine_sleeps: bool = False
     beside: int = 0
 
 
@@ -169,6 +173,9 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
             key="model.dtype" if demand.whole_model else "lora.rank",
         ),
     ]
+    if demand.engine:
+        when = When.sampling if demand.engine_sleeps else When.always
+        found.append(Part(name=ENGINE, bytes=demand.engine, when=when, key="generation.vllm.gpu_memory_utilization"))
     if demand.beside:
         found.append(Part(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
     largest = largest_sampled(model, demand.sampled)

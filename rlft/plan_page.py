@@ -73,6 +73,9 @@ def print_memory(terminal: Terminal, planned: Planned) -> None:
     ends = [in_words(peak(parts)) for parts in (plain, recomputed)]
     table.add_row(Text("peak", style="bold"), "", *(Text(end, style="bold") for end in ends), "")
     terminal.print(table)
+    if planned.demand.engine:
+        alone = in_words(planned.peak_without_engine)
+        terminal.print(Text(f"with vLLM on a device of its own the trainer would take {alone}"), soft_wrap=True)
     print_verdict(terminal, planned, plain if not planned.demand.recompute else recomputed)
 
 

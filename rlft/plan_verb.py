@@ -29,10 +29,7 @@ from rlft.training_base import free_bytes, needs_checkpointing
 from rlft.types import UserError
 
 TRIED_PROMPTS = 2
-ELSEWHERE = (
-    "planned with the engine on the trainer's own base; on a GPU generation=auto is vLLM, a process of its own that"
-    " takes generation.vllm.gpu_memory_utilization of the device"
-)
+AUTO_IS_VLLM = "the engine is planned as vLLM, which generation=auto is on a GPU where it is installed"
 CUDA_CONTEXT = 2**29
 """An allowance for a CUDA context and the kernels of its libraries; not measured."""
 
@@ -68,6 +65,12 @@ class Planned:
     @property
     def peak(self) -> int:
         return peak(self.memory(recompute=self.demand.recompute))
+
+    @property
+    def peak_without_engine(self) -> int:
+        """As far as vLLM were on a device of its own."""
+        alone = replace(self.demand, engine=0)
+        return peak(parts(self.model, alone, self.process))
 
     @property
     def fits(self) -> bool:
@@ -107,6 +110,16 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
     demand = demand_of(plan, model, recompute)
     if on_another:
         demand = replace(demand, device="cuda")
+    whole = free + process if limit is None else limit
+    if demand.device == "cuda" and not isinstance(plan, RmPlan) and samples_with_vllm(plan, on_another):
+        settings_of_vllm = plan.config.generation.vllm
+        demand = replace(
+            demand,
+            adapters=demand.adapters - bool(demand.sampled),
+            sampled=(),
+            engine=int(settings_of_vllm.gpu_memory_utilization * (whole if limit else device_bytes(device))),
+            engine_sleeps=settings_of_vllm.sleep,
+        )
     return Planned(
         sizes=size_rows(plan, model, demand),
         parameters=parameters_by_role(plan, model),
@@ -114,12 +127,24 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         demand=demand,
         process=process,
         device="a GPU that is not here" if on_another else str(device),
-        limit=free + process if limit is None else limit,
+        limit=whole,
         named_limit=limit is not None,
         lengths=lengths_of(plan),
         trials=trials_of(plan),
-        notes=[*notes_of(plan), *([ELSEWHERE] if on_another else [])],
+        notes=[*notes_of(plan), *([AUTO_IS_VLLM] if demand.engine and getattr(plan, "engine", "") != "vllm" else [])],
     )
+
+
+def samples_with_vllm(plan: Plan | SftPlan, on_another: bool) -> bool:
+    """Whether vLLM samples on the device that is planned for; `auto` is vLLM on a GPU that is not here."""
+    if isinstance(plan, SftPlan) and plan.held_out is None:
+        return False
+    return plan.engine == "vllm" or (on_another and plan.config.generation.engine == AUTO)
+
+
+def device_bytes(device: torch.device) -> int:
+    """All memory of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def needs_absent_gpu(plain: Mapping[str, Any]) -> bool:
@@ -141,7 +166,7 @@ def size_rows(plan: Plan | SftPlan | RmPlan, model: ModelSizes, demand: Demand) 
         base=model.parameters,
         trainable=demand.trainable,
         dtype=str(resolve_dtype(settings.dtype, resolve_device(settings.device))).removeprefix("torch."),
-        device=str(resolve_device(settings.device)),
+        device=demand.device if demand.device == "cuda" else str(resolve_device(settings.device)),
         forward="packed" if model.packed else "padded",
         reason="each prompt once for its group, no padding" if model.packed else "this model's attention needs it",
     )
@@ -202,15 +227,7 @@ def trials_of(plan: Plan | SftPlan | RmPlan) -> list[Trial]:
 
 def notes_of(plan: Plan | SftPlan | RmPlan) -> list[str]:
     """What the run will say when it begins, and what its size does not tell."""
-    told = list(plan.warnings if isinstance(plan, Plan) else plan.notes)
-    if not isinstance(plan, RmPlan) and plan.engine == "vllm":
-        settings = plan.config.generation.vllm
-        back = "it gives that back while the policy is updated" if settings.sleep else "the rest is for the trainer"
-        told.append(
-            f"the engine is a process of its own, which takes {settings.gpu_memory_utilization:.0%} of a GPU"
-            f" (generation.vllm.gpu_memory_utilization) and is not counted here; on the same GPU {back}"
-        )
-    return told
+    return list(plan.warnings if isinstance(plan, Plan) else plan.notes)
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
@@ -227,6 +244,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "device": planned.device,
         "device_memory": planned.limit,
         "peak": planned.peak,
+        "peak_without_engine": planned.peak_without_engine,
         "fits": planned.fits,
         "gradient_checkpointing": planned.demand.recompute,
         "memory": memory,

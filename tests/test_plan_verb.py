@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlft
-from rlft import cli
+from rlft import cli, plan_verb
 from rlft.fitting import read_bytes
 
 TASK = ("generation=transformers", "data.size=200", "data.held_out_size=40", "model.device=cpu")
@@ -74,8 +74,9 @@ def test_the_page_says_it_in_words(no_weights: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(
-    no_weights: Path, capsys: pytest.CaptureFixture[str]
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plan_verb, "status_bytes", lambda field: 500 * 2**20)  # this process grows from plan to plan
     words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000", "model.gradient_checkpointing=false"]
     process = next(
         part["bytes"] for part in planned(capsys, *words)["memory"]["as_planned"] if part["part"].startswith("process")
@@ -109,10 +110,34 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
     assert parts["base"] == 2 * 823_424, "bfloat16"
     assert ("token budget", "16,384") in {(row["what"], row["value"]) for row in found["sizes"]}
     assert (found["fits"], found["device"]) == (True, "a GPU that is not here")
+    assert parts["vLLM, its base and KV cache"] == int(0.45 * 24 * 2**30), "on a GPU generation=auto is vLLM"
+    assert "keys and values" not in parts, "which decodes on its own base"
+    assert found["peak"] - found["peak_without_engine"] == parts["vLLM, its base and KV cache"]
     assert cli.run(["plan", *words]) == 2
     told = capsys.readouterr().err
     assert told.startswith("rlft: model.device: there is no such GPU on this machine, whose memory could be asked for")
     assert told.endswith(", got cuda; name its memory: device_memory=24GiB\n")
+
+
+def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["+recipe=grpo_arithmetic", "data.size=200", "data.held_out_size=40", "model.device=cuda"]
+    words += ["token_budget=16000", "model.gradient_checkpointing=false", "device_memory=2GiB"]
+    awake = planned(capsys, *words, "generation.vllm.gpu_memory_utilization=0.8")
+    asleep = planned(capsys, *words, "generation.vllm.gpu_memory_utilization=0.8", "generation.vllm.sleep=true")
+    engine = int(0.8 * 2 * 2**30)
+    always = sum(part["bytes"] for part in asleep["memory"]["as_planned"] if part["when"] == "always")
+    assert awake["peak"] == awake["peak_without_engine"] + engine
+    assert asleep["peak"] == max(asleep["peak_without_engine"], always + engine)
+    assert not awake["fits"]
+    ways = {key: value for way in awake["ways"] for key, value in way["changes"].items()}
+    share = ways["generation.vllm.gpu_memory_utilization"]
+    assert planned(capsys, *words, f"generation.vllm.gpu_memory_utilization={share}")["fits"]
+    assert not planned(capsys, *words, f"generation.vllm.gpu_memory_utilization={float(share) + 0.02:.2f}")["fits"]
+    assert cli.run(["plan", *words]) == 0
+    assert "with vLLM on a device of its own the trainer would take " in capsys.readouterr().out
 
 
 def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(
