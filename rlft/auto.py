@@ -11,7 +11,7 @@ from typing import Any
 AUTO = "auto"
 
 GPU_TOKENS = 16384
-"""A GPU wants large products; its memory, not its cache, is the limit (`model.gradient_checkpointing`)."""
+"""A GPU wants large products; its memory, not its cache, is the limit, by which `rlft.auto_budget` lowers it."""
 
 CPU_TOKENS, MOST_CPU_TOKENS = 1536, 4096
 """On a CPU small micro-batches stay in its caches. A whole group stays together, where it fits in the second number:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlft.auto import AUTO
 from rlft.check_adapters import empty_model, fresh_shapes
 from rlft.decodings import Decoding, of_evaluation, of_training
 from rlft.footprint import Demand, ModelSizes, Sampled, model_sizes
@@ -20,6 +22,8 @@ from rlft.roots import SamplingRoot
 from rlft.sft import SftPlan
 
 TRANSFORMERS = "transformers"
+CUDA_CONTEXT = 2**29
+"""An allowance for a CUDA context and the kernels of its libraries; not measured."""
 
 
 def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
@@ -118,6 +122,25 @@ def _of_rm(plan: RmPlan, model: ModelSizes, recompute: bool) -> Demand:
         through_head=False,
         recompute=recompute,
         device=resolve_device(run.model.device).type,
+    )
+
+
+def with_vllm(demand: Demand, plan: Plan | SftPlan | RmPlan, device_memory: int, *, absent: bool) -> Demand:
+    """With vLLM's share of a GPU of that many bytes in place of decoding on the base, if it samples.
+
+    absent: the GPU is not here, where `auto` will be vLLM.
+    """
+    if isinstance(plan, RmPlan) or (isinstance(plan, SftPlan) and plan.held_out is None):
+        return demand
+    if plan.engine != "vllm" and not (absent and plan.config.generation.engine == AUTO):
+        return demand
+    settings = plan.config.generation.vllm
+    return replace(
+        demand,
+        adapters=demand.adapters - bool(demand.sampled),
+        sampled=(),
+        engine=int(settings.gpu_memory_utilization * device_memory),
+        engine_sleeps=settings.sleep,
     )
 
 

@@ -35,9 +35,10 @@ def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, m
     """
     work = work_of(plain["verb"])
     from rlft import check
+    from rlft.auto_budget import fitted
     from rlft.engine import Engines
 
-    plan = work.make_plan(plain)
+    plan = fitted(work.make_plan(plain))
     check.check_writable(folder)
     if plan.config.resume is None:
         runfolder.start(folder, plain, plan.fingerprints)

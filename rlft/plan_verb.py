@@ -10,7 +10,8 @@ import torch
 
 from rlft import rm, sft, sizes
 from rlft.auto import AUTO, resolved
-from rlft.demand import demand_of, sizes_of
+from rlft.auto_budget import settled
+from rlft.demand import CUDA_CONTEXT, demand_of, sizes_of, with_vllm
 from rlft.fitting import Way, ways
 from rlft.footprint import Demand, ModelSizes, Part, parts, peak
 from rlft.memory import status_bytes
@@ -30,8 +31,6 @@ from rlft.types import UserError
 
 TRIED_PROMPTS = 2
 AUTO_IS_VLLM = "the engine is planned as vLLM, which generation=auto is on a GPU where it is installed"
-CUDA_CONTEXT = 2**29
-"""An allowance for a CUDA context and the kernels of its libraries; not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +91,7 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         problem = "there is no such GPU on this machine, whose memory could be asked for"
         got = plain["model"]["device"]
         raise UserError("model.device", problem, got=got, remedy="name its memory: device_memory=24GiB")
+    is_auto = plain["token_budget"] == AUTO
     if on_another:
         plain = without_gpu(plain)
     plan: Plan | SftPlan | RmPlan = {Verb.train: make_plan, Verb.sft: sft.make_plan, Verb.rm: rm.make_plan}[
@@ -103,23 +103,17 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
     process, free = status_bytes("VmRSS") or peak_memory_bytes(), free_bytes(device)
     if on_another or device.type == "cuda":
         process = CUDA_CONTEXT
-    recompute = settings.gradient_checkpointing is True
-    if settings.gradient_checkpointing == "auto":
+    whole = free + process if limit is None else limit
+    demand = demand_of(plan, model, False)
+    if on_another or demand.device == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory if limit is None else limit
+        demand = with_vllm(replace(demand, device="cuda"), plan, memory, absent=on_another)
+        plan = settled(plan, model, demand, memory, is_auto)
+    recompute = plan.config.model.gradient_checkpointing
+    if recompute == AUTO:  # on a CPU
         room = free if limit is None else max(0, limit - process - model.base_bytes)
         recompute = needs_checkpointing(model.config, plan.config.token_budget, model.itemsize, room)
-    demand = demand_of(plan, model, recompute)
-    if on_another:
-        demand = replace(demand, device="cuda")
-    whole = free + process if limit is None else limit
-    if demand.device == "cuda" and not isinstance(plan, RmPlan) and samples_with_vllm(plan, on_another):
-        settings_of_vllm = plan.config.generation.vllm
-        demand = replace(
-            demand,
-            adapters=demand.adapters - bool(demand.sampled),
-            sampled=(),
-            engine=int(settings_of_vllm.gpu_memory_utilization * (whole if limit else device_bytes(device))),
-            engine_sleeps=settings_of_vllm.sleep,
-        )
+    demand = replace(demand, token_budget=plan.config.token_budget, recompute=recompute)
     return Planned(
         sizes=size_rows(plan, model, demand),
         parameters=parameters_by_role(plan, model),
@@ -133,18 +127,6 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         trials=trials_of(plan),
         notes=[*notes_of(plan), *([AUTO_IS_VLLM] if demand.engine and getattr(plan, "engine", "") != "vllm" else [])],
     )
-
-
-def samples_with_vllm(plan: Plan | SftPlan, on_another: bool) -> bool:
-    """Whether vLLM samples on the device that is planned for; `auto` is vLLM on a GPU that is not here."""
-    if isinstance(plan, SftPlan) and plan.held_out is None:
-        return False
-    return plan.engine == "vllm" or (on_another and plan.config.generation.engine == AUTO)
-
-
-def device_bytes(device: torch.device) -> int:
-    """All memory of a GPU."""
-    return torch.cuda.get_device_properties(device).total_memory
 
 
 def needs_absent_gpu(plain: Mapping[str, Any]) -> bool:

@@ -119,6 +119,24 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
     assert told.endswith(", got cuda; name its memory: device_memory=24GiB\n")
 
 
+def test_an_automatic_token_budget_is_what_fits_into_the_gpu(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["+recipe=grpo_arithmetic", "data.size=200", "data.held_out_size=40", "model.device=cuda"]
+
+    def budget(found: dict[str, Any]) -> int:
+        return next(int(row["value"].replace(",", "")) for row in found["sizes"] if row["what"] == "token budget")
+
+    large = planned(capsys, *words, "device_memory=24GiB", "model.gradient_checkpointing=true")
+    short = f"device_memory={int(0.98 * large['peak_without_engine'] / (1 - 0.45))}"  # vLLM takes 0.45 of it
+    small = planned(capsys, *words, short)
+    assert small["fits"]
+    assert 1000 < budget(small) < budget(large) == 16384
+    asked = planned(capsys, *words, short, "token_budget=16384")
+    assert (budget(asked), asked["fits"]) == (16384, False)
+
+
 def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(
     no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

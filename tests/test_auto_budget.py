@@ -1,0 +1,77 @@
+"""`token_budget: auto` on a GPU: lowered to what its memory holds, by the plan's own numbers, else left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlft import auto_budget, demand
+from rlft.auto import GPU_TOKENS
+from rlft.auto_budget import fitted
+from rlft.config import compose
+from rlft.demand import CUDA_CONTEXT, demand_of, sizes_of, with_vllm
+from rlft.footprint import parts, peak
+from rlft.plan import make_plan
+
+WORDS = (
+    "+recipe=grpo_arithmetic",
+    "model.device=cpu",
+    "data.size=64",
+    "data.held_out_size=32",
+    "generation=transformers",
+)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Plans are made here and sized as if for a GPU of so many bytes, on which `auto` would be its budget."""
+
+    def of(num_bytes: int, *words: str):
+        plan = make_plan(compose([*WORDS, *words]))
+        if plan.plain["token_budget"] == "auto":
+            plan = replace(plan, config=replace(plan.config, token_budget=GPU_TOKENS))
+        for module in (auto_budget, demand):
+            monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
+        properties = SimpleNamespace(total_memory=num_bytes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return plan
+
+    return of
+
+
+def needed(plan, budget: int, recompute: bool) -> int:
+    model = sizes_of(plan.config.model, plan.config.lora)
+    asked = with_vllm(demand_of(plan, model, recompute), plan, 0, absent=False)
+    return peak(parts(model, replace(asked, token_budget=budget), CUDA_CONTEXT))
+
+
+def test_a_large_gpu_keeps_its_budget(on_a_gpu):
+    found = fitted(on_a_gpu(80 * 2**30)).config
+    assert (found.token_budget, found.model.gradient_checkpointing) == (GPU_TOKENS, False)
+
+
+@pytest.mark.parametrize("checkpointing", ["auto", "false"])
+def test_a_small_one_takes_the_largest_that_fits(checkpointing, on_a_gpu):
+    words, recompute = f"model.gradient_checkpointing={checkpointing}", checkpointing == "auto"
+    plan = on_a_gpu(0, words)
+    limit = (needed(plan, GPU_TOKENS, recompute) + needed(plan, 512, recompute)) // 2
+    found = fitted(on_a_gpu(limit, words)).config.token_budget
+    group = 22 + 8 * 48
+    assert group < found < GPU_TOKENS
+    assert needed(plan, found, recompute) <= limit < needed(plan, found + 64 + group, recompute)
+    assert fitted(on_a_gpu(limit, words)).config.model.gradient_checkpointing is recompute
+
+
+def test_a_number_that_a_user_gave_is_kept_and_so_is_a_cpus(on_a_gpu, monkeypatch):
+    assert fitted(on_a_gpu(600 * 2**20, "token_budget=9000")).config.token_budget == 9000
+    monkeypatch.setattr(auto_budget, "resolve_device", lambda name: torch.device("cpu"))
+    plan = make_plan(compose([*WORDS]))
+    assert fitted(plan) is plan
+
+
+def test_where_nothing_fits_the_rehearsal_is_to_say_so(on_a_gpu):
+    found = fitted(on_a_gpu(300 * 2**20)).config
+    assert (found.token_budget, found.model.gradient_checkpointing) == (GPU_TOKENS, True)
