@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,27 @@ def test_a_step_is_measured_and_told(tmp_path: Path) -> None:
     assert told.strip() in done.stdout
     assert "| tiny G2 | rlft |" in told
     assert "of 1 processes x 2 steps." in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words", "file", "told"),
+    [
+        ("bench_limit", ["--shapes", "8+8", "--group", "2", "--rounds", "1", "--steps", "1"], "limit.md", "| 8+8 G2 |"),
+        ("bench_scaling", ["--axes", "group", "--groups", "2", "--steps", "1"], "scaling.md", "group"),
+        ("check_plan", ["--only", "tiny 32+48 G8"], "plan.md", "| tiny 32+48 G8 |"),
+    ],
+)
+def test_the_other_scripts_of_the_page_run_and_leave_their_table(
+    script: str, words: list[str], file: str, told: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, SCRIPTS / f"{script}.py", *words, "--out", tmp_path]
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert told in (tmp_path / file).read_text()
+
+
+def test_every_script_that_a_page_names_is_run_by_a_test() -> None:
+    pages = "".join(page.read_text() for page in (SCRIPTS.parent / "docs").glob("*.md"))
+    named = set(re.findall(r"scripts/(\w+)\.py", pages))
+    tests = "".join(file.read_text() for file in Path(__file__).parent.rglob("test_*.py"))
+    assert {name for name in named if name not in tests} == set()

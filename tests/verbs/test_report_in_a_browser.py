@@ -440,3 +440,15 @@ def test_a_run_of_1000_steps_of_512_completions_is_small_and_soon_usable(
     print(
         f"[report of 1000 x 512: {report.stat().st_size / 1e6:.1f} MB, made in {took:.1f} s, usable in {usable:.2f} s]"
     )
+
+
+def test_the_pictures_of_the_first_page_are_drawn(
+    looked_at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCREENSHOTS.parents[1] / "scripts"))
+    import report_figures
+
+    monkeypatch.setattr(report_figures, "DOCS", tmp_path)
+    report_figures.draw(report_verb.report([str(looked_at), f"out={tmp_path / 'report.html'}"]))
+    for name in ("report_curves.png", "report_tokens.png"):
+        assert (tmp_path / name).stat().st_size > 20_000
