@@ -1,6 +1,6 @@
 """Trains every `<name>_arithmetic` recipe with several seeds and compares them: a table, a picture, all raw numbers.
 
-    python scripts/compare_algorithms.py                          # every recipe as it is written, seeds 0 1 2
+    python scripts/compare_algorithms.py                          # every algorithm's recipe as it is, seeds 0 1 2
     python scripts/compare_algorithms.py --only grpo ppo --seeds 0 1 --completions 10240
     python scripts/compare_algorithms.py --redraw                 # table and picture again, from the raw numbers
 
@@ -197,18 +197,24 @@ def known_names(config_dir: Path | None) -> list[str]:
 
 
 def chosen_names(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """Of the known names those that are asked for, each once.
+    """Of the known names those that are asked for, each once; by default those of an algorithm, or a user's own.
 
     Raises:
         UserError: one that is not known.
     """
     if only is None:
-        return list(known)
+        return [name for name in known if is_algorithm(name)]
     names = list(dict.fromkeys(name.removesuffix(SUFFIX) for name in only))
     for name in names:
         if name not in known:
             raise UserError("--only", "there is no such recipe", got=name, remedy=f"choose of {', '.join(known)}")
     return names
+
+
+def is_algorithm(name: str) -> bool:
+    """Whether the recipe shows an algorithm; those of rlft itself that do not are other verbs' or pipelines' stages."""
+    of_rlft = name + SUFFIX in catalog.choices("recipe")
+    return not of_rlft or name.removeprefix("iterative_") in catalog.choices("algorithm")
 
 
 def steps_for(completions: int, name: str, composed: Mapping[str, Any]) -> int:

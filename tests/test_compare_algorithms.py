@@ -95,6 +95,14 @@ def test_every_arithmetic_recipe_is_compared_and_no_other(compare: ModuleType) -
     assert "grpo_gsm8k" in recipes - {f"{name}_arithmetic" for name in names}
 
 
+def test_by_default_every_algorithm_is_compared_and_no_other_verb_or_stage(
+    compare: ModuleType, asked: Callable[..., argparse.Namespace]
+) -> None:
+    names = {job.name for job in compare.make_jobs(asked("--seeds", "0"))}
+    algorithms = {file.stem for file in (SCRIPT.parents[1] / "configs" / "algorithm").glob("*.yaml")}
+    assert names == algorithms | {"iterative_grpo"}
+
+
 def test_recipes_of_the_users_own_folder_are_compared_too(
     compare: ModuleType, asked: Callable[..., argparse.Namespace], tmp_path: Path
 ) -> None:
