@@ -24,8 +24,14 @@ def resolved(config: Mapping[str, Any]) -> dict[str, Any]:
     if result.get("token_budget") == AUTO:
         budget = result["token_budget"] = token_budget(config)
         if isinstance(rewards := config.get("reward"), Mapping):
-            result["reward"] = {name: _with_budget(reward, budget) for name, reward in rewards.items()}
+            result["reward"] = with_budget(rewards, rewards, budget)
     return result
+
+
+def with_budget(rewards: Mapping[str, Any], written: Mapping[str, Any], budget: int) -> dict[str, Any]:
+    """The rewards, each with this token budget that is written with `token_budget: auto`."""
+    asking = {n for n, r in written.items() if isinstance(r, Mapping) and r.get("token_budget") == AUTO}
+    return {n: {**r, "token_budget": budget} if n in asking else r for n, r in rewards.items()}
 
 
 def token_budget(config: Mapping[str, Any]) -> int:
@@ -47,11 +53,6 @@ def on_gpu(model: Any) -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _with_budget(reward: Any, budget: int) -> Any:
-    asks = isinstance(reward, Mapping) and reward.get("token_budget") == AUTO
-    return {**reward, "token_budget": budget} if asks else reward
 
 
 def _number(config: Mapping[str, Any], section: str, key: str) -> int:

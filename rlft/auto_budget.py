@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlft.auto import AUTO
+from rlft.auto import AUTO, with_budget
 from rlft.demand import CUDA_CONTEXT, demand_of, sizes_of, with_vllm
 from rlft.fitting import largest_budget
 from rlft.footprint import Demand, ModelSizes, parts, peak
@@ -35,7 +35,7 @@ def fitted(plan: AnyPlan) -> AnyPlan:
 
 def settled(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lower: bool) -> AnyPlan:
     """The plan for a GPU of `limit` bytes: gradient checkpointing if it does not fit without, and where `may_lower` the
-    largest budget that fits, if that is less than it has.
+    largest budget that fits, if that is less than it has; learned rewards that say auto take the same.
 
     Where not even the longest row fits, the budget stays as it is, and the rehearsal says what is too large.
     """
@@ -47,5 +47,7 @@ def settled(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lo
     if may_lower:
         found = largest_budget(model, replace(demand, recompute=recompute), CUDA_CONTEXT, limit)
         budget = budget if found is None else min(budget, found)
-    settings = replace(config.model, gradient_checkpointing=recompute)
-    return replace(plan, config=replace(config, model=settings, token_budget=budget))
+    changed: dict[str, Any] = {"model": replace(config.model, gradient_checkpointing=recompute), "token_budget": budget}
+    if "reward" in plan.plain:
+        changed["reward"] = with_budget(config.reward, plan.plain["reward"], budget)
+    return replace(plan, config=replace(config, **changed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import json
 import os
 import sys
@@ -81,10 +82,10 @@ def run(arguments: Sequence[str]) -> int:
         "chat": chat,
         "export": export,
         "plan": plan,
-        "runs": runs,
-        "watch": watch,
-        "diff": diff,
-        "report": report,
+        "runs": _reads_runs("runs_verb"),
+        "watch": _reads_runs("watch_verb"),
+        "diff": _reads_runs("diff_verb"),
+        "report": _reads_runs("report_verb"),
         "recipes": recipes,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -329,77 +330,18 @@ def plan(arguments: list[str]) -> int:
     return 0
 
 
-def runs(arguments: list[str]) -> int:
-    """`rlft runs [<folder>] [status=..]`: a table of runs."""
-    from rlft import runs_verb
+def _reads_runs(module: str) -> Callable[[list[str]], int]:
+    """A verb that only reads what runs have left, whose module prints what comes of its words."""
 
-    words, as_json = _plain_words(arguments, runs_verb.USAGE)
-    if words is None:
+    def verb(arguments: list[str]) -> int:
+        found = importlib.import_module(f"rlft.{module}")
+        if any(word in ("-h", "--help") for word in arguments):
+            print(found.USAGE)
+        else:
+            found.command(arguments)
         return 0
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    folders = [word for word in words if "=" not in word]
-    if unknown := [word for word in given if word not in runs_verb.WORDS]:
-        remedy = f"use {', '.join(f'{word}=' for word in runs_verb.WORDS)}"
-        raise UserError(unknown[0], "is no word of rlft runs", got=given[unknown[0]], remedy=remedy)
-    if len(folders) > 1:
-        raise UserError("runs", "takes one folder", got=" ".join(folders), remedy="name the one above them")
-    root = Path(folders[0] if folders else "runs")
-    found = runs_verb.rows(root, given)
-    if as_json:
-        print(json.dumps(runs_verb.as_json(found), indent=1))
-    else:
-        runs_verb.print_rows(found, root)
-    return 0
 
-
-def watch(arguments: list[str]) -> int:
-    """`rlft watch <run>`."""
-    from rlft import watch_verb
-
-    words, _ = _plain_words(arguments, watch_verb.USAGE)
-    if words is None:
-        return 0
-    if len(words) != 1:
-        remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
-        raise UserError("watch", "takes one run", got=" ".join(words) or "none", remedy=remedy)
-    watch_verb.watch(Path(words[0].removeprefix("run=")))
-    return 0
-
-
-def diff(arguments: list[str]) -> int:
-    """`rlft diff <run> <run>`."""
-    from rlft import diff_verb
-
-    words, as_json = _plain_words(arguments, diff_verb.USAGE)
-    if words is None:
-        return 0
-    first, second = diff_verb.folders(words)
-    if as_json:
-        print(json.dumps(diff_verb.as_json(first, second), indent=1))
-    else:
-        diff_verb.print_differences(first, second)
-    return 0
-
-
-def report(arguments: list[str]) -> int:
-    """`rlft report <run> ..`."""
-    from rlft import report_verb
-
-    words, _ = _plain_words(arguments, report_verb.USAGE)
-    if words is not None:
-        print(report_verb.report(words))
-    return 0
-
-
-def _plain_words(arguments: Sequence[str], usage: str) -> tuple[list[str] | None, bool]:
-    """(the words of a verb that has no config, None where only its usage was asked for; whether as JSON)."""
-    if any(word in ("-h", "--help") for word in arguments):
-        print(usage)
-        return None, False
-    words = [word for word in arguments if word != "--json"]
-    if options := [word for word in words if word.startswith("-")]:
-        raise UserError("command line", "there is no such option", got=options[0], remedy="use --json or --help")
-    return words, "--json" in arguments
+    return verb
 
 
 def _verb_of(words: Sequence[str]) -> Verb:

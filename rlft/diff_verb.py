@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import visible
 from rlft.runfolder import ORIGIN, flatten, read
 from rlft.types import UserError
+from rlft.words import read_words
 
 USAGE = """\
 usage: rlft diff <run> <run> [--json]
@@ -28,6 +30,19 @@ the last tenth of the steps they have both done, medians of times, the largest m
 ABSENT = "-"
 UNTOLD = ("resume",)
 LAST_SHARE = 0.1
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Prints how the two runs differ that the words of a command line name."""
+    words = read_words("diff", arguments, has_json=True)
+    if len(words.places) != 2:
+        got = " ".join(words.places) or "none"
+        raise UserError("diff", "compares two runs", got=got, remedy="write rlft diff <run> <run>")
+    first, second = map(Path, words.places)
+    if words.as_json:
+        print(json.dumps(as_json(first, second), indent=1))
+    else:
+        print_differences(first, second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,19 +108,6 @@ def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
 
 def _accuracies(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     return [line["accuracy"] for line in lines if line.get("accuracy") is not None]
-
-
-def folders(words: Sequence[str]) -> tuple[Path, Path]:
-    """The two runs that are named.
-
-    Raises:
-        UserError: not two of them.
-    """
-    if len(words) != 2:
-        raise UserError(
-            "diff", "compares two runs", got=" ".join(words) or "none", remedy="write rlft diff <run> <run>"
-        )
-    return Path(words[0]), Path(words[1])
 
 
 def as_json(first: Path, second: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import rlft
-from rlft import run_status, runs_verb
+from rlft import runs_verb
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines
 from rlft.report_completions import choose, safe
 from rlft.runfolder import ORIGIN, flatten, read
@@ -34,7 +34,7 @@ def folders_of(words: Sequence[str]) -> list[Path]:
         raise UserError("report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
     found: list[Path] = []
     for word in words:
-        folder = Path(word.removeprefix("run="))
+        folder = Path(word)
         inside = [path for path in runs_verb.run_folders(folder) if runs_verb.read(path) is not None]
         if folder not in inside:
             inside = [path for path in inside if any((path / name).exists() for name in (METRICS, EVALUATIONS))]
@@ -66,12 +66,11 @@ def run_of(folder: Path, max_bytes: int) -> dict[str, Any]:
         problem = f"the run has left no {METRICS}, from which reports are made"
         raise UserError("report", problem, got=folder, remedy="leave jsonl among its loggers")
     points = thinned(lines)
-    status, reason = run_status.read(folder)
     return {
         "name": safe(str(folder)),
         "verb": row.verb,
-        "status": str(status),
-        "reason": safe(reason),
+        "status": row.status,
+        "reason": safe(row.reason),
         "step": row.step,
         "planned": row.steps,
         "averaged": len(lines) > MAX_POINTS and round(len(lines) / len(points), 1),

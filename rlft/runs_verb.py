@@ -21,6 +21,7 @@ from rlft.logger.text import visible
 from rlft.run_status import Status
 from rlft.runfolder import CONFIG
 from rlft.types import UserError
+from rlft.words import read_words
 
 USAGE = """\
 usage: rlft runs [<folder>] [status=<status>] [name=<text>] [verb=<verb>] [sort=<column>] [--json]
@@ -41,6 +42,19 @@ REPORT = "report.html"
 PROGRESS = "progress.json"  # as rlft.sampling_verb names it, which stands on torch
 INSIDE = ("checkpoints", "rollouts", "evaluations")
 """Folders of a run that hold no other run."""
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Prints the table, or the JSON, that the words of a command line ask for."""
+    words = read_words("runs", arguments, WORDS, has_json=True)
+    if len(words.places) > 1:
+        raise UserError("runs", "takes one folder", got=" ".join(words.places), remedy="name the one above them")
+    root = Path(*(words.places or ("runs",)))
+    found = rows(root, words.given)
+    if words.as_json:
+        print(json.dumps(as_json(found), indent=1))
+    else:
+        print_rows(found, root)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

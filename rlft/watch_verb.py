@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible
 from rlft.run_status import Status
 from rlft.types import Evaluation, RunInfo, StepRecord, UserError
+from rlft.words import read_words
 
 USAGE = """\
 usage: rlft watch <run>
@@ -62,6 +63,15 @@ class Clock:
 
     def add(self, seconds: float) -> None:
         self.total, self.last = self.total + seconds, time.monotonic()
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Shows the run that the words of a command line name."""
+    places = read_words("watch", arguments).places
+    if len(places) != 1:
+        remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
+        raise UserError("watch", "takes one run", got=" ".join(places) or "none", remedy=remedy)
+    watch(Path(*places))
 
 
 def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -5,20 +5,17 @@ python scripts/report_figures.py        # a minute; needs selenium, chromium and
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
+from chromium import open_chromium
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 
 
 def main() -> None:
@@ -34,13 +31,8 @@ def rlft(folder: str, *words: str) -> None:
 
 
 def draw(report: Path) -> None:
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or ""
-    for flag in FLAGS:
-        options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    driver = open_chromium(str(report.parent / "profile"), width=1500, height=880)
     try:
-        driver.set_window_size(1500, 880)
         driver.get(report.as_uri())
         while driver.execute_script("return document.documentElement.dataset.ready") != "true":
             time.sleep(0.05)

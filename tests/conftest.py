@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,16 @@ Row = tuple[int, Sequence[int], Sequence[int]]
 def tiny_path() -> Path:
     """The folder of the embedded model."""
     return Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
+
+
+@pytest.fixture(scope="session")
+def long_context_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Path:
+    """The embedded model with the context that GSM8K's recipes ask for (rotary positions need no new weights)."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(tiny_path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -75,3 +75,15 @@ def test_a_number_that_a_user_gave_is_kept_and_so_is_a_cpus(on_a_gpu, monkeypatc
 def test_where_nothing_fits_the_rehearsal_is_to_say_so(on_a_gpu):
     found = fitted(on_a_gpu(300 * 2**20)).config
     assert (found.token_budget, found.model.gradient_checkpointing) == (GPU_TOKENS, True)
+
+
+def test_a_learned_reward_that_says_auto_takes_the_lowered_budget_and_one_with_a_number_keeps_it(on_a_gpu):
+    words = ("reward=[exact_match,learned]", "reward_model.refresh_every=5", "reward_model.labels=exact_match")
+    plan = on_a_gpu(0, *words)
+    limit = (needed(plan, GPU_TOKENS, True) + needed(plan, 512, True)) // 2
+    found = fitted(on_a_gpu(limit, *words)).config
+    assert found.token_budget < GPU_TOKENS
+    assert found.reward["learned"]["token_budget"] == found.token_budget
+    assert "token_budget" not in found.reward["exact_match"]
+    kept = fitted(on_a_gpu(limit, *words, "reward.learned.token_budget=700")).config
+    assert kept.reward["learned"]["token_budget"] == 700

@@ -9,7 +9,6 @@ ones that are here.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-import rlft
 from rlft import cli, runfolder
 from rlft.config import compose
 
@@ -29,7 +27,6 @@ PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)")
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
-EMBEDDED = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 
 SMALL = {
     "steps": "2", "prompts_per_step": "4", "group_size": "2", "lora.rank": "2", "lora.alpha": "4", "eval.every": "2",
@@ -39,16 +36,6 @@ SMALL = {
 ONLY = {"sft": ("steps", "lora.rank", "lora.alpha", "model.device"),
         "rm": ("steps", "lora.rank", "lora.alpha", "model.device"),
         "sample": ("generation.max_tokens", "generation", "model.device", "scoring.workers")}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with the context that GSM8K's recipes ask for (rotary positions need no new weights)."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(EMBEDDED, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    return folder
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
@@ -109,7 +96,11 @@ def run(command: str, model: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_every_command_of_a_page_does_what_it_says(
-    page: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    page: Path,
+    long_context_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
@@ -120,7 +111,7 @@ def test_every_command_of_a_page_does_what_it_says(
             Path(file).write_text(text)
         elif language == "sh":
             for command, refused in commands(text):
-                code = run(filled(command, model), model)
+                code = run(filled(command, long_context_path), long_context_path)
                 told = capfd.readouterr()
                 assert code == (2 if refused else 0), f"{command}\n{told.out[-2000:]}{told.err[-2000:]}"
 

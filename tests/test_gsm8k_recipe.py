@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -11,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import rlft
-
-EMBEDDED = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
 
 
@@ -22,20 +18,10 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
 
 
-@pytest.fixture(scope="module")
-def long_context_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with the context the recipe's lengths ask for (rotary positions need no new weights)."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(EMBEDDED, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    return folder
-
-
 @pytest.mark.slow
-def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path: Path, long_context_model: Path) -> None:
+def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path: Path, long_context_path: Path) -> None:
     assert len((PROBLEMS / "train.jsonl").read_text().splitlines()) >= 20
-    result = run(tmp_path, f"model.path={long_context_model}", f"data.path={PROBLEMS}", "steps=1")
+    result = run(tmp_path, f"model.path={long_context_path}", f"data.path={PROBLEMS}", "steps=1")
     assert result.returncode == 0, result.stderr
     (folder,) = (tmp_path / "runs" / "grpo_gsm8k").iterdir()
     metrics = json.loads((folder / "metrics.jsonl").read_text())

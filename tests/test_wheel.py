@@ -19,6 +19,7 @@ from rlft import catalog
 
 REPOSITORY = Path(__file__).parents[1]
 MODEL = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+PAGE = ("report.html", "report.css", "report.js", "uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +76,7 @@ def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> Non
     expected = {f"rlft/configs/{file}" for file in yaml}
     expected |= {f"rlft/configs/recipe/{file.name}" for file in (REPOSITORY / "recipes").glob("*.yaml")}
     assert {name for name in names if name.endswith(".yaml")} == expected
-    assets = {"arithmetic-text.jsonl", *(f"tiny-arithmetic/{name}" for name in MODEL)}
+    assets = {"arithmetic-text.jsonl", *(f"tiny-arithmetic/{name}" for name in MODEL), *(f"report/{n}" for n in PAGE)}
     assert {f"rlft/assets/{name}" for name in assets} <= set(names)
 
 

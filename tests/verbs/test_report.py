@@ -75,12 +75,19 @@ def test_the_default_place_is_the_runs_folder_and_of_several_the_current_one(
     assert len(read_page(tmp_path / "report.html")["runs"]) == 2
 
 
+def test_a_folder_that_is_named_as_sweeps_name_theirs_is_no_word(make_run: Callable[..., Path]) -> None:
+    run = make_run("lr=1e-05,seed=0")
+    assert report_verb.report([str(run)]) == run / "report.html"
+    assert report_verb.report([f"run={run}"]) == run / "report.html"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "report: needs a run; write rlft report runs/"),
         (["nowhere"], "report: there is no run in that folder (config.yaml is missing), got nowhere"),
         (["x", "to=y.html"], "to: is no word of rlft report, got y.html; use out="),
+        (["RUN", "--json"], "command line: there is no such option, got --json; use --help"),
         (["RUN", "out=page.pdf"], "out: must be an HTML file, got page.pdf; name one such as out=report.html"),
         (["RUN", "out=/proc/page.html"], "out: cannot be written ("),
     ],

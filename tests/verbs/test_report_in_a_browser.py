@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -26,11 +24,8 @@ from rlft import cli, report_verb
 from rlft.logger.jsonl import encode
 from rlft.report_completions import MAX_TEXT, safe
 
-SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--window-size=1500,1100",
-)  # fmt: skip
+REPOSITORY = Path(__file__).parents[2]
+SCREENSHOTS = REPOSITORY / "build" / "screenshots"
 USABLE_SECONDS = 2.0
 LARGEST_BYTES = 10_000_000
 
@@ -80,13 +75,10 @@ class Page:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or ""
-    assert options.binary_location, "scripts/install.py --extras dev says how to get chromium"
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    found = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY / "scripts"))
+        from chromium import open_chromium
+    found = open_chromium(str(tmp_path_factory.mktemp("profile")), width=1500, height=1100)
     yield found
     found.quit()
 

@@ -258,6 +258,8 @@ def test_one_that_has_ended_shows_its_closing_page(made: Path, capsys: pytest.Ca
     [
         ([], "watch: takes one run, got none; write rlft watch runs/<name>/<time>"),
         (["nowhere"], "watch: there is no run in that folder (config.yaml is missing), got nowhere"),
+        (["nowhere", "--json"], "command line: there is no such option, got --json; use --help"),
+        (["a=b"], "a: is no word of rlft watch, got b; name folders only"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
