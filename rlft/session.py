@@ -166,6 +166,7 @@ class Session:
         """The engine gets the policy, and proves that it has it."""
         self.generator.load(self.roles.publish(version))
         self.freshness.check(version, self.generator, self.roles)
+        self.roles.lend_sums()
 
     def score(self, groups: Sequence[Group]) -> Scores:
         return self.scorer(groups)

@@ -10,6 +10,7 @@ from rlft.freshness import Freshness, StaleAdapterError, largest_gap
 from rlft.generation.config import Weights
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
+from rlft.model.lora_linear import LoraLinear
 
 SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
 
@@ -116,6 +117,21 @@ def test_old_weights_under_a_new_version_are_found(policy, engine):
     engine.load(replace(first, version=2))
     with pytest.raises(StaleAdapterError, match="it still holds version 0"):
         freshness.check(2, engine, policy)
+
+
+def test_a_sum_that_is_not_the_policys_is_found_though_the_policy_learns_on_it(policy, backbone):
+    engine = TransformersGenerator(policy, backbone.tokenizer, backbone.device, 64, weights=Weights.merged)
+    freshness = Freshness(SEQUENCES, 1e-3, 1)
+    for version in range(2):
+        publish(version, policy, engine)
+        freshness.check(version, engine, policy)
+        policy.lend_sums()
+    layers = [layer for layer in policy.model.modules() if isinstance(layer, LoraLinear)]
+    assert all(layer.lent for layer in layers)
+    for layer in layers:
+        layer.sums["sampler"].mul_(1.1)
+    with pytest.raises(StaleAdapterError):
+        freshness.check(1, engine, policy)
 
 
 def test_an_engine_that_samples_from_the_bare_base_is_found(policy, engine):

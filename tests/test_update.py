@@ -15,6 +15,7 @@ from rlft.model.backbone import Backbone
 from rlft.model.config import CriticKind
 from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward, padded_forward, padded_values
+from rlft.model.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
 from rlft.plan import make_plan
 from rlft.session import Session, State, open_session
@@ -568,6 +569,30 @@ def test_a_controller_of_the_kl_coefficient_rests_while_the_policy_does(tmp_path
     plan = make_plan(compose(settings))
     with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
         assert train(session).algorithm.state() == {"kl_coef": 4.0}
+
+
+def test_the_first_update_of_a_step_is_on_the_samplers_sums_and_the_second_is_not(tmp_path, monkeypatch):
+    settings = [
+        "+recipe=grpo_arithmetic", "model.device=cpu", "generation=transformers", "steps=2", "minibatches=2",
+        "prompts_per_step=4", "group_size=4", "eval.every=0", "logger=[]", "scoring.workers=0", "data.size=16",
+    ]  # fmt: skip
+    borrowed, plain = [], LoraLinear.operands
+
+    def seen(self, x):
+        found = plain(self, x)
+        if found is not None and torch.is_grad_enabled():
+            borrowed[-1].add(found.total is not None)
+        return found
+
+    monkeypatch.setattr(LoraLinear, "operands", seen)
+    step = Optimizer.update
+    monkeypatch.setattr(Optimizer, "update", lambda self, lr: (borrowed.append(set()), step(self, lr))[1])
+    plan = make_plan(compose(settings))
+    with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
+        borrowed.append(set())
+        train(session)
+    # The second set begins after the first optimizer step, the third after the publish that follows the second.
+    assert borrowed[:4] == [{True}, {False}, {True}, {False}]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlft.model import last_layer
 from rlft.model.attention import NAME, obstacle
 from rlft.model.head import head_logprobs, widened
 from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches
@@ -82,7 +83,7 @@ def packed_forward(
     layout: PackedRows | None = None,
 ) -> Outputs:
     packed = layout or pack(batch)
-    hidden_MH = _hidden(model, packed).index_select(0, packed.predictor)
+    hidden_MH = _predicting(model, packed)
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module), "a causal language model has an output embedding"
     logprobs_M, entropy_M = head_logprobs(head, hidden_MH, packed.target, temperature, entropy)
@@ -93,15 +94,15 @@ def packed_forward(
 
 def packed_values(model: PreTrainedModel, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
     packed = layout or pack(batch)
-    return _placed(head(_hidden(model, packed).index_select(0, packed.predictor)), packed, batch)
+    return _placed(head(_predicting(model, packed)), packed, batch)
 
 
 def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
     return values_M.new_zeros(batch.token_ids.shape).index_put((packed.rows, packed.columns), values_M)
 
 
-def _hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
-    """`[N, hidden]` of the packed row, after the final norm."""
+def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    """`[M, hidden]` of the places that predict the completion tokens, after the final norm."""
     # A 4-D mask is handed through untouched by every model; ours is never read, it only stops transformers from
     # building the N x N mask that restarting positions would call for.
     unread_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.token_ids.device)
@@ -112,7 +113,8 @@ def _hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
         use_cache=False,
         packed=packed,
     )
-    return output.last_hidden_state[0]
+    hidden = output.last_hidden_state[0]
+    return hidden if last_layer.is_installed(model) else hidden.index_select(0, packed.predictor)
 
 
 def padded_forward(

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlft.model.lora_linear import together
+
 
 def install(model: nn.Module) -> None:
     """Replaces the forward of every module that the functions serve."""
@@ -97,7 +99,7 @@ def _is_gated(module: nn.Module) -> bool:
 
 def _gated(module: Any, plain: Any, x: Tensor) -> Tensor:
     """down(silu(gate(x)) * up(x))."""
-    gate, up = module.gate_proj(x), module.up_proj(x)
+    gate, up = together(x, module.gate_proj, module.up_proj)
     if not torch.is_grad_enabled():
         return module.down_proj(F.silu(gate).mul_(up))
     return module.down_proj(_SiLUProduct.apply(gate, up))

@@ -52,7 +52,9 @@ class _FrozenHead(torch.autograd.Function):
             target_C = target_M[at]
             # Every step in place: a chunk's logits become log-probs or, where those are not needed again, probs.
             logits_CV = torch.mm(hidden_MH[at], weight_VH.t(), out=room_CV[: len(target_C)])
-            p_CV = logits_CV.to(wide).div_(temperature)
+            p_CV = logits_CV.to(wide)
+            if temperature != 1:
+                p_CV.div_(temperature)
             p_CV.sub_(p_CV.amax(1, keepdim=True))
             shifted_C = p_CV.gather(1, target_C[:, None])[:, 0]
             logp_CV = p_CV.clone() if entropy else None
@@ -60,11 +62,11 @@ class _FrozenHead(torch.autograd.Function):
             logprobs_M[at] = shifted_C - total_C.log()
             if logp_CV is None and not slopes:
                 continue
-            p_CV.div_(total_C[:, None])
-            if slopes:
-                rows = weight_VH.index_select(0, target_C)
-                slopes[0][at] = rows.sub_(p_CV.to(rows.dtype) @ weight_VH).div_(temperature)
+            if slopes:  # divided by the total when it is as narrow as a hidden state
+                mean_CH = (p_CV.to(weight_VH.dtype) @ weight_VH).div_(total_C[:, None])
+                slopes[0][at] = weight_VH.index_select(0, target_C).sub_(mean_CH).div_(temperature)
             if logp_CV is not None:
+                p_CV.div_(total_C[:, None])
                 logp_CV.sub_(total_C.log()[:, None])
                 entropy_M[at] = entropy_C = -(p_CV * logp_CV).sum(1)
                 if slopes:

@@ -2,12 +2,15 @@
 
 PEFT computes the adapter's output, scales it and adds it to the base's, and autograd adds up two gradients of x: five
 passes over `[N, out]` and `[N, in]`. Here the products are added in place as they are made, and only x and x A' are
-kept. The result is the same sum in another order; the layer falls back to PEFT's own for what it does not know.
+kept. Layers that read the same x (`together`) share its low-rank products and the sum of its gradients. Where
+W + s B A is there already (`LoraLinear.lend`), y and the gradient of x are one product each. The result is the same sum
+in another order; the layer falls back to PEFT's own for what it does not know.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import LoraConfig
@@ -20,16 +23,29 @@ def install(config: LoraConfig) -> None:
     config._register_custom_module({nn.Linear: LoraLinear})
 
 
+class Operands(NamedTuple):
+    """Of one layer. total: (W + s B A)' `[in, out]`, where it is there."""
+
+    weight: Tensor
+    bias: Tensor | None
+    down: Tensor
+    up: Tensor
+    total: Tensor | None
+    scale: float
+
+
 class LoraLinear(Linear):
     """A linear layer of the base with adapters, of which one at most is active here.
 
     sums: by role, (W + s B A)' `[in, out]`, which multiplies a few rows a sixth faster than its transpose; for passes
-    without gradient where a role is used for long without a change (sampling).
+    without gradient where a role is used for long without a change (sampling). lent: by role, another's sum, its own
+    matrices, and how often these had been changed when it was lent.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sums: dict[str, Tensor] = {}
+        self.lent: dict[str, tuple[Tensor, tuple[Tensor, Tensor], tuple[int, ...]]] = {}
 
     def add_up(self, role: str, dtype: torch.dtype | None = None) -> None:
         """Makes the role's sum, beside the base, which stays as it is. A 16-bit base gets none: B A would be lost.
@@ -39,13 +55,39 @@ class LoraLinear(Linear):
         weight = cast(nn.Linear, self.base_layer).weight
         if weight.dtype not in (torch.float32, torch.float64) or role not in self.lora_A:
             return
-        up, down = (cast(nn.Linear, side[role]).weight for side in (self.lora_B, self.lora_A))
+        down, up = self._matrices(role)
         room = self.sums.get(role)
+        self.lent.clear()  # what was lent is made anew in its place
         with torch.no_grad():
             if dtype in (None, weight.dtype):
                 self.sums[role] = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=room)
             else:
                 self.sums[role] = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role]).to(dtype)
+
+    def lend(self, lender: str, role: str) -> None:
+        """With gradient, `role` takes the lender's sum from now on, until one of its two matrices changes.
+
+        The lender's matrices must be the same, else nothing is lent, nor is a sum that is rounded.
+        """
+        self.lent.pop(role, None)
+        if lender not in self.sums or self.sums[lender].dtype != cast(nn.Linear, self.base_layer).weight.dtype:
+            return
+        theirs, own = (self._matrices(name) for name in (lender, role))
+        if all(torch.equal(a, b) for a, b in zip(theirs, own, strict=True)):
+            self.lent[role] = (self.sums[lender], own, tuple(matrix._version for matrix in own))
+
+    def _matrices(self, role: str) -> tuple[Tensor, Tensor]:
+        """A and B of this role."""
+        return cast(nn.Linear, self.lora_A[role]).weight, cast(nn.Linear, self.lora_B[role]).weight
+
+    def _borrowed(self, role: str) -> Tensor | None:
+        """The sum that was lent to the role, if its matrices are still those, unchanged."""
+        if role not in self.lent:
+            return None
+        total, then, versions = self.lent[role]
+        now = self._matrices(role)
+        unchanged = all(a is b and a._version == v for a, b, v in zip(now, then, versions, strict=True))
+        return total if unchanged else None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[.., out]` from x `[.., in]`."""
@@ -57,11 +99,16 @@ class LoraLinear(Linear):
             total = self.sums[role]
             y = (x.to(total.dtype) @ total).to(x.dtype)
             return y if base.bias is None else y.add_(base.bias)
-        if role is None or args or kwargs or x.dtype != base.weight.dtype:
-            return super().forward(x, *args, **kwargs)
-        down, up = (cast(nn.Linear, side[role]) for side in (self.lora_A, self.lora_B))
-        operands = (x, base.weight, base.bias, down.weight, up.weight, self.scaling[role])
-        return _LoraProduct.apply(*operands) if torch.is_grad_enabled() else _product(*operands)[0]
+        operands = None if args or kwargs else self.operands(x)
+        return super().forward(x, *args, **kwargs) if operands is None else _apply(x, [operands])[0]
+
+    def operands(self, x: Tensor) -> Operands | None:
+        """What `forward` multiplies x with, if it is two products and nothing else; None: it is done otherwise."""
+        base, role = cast(nn.Linear, self.base_layer), self._plain_role()
+        if role is None or x.dtype != base.weight.dtype or (role in self.sums and not torch.is_grad_enabled()):
+            return None
+        total = self._borrowed(role) if torch.is_grad_enabled() else None
+        return Operands(base.weight, base.bias, *self._matrices(role), total, self.scaling[role])
 
     def _plain_role(self) -> str | None:
         """The active adapter, if it is the only one and nothing but two matrices."""
@@ -75,43 +122,82 @@ class LoraLinear(Linear):
         return role if idle and not cast(nn.Linear, self.base_layer).weight.requires_grad else None
 
 
-class _LoraProduct(torch.autograd.Function):
-    """The adapter's float32 matrices are used in the dtype of x; their gradients are in their own."""
+def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """`[layer(x) for layer in layers]`, in joint products where all of them are plain LoRA layers of one role."""
+    found = [layer.operands(x) if isinstance(layer, LoraLinear) else None for layer in layers]
+    operands = [one for one in found if one is not None]
+    if len(operands) < len(layers):
+        return [layer(x) for layer in layers]
+    if any(one.total is None for one in operands):  # of some it has been made anew: then it is done without
+        operands = [one._replace(total=None) for one in operands]
+    return _apply(x, operands)
+
+
+def _apply(x: Tensor, layers: Sequence[Operands]) -> Sequence[Tensor]:
+    if not torch.is_grad_enabled():
+        return _products(x, layers)[0]
+    return _LoraProducts.apply(x, *(operand for layer in layers for operand in layer))
+
+
+class _LoraProducts(torch.autograd.Function):
+    """Of layers that read the same x. An adapter's float32 matrices are used in the dtype of x; their gradients are in
+    their own."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
-    ) -> Tensor:
-        y, flat, low = _product(x, weight, bias, down, up, scale)
-        ctx.save_for_backward(flat, low, weight, down, up)
-        ctx.scale = scale
-        return y
+    def forward(ctx: Any, x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+        size = len(Operands._fields)
+        layers = [Operands(*operands[i : i + size]) for i in range(0, len(operands), size)]
+        ys, flat, low = _products(x, layers)
+        tensors = [t for layer in layers for t in (layer.weight, layer.down, layer.up, layer.total)]
+        ctx.save_for_backward(flat, low, *tensors)
+        ctx.scales = [layer.scale for layer in layers]
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        [grad] = grad_outputs
-        flat, low, weight, down, up = ctx.saved_tensors
-        g = grad.reshape(-1, grad.shape[-1])
-        g_low = (g @ up.to(g.dtype)).mul_(ctx.scale)
-        g_down = g_low.t() @ flat if ctx.needs_input_grad[3] else None
-        # Turned, because a product that is narrow in its rows is made twice as fast as one narrow in its columns.
-        g_up = (low.t() @ g).mul_(ctx.scale).t() if ctx.needs_input_grad[4] else None
-        g_x = None
-        if ctx.needs_input_grad[0]:
-            g_x = (g @ weight).addmm_(g_low, down.to(g.dtype)).view(*grad.shape[:-1], -1)
-        return g_x, None, None, _as(g_down, down), _as(g_up, up), None
+        flat, low, *tensors = ctx.saved_tensors
+        layers = [
+            Operands(weight, None, down, up, total, scale)
+            for (weight, down, up, total), scale in zip(zip(*[iter(tensors)] * 4, strict=True), ctx.scales, strict=True)
+        ]
+        sizes, shape = [len(layer.down) for layer in layers], grad_outputs[0].shape
+        ups: list[Tensor] = []
+        low_grads: list[Tensor] = []
+        x_grad: Tensor | None = None
+        for layer, own, grad in zip(layers, low.split(sizes, 1), grad_outputs, strict=True):
+            g = grad.reshape(-1, grad.shape[-1])
+            low_grads.append((g @ layer.up.to(g.dtype)).mul_(layer.scale))
+            # Turned, because a product that is narrow in its rows is made twice as fast as one narrow in its columns.
+            ups.append((own.t() @ g).mul_(layer.scale).t().to(layer.up.dtype))
+            if ctx.needs_input_grad[0]:
+                weight = layer.weight if layer.total is None else layer.total.t()
+                x_grad = g @ weight if x_grad is None else x_grad.addmm_(g, weight)
+        low_grad = low_grads[0] if len(layers) == 1 else torch.cat(low_grads, 1)
+        downs = (low_grad.t() @ flat).split(sizes)
+        if x_grad is not None:
+            if layers[0].total is None:
+                x_grad.addmm_(low_grad, _downs(layers).to(low_grad.dtype))
+            x_grad = x_grad.view(*shape[:-1], x_grad.shape[-1])
+        found: list[Tensor | None] = []
+        for layer, down, up in zip(layers, downs, ups, strict=True):
+            found += [None, None, down.to(layer.down.dtype), up, None, None]
+        return x_grad, *found
 
 
-def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x as a matrix, x A')."""
+def _products(x: Tensor, layers: Sequence[Operands]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(y of each layer, x as a matrix, x A' of all layers side by side)."""
     flat = x.reshape(-1, x.shape[-1])
-    low = flat @ down.to(x.dtype).t()
-    y = flat @ weight.t() if bias is None else torch.addmm(bias, flat, weight.t())
-    y.addmm_(low, up.to(x.dtype).t(), alpha=scale)
-    return y.view(*x.shape[:-1], -1), flat, low
+    low = flat @ _downs(layers).to(x.dtype).t()
+    ys = []
+    for layer, own in zip(layers, low.split([len(layer.down) for layer in layers], 1), strict=True):
+        weight = layer.weight.t() if layer.total is None else layer.total
+        y = flat @ weight if layer.bias is None else torch.addmm(layer.bias, flat, weight)
+        if layer.total is None:
+            y.addmm_(own, layer.up.to(x.dtype).t(), alpha=layer.scale)
+        ys.append(y.view(*x.shape[:-1], y.shape[-1]))
+    return ys, flat, low
 
 
-def _as(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
-    return None if grad is None else grad.to(parameter.dtype)
+def _downs(layers: Sequence[Operands]) -> Tensor:
+    """A of all layers, one below the other."""
+    return layers[0].down if len(layers) == 1 else torch.cat([layer.down for layer in layers])

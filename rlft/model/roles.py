@@ -307,6 +307,16 @@ class Roles:
             if weights != "apart" and isinstance(layer, lora_linear.LoraLinear):
                 layer.add_up(SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
 
+    def lend_sums(self) -> None:
+        """The policy learns on the sampler's sums while its weights are those of the sampler (`LoraLinear.lend`).
+
+        Only after the freshness check, whose passes by the policy must not depend on what the sampler has.
+        """
+        if SAMPLER in self.model.peft_config:
+            for layer in self.model.modules():
+                if isinstance(layer, lora_linear.LoraLinear):
+                    layer.lend(SAMPLER, POLICY)
+
     def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
         """For decoding these prompts by whatever is active; None where the model cannot be decoded so."""
         return open_prefix_cache(self.forward, prompts, max_tokens)

@@ -128,3 +128,108 @@ def test_in_16_bits_nothing_is_added_up():
     layer = made(fused=True, dtype=torch.bfloat16).base_model.model.first
     layer.add_up("default")
     assert not layer.sums
+
+
+# -- layers of one input ----------------------------------------------------------------------------------------------
+class Siblings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(6, 9, dtype=torch.float64)
+        self.narrow = nn.Linear(6, 4, bias=False, dtype=torch.float64)
+
+
+def siblings(**settings):
+    """Two layers that read the same x, each with matrices that do something for two roles."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["wide", "narrow"], **settings)
+    lora_linear.install(config)
+    model = get_peft_model(Siblings(), config, autocast_adapter_dtype=False)
+    model.add_adapter("sampler", config)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter)
+    return model.base_model.model
+
+
+def of_both(layers, run):
+    """Outputs of both layers, and the gradients of x and of all four matrices."""
+    x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    ys = run(x, layers.wide, layers.narrow)
+    matrices = [m for layer in (layers.wide, layers.narrow) for m in layer._matrices("default")]
+    return *ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *matrices])
+
+
+def apart(x, *layers):
+    return [layer(x) for layer in layers]
+
+
+def test_together_they_give_what_each_gives():
+    layers = siblings()
+    expected = of_both(layers, apart)
+    torch.testing.assert_close(of_both(layers, lora_linear.together), expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        x = torch.randn(4, 6, dtype=torch.float64)
+        torch.testing.assert_close(
+            list(lora_linear.together(x, layers.wide, layers.narrow)),
+            apart(x, layers.wide, layers.narrow),
+            rtol=1e-12,
+            atol=1e-12,
+        )
+
+
+def test_where_one_is_not_plain_each_is_called(monkeypatch):
+    layers, called = siblings(lora_dropout=0.5), []
+    monkeypatch.setattr(LoraLinear, "forward", lambda self, x: called.append(self) or x)
+    lora_linear.together(torch.randn(4, 6, dtype=torch.float64), layers.wide.train(), layers.narrow.eval())
+    assert called == [layers.wide, layers.narrow]
+
+
+# -- sums that are lent ------------------------------------------------------------------------------------------------
+def lent(layers):
+    """The policy's matrices become the sampler's, whose sums it borrows."""
+    for layer in (layers.wide, layers.narrow):
+        for ours, theirs in zip(layer._matrices("default"), layer._matrices("sampler"), strict=True):
+            theirs.data.copy_(ours.data)
+        layer.add_up("sampler")
+        layer.lend("sampler", "default")
+    return layers
+
+
+@pytest.mark.parametrize("run", [apart, lora_linear.together])
+def test_a_lent_sum_gives_the_same_outputs_and_gradients(run):
+    expected = of_both(siblings(), apart)
+    layers = lent(siblings())
+    torch.testing.assert_close(of_both(layers, run), expected, rtol=1e-12, atol=1e-12)
+    for layer in (layers.wide, layers.narrow):
+        layer.sums["sampler"].zero_()
+    with pytest.raises(AssertionError):  # so it is what was multiplied with
+        torch.testing.assert_close(of_both(layers, run), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("matrix", [0, 1])
+@pytest.mark.parametrize("run", [apart, lora_linear.together])
+def test_a_matrix_that_changes_ends_the_loan(run, matrix):
+    layers = lent(siblings())
+    optimizer = torch.optim.AdamW([layers.narrow._matrices("default")[matrix]], lr=0.1)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones_like(optimizer.param_groups[0]["params"][0])
+    optimizer.step()
+    found = of_both(layers, run)
+    layers.narrow.lent.clear()
+    layers.wide.lent.clear()
+    torch.testing.assert_close(found, of_both(layers, apart), rtol=1e-12, atol=1e-12)
+    assert layers.narrow.operands(torch.randn(1, 6, dtype=torch.float64)).total is None
+
+
+def test_only_a_sum_of_the_same_matrices_in_the_same_dtype_is_lent():
+    layer = siblings().wide
+    layer.add_up("sampler")
+    layer.lend("sampler", "default")
+    assert not layer.lent, "the matrices differ"
+    layer = lent(siblings()).wide
+    assert layer.lent
+    layer.add_up("sampler")
+    assert not layer.lent, "it was made anew, maybe of others"
+    layer.add_up("sampler", torch.bfloat16)
+    layer.lend("sampler", "default")
+    assert not layer.lent, "it is rounded"

@@ -16,7 +16,7 @@ import pytest
 
 from rlft import cli, report_completions, report_data, report_verb
 from rlft.logger.jsonl import encode, rollout_files, token_fields
-from rlft.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose
+from rlft.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose, fitting
 from rlft.report_data import MAX_POINTS, report_of, same_but_seeds, thinned
 from rlft.types import TokenValues
 
@@ -112,6 +112,11 @@ def test_a_run_without_metrics_is_refused(make_run: Callable[..., Path], capsys:
         (run / name).unlink()
     assert cli.run(["report", str(run)]) == 2
     assert "the run has left no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_group_that_is_too_large_hides_none_behind_it() -> None:
+    small, large = {"rows": [{"text": "a"}]}, {"rows": [{"text": "a" * 1000}]}
+    assert list(fitting([small, large, small], 200)) == [small, small]
 
 
 # -- curves, alarms, configs -------------------------------------------------------------------------------------------
