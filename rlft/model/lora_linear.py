@@ -67,13 +67,15 @@ class LoraLinear(Linear):
     def lend(self, lender: str, role: str) -> None:
         """With gradient, `role` takes the lender's sum from now on, until one of its two matrices changes.
 
-        The lender's matrices must be the same, else nothing is lent, nor is a sum that is rounded.
+        The lender's matrices and scale must be the same, else nothing is lent, nor is a sum that is rounded.
         """
         self.lent.pop(role, None)
         if lender not in self.sums or self.sums[lender].dtype != cast(nn.Linear, self.base_layer).weight.dtype:
             return
         theirs, own = (self._matrices(name) for name in (lender, role))
-        if all(torch.equal(a, b) for a, b in zip(theirs, own, strict=True)):
+        if self.scaling[lender] == self.scaling[role] and all(
+            torch.equal(a, b) for a, b in zip(theirs, own, strict=True)
+        ):
             self.lent[role] = (self.sums[lender], own, tuple(matrix._version for matrix in own))
 
     def _matrices(self, role: str) -> tuple[Tensor, Tensor]:

@@ -230,6 +230,11 @@ def test_only_a_sum_of_the_same_matrices_in_the_same_dtype_is_lent():
     assert layer.lent
     layer.add_up("sampler")
     assert not layer.lent, "it was made anew, maybe of others"
+    layer.scaling["sampler"] *= 2
+    layer.add_up("sampler")
+    layer.lend("sampler", "default")
+    assert not layer.lent, "it is of another scale"
+    layer.scaling["sampler"] /= 2
     layer.add_up("sampler", torch.bfloat16)
     layer.lend("sampler", "default")
     assert not layer.lent, "it is rounded"
