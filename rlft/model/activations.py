@@ -21,7 +21,7 @@ def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:
 
     A layer keeps the inputs and outputs of its two norms, queries, keys, values and attention output, and of its gated
     MLP gate, up and their product. Low-rank products and normalisers are left out (a few per cent), and so are logits,
-    which are alive for a chunk of tokens only.
+    which are alive for a chunk of tokens only. The last layer is counted as any other, though its MLP keeps fewer.
     """
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

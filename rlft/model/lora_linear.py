@@ -130,7 +130,7 @@ def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     operands = [one for one in found if one is not None]
     if len(operands) < len(layers):
         return [layer(x) for layer in layers]
-    if any(one.total is None for one in operands):  # of some it has been made anew: then it is done without
+    if any(one.total is None for one in operands):  # where one of them borrows no sum, none does
         operands = [one._replace(total=None) for one in operands]
     return _apply(x, operands)
 
@@ -150,18 +150,16 @@ class _LoraProducts(torch.autograd.Function):
         size = len(Operands._fields)
         layers = [Operands(*operands[i : i + size]) for i in range(0, len(operands), size)]
         ys, flat, low = _products(x, layers)
-        tensors = [t for layer in layers for t in (layer.weight, layer.down, layer.up, layer.total)]
-        ctx.save_for_backward(flat, low, *tensors)
-        ctx.scales = [layer.scale for layer in layers]
+        weights, _, downs, ups, totals, ctx.scales = zip(*layers, strict=True)
+        ctx.save_for_backward(flat, low, *weights, *downs, *ups, *totals)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         flat, low, *tensors = ctx.saved_tensors
-        layers = [
-            Operands(weight, None, down, up, total, scale)
-            for (weight, down, up, total), scale in zip(zip(*[iter(tensors)] * 4, strict=True), ctx.scales, strict=True)
-        ]
+        n = len(ctx.scales)
+        columns = (tensors[:n], [None] * n, tensors[n : 2 * n], tensors[2 * n : 3 * n], tensors[3 * n :], ctx.scales)
+        layers = [Operands(*row) for row in zip(*columns, strict=True)]
         sizes, shape = [len(layer.down) for layer in layers], grad_outputs[0].shape
         ups: list[Tensor] = []
         low_grads: list[Tensor] = []

@@ -144,6 +144,7 @@ def test_a_living_run_is_running(made: Path, capsys: pytest.CaptureFixture[str])
         (["status=asleep"], "status: is not one of its choices, got asleep; use one of running, finished"),
         (["sort=luck"], "sort: is not one of its choices, got luck; use one of age"),
         (["stat=killed"], "stat: is no word of rlft runs, got killed; use status="),
+        (["x" * 300 + "=1"], "x" * 300 + ": is no word of rlft runs, got 1; use status="),
         (["--all"], "command line: there is no such option, got --all; use --json or --help"),
     ],
 )
