@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import rlft
 from rlft.hub import hub_answers
-from rlft.model import attention, fused, last_layer, rotary
+from rlft.model import attention, decoder_layer, fused, rotary
 from rlft.model.activations import set_checkpointing
 from rlft.model.config import ModelConfig
 from rlft.types import UserError
@@ -179,7 +179,7 @@ def read_backbone(config: ModelConfig) -> Backbone:
     _silence_dropout(model)
     fused.install(model)
     rotary.install(model)
-    last_layer.install(model)
+    decoder_layer.install(model)
     if config.gradient_checkpointing is True:
         set_checkpointing(model, True)
     return Backbone(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlft.model import last_layer
+from rlft.model import decoder_layer
 from rlft.model.attention import NAME, obstacle
 from rlft.model.head import head_logprobs, widened
 from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches
@@ -114,7 +114,7 @@ def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
         packed=packed,
     )
     hidden = output.last_hidden_state[0]
-    return hidden if last_layer.is_installed(model) else hidden.index_select(0, packed.predictor)
+    return hidden if decoder_layer.narrows(model) else hidden.index_select(0, packed.predictor)
 
 
 def padded_forward(

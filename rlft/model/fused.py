@@ -9,13 +9,11 @@ frozen.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from rlft.model.lora_linear import together
 
 
 def install(model: nn.Module) -> None:
@@ -54,39 +52,60 @@ def _eps(module: Any) -> float:
     return getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)) or 0.0
 
 
+class Norm(NamedTuple):
+    weight: Tensor
+    eps: float
+
+
+def norm_of(module: Any) -> Norm | None:
+    """What a norm that was replaced is made of; None if it is not one of these, or learns."""
+    if not _is_replaced(module, _norm) or module.weight.requires_grad:
+        return None
+    return Norm(module.weight, _eps(module))
+
+
+def is_wide(x: Tensor) -> bool:
+    """Whether x is in float32 or float64: in 16 bits transformers' norms are made in float32 and rounded."""
+    return x.dtype in (torch.float32, torch.float64)
+
+
+def _is_replaced(module: Any, forward: Any) -> bool:
+    return isinstance(module.forward, functools.partial) and module.forward.func is forward
+
+
 def _norm(module: Any, plain: Any, x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, over the last axis; in float32 at least."""
-    if (
-        module.weight.requires_grad
-        or x.dtype not in (torch.float32, torch.float64)
-        or x.shape[-1] != len(module.weight)
-    ):
+    if module.weight.requires_grad or not is_wide(x) or x.shape[-1] != len(module.weight):
         return plain(x)
     if not torch.is_grad_enabled():
-        return (x * _scale(x, _eps(module))).mul_(module.weight)
+        return normed(x, module.weight, _eps(module))[0]
     return cast(Tensor, _RMSNorm.apply(x, module.weight, _eps(module)))
 
 
-def _scale(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, which is kept."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x scale weight, scale), with scale = 1 / sqrt(mean(x^2) + eps) over the last axis, kept; no gradient."""
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight), scale
+
+
+def norm_gradient(weighted: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of x, in the place of `weighted`, which is weight times that of `normed`."""
+    along = torch.linalg.vecdot(weighted, x)[..., None]
+    return weighted.mul_(scale).addcmul_(x, along.mul_(scale.pow(3)).div_(-x.shape[-1]))
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = _scale(x, eps)
+        y, scale = normed(x, weight, eps)
         ctx.save_for_backward(x, scale, weight)
-        return (x * scale).mul_(weight)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grad_outputs
         x, scale, weight = ctx.saved_tensors
-        weighted = grad * weight
-        along = (weighted.flatten(0, -2)[:, None] @ x.flatten(0, -2)[:, :, None]).view_as(scale)
-        back = along.mul_(scale.pow(3)).div_(-x.shape[-1])
-        return weighted.mul_(scale).addcmul_(x, back), None, None
+        return norm_gradient(grad * weight, x, scale), None, None
 
 
 # -- gated MLPs --------------------------------------------------------------------------------------------------------
@@ -97,9 +116,14 @@ def _is_gated(module: nn.Module) -> bool:
     return has_parts and isinstance(getattr(module, "act_fn", None), nn.Module)
 
 
+def is_gated(module: Any) -> bool:
+    """Whether this is a gated MLP with SiLU that was replaced."""
+    return _is_replaced(module, _gated)
+
+
 def _gated(module: Any, plain: Any, x: Tensor) -> Tensor:
     """down(silu(gate(x)) * up(x))."""
-    gate, up = together(x, module.gate_proj, module.up_proj)
+    gate, up = module.gate_proj(x), module.up_proj(x)
     if not torch.is_grad_enabled():
         return module.down_proj(F.silu(gate).mul_(up))
     return module.down_proj(_SiLUProduct.apply(gate, up))

@@ -2,14 +2,14 @@
 
 PEFT computes the adapter's output, scales it and adds it to the base's, and autograd adds up two gradients of x: five
 passes over `[N, out]` and `[N, in]`. Here the products are added in place as they are made, and only x and x A' are
-kept. Layers that read the same x (`together`) share its low-rank products and the sum of its gradients. Where
-W + s B A is there already (`LoraLinear.lend`), y and the gradient of x are one product each. The result is the same sum
-in another order; the layer falls back to PEFT's own for what it does not know.
+kept. Layers that read the same x share its low-rank products and the sum of its gradients (`products`, `gradients`;
+`branches.py` has them). Where W + s B A is there already (`LoraLinear.lend`), y and the gradient of x are one product
+each. The result is the same sum in another order; the layer falls back to PEFT's own for what it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,14 +24,41 @@ def install(config: LoraConfig) -> None:
 
 
 class Operands(NamedTuple):
-    """Of one layer. total: (W + s B A)' `[in, out]`, where it is there."""
+    """Of one layer: what `products` multiplies x with.
+
+    down, up: A and B, None where the layer has no adapter. total: (W + s B A)' `[in, out]`, where it is there.
+    """
 
     weight: Tensor
-    bias: Tensor | None
-    down: Tensor
-    up: Tensor
-    total: Tensor | None
-    scale: float
+    bias: Tensor | None = None
+    down: Tensor | None = None
+    up: Tensor | None = None
+    total: Tensor | None = None
+    scale: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.down is None else len(self.down)
+
+    @property
+    def needed_backward(self) -> tuple[Tensor | None, ...]:
+        """For `save_for_backward`; `restored` makes operands of it again."""
+        return self.weight, self.down, self.up, self.total
+
+
+def restored(saved: Sequence[Tensor | None], scales: Sequence[float]) -> list[Operands]:
+    """Of as many layers as there are scales, from what they said they need, one after the other."""
+    rows = [saved[i : i + 4] for i in range(0, 4 * len(scales), 4)]
+    return [
+        Operands(weight=cast(Tensor, weight), down=down, up=up, total=total, scale=scale)
+        for (weight, down, up, total), scale in zip(rows, scales, strict=True)
+    ]
+
+
+def regrouped(flat: Sequence[Any]) -> list[Operands]:
+    """Operands of several layers that were passed to an autograd function one value after the other."""
+    size = len(Operands._fields)
+    return [Operands(*flat[i : i + size]) for i in range(0, len(flat), size)]
 
 
 class LoraLinear(Linear):
@@ -102,7 +129,11 @@ class LoraLinear(Linear):
             y = (x.to(total.dtype) @ total).to(x.dtype)
             return y if base.bias is None else y.add_(base.bias)
         operands = None if args or kwargs else self.operands(x)
-        return super().forward(x, *args, **kwargs) if operands is None else _apply(x, [operands])[0]
+        if operands is None:
+            return super().forward(x, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return products(x, [operands])[0][0]
+        return cast(Tensor, _LoraProduct.apply(x, *operands))
 
     def operands(self, x: Tensor) -> Operands | None:
         """What `forward` multiplies x with, if it is two products and nothing else; None: it is done otherwise."""
@@ -124,80 +155,100 @@ class LoraLinear(Linear):
         return role if idle and not cast(nn.Linear, self.base_layer).weight.requires_grad else None
 
 
-def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
-    """`[layer(x) for layer in layers]`, in joint products where all of them are plain LoRA layers of one role."""
-    found = [layer.operands(x) if isinstance(layer, LoraLinear) else None for layer in layers]
-    operands = [one for one in found if one is not None]
-    if len(operands) < len(layers):
-        return [layer(x) for layer in layers]
-    if any(one.total is None for one in operands):  # where one of them borrows no sum, none does
-        operands = [one._replace(total=None) for one in operands]
-    return _apply(x, operands)
+def operands_of(x: Tensor, layers: Iterable[nn.Module]) -> list[Operands] | None:
+    """What each of the layers multiplies x with, or tensors like it; None where one of them does more than that.
+
+    Linear layers without an adapter that are frozen are among those that do not.
+    """
+    found: list[Operands] = []
+    for layer in layers:
+        own = layer.operands(x) if isinstance(layer, LoraLinear) else _frozen(x, layer)
+        if own is None:
+            return None
+        found.append(own)
+    return found
 
 
-def _apply(x: Tensor, layers: Sequence[Operands]) -> Sequence[Tensor]:
-    if not torch.is_grad_enabled():
-        return _products(x, layers)[0]
-    return _LoraProducts.apply(x, *(operand for layer in layers for operand in layer))
+def _frozen(x: Tensor, layer: nn.Module) -> Operands | None:
+    if (
+        type(layer) is not nn.Linear
+        or any(p.requires_grad for p in layer.parameters())
+        or x.dtype != layer.weight.dtype
+    ):
+        return None
+    return Operands(layer.weight, layer.bias)
 
 
-class _LoraProducts(torch.autograd.Function):
-    """Of layers that read the same x. An adapter's float32 matrices are used in the dtype of x; their gradients are in
-    their own."""
-
+class _LoraProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
-        size = len(Operands._fields)
-        layers = [Operands(*operands[i : i + size]) for i in range(0, len(operands), size)]
-        ys, flat, low = _products(x, layers)
-        weights, _, downs, ups, totals, ctx.scales = zip(*layers, strict=True)
-        ctx.save_for_backward(flat, low, *weights, *downs, *ups, *totals)
-        return tuple(ys)
+    def forward(ctx: Any, x: Tensor, *operands: Any) -> Tensor:
+        layer = Operands(*operands)
+        [y], flat, low = products(x, [layer])
+        ctx.save_for_backward(flat, low, *layer.needed_backward)
+        ctx.scale = layer.scale
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        flat, low, *tensors = ctx.saved_tensors
-        n = len(ctx.scales)
-        columns = (tensors[:n], [None] * n, tensors[n : 2 * n], tensors[2 * n : 3 * n], tensors[3 * n :], ctx.scales)
-        layers = [Operands(*row) for row in zip(*columns, strict=True)]
-        sizes, shape = [len(layer.down) for layer in layers], grad_outputs[0].shape
-        ups: list[Tensor] = []
-        low_grads: list[Tensor] = []
-        x_grad: Tensor | None = None
-        for layer, own, grad in zip(layers, low.split(sizes, 1), grad_outputs, strict=True):
-            g = grad.reshape(-1, grad.shape[-1])
-            low_grads.append((g @ layer.up.to(g.dtype)).mul_(layer.scale))
-            # Turned, because a product that is narrow in its rows is made twice as fast as one narrow in its columns.
-            ups.append((own.t() @ g).mul_(layer.scale).t().to(layer.up.dtype))
-            if ctx.needs_input_grad[0]:
-                weight = layer.weight if layer.total is None else layer.total.t()
-                x_grad = g @ weight if x_grad is None else x_grad.addmm_(g, weight)
-        low_grad = low_grads[0] if len(layers) == 1 else torch.cat(low_grads, 1)
-        downs = (low_grad.t() @ flat).split(sizes)
-        if x_grad is not None:
-            if layers[0].total is None:
-                x_grad.addmm_(low_grad, _downs(layers).to(low_grad.dtype))
-            x_grad = x_grad.view(*shape[:-1], x_grad.shape[-1])
-        found: list[Tensor | None] = []
-        for layer, down, up in zip(layers, downs, ups, strict=True):
-            found += [None, None, down.to(layer.down.dtype), up, None, None]
-        return x_grad, *found
+        flat, low, *saved = ctx.saved_tensors
+        x_grad, own = gradients(restored(saved, [ctx.scale]), flat, low, grad_outputs, ctx.needs_input_grad[0])
+        shape = grad_outputs[0].shape[:-1]
+        return (None if x_grad is None else x_grad.view(*shape, -1), *own)
 
 
-def _products(x: Tensor, layers: Sequence[Operands]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(y of each layer, x as a matrix, x A' of all layers side by side)."""
-    flat = x.reshape(-1, x.shape[-1])
+def products(x: Tensor, layers: Sequence[Operands]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(y `[.., out]` of each layer, x as a matrix `[N, in]`, x A' of all layers side by side `[N, ranks]`)."""
+    flat, lent = x.reshape(-1, x.shape[-1]), _all_lent(layers)
     low = flat @ _downs(layers).to(x.dtype).t()
     ys = []
-    for layer, own in zip(layers, low.split([len(layer.down) for layer in layers], 1), strict=True):
-        weight = layer.weight.t() if layer.total is None else layer.total
+    for layer, own in zip(layers, low.split([layer.rank for layer in layers], 1), strict=True):
+        weight = layer.total if lent and layer.total is not None else layer.weight.t()
         y = flat @ weight if layer.bias is None else torch.addmm(layer.bias, flat, weight)
-        if layer.total is None:
+        if layer.up is not None and not lent:
             y.addmm_(own, layer.up.to(x.dtype).t(), alpha=layer.scale)
         ys.append(y.view(*x.shape[:-1], y.shape[-1]))
     return ys, flat, low
 
 
+def gradients(
+    layers: Sequence[Operands], flat: Tensor, low: Tensor, grads: Sequence[Tensor], of_x: bool
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """(gradient of x `[N, in]`, those of every layer's operands in their order), from those of the layers' y.
+
+    flat, low: what `products` gave with y. The tensors are new and nobody else's. An adapter's float32 matrices are
+    used in the dtype of x; their gradients are in their own.
+    """
+    lent, sizes = _all_lent(layers), [layer.rank for layer in layers]
+    ups: list[Tensor | None] = []
+    low_grads: list[Tensor] = []
+    x_grad: Tensor | None = None
+    for layer, own, grad in zip(layers, low.split(sizes, 1), grads, strict=True):
+        g = grad.reshape(-1, grad.shape[-1])
+        if layer.up is None:
+            ups.append(None)
+        else:
+            low_grads.append((g @ layer.up.to(g.dtype)).mul_(layer.scale))
+            # Turned, because a product that is narrow in its rows is made twice as fast as one narrow in its columns.
+            ups.append((own.t() @ g).mul_(layer.scale).t().to(layer.up.dtype))
+        if of_x:
+            weight = layer.total.t() if lent and layer.total is not None else layer.weight
+            x_grad = g @ weight if x_grad is None else x_grad.addmm_(g, weight)
+    low_grad = low_grads[0] if len(low_grads) == 1 else torch.cat([low[:, :0], *low_grads], 1)
+    downs = (low_grad.t() @ flat).split(sizes)
+    if x_grad is not None and not lent:
+        x_grad.addmm_(low_grad, _downs(layers).to(low_grad.dtype))
+    found: list[Tensor | None] = []
+    for layer, down, up in zip(layers, downs, ups, strict=True):
+        found += [None, None, None if layer.down is None else down.to(layer.down.dtype), up, None, None]
+    return x_grad, found
+
+
+def _all_lent(layers: Sequence[Operands]) -> bool:
+    """Whether every adapter's sum with its base is there; where one is missing, none is used."""
+    return all(layer.total is not None for layer in layers if layer.down is not None)
+
+
 def _downs(layers: Sequence[Operands]) -> Tensor:
-    """A of all layers, one below the other."""
-    return layers[0].down if len(layers) == 1 else torch.cat([layer.down for layer in layers])
+    """A of all layers, one below the other `[ranks, in]`."""
+    downs = [layer.down for layer in layers if layer.down is not None]
+    return downs[0] if len(downs) == 1 else torch.cat([layers[0].weight[:0], *downs])

@@ -21,26 +21,36 @@ Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def install(model: nn.Module) -> None:
     """Has every attention module of the model that can be served call `apply` in place of the function it knows."""
     for module in model.modules():
-        forward = type(module).forward
-        code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-        if code is None or NAME not in code.co_names or not _same(known.get(NAME)):
-            continue
-        # The module's own forward, unchanged but for what this name means to it; other models keep theirs.
-        turned = types.FunctionType(code, {**known, NAME: apply}, forward.__name__, forward.__defaults__)
-        turned.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = types.MethodType(turned, module)
+        if _serves(module):
+            # The module's own forward, unchanged but for what this name means to it; other models keep theirs.
+            own: Any = type(module).forward
+            changed = types.FunctionType(own.__code__, {**own.__globals__, NAME: apply}, own.__name__, own.__defaults__)
+            changed.__kwdefaults__ = own.__kwdefaults__
+            module.forward = types.MethodType(changed, module)
+
+
+def is_installed(module: nn.Module) -> bool:
+    """Whether this module calls `apply`."""
+    return getattr(getattr(module.forward, "__func__", None), "__globals__", {}).get(NAME) is apply
+
+
+def _serves(module: nn.Module) -> bool:
+    """Whether this is an attention module that turns its queries and keys as `apply` does."""
+    forward = type(module).forward
+    code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    return code is not None and NAME in code.co_names and _same(known.get(NAME))
 
 
 def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Queries `[B, H, N, D]` and keys `[B, K, N, D]` turned by their positions; cos and sin `[B, N, D]`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if not torch.is_grad_enabled():
-        return _turn(q, cos, sin), _turn(k, cos, sin)
+        return turned(q, cos, sin), turned(k, cos, sin)
     return cast(Tensor, _Rotation.apply(q, cos, sin)), cast(Tensor, _Rotation.apply(k, cos, sin))
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(x1 cos1 - x2 sin1, x2 cos2 + x1 sin2), with x1 and x2 the halves of the last axis."""
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(x1 cos1 - x2 sin1, x2 cos2 + x1 sin2), with x1 and x2 the halves of the last axis; new. No gradient."""
     half = x.shape[-1] // 2
     out = x * cos
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
@@ -48,22 +58,24 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def turned_back(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of x from that of `turned`: (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)."""
+    half = g.shape[-1] // 2
+    back = g * cos
+    back[..., :half].addcmul_(g[..., half:], sin[..., half:])
+    back[..., half:].addcmul_(g[..., :half], sin[..., :half], value=-1)
+    return back
+
+
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        return turned(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """(g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)."""
-        [g] = grad_outputs
-        cos, sin = ctx.saved_tensors
-        half = g.shape[-1] // 2
-        back = g * cos
-        back[..., :half].addcmul_(g[..., half:], sin[..., half:])
-        back[..., half:].addcmul_(g[..., :half], sin[..., :half], value=-1)
-        return back, None, None
+        return turned_back(*grad_outputs, *ctx.saved_tensors), None, None
 
 
 def _same(function: Any) -> bool:

@@ -51,19 +51,7 @@ class _SplitAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float | None
     ) -> Tensor:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse: Tensor | None = None
-        for block in blocks:
-            q, k, v = _gathered(block, query, key, value)
-            part, part_lse = _FORWARD(q, k, v, 0.0, block.causal, attn_mask=_bias(block, q), scale=scale)
-            part, part_lse = _tokens(block.queries, part), _tokens(block.queries, part_lse[..., None])
-            if lse is None:
-                lse = part_lse.new_empty(*query.shape[:2], 1)
-            places = block.queries.real
-            if not block.causal:
-                part, part_lse = merge(part, part_lse, take(out, places), take(lse, places))
-            put(out, places, part)
-            put(lse, places, part_lse)
+        out, lse = attend(query, key, value, blocks, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.blocks, ctx.scale = blocks, scale
         return out
@@ -72,21 +60,53 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grad_outputs
         query, key, value, out, lse = ctx.saved_tensors
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        for block in ctx.blocks:
-            q, k, v = _gathered(block, query, key, value)
-            g, o = (_rows(x, block.queries, block) for x in (grad, out))
-            normaliser = _rows(lse, block.queries, block)[..., 0].contiguous()
-            if block.queries.slots is not None:
-                # A padded query weighs nothing: exp(score - inf) = 0.
-                padded = torch.ones(block.shape[0] * block.shape[1], dtype=torch.bool)
-                padded = padded.index_fill_(0, block.queries.slots, False).view(block.shape[0], 1, block.shape[1])
-                normaliser = normaliser.masked_fill(padded, torch.inf)
-            parts = _BACKWARD(g, q, k, v, o, normaliser, 0.0, block.causal, attn_mask=_bias(block, q), scale=ctx.scale)
-            sides = (block.queries, block.keys, block.keys)
-            for total, part, places in zip(grads, parts, sides, strict=True):
-                _add(total, places.real, _tokens(places, part), first=block.causal)
-        return (*grads, None, None)
+        return (*attention_gradients(grad, query, key, value, out, lse, ctx.blocks, ctx.scale), None, None)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """(attention `[N, H, D]`, its log-sum-exp `[N, H, 1]`); no gradient."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = query.new_empty(*query.shape[:2], 1, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    for block in blocks:
+        q, k, v = _gathered(block, query, key, value)
+        part, part_lse = _FORWARD(q, k, v, 0.0, block.causal, attn_mask=_bias(block, q), scale=scale)
+        part, part_lse = _tokens(block.queries, part), _tokens(block.queries, part_lse[..., None])
+        places = block.queries.real
+        if not block.causal:
+            part, part_lse = merge(part, part_lse, take(out, places), take(lse, places))
+        put(out, places, part)
+        put(lse, places, part_lse)
+    return out, lse
+
+
+def attention_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    blocks: Sequence[Block],
+    scale: float | None,
+) -> list[Tensor]:
+    """Those of query, key and value, new, from that of `out`; out, lse: what `attend` gave."""
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    for block in blocks:
+        q, k, v = _gathered(block, query, key, value)
+        g, o = (_rows(x, block.queries, block) for x in (grad, out))
+        normaliser = _rows(lse, block.queries, block)[..., 0].contiguous()
+        if block.queries.slots is not None:
+            # A padded query weighs nothing: exp(score - inf) = 0.
+            padded = torch.ones(block.shape[0] * block.shape[1], dtype=torch.bool)
+            padded = padded.index_fill_(0, block.queries.slots, False).view(block.shape[0], 1, block.shape[1])
+            normaliser = normaliser.masked_fill(padded, torch.inf)
+        parts = _BACKWARD(g, q, k, v, o, normaliser, 0.0, block.causal, attn_mask=_bias(block, q), scale=scale)
+        sides = (block.queries, block.keys, block.keys)
+        for total, part, places in zip(grads, parts, sides, strict=True):
+            _add(total, places.real, _tokens(places, part), first=block.causal)
+    return grads
 
 
 def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

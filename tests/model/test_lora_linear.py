@@ -138,10 +138,10 @@ class Siblings(nn.Module):
         self.narrow = nn.Linear(6, 4, bias=False, dtype=torch.float64)
 
 
-def siblings(**settings):
-    """Two layers that read the same x, each with matrices that do something for two roles."""
+def siblings(targets=("wide", "narrow"), **settings):
+    """Two layers that read the same x, those named with matrices that do something for two roles."""
     torch.manual_seed(0)
-    config = LoraConfig(r=3, lora_alpha=6, target_modules=["wide", "narrow"], **settings)
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=list(targets), **settings)
     lora_linear.install(config)
     model = get_peft_model(Siblings(), config, autocast_adapter_dtype=False)
     model.add_adapter("sampler", config)
@@ -152,11 +152,30 @@ def siblings(**settings):
     return model.base_model.model
 
 
+def together(x, *layers):
+    """As a branch of a decoder layer runs layers of one input (`model/branches.py`)."""
+
+    class Joint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *operands):
+            ctx.layers = lora_linear.regrouped(operands)
+            ys, *ctx.kept = lora_linear.products(x, ctx.layers)
+            return tuple(ys)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            x_grad, found = lora_linear.gradients(ctx.layers, *ctx.kept, grads, ctx.needs_input_grad[0])
+            return x_grad.view(*grads[0].shape[:-1], -1), *found
+
+    return Joint.apply(x, *(value for operands in lora_linear.operands_of(x, layers) for value in operands))
+
+
 def of_both(layers, run):
-    """Outputs of both layers, and the gradients of x and of all four matrices."""
+    """Outputs of both layers, and the gradients of x and of all matrices."""
     x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
     ys = run(x, layers.wide, layers.narrow)
-    matrices = [m for layer in (layers.wide, layers.narrow) for m in layer._matrices("default")]
+    adapted = [layer for layer in (layers.wide, layers.narrow) if isinstance(layer, LoraLinear)]
+    matrices = [m for layer in adapted for m in layer._matrices("default")]
     return *ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *matrices])
 
 
@@ -164,25 +183,23 @@ def apart(x, *layers):
     return [layer(x) for layer in layers]
 
 
-def test_together_they_give_what_each_gives():
-    layers = siblings()
-    expected = of_both(layers, apart)
-    torch.testing.assert_close(of_both(layers, lora_linear.together), expected, rtol=1e-12, atol=1e-12)
-    with torch.no_grad():
-        x = torch.randn(4, 6, dtype=torch.float64)
-        torch.testing.assert_close(
-            list(lora_linear.together(x, layers.wide, layers.narrow)),
-            apart(x, layers.wide, layers.narrow),
-            rtol=1e-12,
-            atol=1e-12,
-        )
+@pytest.mark.parametrize("targets", [("wide", "narrow"), ("wide",), ("narrow",)])
+def test_together_they_give_what_each_gives(targets):
+    layers = siblings(targets)
+    layers.requires_grad_(False)
+    for layer in (layers.wide, layers.narrow):
+        for matrix in layer._matrices("default") if isinstance(layer, LoraLinear) else ():
+            matrix.requires_grad_(True)
+    torch.testing.assert_close(of_both(layers, together), of_both(layers, apart), rtol=1e-12, atol=1e-12)
 
 
-def test_where_one_is_not_plain_each_is_called(monkeypatch):
-    layers, called = siblings(lora_dropout=0.5), []
-    monkeypatch.setattr(LoraLinear, "forward", lambda self, x: called.append(self) or x)
-    lora_linear.together(torch.randn(4, 6, dtype=torch.float64), layers.wide.train(), layers.narrow.eval())
-    assert called == [layers.wide, layers.narrow]
+def test_where_one_is_not_plain_there_are_no_joint_operands():
+    layers, x = siblings(lora_dropout=0.5), torch.randn(4, 6, dtype=torch.float64)
+    assert lora_linear.operands_of(x, (layers.wide.eval(), layers.narrow.eval())) is not None
+    assert lora_linear.operands_of(x, (layers.wide.train(), layers.narrow.eval())) is None
+    assert lora_linear.operands_of(x, (layers.wide.eval(), nn.Tanh())) is None
+    assert lora_linear.operands_of(x, (nn.Linear(6, 3, dtype=torch.float64),)) is None, "it learns"
+    assert lora_linear.operands_of(x.float(), (layers.wide.eval(),)) is None, "PEFT casts"
 
 
 # -- sums that are lent ------------------------------------------------------------------------------------------------
@@ -196,7 +213,7 @@ def lent(layers):
     return layers
 
 
-@pytest.mark.parametrize("run", [apart, lora_linear.together])
+@pytest.mark.parametrize("run", [apart, together])
 def test_a_lent_sum_gives_the_same_outputs_and_gradients(run):
     expected = of_both(siblings(), apart)
     layers = lent(siblings())
@@ -208,7 +225,7 @@ def test_a_lent_sum_gives_the_same_outputs_and_gradients(run):
 
 
 @pytest.mark.parametrize("matrix", [0, 1])
-@pytest.mark.parametrize("run", [apart, lora_linear.together])
+@pytest.mark.parametrize("run", [apart, together])
 def test_a_matrix_that_changes_ends_the_loan(run, matrix):
     layers = lent(siblings())
     optimizer = torch.optim.AdamW([layers.narrow._matrices("default")[matrix]], lr=0.1)

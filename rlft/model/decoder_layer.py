@@ -1,0 +1,114 @@
+"""The forward of Llama-like decoder layers over a packed row: branches as one function each, and the last one narrowed.
+
+In a packed row most of a prompt only lends its keys and values to what comes behind. In the last layer it is done once
+these are made, so its MLP and the final norm get the positions alone from which a completion token is predicted.
+
+A branch is one function (`branches`) where its parts are known: norms, rotary positions and MLP that were replaced by
+ours, and linear layers that are frozen or have one plain adapter. Otherwise its modules are called one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlft.model import branches, fused, rotary
+from rlft.model.lora_linear import operands_of
+from rlft.model.packing import PackedRows
+
+PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+"""What a layer calls if it is two residual sums and nothing else."""
+
+ATTENTION = {
+    "ALL_ATTENTION_FUNCTIONS", "_attn_implementation", "apply_rotary_pos_emb", "attention_dropout", "config",
+    "contiguous", "eager_attention_forward", "get_interface", "head_dim", "k_proj", "layer_idx", "o_proj", "q_proj",
+    "reshape", "scaling", "shape", "training", "transpose", "update", "v_proj", "view",
+}  # fmt: skip
+"""The names in the forward of an attention of this family ..."""
+
+BESIDES = {"sliding_window", "getattr", "q_norm", "k_norm"}
+"""... and those that may come with them: windows are never packed, and the heads' norms are ours too."""
+
+
+def install(model: PreTrainedModel) -> None:
+    """Replaces the forward of every layer of the family. To be called after `fused.install` and `rotary.install`."""
+    layers = getattr(model.base_model, "layers", None) or []
+    for layer in layers:
+        known = {name for name, _ in layer.named_children()} == PARTS
+        code = getattr(type(layer).forward, "__code__", None)
+        if known and code is not None and set(code.co_names) == PARTS and _leaves_one_tensor(layer.mlp):
+            layer.forward = functools.partial(_forward, layer, layer.forward, layer is layers[-1])
+
+
+def narrows(model: PreTrainedModel) -> bool:
+    """Whether a packed row leaves the model as its predicting positions `[1, M, hidden]`."""
+    layers = getattr(model.base_model, "layers", None)
+    forward = layers[-1].forward if layers else None
+    return isinstance(forward, functools.partial) and forward.func is _forward
+
+
+def _leaves_one_tensor(mlp: Any) -> bool:
+    """Experts may leave more than their output."""
+    return isinstance(getattr(mlp, "down_proj", None), nn.Linear)
+
+
+def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """`[1, N, hidden]`, of the last layer `[1, M, hidden]`, from `[1, N, hidden]` of a packed row; of anything else
+    what the layer gives."""
+    packed = kwargs.get("packed")
+    if packed is None:
+        return plain(hidden_states, **kwargs)
+    attended = _attention(layer, hidden_states, packed, kwargs)
+    return _mlp(layer, attended.index_select(1, packed.predictor) if is_last else attended)
+
+
+def _attention(layer: Any, x: Tensor, packed: PackedRows, kwargs: dict[str, Any]) -> Tensor:
+    attention = layer.self_attn
+    norm, (cos, sin) = fused.norm_of(layer.input_layernorm), kwargs["position_embeddings"]
+    operands = None
+    if norm is not None and x.device.type == "cpu" and fused.is_wide(x) and _is_known(attention, cos):
+        operands = operands_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
+    if norm is None or operands is None:
+        return x + attention(hidden_states=layer.input_layernorm(x), **kwargs)[0]
+    heads = branches.Heads(
+        norm=norm,
+        query_norm=_head_norm(attention, "q_norm"),
+        key_norm=_head_norm(attention, "k_norm"),
+        size=attention.head_dim,
+        cos=cos,
+        sin=sin,
+        blocks=packed.blocks,
+        scale=attention.scaling,
+    )
+    return branches.attention(x, heads, operands)
+
+
+def _mlp(layer: Any, x: Tensor) -> Tensor:
+    mlp, norm = layer.mlp, fused.norm_of(layer.post_attention_layernorm)
+    operands = None
+    if norm is not None and fused.is_wide(x) and fused.is_gated(mlp):
+        operands = operands_of(x, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    if norm is None or operands is None:
+        return x + mlp(layer.post_attention_layernorm(x))
+    return branches.mlp(x, norm, operands)
+
+
+def _is_known(attention: Any, cos: Tensor) -> bool:
+    """Whether its forward is that of `branches.attention`."""
+    names = set(type(attention).forward.__code__.co_names)
+    head_norms = [attention.q_norm, attention.k_norm] if "q_norm" in names else []
+    return (
+        ATTENTION <= names <= ATTENTION | BESIDES
+        and rotary.is_installed(attention)
+        and cos.shape[-1] == attention.head_dim
+        and all(fused.norm_of(norm) is not None for norm in head_norms)
+        and not (attention.training and attention.attention_dropout)
+    )
+
+
+def _head_norm(attention: Any, name: str) -> fused.Norm | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None else fused.norm_of(norm)
