@@ -4,9 +4,9 @@
     mlp(x)       = x + down(silu(gate(norm x)) * up(norm x))
 
 Written as a chain of functions, each hands its gradient to the next in a tensor of its own, and autograd adds up those
-that meet. Here a tensor that nothing else reads takes the next result, q, k and v share the low-rank products of their
-input, and of what is cheap to make again (silu, the MLP's inner product) nothing is kept: a sixth less memory. The
-arithmetic is that of the parts (`fused`, `rotary`, `split_attention`, `lora_linear`).
+that meet. Here a tensor that nothing else reads takes the next result, one that several need is kept once, and q, k and
+v share the low-rank products of their input. The arithmetic is that of the parts (`fused`, `rotary`,
+`split_attention`, `lora_linear`).
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> tuple[Tensor, tup
     """(the branch and its sum with x, what its gradients need)."""
     inner, scale = normed(x, norm.weight, norm.eps)
     (gate, up), flat, low = products(inner, layers[:2])
-    [y], _, low_down = products(F.silu(gate).mul_(up), layers[2:])
-    return y.add_(x), (x, scale, flat, low, gate, up, low_down)
+    [y], inner_product, low_down = products(F.silu(gate).mul_(up), layers[2:])
+    return y.add_(x), (x, scale, flat, low, gate, up, inner_product, low_down)
 
 
 class _Mlp(torch.autograd.Function):
@@ -137,13 +137,12 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grad_outputs
-        x, scale, flat, low, gate, up, low_down, *rest = ctx.saved_tensors
+        x, scale, flat, low, gate, up, inner_product, low_down, *rest = ctx.saved_tensors
         layers, of_x = restored(rest, ctx.scales), ctx.needs_input_grad[0]
         gate, up = gate.flatten(0, -2), up.flatten(0, -2)
-        silu = F.silu(gate)
-        found, of_down = gradients(layers[2:], silu * up, low_down, [grad], of_x=True)
+        found, of_down = gradients(layers[2:], inner_product, low_down, [grad], of_x=True)
         product_grad = cast(Tensor, found)
-        up_grad = silu.mul_(product_grad)
+        up_grad = F.silu(gate).mul_(product_grad)
         gate_grad = product_grad.mul_(up)
         torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
         inner_grad, of_others = gradients(layers[:2], flat, low, [gate_grad, up_grad], of_x)

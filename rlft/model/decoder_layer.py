@@ -3,8 +3,9 @@
 In a packed row most of a prompt only lends its keys and values to what comes behind. In the last layer it is done once
 these are made, so its MLP and the final norm get the positions alone from which a completion token is predicted.
 
-A branch is one function (`branches`) where its parts are known: norms, rotary positions and MLP that were replaced by
-ours, and linear layers that are frozen or have one plain adapter. Otherwise its modules are called one by one.
+A branch is one function (`branches`) where its parts are known: norms, rotary positions and MLP replaced by ours, and
+linear layers that are frozen or have one plain adapter. Its modules are then not called, so that hooks on them see
+nothing; otherwise they are called one by one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def install(model: PreTrainedModel) -> None:
         known = {name for name, _ in layer.named_children()} == PARTS
         code = getattr(type(layer).forward, "__code__", None)
         if known and code is not None and set(code.co_names) == PARTS and _leaves_one_tensor(layer.mlp):
-            layer.forward = functools.partial(_forward, layer, layer.forward, layer is layers[-1])
+            layer.forward = functools.partial(
+                _forward, layer, layer.forward, layer is layers[-1], _knows(layer.self_attn)
+            )
 
 
 def narrows(model: PreTrainedModel) -> bool:
@@ -55,28 +58,41 @@ def _leaves_one_tensor(mlp: Any) -> bool:
     return isinstance(getattr(mlp, "down_proj", None), nn.Linear)
 
 
-def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def _forward(
+    layer: Any, plain: Any, is_last: bool, knows_attention: bool, hidden_states: Tensor, **kwargs: Any
+) -> Tensor:
     """`[1, N, hidden]`, of the last layer `[1, M, hidden]`, from `[1, N, hidden]` of a packed row; of anything else
     what the layer gives."""
     packed = kwargs.get("packed")
     if packed is None:
         return plain(hidden_states, **kwargs)
-    attended = _attention(layer, hidden_states, packed, kwargs)
+    attended = _in_one(layer, hidden_states, packed, *kwargs["position_embeddings"]) if knows_attention else None
+    if attended is None:
+        attended = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
     return _mlp(layer, attended.index_select(1, packed.predictor) if is_last else attended)
 
 
-def _attention(layer: Any, x: Tensor, packed: PackedRows, kwargs: dict[str, Any]) -> Tensor:
+def _in_one(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin: Tensor) -> Tensor | None:
+    """The attention's branch as one function; None if it cannot be."""
     attention = layer.self_attn
-    norm, (cos, sin) = fused.norm_of(layer.input_layernorm), kwargs["position_embeddings"]
-    operands = None
-    if norm is not None and x.device.type == "cpu" and fused.is_wide(x) and _is_known(attention, cos):
-        operands = operands_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
-    if norm is None or operands is None:
-        return x + attention(hidden_states=layer.input_layernorm(x), **kwargs)[0]
+    norm, *head_norms = (fused.norm_of(module) for module in (layer.input_layernorm, *_head_norms(attention)))
+    if (
+        norm is None
+        or None in head_norms
+        or x.device.type != "cpu"
+        or not fused.is_wide(x)
+        or cos.shape[-1] != attention.head_dim
+        or (attention.training and attention.attention_dropout)
+    ):
+        return None
+    operands = operands_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
+    if operands is None:
+        return None
+    query_norm, key_norm = head_norms or (None, None)
     heads = branches.Heads(
         norm=norm,
-        query_norm=_head_norm(attention, "q_norm"),
-        key_norm=_head_norm(attention, "k_norm"),
+        query_norm=query_norm,
+        key_norm=key_norm,
         size=attention.head_dim,
         cos=cos,
         sin=sin,
@@ -96,19 +112,11 @@ def _mlp(layer: Any, x: Tensor) -> Tensor:
     return branches.mlp(x, norm, operands)
 
 
-def _is_known(attention: Any, cos: Tensor) -> bool:
+def _knows(attention: Any) -> bool:
     """Whether its forward is that of `branches.attention`."""
     names = set(type(attention).forward.__code__.co_names)
-    head_norms = [attention.q_norm, attention.k_norm] if "q_norm" in names else []
-    return (
-        ATTENTION <= names <= ATTENTION | BESIDES
-        and rotary.is_installed(attention)
-        and cos.shape[-1] == attention.head_dim
-        and all(fused.norm_of(norm) is not None for norm in head_norms)
-        and not (attention.training and attention.attention_dropout)
-    )
+    return ATTENTION <= names <= ATTENTION | BESIDES and rotary.is_installed(attention)
 
 
-def _head_norm(attention: Any, name: str) -> fused.Norm | None:
-    norm = getattr(attention, name, None)
-    return None if norm is None else fused.norm_of(norm)
+def _head_norms(attention: Any) -> list[nn.Module]:
+    return [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []

@@ -197,8 +197,8 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_leaves_no_hook(make
     other = load_backbone.__wrapped__(model_config(gradient_checkpointing=True))
     for _ in range(2):
         roles, calls = make_roles(noise=0.05, backbone=other), []
-        layer = other.model.get_submodule("model.layers.0.self_attn")
-        hook = layer.register_forward_hook(lambda *args, calls=calls: calls.append(1))
+        layer = other.model.get_submodule("model.layers.0")
+        hook = layer.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
         with roles.training():
             found = gradients(roles, batch)
         hook.remove()
