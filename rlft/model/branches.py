@@ -121,8 +121,9 @@ def _mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> tuple[Tensor, tup
     """(the branch and its sum with x, what its gradients need)."""
     inner, scale = normed(x, norm.weight, norm.eps)
     (gate, up), flat, low = products(inner, layers[:2])
-    [y], inner_product, low_down = products(F.silu(gate).mul_(up), layers[2:])
-    return y.add_(x), (x, scale, flat, low, gate, up, inner_product, low_down)
+    silu = F.silu(gate)
+    [y], _, low_down = products(silu * up, layers[2:])
+    return y.add_(x), (x, scale, flat, low, gate, up, silu, low_down)
 
 
 class _Mlp(torch.autograd.Function):
@@ -137,12 +138,13 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grad_outputs
-        x, scale, flat, low, gate, up, inner_product, low_down, *rest = ctx.saved_tensors
+        x, scale, flat, low, gate, up, silu, low_down, *rest = ctx.saved_tensors
         layers, of_x = restored(rest, ctx.scales), ctx.needs_input_grad[0]
-        gate, up = gate.flatten(0, -2), up.flatten(0, -2)
-        found, of_down = gradients(layers[2:], inner_product, low_down, [grad], of_x=True)
+        gate, up, silu = (tensor.flatten(0, -2) for tensor in (gate, up, silu))
+        product = silu * up
+        found, of_down = gradients(layers[2:], product, low_down, [grad], of_x=True)
         product_grad = cast(Tensor, found)
-        up_grad = F.silu(gate).mul_(product_grad)
+        up_grad = torch.mul(silu, product_grad, out=product)
         gate_grad = product_grad.mul_(up)
         torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
         inner_grad, of_others = gradients(layers[:2], flat, low, [gate_grad, up_grad], of_x)

@@ -218,22 +218,21 @@ def gradients(
     flat, low: what `products` gave with y. The tensors are new and nobody else's. An adapter's float32 matrices are
     used in the dtype of x; their gradients are in their own.
     """
-    lent, sizes = _all_lent(layers), [layer.rank for layer in layers]
+    lent, sizes, low_grad = _all_lent(layers), [layer.rank for layer in layers], torch.empty_like(low)
     ups: list[Tensor | None] = []
-    low_grads: list[Tensor] = []
     x_grad: Tensor | None = None
-    for layer, own, grad in zip(layers, low.split(sizes, 1), grads, strict=True):
+    for layer, own, own_grad, grad in zip(layers, low.split(sizes, 1), low_grad.split(sizes, 1), grads, strict=True):
         g = grad.reshape(-1, grad.shape[-1])
         if layer.up is None:
             ups.append(None)
         else:
-            low_grads.append((g @ layer.up.to(g.dtype)).mul_(layer.scale))
+            torch.addmm(own_grad, g, layer.up.to(g.dtype), beta=0, alpha=layer.scale, out=own_grad)
             # Turned, because a product that is narrow in its rows is made twice as fast as one narrow in its columns.
-            ups.append((own.t() @ g).mul_(layer.scale).t().to(layer.up.dtype))
+            up = torch.addmm(g.new_empty(()), own.t(), g, beta=0, alpha=layer.scale)
+            ups.append(up.t().to(layer.up.dtype))
         if of_x:
             weight = layer.total.t() if lent and layer.total is not None else layer.weight
             x_grad = g @ weight if x_grad is None else x_grad.addmm_(g, weight)
-    low_grad = low_grads[0] if len(low_grads) == 1 else torch.cat([low[:, :0], *low_grads], 1)
     downs = (low_grad.t() @ flat).split(sizes)
     if x_grad is not None and not lent:
         x_grad.addmm_(low_grad, _downs(layers).to(low_grad.dtype))

@@ -75,8 +75,9 @@ def attend(
         part, part_lse = _tokens(block.queries, part), _tokens(block.queries, part_lse[..., None])
         places = block.queries.real
         if not block.causal:
-            part, part_lse = merge(part, part_lse, take(out, places), take(lse, places))
-        put(out, places, part)
+            part, part_lse = merge(take(out, places), take(lse, places), part, part_lse)
+        if block.causal or not isinstance(places, slice):  # else it was merged in its place
+            put(out, places, part)
         put(lse, places, part_lse)
     return out, lse
 
