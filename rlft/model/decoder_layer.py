@@ -81,7 +81,6 @@ def _in_one(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin: Tensor)
         or None in head_norms
         or x.device.type != "cpu"
         or not fused.is_wide(x)
-        or cos.shape[-1] != attention.head_dim
         or (attention.training and attention.attention_dropout)
     ):
         return None

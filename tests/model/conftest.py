@@ -52,6 +52,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "layer_types": ["full_attention"] * 3}),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
     "gemma2": (
         "Gemma2Config",

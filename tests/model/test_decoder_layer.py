@@ -129,6 +129,33 @@ def test_gemma_has_its_last_layer_narrowed_and_its_own_modules(random_model, awk
     assert not calls, "its norm adds 1 to the weight, its MLP's gate is a GELU"
 
 
+def test_layers_without_rotary_positions_keep_their_attention(random_model, awkward_batch, calls):
+    theirs, ours = both(random_model, awkward_batch, "smollm3")
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert calls == {"mlp": LAYERS}
+
+
+def test_an_mlp_with_another_activation_is_its_own(random_model, awkward_batch, calls):
+    found = []
+    for install in (fused.install, installed):
+        model = random_model("llama", dtype=torch.float64, hidden_act="gelu")
+        install(model)
+        wrapped, parameters = adapted(model)
+        found.append(results(wrapped.base_model.model, awkward_batch, parameters))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-11)
+    assert calls == {"attention": LAYERS}
+
+
+def test_attention_that_drops_out_is_its_own(random_model, awkward_batch, calls):
+    model = installed(random_model("llama"))
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    packed_forward(model, awkward_batch, 1.0, False)
+    assert calls.pop("attention") == LAYERS, "nothing is dropped outside training"
+    packed_forward(model.train(), awkward_batch, 1.0, False)
+    assert "attention" not in calls
+
+
 @pytest.mark.parametrize("kind", ["granite", "gemma2_full", "gpt_oss", "gpt2", "falcon"])
 def test_layers_that_do_more_are_left_as_they_are(kind, random_model):
     model = random_model(kind)
@@ -150,12 +177,20 @@ def test_adapters_that_do_more_have_their_branch_called_by_modules(settings, lef
     assert calls == left
 
 
-def test_a_norm_that_learns_has_its_gradient(random_model, awkward_batch, calls):
-    model = installed(random_model("llama"))
-    norm = model.model.layers[1].input_layernorm.weight.requires_grad_(True)
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("input_layernorm", {"attention": LAYERS - 1, "mlp": LAYERS}),
+        ("self_attn.q_norm", {"attention": LAYERS - 1, "mlp": LAYERS}),
+        ("post_attention_layernorm", {"attention": LAYERS, "mlp": LAYERS - 1}),
+    ],
+)
+def test_a_norm_that_learns_has_its_gradient(name, left, random_model, awkward_batch, calls):
+    model = installed(random_model("qwen3"))
+    norm = model.model.layers[1].get_submodule(name).weight.requires_grad_(True)
     [gradient] = torch.autograd.grad(packed_forward(model, awkward_batch, 1.0, False).logprobs.sum(), norm)
     assert gradient.abs().sum() > 0
-    assert calls == {"attention": LAYERS - 1, "mlp": LAYERS}
+    assert calls == left
 
 
 def test_a_base_that_learns_has_its_gradient(random_model, awkward_batch, calls):

@@ -200,6 +200,9 @@ def test_where_one_is_not_plain_there_are_no_joint_operands():
     assert lora_linear.operands_of(x, (layers.wide.eval(), nn.Tanh())) is None
     assert lora_linear.operands_of(x, (nn.Linear(6, 3, dtype=torch.float64),)) is None, "it learns"
     assert lora_linear.operands_of(x.float(), (layers.wide.eval(),)) is None, "PEFT casts"
+    frozen = nn.Linear(6, 3, dtype=torch.float64).requires_grad_(False)
+    assert lora_linear.operands_of(x, (frozen,)) is not None
+    assert lora_linear.operands_of(x.float(), (frozen,)) is None
 
 
 # -- sums that are lent ------------------------------------------------------------------------------------------------
