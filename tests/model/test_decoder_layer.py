@@ -111,17 +111,6 @@ def test_a_second_backward_gives_the_same(random_model, awkward_batch):
     torch.testing.assert_close(second, first, rtol=0, atol=0)
 
 
-def test_the_gradient_that_comes_in_is_left_as_it_is():
-    torch.manual_seed(0)
-    x, norm = torch.randn(1, 5, 6, requires_grad=True), fused.Norm(torch.rand(6), 1e-6)
-    shapes = [(8, 6), (8, 6), (6, 8)]
-    y = branches.mlp(x, norm, [lora_linear.Operands(torch.randn(shape)) for shape in shapes])
-    grad = torch.randn_like(y)
-    before = grad.clone()
-    y.backward(grad)
-    assert torch.equal(grad, before)
-
-
 # -- what is left alone ------------------------------------------------------------------------------------------------
 def test_gemma_has_its_last_layer_narrowed_and_its_own_modules(random_model, awkward_batch, calls):
     theirs, ours = both(random_model, awkward_batch, "gemma")
