@@ -61,6 +61,7 @@ class Roles:
         self.heads: dict[str, ScalarHead] = {}
         self.critic: Critic | None = None
         self._learning = {POLICY}
+        self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         self.lora = LoraConfig(
             r=lora.rank,
@@ -152,10 +153,15 @@ class Roles:
     # -- what learns -------------------------------------------------------------------------------------------------
     def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
         """The role's trainable parameters in a fixed order: its adapter, if it has one, and its head."""
-        found = [(name, p) for name, p in self.model.named_parameters() if f".{role}." in name]
+        # An adapter that is there is never taken away, only written into, as the optimizer needs it; to look through all
+        # modules for it after each micro-batch would take longer than to look at its gradients.
+        found = self._adapters.get(role)
+        if not found:
+            found = [(name, p) for name, p in self.model.named_parameters() if f".{role}." in name]
+            self._adapters[role] = found
         if role in self.heads:
-            found += [(f"{role}.head.{name}", p) for name, p in self.heads[role].named_parameters()]
-        return found
+            return found + [(f"{role}.head.{name}", p) for name, p in self.heads[role].named_parameters()]
+        return list(found)
 
     def outputs(self, batch: Batch, entropy: bool, layout: PackedRows | None = None) -> Outputs:
         """The current policy on these rows, with grad; with values where the critic reads the policy's features."""
