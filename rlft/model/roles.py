@@ -153,7 +153,7 @@ class Roles:
     # -- what learns -------------------------------------------------------------------------------------------------
     def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
         """The role's trainable parameters in a fixed order: its adapter, if it has one, and its head."""
-        # An adapter that is there is never taken away, only written into, as the optimizer needs it; to look through all
+        # An adapter that is there is never taken away, only written into, as the optimizer needs it; to go through all
         # modules for it after each micro-batch would take longer than to look at its gradients.
         found = self._adapters.get(role)
         if not found:
