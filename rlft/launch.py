@@ -43,8 +43,9 @@ def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, m
     if plan.config.resume is None:
         runfolder.start(folder, plain, plan.fingerprints)
     else:
+        done = work.steps_done(folder, plan)
         runfolder.check_resume(folder, plain, plan.fingerprints)
-        if work.is_finished(folder, plan.num_steps):
+        if done >= plan.num_steps:
             if may_be_finished:
                 say(f"finished already, and made from the same: {folder}")
                 return

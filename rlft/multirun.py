@@ -76,7 +76,8 @@ def _job(composed: Any, engines: Any) -> None:
     if runfolder.config_file(folder).exists():
         runfolder.check_same_config(folder, plain)
         work = work_of(plain["verb"])
-        if work.is_finished(folder, work.make_plan(plain).num_steps):
+        plan = work.make_plan(plain)
+        if work.steps_done(folder, plan) >= plan.num_steps:
             print(f"job {HydraConfig.get().job.num} is finished already: {folder}")
             return
         plain["resume"] = str(folder)

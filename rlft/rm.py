@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from rlft import check, runfolder
+from rlft import check
 from rlft.check_adapters import Use, Wanted, check_adapters, check_folders
 from rlft.config import build_rm
 from rlft.engine import Engines
@@ -27,6 +27,7 @@ from rlft.model.reward_model import last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles, policy_alone
 from rlft.ops.preference import accuracy, pairs_of_ranking, ranking_loss
 from rlft.roots import RmConfig
+from rlft.run.extent import steps_done
 from rlft.sizes import Facts, Row, facts_of
 from rlft.supervised import learn
 from rlft.targets import instantiate
@@ -307,4 +308,10 @@ def closing(plan: RmPlan, folder: Path) -> None:
     print_summary(folder, [("train a policy with it, its critic begun from it", use)])
 
 
-WORK = Work(make_plan=make_plan, check=check_config, do=do, is_finished=runfolder.is_finished, closing=closing)
+WORK = Work(
+    make_plan=make_plan,
+    check=check_config,
+    do=do,
+    steps_done=steps_done,
+    closing=closing,
+)

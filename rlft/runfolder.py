@@ -23,7 +23,7 @@ CONFIG = "config.yaml"
 LOCK_TRIES = 5
 ORIGIN = "origin"
 # What may change on resume: how long, where to and how often it is told, and how it fits the machine.
-FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
+FREE = ("resume", "steps", "num_prompts", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
         "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
         "freshness", "generation.transformers.batch_size", "generation.vllm",
         "token_values", "model.path", "model.device", "data.path", "pretrain.path", "demonstrations.path",
@@ -39,10 +39,10 @@ def checkpoints(folder: Path) -> Path:
     return folder / "checkpoints"
 
 
-def is_finished(folder: Path, steps: int) -> bool:
-    """Whether the run in this folder has a checkpoint of its last step, or of a later one."""
-    folders = checkpoint.finished(checkpoints(folder))
-    return any(f.name >= checkpoint.folder_name(steps) and checkpoint.find_damage(f) is None for f in folders)
+def steps_done(folder: Path) -> int:
+    """The step of the newest checkpoint that is whole; 0 if there is none."""
+    newest = checkpoint.newest_whole(checkpoints(folder), lambda text: None)
+    return 0 if newest is None else checkpoint.step_of(newest)
 
 
 def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:

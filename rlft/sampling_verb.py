@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlft import check
+from rlft import check, runfolder
 from rlft.check_adapters import (
     Use,
     Wanted,
@@ -305,10 +305,26 @@ def sample(plan: SamplePlan, generator: Generator, step: int) -> list[Group]:
     return generator.sample(prompts, config.n, seeds, config.generation.sampling)
 
 
-def is_finished(folder: Path, num_steps: int) -> bool:
-    """Whether all prompts are done."""
+def steps_done(folder: Path, plan: SamplePlan) -> int:
+    """How many steps the run in this folder has done.
+
+    Raises:
+        UserError: num_prompts was changed to fewer prompts than are sampled, or to more where the last step was cut.
+    """
     record = folder / PROGRESS
-    return record.exists() and json.loads(record.read_text())["step"] >= num_steps
+    if not record.exists():
+        return 0
+    step, size = int(json.loads(record.read_text())["step"]), plan.config.prompts_per_step
+    before = runfolder.read(folder).get("num_prompts")
+    num_sampled = min(step * size, len(plan.prompts.prompts[:before]))
+    if len(plan.chosen) < num_sampled:
+        remedy = f"leave it as it was, or raise it (rlft resume {folder} num_prompts={2 * num_sampled})"
+        problem = f"the run has sampled {num_sampled} prompts already"
+        raise UserError("num_prompts", problem, got=plan.config.num_prompts, remedy=remedy)
+    if len(plan.chosen) > num_sampled and num_sampled % size:
+        problem = f"the run ended with {num_sampled} prompts inside a step of {size}, and can take no more"
+        raise UserError("num_prompts", problem, got=plan.config.num_prompts, remedy="start another run")
+    return step
 
 
 def closing(plan: SamplePlan, folder: Path) -> None:
@@ -336,4 +352,4 @@ def closing(plan: SamplePlan, folder: Path) -> None:
     print_commands(terminal, commands if state["kept"] else [])
 
 
-WORK = Work(make_plan=make_plan, check=check_config, do=do, is_finished=is_finished, closing=closing)
+WORK = Work(make_plan=make_plan, check=check_config, do=do, steps_done=steps_done, closing=closing)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from rlft import check, runfolder
+from rlft import check
 from rlft.check_adapters import (
     Use,
     Wanted,
@@ -43,6 +43,7 @@ from rlft.prompts import PromptSet, left_out, scan
 from rlft.reward.scorer import Scorer
 from rlft.reward.spec import notes, specs
 from rlft.roots import SftConfig
+from rlft.run.extent import steps_done
 from rlft.session import open_freshness, open_resident
 from rlft.sizes import Facts, Row, facts_of
 from rlft.supervised import learn
@@ -380,4 +381,10 @@ def closing(plan: SftPlan, folder: Path) -> None:
     )
 
 
-WORK = Work(make_plan=make_plan, check=check_config, do=do, is_finished=runfolder.is_finished, closing=closing)
+WORK = Work(
+    make_plan=make_plan,
+    check=check_config,
+    do=do,
+    steps_done=steps_done,
+    closing=closing,
+)

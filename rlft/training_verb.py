@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlft import catalog, runfolder
+from rlft import catalog
 from rlft.config import build
 from rlft.engine import Engines
 from rlft.plan import Plan, check_components, make_plan
+from rlft.run.extent import steps_done
 from rlft.session import open_session
 from rlft.train import train
 from rlft.work import Outcome, Work, program, resuming
@@ -47,6 +48,6 @@ WORK = Work(
     make_plan=make_plan,
     check=lambda plain: check_components(build(plain)),
     do=do,
-    is_finished=runfolder.is_finished,
+    steps_done=steps_done,
     closing=closing,
 )

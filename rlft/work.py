@@ -40,14 +40,14 @@ class Outcome:
 class Work:
     """What a verb does. make_plan: plain config -> Plan, or a UserError. check: as much of it as reads no files.
 
-    do: (plan, folder, engines, say) -> Outcome. is_finished: whether the run in a folder has all its steps.
-    closing: what is printed when it has: (plan, folder).
+    do: (plan, folder, engines, say) -> Outcome. closing: what is printed when a run has all its steps: (plan, folder).
+    steps_done: (folder, plan) -> how many steps the run in a folder has saved, or a UserError if the plan ends before.
     """
 
     make_plan: Callable[[dict[str, Any]], Any]
     check: Callable[[dict[str, Any]], object]
     do: Callable[[Any, Path, Any, Say], Outcome]
-    is_finished: Callable[[Path, int], bool]
+    steps_done: Callable[[Path, Any], int]
     closing: Callable[[Any, Path], None]
 
 

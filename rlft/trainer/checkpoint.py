@@ -60,6 +60,15 @@ def folder_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's folder is named after.
+
+    >>> step_of(Path("checkpoints/step_000040"))
+    40
+    """
+    return int(folder.name.removeprefix("step_"))
+
+
 def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Writes `root/step_N`, which is then the newest; of the others the newest `keep` - 1 stay. Returns the folder."""
     root.mkdir(parents=True, exist_ok=True)
