@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rlft.roots import Verb
+from rlft.run.naming import LATEST, one_run
 from rlft.runfolder import CONFIG, checkpoints
 from rlft.trainer import checkpoint
 from rlft.types import UserError
 from rlft.work import say
 
+KEYWORDS = ("none", "base", "copy", "ema", "reward")
+"""Values of such keys that are no folder, whatever folders the working directory has."""
 POLICY_KEYS = ("snapshot.reference", "adapter")
 
 
@@ -50,9 +53,20 @@ def wanted(plain: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
             yield key, roles
 
 
+def _may_name_a_run(folder: Path) -> bool:
+    """`latest`, or a folder that is neither an adapter nor a model: runs may lie below it."""
+    if str(folder) in KEYWORDS:
+        return False
+    if not folder.is_dir():
+        return folder.parts[:1] == (LATEST,)
+    return not any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
 def folder_of(path: str, roles: Sequence[str], key: str) -> str:
     """The folder of the first of these roles in a run's newest whole checkpoint, or in a checkpoint; else the path."""
     folder = Path(path).expanduser()
+    if _may_name_a_run(folder):
+        folder = one_run(str(folder), key, say)
     if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
         newest = checkpoint.newest_whole(checkpoints(folder), say)
         if newest is None:

@@ -45,6 +45,9 @@ rlft: fine-tune language models with reinforcement learning on the hardware you 
   rlft recipes                                    list the recipes
   rlft --version
 
+<run> is a run's folder, a folder with one run below it, or `latest`: the run below runs/ that was started, resumed or
+trained last.
+
 First: rlft train +recipe=grpo_arithmetic         two minutes on a CPU, nothing to download
 """
 RESUME_USAGE = """\
@@ -145,7 +148,7 @@ def run_verb(verb: Verb, arguments: list[str]) -> int:
     """`rlft train`, `rlft sft`, `rlft rm`: one run, or with -m a sweep."""
     asked = parse(arguments, verb)
     _make_importable(asked.config_dir)
-    _check_resume_argument(asked)
+    asked = _check_resume_argument(asked)
     if asked.asks or asked.sweep:
         from rlft import multirun
 
@@ -163,11 +166,13 @@ def sample(arguments: list[str]) -> int:
     if place is None:
         return run_verb(Verb.sample, arguments)
     _only_overrides(arguments, Verb.sample)
-    _check_resume_argument(asked)
+    asked = _check_resume_argument(asked)
     from rlft import sampling_verb
     from rlft.place import find
+    from rlft.run.naming import one_run
+    from rlft.work import say
 
-    where = find(Path(place))
+    where = find(one_run(place, "run", say))
     of_the_folder = [o for o in asked.overrides if o.startswith(("hydra.", "resume=", "name="))]
     run = configs.compose_run(of_the_folder, asked.config_dir, Verb.sample)
     changes = [o for o in asked.overrides if not o.startswith(("hydra.", "run="))]
@@ -196,35 +201,51 @@ def _make_importable(config_dir: Path | None) -> None:
             sys.path.append(str(folder.resolve()))
 
 
-def _check_resume_argument(asked: Arguments) -> None:
-    """resume=<run> names a run, which goes on in its folder; resume=auto goes on in hydra.run.dir, or begins there."""
+def _check_resume_argument(asked: Arguments) -> Arguments:
+    """resume=<run> names a run, which goes on in its folder; resume=auto goes on in hydra.run.dir, or begins there.
+
+    Returns the arguments with the run's folder in place of another name that it was given by, such as `latest`.
+    """
     resumed, folder = asked.value("resume"), asked.value("hydra.run.dir")
     if resumed is None:
-        return
+        return asked
     if resumed == AUTO:
         if folder is None or asked.sweep:
             problem = "begins or goes on with the run in hydra.run.dir, and none is named"
             raise UserError("resume", problem, got=AUTO, remedy="give hydra.run.dir=<folder>")
-        return
+        return asked
     from rlft import runfolder
+    from rlft.run.naming import one_run
+    from rlft.trainer import checkpoint
+    from rlft.work import say
 
-    runfolder.read(Path(resumed))
-    if folder is not None and Path(folder).resolve() != Path(resumed).resolve():
+    run = one_run(resumed, "resume", say)
+    if (run / checkpoint.STATE).is_file():
+        remedy = f"start a new run from it: rlft resume {run}"
+        raise UserError("resume", "is a checkpoint, and a run goes on from its newest", got=resumed, remedy=remedy)
+    runfolder.read(run)
+    if folder is not None and Path(folder).resolve() != run.resolve():
         problem = "a resumed run goes on in its own folder, not in hydra.run.dir"
         raise UserError("resume", problem, got=resumed, remedy="take hydra.run.dir out")
+    if str(run) == resumed:
+        return asked
+    overrides = tuple(f"resume={run}" if o.lstrip("+").startswith("resume=") else o for o in asked.overrides)
+    return replace(asked, overrides=overrides)
 
 
 # -- the other verbs -------------------------------------------------------------------------------------------------
 def resume(arguments: list[str]) -> int:
     """`rlft resume <run> [key=value ..]`: the run's own config, with changes that do not change the run."""
     from rlft import runfolder
+    from rlft.run.naming import one_run
+    from rlft.work import say
 
     if arguments and arguments[0] in ("-h", "--help"):
         print(RESUME_USAGE)
         return 0
     if not arguments or not arguments[0].removeprefix("run="):
         raise UserError("resume", "names no run", remedy="write rlft resume runs/<name>/<time>")
-    folder = Path(arguments[0].removeprefix("run="))
+    folder = one_run(arguments[0].removeprefix("run="), "resume", say)
     plain = runfolder.read(folder)
     plain.pop(runfolder.ORIGIN, None)
     verb = Verb(plain.get("verb", Verb.train))
@@ -356,6 +377,8 @@ def _verb_of(words: Sequence[str]) -> Verb:
 def _of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments, Any, list[str]]:
     """What was asked, the run that it names (None: none), and the changes to its config; words: the verb's own."""
     from rlft.place import find
+    from rlft.run.naming import one_run
+    from rlft.work import say
 
     if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
         arguments = [f"run={arguments[0]}", *arguments[1:]]
@@ -365,7 +388,7 @@ def _of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Argument
     if not place and any(o.partition("=")[0] in ("run", "checkpoint") for o in asked.overrides):
         raise UserError("run", "is empty", remedy="write run=runs/<name>/<time>")
     changes = [o for o in asked.overrides if o.partition("=")[0] not in own]
-    return asked, find(Path(place)) if place else None, changes
+    return asked, find(one_run(place, "run", say)) if place else None, changes
 
 
 def _check_names_a_model(asked: Arguments, otherwise: str) -> None:

@@ -15,9 +15,11 @@ from rich.text import Text
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import visible
+from rlft.run.naming import one_run, runs_below
 from rlft.runfolder import ORIGIN, flatten, read
 from rlft.types import UserError
 from rlft.words import read_words
+from rlft.work import say
 
 USAGE = """\
 usage: rlft diff <run> <run> [--json]
@@ -35,14 +37,27 @@ LAST_SHARE = 0.1
 def command(arguments: Sequence[str]) -> None:
     """Prints how the two runs differ that the words of a command line name."""
     words = read_words("diff", arguments, has_json=True)
-    if len(words.places) != 2:
-        got = " ".join(words.places) or "none"
-        raise UserError("diff", "compares two runs", got=got, remedy="write rlft diff <run> <run>")
-    first, second = map(Path, words.places)
+    first, second = two_runs(words.places)
     if words.as_json:
         print(json.dumps(as_json(first, second), indent=1))
     else:
         print_differences(first, second)
+
+
+def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
+    """The runs that are compared: two that are named, or the two below one folder.
+
+    Raises:
+        UserError: another number of them.
+    """
+    if len(names) == 1 and len(runs := runs_below(Path(names[0]))) == 2:
+        say(f"{names[0]}: {runs[0]} and {runs[1]}, the two runs there")
+        return runs[0], runs[1]
+    if len(names) != 2:
+        got = " ".join(names) or "none"
+        raise UserError("diff", "compares two runs", got=got, remedy="write rlft diff <run> <run>")
+    first, second = (one_run(name, "diff", say) for name in names)
+    return first, second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

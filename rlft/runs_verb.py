@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,12 @@ from rlft import run_status
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import visible
+from rlft.run.naming import named_folder, run_folders
 from rlft.run_status import Status
 from rlft.runfolder import CONFIG
 from rlft.types import UserError
 from rlft.words import read_words
+from rlft.work import say
 
 USAGE = """\
 usage: rlft runs [<folder>] [status=<status>] [name=<text>] [verb=<verb>] [sort=<column>] [--json]
@@ -40,8 +41,6 @@ WORDS = ("status", "name", "verb", "sort")
 COLUMNS = ("age", "name", "status", "step", "reward", "accuracy", "size")
 REPORT = "report.html"
 PROGRESS = "progress.json"  # as rlft.sampling_verb names it, which stands on torch
-INSIDE = ("checkpoints", "rollouts", "evaluations")
-"""Folders of a run that hold no other run."""
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -49,7 +48,7 @@ def command(arguments: Sequence[str]) -> None:
     words = read_words("runs", arguments, WORDS, has_json=True)
     if len(words.places) > 1:
         raise UserError("runs", "takes one folder", got=" ".join(words.places), remedy="name the one above them")
-    root = Path(*(words.places or ("runs",)))
+    root = named_folder(*(words.places or ("runs",)), "runs", say)
     found = rows(root, words.given)
     if words.as_json:
         print(json.dumps(as_json(found), indent=1))
@@ -89,14 +88,6 @@ def rows(root: Path, words: Mapping[str, str]) -> list[Row]:
     column = words.get("sort", "age")
     found.sort(key=lambda row: _place(row, column))
     return found
-
-
-def run_folders(root: Path) -> Iterator[Path]:
-    """Folders that hold a config.yaml of ours, sweeps' jobs included."""
-    for folder, below, files in os.walk(root):
-        below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
-        if CONFIG in files:
-            yield Path(folder)
 
 
 def read(folder: Path) -> Row | None:

@@ -13,9 +13,11 @@ from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
 from rlft.logger.jsonl import EVALUATIONS, METRICS, complete_lines
 from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible
+from rlft.run.naming import one_run
 from rlft.run_status import Status
 from rlft.types import Evaluation, RunInfo, StepRecord, UserError
 from rlft.words import read_words
+from rlft.work import say
 
 USAGE = """\
 usage: rlft watch <run>
@@ -71,7 +73,7 @@ def command(arguments: Sequence[str]) -> None:
     if len(places) != 1:
         remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
         raise UserError("watch", "takes one run", got=" ".join(places) or "none", remedy=remedy)
-    watch(Path(*places))
+    watch(one_run(*places, "watch", say))
 
 
 def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
