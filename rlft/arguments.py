@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlft import catalog
+from rlft import catalog, suggest
 from rlft.types import UserError
 
 ASKING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
@@ -125,31 +125,26 @@ def _check_overrides(overrides: Sequence[str], verb: str) -> None:
 
 
 def _not_an_override(word: str, following: Sequence[str], verb: str) -> UserError:
-    key, bare = word.strip("+~="), following and "=" not in following[0]
-    known = [*catalog.root_entries(verb), *catalog.groups(verb)]
+    key, value = word.strip("+~="), following[0] if following and "=" not in following[0] else ""
     if key in catalog.choices("recipe"):
-        meant = f"+recipe={key}"
+        meant = f"did you mean +recipe={key}?"
     elif key == "recipe":
-        meant = f"+recipe={following[0] if bare else '<name>'}"
-    elif close := difflib.get_close_matches(key, known, n=1):
-        meant = f"{close[0]}={following[0] if bare else '<value>'}"
+        meant = f"did you mean +recipe={value or '<name>'}?"
     else:
-        meant = ""
-    remedy = f"did you mean {meant}?" if meant else "for instance +recipe=grpo_arithmetic steps=10"
+        meant = suggest.remedy_with_value(suggest.suggestions(key, verb), value)
+    remedy = meant or "for instance +recipe=grpo_arithmetic steps=10"
     return UserError("command line", "must be words such as key=value", got=word or "an empty word", remedy=remedy)
 
 
 def _unknown_option(name: str, value: str, verb: str) -> UserError:
-    key = name.lstrip("-").replace("-", "_")
-    known = [*catalog.root_entries(verb), *catalog.groups(verb)]
-    meant = difflib.get_close_matches(key, [*known, *(k.rpartition(".")[2] for k in known)], n=1, cutoff=0.8)
-    full = next((k for k in known if meant and (k == meant[0] or k.endswith(f".{meant[0]}"))), None)
-    if full is not None:
-        remedy = f"keys have no dashes; did you mean {'+' if full == 'recipe' else ''}{full}={value or '<value>'}?"
+    options = [*ASKING, *SWEEPING, *CONFIG_DIR]
+    meant = suggest.suggestions(name.lstrip("-"), verb)
+    if close := difflib.get_close_matches(name, options, n=1, cutoff=0.8):
+        remedy = f"did you mean {close[0]}?"
+    elif meant:
+        remedy = f"keys have no dashes; {suggest.remedy_with_value(meant, value)}"
     else:
-        options = [*ASKING, *SWEEPING, *CONFIG_DIR]
-        close = difflib.get_close_matches(name, options, n=1)
-        remedy = f"did you mean {close[0]}?" if close else "use --help, --cfg job, -m or --config-dir <folder>"
+        remedy = "use --help, --cfg job, -m or --config-dir <folder>"
     return UserError("command line", "there is no such option", got=name, remedy=remedy)
 
 

@@ -80,6 +80,13 @@ def root_entries(verb: str) -> dict[str, Entry]:
     return found
 
 
+def sections() -> set[str]:
+    """Names of the sections outside the groups, of whatever verb, and "" for the root."""
+    files = (config_folder() / "base", config_folder())
+    found = (entries(file) for folder in files for file in folder.glob("*.yaml"))
+    return {"", *(key for keys_of_file in found for key, entry in keys_of_file.items() if not entry.default)}
+
+
 def first_comment(file: Path) -> str:
     """The first comment line of a YAML file, its package line apart: what the file is."""
     comments = (line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#"))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft import catalog
+from rlft import catalog, suggest
 from rlft.auto import resolved
 from rlft.catalog import config_folder
 from rlft.roots import ROOTS, RmConfig, Root, RunConfig, SampleConfig, SftConfig, Verb
@@ -131,7 +131,7 @@ def changed(
             else:
                 result[key] = section
         elif OmegaConf.select(result, key, default=_MISSING) is _MISSING:
-            raise unknown_key(key, verb)
+            raise unknown_key(key, verb, [name for name in suggest.known_keys(verb) if _has(result, name)])
         else:
             try:
                 OmegaConf.update(result, key, OverridesParser.create().parse_override(override).value())
@@ -146,6 +146,12 @@ def _turn(key: str, verb: Verb) -> int:
 
 
 _MISSING = object()
+
+
+def _has(config: Any, key: str) -> bool:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(config, key, default=_MISSING) is not _MISSING
 
 
 def build(config: Mapping[str, Any]) -> RunConfig:
@@ -261,25 +267,17 @@ def _unknown_choice(group: str, name: str, verb: Verb) -> UserError:
     )
 
 
-def unknown_key(key: str, verb: Verb = Verb.train) -> UserError:
-    """The refusal of a key that the composed config doesn't have, with the most likely cure."""
+def unknown_key(key: str, verb: Verb = Verb.train, known: Collection[str] | None = None) -> UserError:
+    """The refusal of a key that the composed config doesn't have, with the most likely cure.
+
+    known: the keys that there are; None for all of the verb.
+    """
     group, _, rest = key.partition(".")
-    problem = "there is no such key"
-    if group in catalog.groups(verb) and rest:
-        known = catalog.keys(group)
-        if key in known and group in ("reward", "logger"):
+    if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
+        if group in suggest.NAMED_BY_CHOICE:
             name = rest.partition(".")[0]
             return UserError(key, f"{group} has no {name} here", remedy=f"put it in: {group}=[...,{name}]")
-        if key in known:
-            has = " and ".join(f"{group}={choice}" for choice in known[key])
-            return UserError(key, f"the {group} chosen here has no such key", remedy=f"it belongs to {has}")
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    else:
-        known = [*catalog.root_entries(verb), *catalog.groups(verb)]
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    remedy = (
-        f"did you mean {'+' if close == ['recipe'] else ''}{close[0]}?"
-        if close
-        else f"`rlft {verb} --cfg job` shows every key"
-    )
-    return UserError(key, problem, remedy=remedy)
+        has = " and ".join(f"{group}={choice}" for choice in choices[key])
+        return UserError(key, f"the {group} chosen here has no such key", remedy=f"it belongs to {has}")
+    meant = suggest.remedy(suggest.suggestions(key, verb, known))
+    return UserError(key, "there is no such key", remedy=meant or f"`rlft {verb} --cfg job` shows every key")

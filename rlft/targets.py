@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
 from typing import Any
 
-from rlft import catalog
+from rlft import catalog, suggest
 from rlft.types import UserError
 
 SENTENCES = {
@@ -61,21 +60,29 @@ def instantiate(config: Any, key: str) -> Any:
     return target(**kwargs)
 
 
-def check_keys(parameters: list[inspect.Parameter], kwargs: Mapping[str, Any], key: str) -> None:
-    """Refuses keys that these parameters don't take, and missing ones."""
+def check_keys(
+    parameters: list[inspect.Parameter], kwargs: Mapping[str, Any], key: str, also: Sequence[str] = ()
+) -> None:
+    """Refuses keys that these parameters don't take, and missing ones; also: keys that others read, to be named."""
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for unknown in (k for k in kwargs if k not in [p.name for p in named]):
-        raise unknown_key(unknown, kwargs[unknown], [p.name for p in named], key)
+        raise unknown_key(unknown, kwargs[unknown], [*(p.name for p in named), *also], key)
     for missing in (p.name for p in named if p.default is p.empty and p.name not in kwargs):
         raise UserError(_join(key, missing), "is missing", remedy="give it a value")
 
 
-def unknown_key(name: object, value: object, names: list[str], prefix: str) -> UserError:
-    close = difflib.get_close_matches(str(name), names, n=1)
-    remedy = f"did you mean {_join(prefix, close[0])}?" if close else f"known here: {', '.join(names) or 'none'}"
-    return UserError(_join(prefix, name), "there is no such key", got=_short(value), remedy=remedy)
+def unknown_key(name: object, value: object, names: list[str], prefix: str, verb: str = "train") -> UserError:
+    """The refusal of a key that a section or a component doesn't have; names: of the keys that it has."""
+    full, own = _join(prefix, name), [_join(prefix, known) for known in names]
+    meant = suggest.remedy(suggest.suggestions(full, verb, own))
+    if prefix in catalog.sections():  # of rlft's own, so that a key of another section may have been meant
+        told = meant or suggest.remedy(suggest.suggestions(full, verb))
+        remedy = told or f"known here: {', '.join(names) or 'none'}"
+    else:
+        remedy = " ".join(filter(None, [meant, f"known here: {', '.join(names) or 'none'}"]))
+    return UserError(full, "there is no such key", got=_short(value), remedy=remedy)
 
 
 def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any:
@@ -89,7 +96,7 @@ def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any
     names = [f.name for f in dataclasses.fields(cls)]
     for key in values:
         if key not in names:
-            raise unknown_key(key, values[key], names, prefix)
+            raise unknown_key(key, values[key], names, prefix, verb)
     for field in dataclasses.fields(cls):
         if field.default is field.default_factory is dataclasses.MISSING and field.name not in values:
             raise UserError(_join(prefix, field.name), "is missing", remedy="give it a value")

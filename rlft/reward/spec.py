@@ -84,7 +84,7 @@ def _spec(name: str, config: Any) -> RewardSpec:
         raise UserError(key, "has no _target_", got=config, remedy=remedy)
     found = locate(config["_target_"], f"{key}._target_")
     kwargs = {k: v for k, v in config.items() if k not in SCORER_KEYS}
-    check_keys(_parameters(found), kwargs, key)
+    check_keys(_parameters(found), kwargs, key, also=SCORER_KEYS[1:])
     spec = RewardSpec(
         name=name,
         target=config["_target_"],
