@@ -107,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
             _quiet()
             return _stopped(stack, verbs[verb], rest)
     except UserError as error:
-        print(f"rlft: {error}", file=sys.stderr)
+        print(f"rlft: {in_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -122,6 +122,11 @@ def _stopped(stack: ExitStack, verb: Callable[[list[str]], int], rest: list[str]
             raise
         print(f"rlft: stopped: {error}", file=sys.stderr)
         return 1
+
+
+def in_one_line(error: object) -> str:
+    """The message with the line breaks that a value may have brought into it as `\\n`."""
+    return "\\n".join(str(error).splitlines())
 
 
 def _is_told(error: RuntimeError) -> bool:
@@ -152,7 +157,7 @@ def run_verb(verb: Verb, arguments: list[str]) -> int:
     if asked.asks or asked.sweep:
         from rlft import multirun
 
-        multirun.ask(verb, arguments) if asked.asks else multirun.sweep(verb, asked)
+        multirun.ask(verb, asked) if asked.asks else multirun.sweep(verb, asked)
         return 0
     run = configs.compose_run(asked.overrides, asked.config_dir, verb)
     _launch(run.plain, run.folder)

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import difflib
 import re
+<<<<<<< HEAD
 from collections.abc import Collection, Mapping, Sequence
+=======
+import traceback
+from collections.abc import Mapping, Sequence
+>>>>>>> 7d53fcf (A group's value that is no name is refused by its key; logger=null writes the run's own files alone)
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +58,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import open_dict
 
+    overrides = named_choices(overrides, verb)
     register_resolvers()
     GlobalHydra.instance().clear()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
@@ -63,11 +69,110 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
         with open_dict(composed):
             del composed["hydra"]
     except Exception as error:
-        told = explain(error, verb)
-        if told is None:
-            raise
-        raise told from None
+        raise refusal(error, verb) or error from None
     return Composed(plain=plain(composed), folder=folder)
+
+
+OWN_FILES = "logger=[jsonl]"
+"""What `logger=null` means: no logger but the one that writes the run's own files."""
+
+
+def named_choices(overrides: Sequence[str], verb: Verb) -> list[str]:
+    """The overrides, with every group's value checked to name choices, and `null` as a list of none, as Hydra takes it.
+
+    Raises:
+        UserError: a group's value that is neither a name nor a list of names, or null where something must be chosen.
+    """
+    return [_named_choice(override, verb) if _is_of_a_group(override, verb) else override for override in overrides]
+
+
+def _is_of_a_group(override: str, verb: Verb) -> bool:
+    """Whether the override chooses among YAML files: `reward=..`, `+recipe=..`, `hydra/help=..`, `base=..`."""
+    key, equals, _ = override.lstrip("+").partition("=")
+    group = key.partition("@")[0]
+    return bool(equals) and not key.startswith("~") and (group in (*catalog.groups(verb), "base") or "/" in group)
+
+
+def _named_choice(override: str, verb: Verb) -> str:
+    key, _, written = override.partition("=")
+    group = key.lstrip("+").partition("@")[0]
+    [parsed] = parse_overrides([override], verb)
+    value = parsed.value()
+    if parsed.is_sweep_override():  # Hydra expands it in a sweep, whose jobs are looked at one by one, or refuses it
+        has_null = None in getattr(value, "list", ())
+        return _with_null_written_as(_nothing_chosen(key, group, verb), override) if has_null else override
+    if value is None:
+        return _nothing_chosen(key, group, verb)
+    names = value if isinstance(value, list) else [value]
+    if isinstance(value, Mapping) or all(isinstance(name, str) and name for name in names):
+        return override  # a mapping sets keys of what is chosen
+    kind = "a name or a list of names" if group in SEVERAL else "a name"
+    raise UserError(_shown_group(key), f"must be {kind}", got=written or "nothing", remedy=_choose(group, verb))
+
+
+def parse_overrides(overrides: Sequence[str], verb: Verb) -> list[Any]:
+    """Hydra's own reading of these overrides.
+
+    Raises:
+        UserError: for the first that it cannot read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser = OverridesParser.create()
+    parsed: list[Any] = []
+    for override in overrides:
+        try:
+            parsed.append(parser.parse_override(override))
+        except Exception as error:
+            key = override.lstrip("+~").partition("=")[0]
+            raise refusal(error, verb, key) or error from None
+    return parsed
+
+
+SEVERAL = ("reward", "logger")
+"""Groups of which several may be chosen at once."""
+
+
+def _nothing_chosen(key: str, group: str, verb: Verb) -> str:
+    """The override that chooses nothing of a group, where nothing may be chosen."""
+    if group == "logger":
+        return OWN_FILES
+    if group == "reward" or (group in catalog.groups(verb) and catalog.may_be_absent(group, verb)):
+        return f"{group}=[]"
+    raise UserError(_shown_group(key), "something must be chosen", got="null", remedy=_choose(group, verb))
+
+
+def _with_null_written_as(choice: str, override: str) -> str:
+    """A sweep's override, `logger=null,console`, with the value of this one, `logger=[jsonl]`, for each null."""
+    return re.sub(r"(?<=[=,])null(?=,|$)", choice.partition("=")[2], override)
+
+
+def _shown_group(key: str) -> str:
+    return "+recipe" if key.lstrip("+") == "recipe" else key.lstrip("+")
+
+
+def _choose(group: str, verb: Verb) -> str:
+    known = catalog.choices(group, verb)
+    return f"choose one of {', '.join(known)}" if known else f"leave it out; `rlft {verb} --cfg job` shows every key"
+
+
+def refusal(error: Exception, verb: Verb, key: str = "command line") -> UserError | None:
+    """What a user got wrong when Hydra, OmegaConf or a parser of theirs raised this; None for an error of our own code.
+
+    For values and YAML that they don't expect they also raise TypeErrors, ValueErrors, RecursionErrors and the like.
+    """
+    told = explain(error, verb)
+    if told is not None:
+        return told
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
+        return None
+    return UserError(key, f"cannot be understood ({_first_line(error)})", remedy=f"see rlft {verb} --help")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)[:200]
 
 
 def register_resolvers() -> None:
@@ -106,8 +211,6 @@ def changed(
     config: dict[str, Any], overrides: Sequence[str], config_dir: Path | None, verb: Verb = Verb.train
 ) -> dict[str, Any]:
     """A run's config with `key=value` changes, of keys that are there; `data=<choice>` changes the whole section."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
     result = OmegaConf.create(config)
@@ -133,10 +236,14 @@ def changed(
         elif OmegaConf.select(result, key, default=_MISSING) is _MISSING:
             raise unknown_key(key, verb, [name for name in suggest.known_keys(verb) if _has(result, name)])
         else:
+            [parsed] = parse_overrides([override], verb)
+            if parsed.is_sweep_override():
+                problem = "has several values but this is no sweep"
+                raise UserError(key, problem, got=override.partition("=")[2], remedy="give one value")
             try:
-                OmegaConf.update(result, key, OverridesParser.create().parse_override(override).value())
-            except HydraException as error:
-                raise explain(error, verb) or error from None
+                OmegaConf.update(result, key, parsed.value())
+            except Exception as error:
+                raise refusal(error, verb, key) or error from None
     return plain(result)
 
 
@@ -235,7 +342,8 @@ def explain(error: BaseException, verb: Verb = Verb.train) -> UserError | None:
             str(key or "config"), f"refers to a key that is not there, ${{{absent}}}", remedy="name a key that is"
         )
     if match := re.search(r"Could not override[^']*'([^'=@]+)", text):
-        return unknown_key(match[1], verb)
+        inner = str(getattr(error.__cause__, "full_key", ""))  # of `reward={a: 1}`
+        return unknown_key(inner if inner.startswith(f"{match[1]}.") else match[1], verb)
     if match := re.search(r"Could not append to config[^']*'([^'=@]+)|Could not append '([^'=@]+)", text):
         given = match[1] or match[2]
         return UserError(f"+{given}", "a plus adds a key, and this one is there", remedy=f"write {given}=<value>")
@@ -250,10 +358,8 @@ def explain(error: BaseException, verb: Verb = Verb.train) -> UserError | None:
         key, _, value = error.override.partition("=")
         remedy = f"""if it is a text, quote it twice: "{key}='{value}'\" """.strip()
         return UserError(key.lstrip("+~"), "the value cannot be read", got=value, remedy=remedy)
-    first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    return UserError(
-        str(key or "command line"), f"cannot be understood ({first.strip()})", remedy=f"see rlft {verb} --help"
-    )
+    problem = f"cannot be understood ({_first_line(error)})"
+    return UserError(str(key or "command line"), problem, remedy=f"see rlft {verb} --help")
 
 
 def _unknown_choice(group: str, name: str, verb: Verb) -> UserError:

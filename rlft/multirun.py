@@ -25,9 +25,9 @@ from rlft.work import say
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "steps", "epochs", "minibatches", "logger", "checkpoint")
 
 
-def ask(verb: Verb, arguments: Sequence[str]) -> None:
+def ask(verb: Verb, asked: Arguments) -> None:
     """Hydra's answer to --help, --cfg and the like."""
-    _hydra(verb, arguments, lambda composed: None)
+    _hydra(verb, asked, lambda composed: None)
 
 
 def sweep(verb: Verb, asked: Arguments) -> None:
@@ -58,7 +58,7 @@ def sweep(verb: Verb, asked: Arguments) -> None:
 
     try:
         with Engines() as engines:
-            _hydra(verb, [*asked.options, *asked.overrides], job)
+            _hydra(verb, asked, job)
     finally:
         if folders:
             table = sweep.rows(folders[0], jobs)
@@ -90,11 +90,11 @@ def _job(composed: Any, engines: Any) -> None:
         raise
 
 
-def _hydra(verb: Verb, arguments: Sequence[str], job: Callable[[Any], None]) -> None:
+def _hydra(verb: Verb, asked: Arguments, job: Callable[[Any], None]) -> None:
     import hydra
 
     configs.register_resolvers()
-    sys.argv = [f"rlft {verb}", *arguments]
+    sys.argv = [f"rlft {verb}", *asked.options, *configs.named_choices(asked.overrides, verb)]
     folder = str(catalog.config_folder().resolve())
     failures: list[Exception] = []
 
@@ -108,10 +108,7 @@ def _hydra(verb: Verb, arguments: Sequence[str], job: Callable[[Any], None]) -> 
     try:
         hydra.main(config_path=folder, config_name=str(verb), version_base="1.3")(guarded)()
     except Exception as error:
-        told = configs.explain(error, verb)
-        if told is None:
-            raise
-        raise told from None
+        raise configs.refusal(error, verb) or error from None
     except SystemExit as end:  # how Hydra ends after --help
         if end.code:
             raise
@@ -122,13 +119,8 @@ def _hydra(verb: Verb, arguments: Sequence[str], job: Callable[[Any], None]) -> 
 def _expand(overrides: Sequence[str], verb: Verb) -> list[list[str]]:
     """The overrides of each job, in Hydra's own order."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
 
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise configs.explain(error, verb) or error from None
+    parsed = configs.parse_overrides(overrides, verb)
     return [list(job) for batch in BasicSweeper.split_arguments(parsed, max_batch_size=None) for job in batch]
 
 
