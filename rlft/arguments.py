@@ -50,6 +50,18 @@ class Arguments:
         return next((value for name, _, value in given if name == key and value != "null"), None)
 
 
+def check_text(words: Sequence[str]) -> None:
+    """Refuses words with bytes that are no UTF-8 text, which no config, file or terminal could take."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            key, equals, value = word.partition("=")
+            got = ascii(value if equals else word)
+            key = key if equals and key.isprintable() else "command line"
+            raise UserError(key, "is not UTF-8 text", got=got, remedy="type it in UTF-8") from None
+
+
 def parse(words: Sequence[str], verb: str = "train") -> Arguments:
     """The words after the verb, sorted into options and overrides.
 

@@ -1,6 +1,7 @@
 """The command line: verbs and exit codes.
 
 Exit codes: 0 done, 1 the run stopped by itself (the message says why), 2 a mistake the user can mend, 130 interrupted.
+An error that nobody foresaw is told in one line, too (rlft.run.crash); RLFT_DEBUG=1 prints tracebacks.
 Nothing heavy is imported before it is needed: `rlft --help` and `rlft train --help` import no torch.
 """
 
@@ -12,8 +13,9 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 import rlft
 from rlft import catalog
 from rlft import config as configs
-from rlft.arguments import Arguments, parse
+from rlft.arguments import Arguments, check_text, parse
 from rlft.roots import Verb
 from rlft.types import UserError
 
@@ -99,39 +101,40 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     verb, rest = arguments[0], list(arguments[1:])
     try:
+        check_text(arguments)
         if verb not in verbs:
             close = difflib.get_close_matches(verb, verbs, n=1)
             remedy = f"did you mean rlft {close[0]}?" if close else f"use one of {', '.join(verbs)}"
             raise UserError(verb, "there is no such verb", remedy=remedy)
-        with ExitStack() as stack:
-            _quiet()
-            return _stopped(stack, verbs[verb], rest)
-    except UserError as error:
-        print(f"rlft: {in_one_line(error)}", file=sys.stderr)
-        return 2
+        _quiet()
+        return verbs[verb](rest)
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        return _failed(error)
 
 
-def _stopped(stack: ExitStack, verb: Callable[[list[str]], int], rest: list[str]) -> int:
-    """Runs the verb; a run that stops itself is told in a line, not in a traceback."""
-    try:
-        return verb(rest)
-    except RuntimeError as error:
-        if not _is_told(error):
-            raise
-        print(f"rlft: stopped: {error}", file=sys.stderr)
+def _failed(error: Exception) -> int:
+    """Says in one line what ended the command; returns its exit code."""
+    from rlft.run import crash
+
+    if crash.debugging():
+        traceback.print_exception(error)
+    if isinstance(error, BrokenPipeError):  # whoever read the output, `head` say, has seen enough
+        _leave_standard_output()
         return 1
+    if isinstance(error, UserError):
+        print(f"rlft: {crash.one_line(error)}", file=sys.stderr)
+        return 2
+    told = crash.one_line(error) if crash.explains_itself(error) else crash.report(error)
+    print(f"rlft: stopped: {told}", file=sys.stderr)
+    return 1
 
 
-def in_one_line(error: object) -> str:
-    """The message with the line breaks that a value may have brought into it as `\\n`."""
-    return "\\n".join(str(error).splitlines())
-
-
-def _is_told(error: RuntimeError) -> bool:
-    """Whether the error is one of ours, whose message already holds cause and remedy."""
-    return type(error).__module__.startswith("rlft.")
+def _leave_standard_output() -> None:
+    """Lets Python end without writing to a pipe that nobody reads."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _quiet() -> None:

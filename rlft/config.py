@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import difflib
 import re
-<<<<<<< HEAD
-from collections.abc import Collection, Mapping, Sequence
-=======
 import traceback
-from collections.abc import Mapping, Sequence
->>>>>>> 7d53fcf (A group's value that is no name is refused by its key; logger=null writes the run's own files alone)
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

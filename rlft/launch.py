@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft import run_status, runfolder
+from rlft.run.crash import recorded_in
 from rlft.types import UserError
 from rlft.work import Work, say
 
@@ -56,6 +57,7 @@ def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, m
             stack.enter_context(runfolder.held(folder))
             runfolder.go_on(folder, plain)
             ending = stack.enter_context(run_status.kept(folder, plan.num_steps))
+            stack.enter_context(recorded_in(folder))
             engines = shared_engines if shared_engines is not None else stack.enter_context(Engines())
             outcome = work.do(plan, folder, engines, say)
             ending.interrupted = outcome.interrupted

@@ -18,6 +18,7 @@ from rlft.adapters_of_runs import resolved
 from rlft.arguments import Arguments
 from rlft.launch import launch, work_of
 from rlft.roots import Verb
+from rlft.run.crash import one_line
 from rlft.types import UserError
 from rlft.work import say
 
@@ -53,7 +54,9 @@ def sweep(verb: Verb, asked: Arguments) -> None:
         try:
             _job(composed, engines)
         except Exception as error:
-            say(f"job {number} failed: {error}")  # only the first failure of a sweep is raised at its end
+            say(
+                f"job {number} failed: {one_line(error) or type(error).__name__}"
+            )  # only the first failure of a sweep is raised at its end
             raise
 
     try:
