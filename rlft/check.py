@@ -37,7 +37,7 @@ def check(config: RunConfig, algorithm: Algorithm) -> None:
     _resampling(config)
     check_model(config.model)
     if config.generation.engine == "vllm":
-        check_vllm(config.lora.rank)
+        check_vllm(config.lora)
 
 
 def check_name(name: str) -> None:
@@ -200,11 +200,14 @@ def check_model(settings: ModelConfig) -> None:
         )
 
 
-def check_vllm(rank: int) -> None:
-    """vLLM serves adapters of this rank."""
+def check_vllm(lora: LoraSettings) -> None:
+    """vLLM serves adapters of this rank and kind."""
     from rlft.generation.vllm import engine_rank
 
-    engine_rank(rank)
+    engine_rank(lora.rank)
+    if lora.use_dora:
+        remedy = "use generation=transformers, or lora.use_rslora=true instead"
+        raise UserError("lora.use_dora", "vLLM serves no DoRA adapters", got="true", remedy=remedy)
 
 
 def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
@@ -326,8 +329,11 @@ def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
         )
 
 
-def choose_engine(engine: str) -> tuple[str, str]:
-    """(engine, why), with `auto` resolved: vLLM where it is installed with a GPU, else transformers."""
+def choose_engine(engine: str, lora: LoraSettings | None = None) -> tuple[str, str]:
+    """(engine, why), with `auto` resolved: vLLM where it is installed with a GPU, else transformers.
+
+    lora: of the adapters that it will be given, None where there are none.
+    """
     import torch
 
     installed = importlib.util.find_spec("vllm") is not None
@@ -342,6 +348,8 @@ def choose_engine(engine: str) -> tuple[str, str]:
         return engine, "as asked"
     if not torch.cuda.is_available():
         return "transformers", "no GPU here"
+    if lora is not None and lora.use_dora:
+        return "transformers", "vLLM serves no DoRA adapters"
     return ("vllm", "installed, with a GPU") if installed else ("transformers", "vLLM is not installed")
 
 

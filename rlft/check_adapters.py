@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlft.model.adapter_folder import (
@@ -25,6 +25,7 @@ from rlft.model.adapter_folder import (
     read_record,
 )
 from rlft.model.config import CriticKind, LoraSettings, ModelConfig
+from rlft.model.lora_config import lora_config
 from rlft.model.reward_model import is_adapter, read_classifier
 from rlft.model.roles import OLD, POLICY, REFERENCE
 from rlft.reward.spec import RewardSpec
@@ -34,8 +35,11 @@ from rlft.types import UserError
 BASE_CHANGES = ("modules_to_save", "layer_replication", "trainable_token_indices")
 """Fields of adapter_config.json with which, as with `bias`, an adapter changes the base that all roles share."""
 
-VARIANTS = ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern")
+VARIANTS = ("lora_bias", "rank_pattern", "alpha_pattern")
 """Fields with which the same tensors would be another function in a role that rlft makes."""
+
+KINDS = ("use_rslora", "use_dora")
+"""Such fields that `lora` has, too."""
 
 
 class Wanted(Enum):
@@ -138,6 +142,15 @@ def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> No
     if use.starts_role and variants:
         problem = f"adapters with {variants[0]} are not served"
         raise UserError(use.key, problem, got=use.path, remedy="use a plain one")
+    for name in KINDS if use.starts_role else ():
+        has, runs = bool(fields.get(name)), getattr(lora, name)
+        if has != runs:
+            raise UserError(
+                f"lora.{name}",
+                f"the adapter at {use.key} was trained with {name}={str(has).lower()} and would be another function",
+                got=str(runs).lower(),
+                remedy=f"set lora.{name}={str(has).lower()}, or another {use.key}",
+            )
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if rank != lora.rank:
         raise UserError(
@@ -225,9 +238,7 @@ def _lora_config(lora: LoraSettings, use: Use) -> PeftConfig:
     """That of the role which the adapter is loaded into."""
     if not use.starts_role:
         return PeftConfig.from_pretrained(str(Path(use.path).expanduser()))
-    targets = lora.target_modules
-    names = targets if isinstance(targets, str) else list(targets)
-    return LoraConfig(r=lora.rank, target_modules=names, task_type="CAUSAL_LM")
+    return lora_config(lora)
 
 
 def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:

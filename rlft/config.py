@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlft import catalog, suggest
 from rlft.auto import resolved
 from rlft.catalog import config_folder
-from rlft.roots import ROOTS, RmConfig, Root, RunConfig, SampleConfig, SftConfig, Verb
+from rlft.roots import ADDED_KEYS, ROOTS, RmConfig, Root, RunConfig, SampleConfig, SftConfig, Verb
 from rlft.targets import from_mapping, instantiate
 from rlft.types import UserError
 
@@ -229,7 +229,7 @@ def changed(
                 result[key]["engine"] = section["engine"]  # how the run samples stays as it was
             else:
                 result[key] = section
-        elif OmegaConf.select(result, key, default=_MISSING) is _MISSING:
+        elif OmegaConf.select(result, key, default=_MISSING) is _MISSING and not _was_added(key, config):
             raise unknown_key(key, verb, [name for name in suggest.known_keys(verb) if _has(result, name)])
         else:
             [parsed] = parse_overrides([override], verb)
@@ -241,6 +241,11 @@ def changed(
             except Exception as error:
                 raise refusal(error, verb, key) or error from None
     return plain(result)
+
+
+def _was_added(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether the run is older than this key of a section that it has."""
+    return key in ADDED_KEYS and isinstance(config.get(key.partition(".")[0]), Mapping)
 
 
 def _turn(key: str, verb: Verb) -> int:

@@ -28,7 +28,7 @@ CUDA_CONTEXT = 2**29
 
 def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     """The base of this config, and one adapter on it (lora None: none)."""
-    from peft import LoraConfig
+    from rlft.model.lora_config import lora_config
 
     config = read_config(settings)
     empty = empty_model(settings, config)
@@ -36,8 +36,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     packed = settings.attn_implementation == "auto" and known_refusal(empty) is None
     shapes: Mapping[str, tuple[int, ...]] = {}
     if lora is not None:
-        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-        shapes = fresh_shapes(empty, LoraConfig(r=lora.rank, target_modules=targets, task_type="CAUSAL_LM"))
+        shapes = fresh_shapes(empty, lora_config(lora))
     return model_sizes(
         config,
         parameters,
@@ -132,7 +131,8 @@ def with_vllm(demand: Demand, plan: Plan | SftPlan | RmPlan, device_memory: int,
     """
     if isinstance(plan, RmPlan) or (isinstance(plan, SftPlan) and plan.held_out is None):
         return demand
-    if plan.engine != "vllm" and not (absent and plan.config.generation.engine == AUTO):
+    will_be = absent and plan.config.generation.engine == AUTO and not _is_dora(plan.config.lora)
+    if plan.engine != "vllm" and not will_be:
         return demand
     settings = plan.config.generation.vllm
     return replace(
@@ -142,6 +142,11 @@ def with_vllm(demand: Demand, plan: Plan | SftPlan | RmPlan, device_memory: int,
         engine=int(settings.gpu_memory_utilization * device_memory),
         engine_sleeps=settings.sleep,
     )
+
+
+def _is_dora(lora: LoraSettings | None) -> bool:
+    """Whether `auto` is transformers everywhere, since vLLM serves no such adapters."""
+    return lora is not None and lora.use_dora
 
 
 def _sampled(run: SamplingRoot, engine: str, found: Iterable[Decoding]) -> tuple[Sampled, ...]:

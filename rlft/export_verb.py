@@ -198,7 +198,7 @@ def load_float32(config: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 def merge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path) -> PreTrainedModel:
-    """The model, which it changes, with the adapter's products added to its weights: W + alpha / rank x B A.
+    """The model, which it changes, with the adapter's products added to its weights: W + scale x B A.
 
     Raises:
         MergeError: it says something else than the adapter did, as where a weight that is tied to another was adapted.

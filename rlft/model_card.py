@@ -97,7 +97,9 @@ def facts(config: Config) -> list[tuple[str, str]]:
         rows.append(("A step", f"{config['prompts_per_step']} prompts x {config['group_size']} completions"))
     rows += [("A step", f"{config[key]} {what}") for key, what in STEPS.items() if key in config]
     if lora := config.get("lora"):
-        rows.append(("Adapter", keys_text({k: lora[k] for k in ("rank", "alpha", "dropout", "target_modules")})))
+        kinds = {name: True for name in ("use_rslora", "use_dora") if lora.get(name)}
+        shown = {key: lora[key] for key in ("rank", "alpha", "dropout", "target_modules")}
+        rows.append(("Adapter", keys_text({**shown, **kinds})))
     if trainer := config.get("trainer"):
         rows.append(("AdamW", keys_text(trainer)))
     if generation := config.get("generation"):
@@ -181,7 +183,8 @@ def usage(
     """Python that loads it by transformers and by vLLM, and asks as the run asked."""
     if holds is Holds.reward:
         keys = f"reward.learned.path={name} lora.rank={adapter['r']} lora.alpha={adapter['lora_alpha']:g}"
-        return f"## Use\n\n```\nrlft train reward=[exact_match,learned] {keys}\n```"
+        kinds = "".join(f" lora.{kind}=true" for kind in ("use_rslora", "use_dora") if adapter.get(kind))
+        return f"## Use\n\n```\nrlft train reward=[exact_match,learned] {keys}{kinds}\n```"
     generation = config.get("generation") or {}
     sampling = [f"{key}={generation[key]}" for key in ("temperature", "top_p", "top_k") if key in generation]
     length = generation.get("max_tokens", 256)
@@ -220,7 +223,9 @@ def usage(
         + ")",
         "print(answers[0].outputs[0].text)",
     ]
-    return f"## Use\n\n{code(transformers)}\n\nor\n\n{code(vllm)}"
+    served = is_model or not adapter.get("use_dora")  # vLLM refuses DoRA adapters
+    ways = [code(transformers), *([code(vllm)] if served else [])]
+    return "## Use\n\n" + "\n\nor\n\n".join(ways)
 
 
 def messages_code(config: Config) -> list[str]:

@@ -66,7 +66,7 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
     algorithm, loggers = check_components(config)
     rewards = specs(config.reward)
     used = uses(config, rewards)
-    engine, reason = check.choose_engine(config.generation.engine)
+    engine, reason = check.choose_engine(config.generation.engine, config.lora)
     model_config = read_config(config.model)
     base_fingerprint = fingerprint(config.model)
     check.check_context(config, model_config)

@@ -257,7 +257,7 @@ def size_rows(plan: RmPlan, facts: Facts) -> list[Row]:
     replayed = "" if plan.replay is None else f", {run.rankings_per_step - plan.num_new} of them replayed"
     return [
         facts.model_row(run.model.path),
-        ("trainable", f"{facts.trainable:,}", f"LoRA rank {run.lora.rank} and a scalar head"),
+        ("trainable", f"{facts.trainable:,}", f"{run.lora.kind} rank {run.lora.rank} and a scalar head"),
         facts.forward_row(),
         ("rankings", f"{len(rankings):,}", f"{pairs:,} pairs; {len(plan.held_out.rankings):,} rankings held out"),
         ("a step", f"{run.rankings_per_step}", f"rankings in one optimizer update{replayed}"),
@@ -303,8 +303,8 @@ def closing(plan: RmPlan, folder: Path) -> None:
     from rlft.logger.summary import print_summary
 
     command, lora = program(), plan.config.lora
-    use = f"{command} train +recipe=ppo_arithmetic model.path={plan.config.model.path} lora.rank={lora.rank}"
-    use += f" lora.alpha={lora.alpha:g} reward=[exact_match,learned] reward.learned.path={folder} critic.init=reward"
+    use = f"{command} train +recipe=ppo_arithmetic model.path={plan.config.model.path} {lora.overrides}"
+    use += f" reward=[exact_match,learned] reward.learned.path={folder} critic.init=reward"
     print_summary(folder, [("train a policy with it, its critic begun from it", use)])
 
 

@@ -18,6 +18,9 @@ from rlft.logger.alarms import AlarmsConfig
 from rlft.model.config import CriticConfig, LoraSettings, ModelConfig, RewardModelConfig, SnapshotConfig
 from rlft.trainer.config import CheckpointConfig, TrainerConfig
 
+ADDED_KEYS: Mapping[str, Any] = {"lora.use_rslora": False, "lora.use_dora": False}
+"""Keys that the configs of older runs lack, with the values by which these ran."""
+
 
 class Verb(StrEnum):
     train = "train"

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 import rlft
+from rlft.roots import ADDED_KEYS
 from rlft.trainer import checkpoint
 from rlft.types import UserError
 
@@ -161,7 +162,7 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuses a config that differs, in a key that matters, from the one the run in this folder was begun with."""
     saved = read(folder)
     saved.pop(ORIGIN, None)
-    before, now = flatten(saved), flatten(config)
+    before, now = {**ADDED_KEYS, **flatten(saved)}, {**ADDED_KEYS, **flatten(config)}
     free = FREE if before.get("trainer.schedule") == "constant" else tuple(k for k in FREE if k != "steps")
     changed = [
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"

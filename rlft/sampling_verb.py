@@ -131,8 +131,18 @@ def _lora(config: SampleConfig) -> LoraSettings:
                 dropout=0.0,
                 target_modules=fields["target_modules"],
                 path=config.adapter,
+                use_rslora=bool(fields.get("use_rslora")),
+                use_dora=bool(fields.get("use_dora")),
             )
     return LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=config.adapter)
+
+
+def _check_vllm(lora: LoraSettings, adapter: str) -> None:
+    """vLLM serves the adapter that samples; this verb has no `lora` section that could be changed instead."""
+    if lora.use_dora:
+        problem = "is a DoRA adapter, and vLLM serves none"
+        raise UserError("adapter", problem, got=adapter, remedy="use generation=transformers")
+    check.check_vllm(lora)
 
 
 def make_plan(plain: Mapping[str, Any]) -> SamplePlan:
@@ -142,10 +152,10 @@ def make_plan(plain: Mapping[str, Any]) -> SamplePlan:
         UserError: for whatever a user can mend.
     """
     config = check_config(plain)
-    engine, _ = check.choose_engine(config.generation.engine)
     rewards, lora, used = specs(config.reward), _lora(config), _uses(config)
+    engine, _ = check.choose_engine(config.generation.engine, None if config.adapter is None else lora)
     if config.generation.engine == "vllm" and config.adapter is not None:
-        check.check_vllm(lora.rank)
+        _check_vllm(lora, config.adapter)
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
     limits = config.prompts
     check.check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)

@@ -125,7 +125,7 @@ def make_plan(plain: Mapping[str, Any]) -> SftPlan:
         UserError: for whatever a user can mend.
     """
     config, loggers = check_config(plain)
-    engine, _ = check.choose_engine(config.generation.engine)
+    engine, _ = check.choose_engine(config.generation.engine, config.lora)
     if config.lora is None and config.generation.engine == "auto":
         engine = "transformers"  # the others are given adapters, and there is none
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
@@ -144,7 +144,7 @@ def make_plan(plain: Mapping[str, Any]) -> SftPlan:
         check.check_metadata(rewards, held_out.prompts[0])
     if config.lora is not None:
         if config.generation.engine == "vllm":
-            check.check_vllm(config.lora.rank)
+            check.check_vllm(config.lora)
         check.check_targets(config.lora, config.model, model_config)
         check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
     demonstrations = instantiate(config.demonstrations, "demonstrations")
@@ -323,7 +323,11 @@ def size_rows(plan: SftPlan, facts: Facts) -> list[Row]:
     task = f"{plan.engine}, {run.eval.num_samples} samples of each held-out prompt"
     return [
         facts.model_row(run.model.path, "parameters"),
-        ("trainable", f"{facts.trainable:,}", "all weights" if run.lora is None else f"LoRA rank {run.lora.rank}"),
+        (
+            "trainable",
+            f"{facts.trainable:,}",
+            "all weights" if run.lora is None else f"{run.lora.kind} rank {run.lora.rank}",
+        ),
         facts.forward_row(),
         ("demonstrations", f"{examples:,}", f"{len(plan.held_out_examples.texts):,} more held out"),
         ("a step", f"{run.examples_per_step}", "demonstrations in one optimizer update"),
@@ -368,9 +372,7 @@ def closing(plan: SftPlan, folder: Path) -> None:
     command, lora, task = program(), plan.config.lora, "" if plan.held_out is not None else " data=<name>"
     go_on = f"model.path={folder}"
     if lora is not None:
-        go_on = (
-            f"model.path={plan.config.model.path} lora.path={folder} lora.rank={lora.rank} lora.alpha={lora.alpha:g}"
-        )
+        go_on = f"model.path={plan.config.model.path} lora.path={folder} {lora.overrides}"
     print_summary(
         folder,
         [

@@ -59,7 +59,7 @@ def size_rows(plan: Plan, facts: Facts) -> list[Row]:
         (
             "trainable",
             f"{facts.trainable:,}",
-            f"LoRA rank {run.lora.rank}, {facts.trainable / facts.base:.2%} of the base",
+            f"{run.lora.kind} rank {run.lora.rank}, {facts.trainable / facts.base:.2%} of the base",
         ),
         ("roles", ", ".join(role_names(plan)), roles_text(plan)),
         ("engine", plan.engine, plan.engine_reason),

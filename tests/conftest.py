@@ -79,7 +79,8 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
     opened: list[Roles] = []
 
     def make(noise: float = 0.0, **keys: Any) -> Roles:
-        lora = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "path": None}
+        lora: dict[str, Any] = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "path": None}
+        lora |= {"use_rslora": False, "use_dora": False}
         snapshot = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
         critic = {"kind": CriticKind.none, "init": "base", "lr": 1e-3, "warmup_steps": 0, "normalize_values": False}
         others = {"backbone": backbone, "temperature": 1.0, "token_budget": 10**6, "seed": 0}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from rlft import runfolder
 from rlft.config import changed, compose
-from rlft.roots import Verb
+from rlft.roots import ADDED_KEYS, Verb
 from rlft.types import UserError
 
 PLAIN = compose(["generation.max_tokens=77", "generation.temperature=0.5", "reward.format.weight=3", "seed=9"])
@@ -51,3 +54,17 @@ def test_what_is_not_there_is_refused(override: str, verb: Verb, message: str) -
     with pytest.raises(UserError) as refused:
         changed(plain, [override], None, verb)
     assert str(refused.value).startswith(message)
+
+
+def test_a_run_from_before_a_key_can_be_told_it_and_goes_on_with_its_default(tmp_path: Path) -> None:
+    older = {**PLAIN, "lora": {k: v for k, v in PLAIN["lora"].items() if not k.startswith("use_")}}
+    assert changed(older, ["lora.use_rslora=true"], None)["lora"]["use_rslora"] is True
+    runfolder.start(tmp_path, older, {})
+    runfolder.check_same_config(tmp_path, PLAIN)
+    with pytest.raises(UserError, match=r"lora\.use_rslora: False -> True"):
+        runfolder.check_same_config(tmp_path, {**PLAIN, "lora": {**PLAIN["lora"], "use_rslora": True}})
+
+
+@pytest.mark.parametrize("key", ADDED_KEYS)
+def test_the_defaults_of_keys_that_were_added_are_what_older_runs_did(key: str) -> None:
+    assert runfolder.flatten(PLAIN)[key] == ADDED_KEYS[key]

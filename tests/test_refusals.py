@@ -46,6 +46,7 @@ RM = "rm preferences.path=embedded:arithmetic-preferences max_completion_tokens=
 TWO_LEARNED = "+reward.second='${reward.learned}'"
 REFRESH = "reward_model.refresh_every=10 reward_model.labels=exact_match"
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+MAGNITUDE = "base_model.model.model.layers.0.mlp.down_proj.lora_magnitude_vector"
 DEEPER = "base_model.model.model.layers.99.mlp.down_proj.lora_A.weight"
 
 # What is typed after `rlft`, the key its refusal begins with, and a part of the refusal. The rows run in a folder that
@@ -308,7 +309,19 @@ TABLE = [
     (f"train {SMALL} lora.path=policy lora.target_modules=[q_proj]",
      "lora.path", f"it has the tensor {FIRST}, unlike what lora.target_modules says, got policy; set lora.target_mod"),
     (f"train {SMALL} lora.path=lacking", "lora.path", f"it lacks the tensor {FIRST}, unlike what lora.target_modules"),
-    (f"train {SMALL} lora.path=rslora", "lora.path", "adapters with use_rslora are not served"),
+    (f"train {SMALL} lora.path=rslora",
+     "lora.use_rslora", "the adapter at lora.path was trained with use_rslora=true and would be another function, got "
+     "false; set lora.use_rslora=true, or another lora.path"),
+    (f"train {SMALL} lora.path=policy lora.use_rslora=true", "lora.use_rslora", "with use_rslora=false and would be"),
+    (f"train {SMALL} lora.path=policy lora.use_dora=true", "lora.use_dora", "set lora.use_dora=false, or another lora"),
+    (f"train {SMALL} {LEARNED} reward.learned.path=critic lora.use_rslora=true", "lora.use_rslora", "at reward.lea"),
+    (f"train {SMALL} lora.path=half_dora lora.use_dora=true",
+     "lora.path", f"it lacks the tensor {MAGNITUDE}, unlike what lora.target_modules"),
+    ("train generation=vllm lora.use_dora=true",
+     "lora.use_dora", "vLLM serves no DoRA adapters, got true; use generation=transformers, or lora.use_rslora=true"),
+    (f"{SFT} generation=vllm lora.use_dora=true data=arithmetic", "lora.use_dora", "vLLM serves no DoRA adapters"),
+    ("sample data=arithmetic generation=vllm adapter=half_dora",
+     "adapter", "is a DoRA adapter, and vLLM serves none, got half_dora; use generation=transformers"),
     (f"{PPO} {SMALL} critic.init=critic_patterns", "critic.init", "adapters with alpha_pattern are not served"),
     (f"train {SMALL} lora.path=biased", "lora.path", "its bias changes the base, which all roles share"),
     (f"train {SMALL} snapshot.reference=biased", "snapshot.reference", "its bias changes the base"),
@@ -595,6 +608,7 @@ def save_adapters(folder: Path, backbone: Backbone) -> None:
     edit_tensors(spoil("critic", "no_bias") / "head.safetensors", {"bias": None})
     (spoil("policy", "unrecorded") / "rlft.json").unlink()  # as another program saves it
     spoil("policy", "rslora", use_rslora=True)
+    spoil("policy", "half_dora", use_dora=True)  # without the magnitudes
     spoil("policy", "biased", bias="all")
     spoil("policy", "loha", peft_type="LOHA")
     spoil("critic", "critic_patterns", alpha_pattern={"q_proj": 16})
@@ -672,6 +686,8 @@ ACCEPTED = [
     f"{SMALL} lora.path=policy snapshot.reference=policy",
     f"{SMALL} lora.path=unrecorded",
     "lora.rank=4 lora.alpha=16 snapshot.reference=rslora",
+    f"{SMALL} lora.path=rslora lora.use_rslora=true",
+    "lora.use_dora=true lora.use_rslora=true",
     f"algorithm=ppo critic.kind=adapter critic.init=critic {SMALL}",
     "algorithm=ppo critic.kind=shared critic.init=shared",
     "algorithm=ppo critic.kind=shared critic.init=critic",  # its head alone

@@ -48,6 +48,21 @@ class LoraSettings:
     dropout: Decay
     target_modules: str | Sequence[str]
     path: str | None
+    use_rslora: bool = False  # runs begun before there were these two keys have neither
+    use_dora: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name of such an adapter, for people."""
+        if self.use_dora:
+            return "DoRA with rsLoRA's scale" if self.use_rslora else "DoRA"
+        return "rsLoRA" if self.use_rslora else "LoRA"
+
+    @property
+    def overrides(self) -> str:
+        """The words of a command line that make a run's adapter fit one of this run."""
+        kinds = [f" lora.{name}=true" for name in ("use_rslora", "use_dora") if getattr(self, name)]
+        return f"lora.rank={self.rank} lora.alpha={self.alpha:g}{''.join(kinds)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

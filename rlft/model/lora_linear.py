@@ -4,7 +4,8 @@ PEFT computes the adapter's output, scales it and adds it to the base's, and aut
 passes over `[N, out]` and `[N, in]`. Here the products are added in place as they are made, and only x and x A' are
 kept. Layers that read the same x share its low-rank products and the sum of its gradients (`products`, `gradients`;
 `branches.py` has them). Where W + s B A is there already (`LoraLinear.lend`), y and the gradient of x are one product
-each. The result is the same sum in another order; the layer falls back to PEFT's own for what it does not know.
+each. The result is the same sum in another order; the layer falls back to PEFT's own for what it does not know. DoRA's
+magnitudes are known to sums only: with gradient PEFT's own forward computes them.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def regrouped(flat: Sequence[Any]) -> list[Operands]:
 class LoraLinear(Linear):
     """A linear layer of the base with adapters, of which one at most is active here.
 
-    sums: by role, (W + s B A)' `[in, out]`, which multiplies a few rows a sixth faster than its transpose; for passes
-    without gradient where a role is used for long without a change (sampling). lent: by role, another's sum, its own
-    matrices, and how often these had been changed when it was lent.
+    sums: by role, (W + s B A)' `[in, out]`, of DoRA with its magnitudes, which multiplies a few rows a sixth faster
+    than its transpose; for passes without gradient where a role is used for long without a change (sampling). lent: by
+    role, another's sum, its own matrices, and how often these had been changed when it was lent.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -83,13 +84,20 @@ class LoraLinear(Linear):
         if weight.dtype not in (torch.float32, torch.float64) or role not in self.lora_A:
             return
         down, up = self._matrices(role)
-        room = self.sums.get(role)
+        rounded = dtype not in (None, weight.dtype)
+        room = None if rounded else self.sums.get(role)
         self.lent.clear()  # what was lent is made anew in its place
         with torch.no_grad():
-            if dtype in (None, weight.dtype):
-                self.sums[role] = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=room)
-            else:
-                self.sums[role] = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role]).to(dtype)
+            total = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=room)
+            if role in self.lora_variant:
+                self._give_magnitudes(role, total)
+            self.sums[role] = total.to(dtype) if rounded else total
+
+    def _give_magnitudes(self, role: str, total: Tensor) -> None:
+        """DoRA (arXiv 2402.09353, equation 5): scales the weights of each output, a column of `[in, out]`, to the
+        length that the role has learned for it."""
+        magnitude = cast(Tensor, self.lora_magnitude_vector[role].weight)
+        total.mul_(magnitude / torch.linalg.norm(total, dim=0))
 
     def lend(self, lender: str, role: str) -> None:
         """With gradient, `role` takes the lender's sum from now on, until one of its two matrices changes.
@@ -97,6 +105,8 @@ class LoraLinear(Linear):
         The lender's matrices and scale must be the same, else nothing is lent, nor is a sum that is rounded.
         """
         self.lent.pop(role, None)
+        if role in self.lora_variant or lender in self.lora_variant:
+            return
         if lender not in self.sums or self.sums[lender].dtype != cast(nn.Linear, self.base_layer).weight.dtype:
             return
         theirs, own = (self._matrices(name) for name in (lender, role))
@@ -123,7 +133,7 @@ class LoraLinear(Linear):
         base = cast(nn.Linear, self.base_layer)
         if self.disable_adapters and not self.merged and not args and not kwargs:
             return base(x)
-        role = self._plain_role()
+        role = self._lone_role()
         if role in self.sums and not torch.is_grad_enabled():
             total = self.sums[role]
             y = (x.to(total.dtype) @ total).to(x.dtype)
@@ -137,18 +147,23 @@ class LoraLinear(Linear):
 
     def operands(self, x: Tensor) -> Operands | None:
         """What `forward` multiplies x with, if it is two products and nothing else; None: it is done otherwise."""
-        base, role = cast(nn.Linear, self.base_layer), self._plain_role()
-        if role is None or x.dtype != base.weight.dtype or (role in self.sums and not torch.is_grad_enabled()):
+        base, role = cast(nn.Linear, self.base_layer), self._lone_role()
+        if (
+            role is None
+            or role in self.lora_variant
+            or x.dtype != base.weight.dtype
+            or (role in self.sums and not torch.is_grad_enabled())
+        ):
             return None
         total = self._borrowed(role) if torch.is_grad_enabled() else None
         return Operands(base.weight, base.bias, *self._matrices(role), total, self.scaling[role])
 
-    def _plain_role(self) -> str | None:
-        """The active adapter, if it is the only one and nothing but two matrices."""
+    def _lone_role(self) -> str | None:
+        """The active adapter, if it is the only one, has two matrices, and may have magnitudes (DoRA)."""
         if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
             return None
         [role] = self.active_adapters
-        if role not in self.lora_A or role in self.lora_variant or self.lora_bias.get(role, False):
+        if role not in self.lora_A or self.lora_bias.get(role, False):
             return None
         dropout = self.lora_dropout[role]
         idle = isinstance(dropout, nn.Identity) or not dropout.training

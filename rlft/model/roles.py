@@ -25,6 +25,7 @@ from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
 from rlft.model.forward import Forward, choose
+from rlft.model.lora_config import lora_config
 from rlft.model.packing import PackedRows
 from rlft.model.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.scalar_head import ScalarHead
@@ -62,14 +63,7 @@ class Roles:
         self.critic: Critic | None = None
         self._learning = {POLICY}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
-        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-        self.lora = LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT annotates int, and scales by any number
-            lora_dropout=lora.dropout,
-            target_modules=targets,
-            task_type="CAUSAL_LM",
-        )
+        self.lora = lora_config(lora)
         lora_linear.install(self.lora)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import random
 import select
@@ -24,6 +25,7 @@ import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlft
@@ -348,6 +350,23 @@ def test_requests_the_engine_would_quietly_change_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), Sampling(**changes))
+
+
+def test_an_rslora_adapter_is_scaled_as_the_trainer_scales_it(bench: Bench) -> None:
+    adapter = bench.trainer.adapter(3)
+    bench.generator.load(Adapter(version=3, weights=adapter.weights, config={**adapter.config, "use_rslora": True}))
+    layers = [module for module in bench.trainer.model.modules() if isinstance(module, LoraLayer)]
+    before = {layer.scaling["default"] for layer in layers}
+    try:
+        for layer in layers:
+            layer.scaling["default"] = 12 / math.sqrt(6)  # alpha / sqrt(rank), not 12 / 6
+        groups = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+        assert bench.trainer.gap(groups, 1.0) < TOLERANCE
+    finally:
+        [plain] = before
+        for layer in layers:
+            layer.scaling["default"] = plain
+    assert bench.trainer.gap(groups, 1.0) > 100 * TOLERANCE
 
 
 def test_an_adapter_the_engine_cannot_hold_is_refused_and_the_old_one_stays(bench: Bench) -> None:

@@ -1,0 +1,199 @@
+"""rsLoRA and DoRA in roles: what PEFT computes with the same tensors, in training, in decoding, and once merged."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM
+
+from rlft.demand import sizes_of
+from rlft.generation.adapter_files import AdapterFiles
+from rlft.model import fused
+from rlft.model.backbone import read_backbone
+from rlft.model.config import LoraSettings
+from rlft.model.lora_linear import LoraLinear
+from rlft.model.roles import POLICY, REFERENCE, SAMPLER
+from rlft.types import UserError
+
+KINDS = [{"use_rslora": True}, {"use_dora": True}, {"use_rslora": True, "use_dora": True}]
+DORA = KINDS[1:]
+PROMPTS = ([5, 9, 11, 30], [7, 8])
+ROWS = [(0, PROMPTS[0], [12, 40, 41]), (0, PROMPTS[0], [13, 50]), (1, PROMPTS[1], [60, 61, 62, 63])]
+
+
+@pytest.fixture
+def double(model_config, tiny_path):
+    """(rlft's backbone, transformers' own model), of the same weights in float64.
+
+    transformers' norms, and its eager attention, go through float32 whatever the model is.
+    """
+    ours = read_backbone(model_config())
+    ours.model.double()
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float64, attn_implementation="sdpa")
+    fused.install(theirs)
+    return ours, theirs
+
+
+def as_peft(roles, model, folder):
+    """PEFT's own layers on the other model, with the policy as it is published."""
+    files = AdapterFiles(folder)
+    adapted = PeftModel.from_pretrained(model, str(files.write(roles.publish(1))), is_trainable=True).eval()
+    files.close()
+    assert not any(isinstance(module, LoraLinear) for module in adapted.modules())
+    return adapted.double()  # PEFT reads an adapter in float32
+
+
+def logprobs_of_rows(model):
+    """Of every completion token of every row, one row after the other, each by itself."""
+    found = []
+    for _, prompt, completion in ROWS:
+        ids = torch.tensor([[*prompt, *completion]])
+        logprobs = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        found.append(logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_logprobs_and_gradients_are_those_of_peft(kind, double, make_roles, make_batch, tmp_path):
+    backbone, model = double
+    roles = make_roles(backbone=backbone, noise=0.05, **kind)
+    roles.model.double()
+    theirs = as_peft(roles, model, tmp_path)
+    batch = make_batch(ROWS, dtype=torch.float64)
+    with roles.training():  # dropout is 0, so that only the mode differs
+        ours = roles.outputs(batch, False).logprobs[batch.loss_mask]
+        ours.square().sum().backward()
+    roles.check_gradients()
+    expected = logprobs_of_rows(theirs)
+    expected.square().sum().backward()
+    torch.testing.assert_close(ours.detach(), expected.detach(), rtol=0, atol=1e-9)
+    gradients = {
+        name.replace(".default.", f".{POLICY}."): p.grad for name, p in theirs.named_parameters() if "lora_" in name
+    }
+    named = dict(roles.named_parameters())
+    assert len(named) == (84 if "use_dora" in kind else 56) == len(gradients)  # 28 layers, 2 matrices, 1 magnitude
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_weights_that_decode_are_those_that_peft_merges(kind, double, make_roles, tmp_path):
+    backbone, model = double
+    roles = make_roles(backbone=backbone, noise=0.05, **kind)
+    roles.model.double()
+    merged = as_peft(roles, model, tmp_path).merge_and_unload()
+    roles.load_sampler(roles.publish(1), weights="merged")
+    layers = {name: layer for name, layer in roles.model.named_modules() if isinstance(layer, LoraLinear)}
+    assert len(layers) == 28
+    for name, layer in layers.items():
+        expected = merged.get_submodule(name.removeprefix("base_model.model.")).weight
+        torch.testing.assert_close(layer.sums[SAMPLER].t(), expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("weights", ["merged", "merged_bfloat16", "apart"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_sampler_says_what_the_policy_says(kind, weights, make_roles):
+    roles = make_roles(noise=0.05, **kind)
+    roles.load_sampler(roles.publish(1), weights=weights)
+    sequence = [*PROMPTS[0], *ROWS[0][2]]
+    [expected] = roles.score([sequence])
+    with torch.no_grad(), roles.using(SAMPLER):
+        [found] = roles.score([sequence])
+    # float32 in another order; a bfloat16 keeps 8 bits of each of some hundred terms a token.
+    assert found == pytest.approx(expected, abs=0.5 if weights == "merged_bfloat16" else 1e-4)
+    layer = next(m for m in roles.model.modules() if isinstance(m, LoraLinear))
+    assert (SAMPLER in layer.sums) == (weights != "apart")
+
+
+def test_rslora_scales_by_the_root_of_the_rank(make_roles):
+    roles = make_roles(use_rslora=True)  # rank 4, alpha 8
+    layers = [m for m in roles.model.modules() if isinstance(m, LoraLinear)]
+    assert {layer.scaling[POLICY] for layer in layers} == {8 / math.sqrt(4)}
+    assert roles.adapter_config()["use_rslora"] is True
+
+
+@pytest.mark.parametrize("kind", DORA, ids=str)
+def test_a_fresh_dora_policy_is_the_base(kind, make_roles, backbone, make_batch):
+    roles, batch = make_roles(**kind), make_batch(ROWS)
+    with torch.no_grad():
+        found = roles.outputs(batch, False).logprobs
+        with roles.using(None):
+            base = roles.forward(batch, 1.0).logprobs
+    # Each output's magnitude is its weights' length as PEFT computes it, so that their quotient is 1 to the last bit.
+    torch.testing.assert_close(found, base, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [{}, *KINDS], ids=str)
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_parameters_are_counted_exactly(kind, targets, make_roles, model_config):
+    lora = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules=targets, path=None, **kind)
+    roles = make_roles(target_modules=targets, **kind)
+    assert sizes_of(model_config(), lora).lora == sum(p.numel() for _, p in roles.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_moving_roles_are_kept_and_come_back_exactly(kind, make_roles):
+    roles = make_roles(noise=0.05, reference="ema", ema_decay=0.5, **kind)
+    with torch.no_grad():
+        for _, parameter in roles.named_parameters():
+            parameter.add_(0.1)
+    roles.refresh(1)
+    saved = {role: roles.weights(role) for role in roles.moving}
+    assert any("magnitude" in name for name in saved[REFERENCE]) == ("use_dora" in kind)
+    again = make_roles(reference="ema", ema_decay=0.5, **kind)
+    again.restore(saved)
+    for role, weights in saved.items():
+        now = again.weights(role)
+        assert now.keys() == weights.keys()
+        assert all(torch.equal(now[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("kind", DORA, ids=str)
+def test_a_dora_policy_never_learns_on_lent_sums(kind, make_roles, make_batch):
+    roles, batch = make_roles(noise=0.05, **kind), make_batch(ROWS)
+    roles.load_sampler(roles.publish(1), weights="merged")
+    roles.lend_sums()
+    assert not any(layer.lent for layer in roles.model.modules() if isinstance(layer, LoraLinear))
+    roles.outputs(batch, False).logprobs.sum().backward()
+    roles.check_gradients()  # magnitudes included
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_adapter_that_peft_made_elsewhere_is_read_rightly(kind, make_roles, tiny_path, make_batch, tmp_path):
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **kind)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_path), config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        expected = logprobs_of_rows(model)
+    model.save_pretrained(tmp_path / "elsewhere")
+    roles, batch = make_roles(path=str(tmp_path / "elsewhere"), **kind), make_batch(ROWS)
+    assert roles.weights(POLICY).keys() == get_peft_model_state_dict(model).keys()
+    with torch.no_grad():
+        found = roles.outputs(batch, False).logprobs[batch.loss_mask]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_magnitudes_that_are_missing_are_noticed(make_roles, tmp_path):
+    plain = make_roles(noise=0.05)
+    files = AdapterFiles(tmp_path)
+    folder = files.write(plain.publish(1))
+    with pytest.raises(UserError, match=r"^lora\.path: 28 of its tensors do not fit .*lora_magnitude_vector"):
+        make_roles(path=str(folder), use_dora=True)
+    files.close()
+
+
+@pytest.mark.parametrize("kind", DORA, ids=str)
+def test_a_16_bit_base_learns_magnitudes_in_float32(kind, make_roles, model_config, make_batch):
+    half = read_backbone(model_config(dtype="bfloat16"))
+    roles, batch = make_roles(backbone=half, noise=0.05, **kind), make_batch(ROWS)
+    assert {p.dtype for _, p in roles.named_parameters()} == {torch.float32}
+    found = roles.outputs(batch, False).logprobs
+    found.sum().backward()
+    roles.check_gradients()
+    assert found[batch.loss_mask].isfinite().all()
