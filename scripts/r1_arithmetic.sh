@@ -1,32 +1,32 @@
 #!/usr/bin/env bash
 # DeepSeek-R1's pipeline (arXiv 2501.12948) on the embedded task, R1-Zero and a distilled student beside it. Minutes on a CPU.
-#   scripts/r1_arithmetic.sh [folder]
+#   scripts/r1_arithmetic.sh [folder]     SEED=1: another seed
 # Every stage is a run in the folder. Repeated, the script goes on where it was; a stage whose folder is removed is done
 # again, and one that was made from something else than is there now is refused.
 set -euo pipefail
 out=${1:-runs/r1_arithmetic}
-rlft=${RLFT:-rlft}
-run() { verb=$1 folder=$2; shift 2; $rlft "$verb" "$@" logger=jsonl resume=auto hydra.run.dir="$out/$folder"; }
-sample() { folder=$1; shift; $rlft sample "$@" resume=auto hydra.run.dir="$out/$folder"; }
+. "$(dirname "$0")/pipeline.sh"
+needs py3langid language "the reward for the language of the reasoning"
+english=(reward=[exact_match,format,language] reward.language.target=en reward.language.min_words=3)
 
-run train 0-zero +recipe=r1_grpo_arithmetic
-run sft 1-cold-start +recipe=r1_cold_start_arithmetic
-run train 2-grpo +recipe=r1_grpo_arithmetic model.path="$out/1-cold-start"
+learn train 0-zero +recipe=r1_grpo_arithmetic
+learn sft 1-cold-start +recipe=r1_cold_start_arithmetic
+learn train 2-grpo +recipe=r1_grpo_arithmetic model.path="$out/1-cold-start"
 # Rejection sampling: right, well formatted and in English, once a prompt.
 sample 3-keepers run="$out/2-grpo" n=2 num_prompts=4000 keep=above min_reward=1.35 max_per_prompt=1
-run sft 4-keepers-sft +recipe=r1_keepers_arithmetic demonstrations.path="$out/3-keepers/samples.jsonl"
+learn sft 4-keepers-sft +recipe=r1_keepers_arithmetic model.path="$out/1-cold-start" \
+  demonstrations.path="$out/3-keepers/samples.jsonl"
 # The reward model learns from what the cold start said, good and bad.
-sample 5-ranked run="$out/1-cold-start" n=4 num_prompts=1024 \
-  reward=[exact_match,format,language] reward.language.target=en reward.language.min_words=3
-run rm 6-reward-model +recipe=rm_arithmetic model.path="$out/4-keepers-sft" max_completion_tokens=80 \
-  preferences.path="$out/5-ranked/samples.jsonl"
-run train 7-final +recipe=r1_final_arithmetic model.path="$out/4-keepers-sft" reward.learned.path="$out/6-reward-model"
+sample 5-ranked run="$out/1-cold-start" n=4 num_prompts=1024 "${english[@]}"
+learn rm 6-reward-model +recipe=rm_arithmetic model.path="$out/4-keepers-sft" max_completion_tokens=80 \
+  preferences.path="$out/5-ranked/samples.jsonl" preferences.held_out_fraction=0.2 trainer.schedule=cosine trainer.beta2=0.99
+learn train 7-final +recipe=r1_final_arithmetic model.path="$out/4-keepers-sft" \
+  reward.learned.path="$out/6-reward-model"
 # A smaller model taught by the result, and the same one taught by reinforcement alone.
-sample 8-lessons run="$out/7-final" n=1 num_prompts=4000 keep=above min_reward=1.35 reward=[exact_match,format,language] \
-  reward.language.target=en reward.language.min_words=3
-run sft 9-student-distilled +recipe=distill_arithmetic demonstrations.path="$out/8-lessons/samples.jsonl"
-run train 10-student-grpo +recipe=r1_grpo_arithmetic model.path=embedded:tiny-student
-"${PYTHON:-python}" "$(dirname "$0")/stage_table.py" "R1-Zero=$out/0-zero" "cold start=$out/1-cold-start" \
-  "GRPO, rule rewards=$out/2-grpo" "rejection sampling=$out/3-keepers" "SFT on the keepers=$out/4-keepers-sft" \
-  "samples to rank=$out/5-ranked" "reward model=$out/6-reward-model" "GRPO, rules and reward model=$out/7-final" \
-  "lessons=$out/8-lessons" "student, distilled=$out/9-student-distilled" "student, GRPO alone=$out/10-student-grpo"
+sample 8-lessons run="$out/7-final" n=1 num_prompts=4000 keep=above min_reward=1.35 "${english[@]}"
+learn sft 9-student-distilled +recipe=distill_arithmetic demonstrations.path="$out/8-lessons/samples.jsonl"
+learn train 10-student-grpo +recipe=r1_grpo_arithmetic model.path=embedded:tiny-student
+table "R1-Zero=0-zero" "cold start=1-cold-start" "GRPO, rule rewards=2-grpo" "rejection sampling=3-keepers" \
+  "SFT on the keepers=4-keepers-sft" "samples to rank=5-ranked" "reward model=6-reward-model" \
+  "GRPO, rules and reward model=7-final" "lessons=8-lessons" "student, distilled=9-student-distilled" \
+  "student, GRPO alone=10-student-grpo"

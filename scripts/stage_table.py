@@ -1,6 +1,7 @@
 """Prints what each stage of a pipeline reached, from the folders that its script has made.
 
-    python scripts/stage_table.py "cold start=runs/r1/1-cold-start" "GRPO=runs/r1/2-grpo"
+    python scripts/stage_table.py --in runs/r1 "cold start=1-cold-start" "GRPO=2-grpo"
+    python scripts/stage_table.py --in runs/r1 --json runs/r1/stages.json "cold start=1-cold-start"   # numbers, too
 
 A stage's line is the last one of its eval.jsonl; the first stage's first line, before any step, is the model it began
 from. A stage that only sampled or learned to rank shows what it has instead of an accuracy; a reward that a stage does
@@ -9,9 +10,10 @@ not measure is left out.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +22,85 @@ from rich.console import Console
 from rich.table import Table
 
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.trainer.checkpoint import write_atomically
 
 REWARDS = ("format", "language")
+HEADINGS = {
+    "accuracy": "held-out accuracy",
+    "pairs": "held-out pairs",
+    "format": "format",
+    "language": "language",
+    "learned": "reward model's score",
+    "kept": "completions kept",
+    "seconds": "seconds of steps",
+}
+"""The numbers of a stage, and what a table calls them."""
 
 
-def rows(name: str, folder: Path, with_start: bool) -> Iterator[list[str]]:
-    """(stage, held-out accuracy, format, language, what else is to say, seconds of steps)."""
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+def numbers(folder: Path) -> dict[str, float]:
+    """What the stage reached, by the keys of HEADINGS; `accuracy_se` and `pairs_se` are standard errors."""
+    config = read_config(folder)
     if config["verb"] == "sample":
         state = json.loads((folder / "progress.json").read_text())
-        said = f"kept {state['kept']:,} of {state['sampled']:,} completions, {state['prompts_kept']:,} prompts"
-        yield [name, "", "", "", said, ""]
-        return
-    evaluations = read_lines(folder / EVALUATIONS)
-    seconds = sum(line["time/step"] for line in read_lines(folder / METRICS))
+        return {"kept": state["kept"], "sampled": state["sampled"], "prompts": state["prompts_kept"]}
+    last = read_lines(folder / EVALUATIONS)[-1]
+    seconds = {"seconds": sum(line["time/step"] for line in read_lines(folder / METRICS))}
     if config["verb"] == "rm":
-        pairs = f"held-out pairs {evaluations[-1]['accuracy']:.3f} ± {evaluations[-1]['accuracy_se']:.3f}"
-        yield [name, "", "", "", pairs, f"{seconds:.0f}"]
-        return
-    if with_start:
-        yield [f"{config['model']['path']}, as it is", *measured(evaluations[0]), ""]
-    yield [name, *measured(evaluations[-1]), f"{seconds:.0f}"]
+        return {"pairs": last["accuracy"], "pairs_se": last["accuracy_se"], **seconds}
+    return measured(last) | seconds
 
 
-def measured(line: dict[str, Any]) -> list[str]:
-    accuracy = f"{line['accuracy']:.3f} ± {line['accuracy_se']:.3f}"
-    shares = [f"{line[f'eval/reward/{name}']:.3f}" if f"eval/reward/{name}" in line else "" for name in REWARDS]
-    learned = line.get("eval/reward/learned")
-    return [accuracy, *shares, "" if learned is None else f"reward model's score {learned:.2f}"]
+def measured(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of one evaluation of a policy."""
+    rewards = {name: line[f"eval/reward/{name}"] for name in (*REWARDS, "learned") if f"eval/reward/{name}" in line}
+    return {"accuracy": line["accuracy"], "accuracy_se": line["accuracy_se"], **rewards}
 
 
-def main(words: list[str]) -> None:
-    table = Table("stage", "held-out accuracy", *REWARDS, "besides", "seconds of steps")
+def stages(named: Sequence[tuple[str, Path]]) -> Iterator[dict[str, Any]]:
+    """{"stage": its name, ...numbers} of each stage in order, a model that one began from before it."""
     models: set[str] = set()
-    for word in words:
-        name, _, folder = word.partition("=")
-        config = yaml.safe_load((Path(folder) / "config.yaml").read_text())
-        adapter = (config.get("lora") or {}).get("path")
+    for name, folder in named:
+        config = read_config(folder)
         model = config["model"]["path"]
         # What another stage made is a line of its own already.
-        begins = adapter is None and "/checkpoints/" not in model and model not in models
-        fresh = config["verb"] in ("sft", "train") and begins
-        for row in rows(name, Path(folder), fresh):
-            table.add_row(*row)
-        if fresh:
+        begins = (config.get("lora") or {}).get("path") is None and "/checkpoints/" not in model
+        if config["verb"] in ("sft", "train") and begins and model not in models:
             models.add(model)
+            yield {"stage": f"{model}, as it is", **measured(read_lines(folder / EVALUATIONS)[0])}
+        yield {"stage": name, **numbers(folder)}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return yaml.safe_load((folder / "config.yaml").read_text())
+
+
+def text_of(stage: dict[str, Any], key: str) -> str:
+    """A number of the stage as the table shows it; empty where the stage has none."""
+    if key not in stage:
+        return ""
+    if key == "kept":
+        return f"{stage['kept']:,} of {stage['sampled']:,}, {stage['prompts']:,} prompts"
+    digits = {"seconds": 0, "learned": 2}.get(key, 3)
+    error = f" ± {stage[f'{key}_se']:.{digits}f}" if f"{key}_se" in stage else ""
+    return f"{stage[key]:.{digits}f}{error}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="stage_table.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--in", dest="root", type=Path, default=Path(), help="folder that the stages' folders are in")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("stages", nargs="+", metavar="NAME=FOLDER")
+    options = parser.parse_args(arguments)
+    named = [(name, options.root / folder) for name, _, folder in (word.partition("=") for word in options.stages)]
+    rows = list(stages(named))
+    if options.json is not None:
+        write_atomically(options.json, json.dumps(rows, indent=2) + "\n")
+    shown = [key for key in HEADINGS if any(key in row for row in rows)]
+    table = Table("stage", *(HEADINGS[key] for key in shown))
+    for row in rows:
+        table.add_row(row["stage"], *(text_of(row, key) for key in shown))
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 

@@ -1,0 +1,262 @@
+"""The pipelines' scripts: what they check before the first stage, what each stage is, and how they are repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlft.config import build, build_rm, build_sample, build_sft, compose
+from rlft.roots import Verb
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+PIPELINES = ("rlhf_arithmetic", "r1_arithmetic")
+BUILD = {Verb.train: build, Verb.sft: build_sft, Verb.rm: build_rm, Verb.sample: build_sample}
+
+Recorded = Callable[[], list[list[str]]]
+
+# Stands in for rlft: a line of JSON a command.
+RECORDER = """#!/bin/bash
+{python} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >> {calls}
+"""
+# Stands in for the Python that prints the table of stages, which have left nothing here.
+NO_TABLE = """#!/bin/bash
+case "$1" in *stage_table.py) exit 0 ;; esac
+exec {python} "$@"
+"""
+WITHOUT_LANGUAGE = "import sys\nsys.modules['py3langid'] = None\n"
+
+
+def program(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
+    return file
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorded:
+    """tmp_path/bin/rlft writes down its words; called, this returns those of every command so far."""
+    calls = tmp_path / "calls.jsonl"
+    program(tmp_path / "bin" / "rlft", RECORDER.format(python=sys.executable, calls=calls))
+    program(tmp_path / "bin" / "python", NO_TABLE.format(python=sys.executable))
+    return lambda: [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+
+
+def start(script: Path, *words: str, path: str = "/usr/bin:/bin", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script with this PATH; rlft is imported from the repository."""
+    unset = ("RLFT", "PYTHON", "SEED", "PTX")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    environment |= {"PATH": path, "PYTHONPATH": str(SCRIPTS.parent), **variables}
+    return subprocess.run(
+        ["bash", str(script), *words], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def stages(calls: Sequence[Sequence[str]]) -> dict[str, tuple[Verb, list[str]]]:
+    """{name of its folder: (verb, words)} of each command."""
+    made = {}
+    for verb, *words in calls:
+        folder = next(word.partition("=")[2] for word in words if word.startswith("hydra.run.dir="))
+        made[Path(folder).name] = Verb(verb), words
+    return made
+
+
+def composed(verb: Verb, words: Sequence[str]) -> dict:
+    """The stage's config. A run that a stage names stands for what it made, which is not there: its place is kept."""
+    return compose([word for word in words if not word.startswith(("resume=", "run="))], verb=verb)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(
+    pipeline: str, tmp_path: Path, recorder: Recorded
+) -> None:
+    done = start(SCRIPTS / f"{pipeline}.sh", str(tmp_path / "out"), RLFT=str(tmp_path / "bin" / "rlft"), SEED="3")
+    assert done.returncode == 0, done.stderr
+    found = stages(recorder())
+    assert len(found) == len(recorder()) == {"rlhf_arithmetic": 4, "r1_arithmetic": 11}[pipeline]
+    for name, (verb, words) in found.items():
+        config = BUILD[verb](composed(verb, words))
+        assert config.seed == 3, name
+        assert "resume=auto" in words, name
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_the_repositorys_own_command_is_taken_where_none_is_on_the_path(
+    pipeline: str, tmp_path: Path, recorder
+) -> None:
+    shutil.copytree(SCRIPTS, tmp_path / "repository" / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(tmp_path / "bin", tmp_path / "repository" / ".venv" / "bin")
+    done = start(tmp_path / "repository" / "scripts" / f"{pipeline}.sh", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert len(recorder()) >= 4
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_without_rlft_the_first_line_says_how_to_get_it(pipeline: str, tmp_path: Path) -> None:
+    shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    done = start(tmp_path / "scripts" / f"{pipeline}.sh")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"{pipeline}.sh: rlft is neither on PATH nor in .venv/bin; run `make demo` once, or set RLFT=<path of the "
+        "command>\n"
+    )
+
+
+def test_a_missing_extra_is_named_before_the_first_stage(tmp_path: Path, recorder: Recorded) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(WITHOUT_LANGUAGE)
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    hidden = {"PYTHONPATH": f"{tmp_path / 'hidden'}:{SCRIPTS.parent}"}
+    done = start(SCRIPTS / "r1_arithmetic.sh", str(tmp_path / "out"), path=path, **hidden)
+    assert done.returncode == 2
+    assert "needs py3langid, which is not installed; run `" in done.stderr
+    assert "scripts/install.py --extras language`" in done.stderr
+    assert recorder() == []
+    # The other pipeline has no need of it.
+    assert start(SCRIPTS / "rlhf_arithmetic.sh", str(tmp_path / "out"), path=path, **hidden).returncode == 0
+
+
+def test_a_python_that_cannot_import_rlft_is_named(tmp_path: Path, recorder: Recorded) -> None:
+    bad = program(tmp_path / "other" / "python", "#!/bin/bash\nexit 1\n")
+    done = start(SCRIPTS / "rlhf_arithmetic.sh", path=f"{tmp_path / 'bin'}:/usr/bin:/bin", PYTHON=str(bad))
+    assert (done.returncode, recorder()) == (2, [])
+    assert done.stderr.startswith(f"rlhf_arithmetic.sh: PYTHON: {bad} cannot import rlft; set PYTHON=")
+
+
+# -- the table of stages -----------------------------------------------------------------------------------------------
+def make_stage(folder: Path, config: dict, evaluations: Sequence[dict] = (), progress: dict | None = None) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.5}\n{"step": 2, "time/step": 2.0}\n')
+    if progress is not None:
+        (folder / "progress.json").write_text(json.dumps(progress))
+
+
+def accuracy(value: float, **rewards: float) -> dict[str, float]:
+    return {"accuracy": value, "accuracy_se": 0.01, **{f"eval/reward/{name}": r for name, r in rewards.items()}}
+
+
+@pytest.fixture
+def stage_table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import stage_table
+
+    return stage_table
+
+
+def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
+    stage_table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"path": "embedded:tiny"}
+    make_stage(tmp_path / "1", {"verb": "sft", "model": model}, [accuracy(0.25, format=0.5), accuracy(0.5, format=1.0)])
+    make_stage(
+        tmp_path / "2", {"verb": "sample", "model": model}, progress={"kept": 7, "sampled": 9, "prompts_kept": 3}
+    )
+    make_stage(tmp_path / "3", {"verb": "rm", "model": model}, [accuracy(0.5), accuracy(0.75)])
+    make_stage(tmp_path / "4", {"verb": "train", "model": model}, [accuracy(0.5), accuracy(0.875, learned=1.25)])
+    numbers = tmp_path / "stages.json"
+    stage_table.main(["--in", str(tmp_path), "--json", str(numbers), "SFT=1", "samples=2", "judge=3", "PPO=4"])
+    assert json.loads(numbers.read_text()) == [
+        {"stage": "embedded:tiny, as it is", "accuracy": 0.25, "accuracy_se": 0.01, "format": 0.5},
+        {"stage": "SFT", "accuracy": 0.5, "accuracy_se": 0.01, "format": 1.0, "seconds": 3.5},
+        {"stage": "samples", "kept": 7, "sampled": 9, "prompts": 3},
+        {"stage": "judge", "pairs": 0.75, "pairs_se": 0.01, "seconds": 3.5},
+        {"stage": "PPO", "accuracy": 0.875, "accuracy_se": 0.01, "learned": 1.25, "seconds": 3.5},
+    ]
+    printed = capsys.readouterr().out
+    assert "0.875 ± 0.010" in printed
+    assert "7 of 9, 3 prompts" in printed
+
+
+# -- repetitions -------------------------------------------------------------------------------------------------------
+# A pipeline of two stages, whose results depend on the seed, the threads and the instructions.
+FAKE = """#!/bin/bash
+echo "$SEED $OMP_NUM_THREADS ${ATEN_CPU_CAPABILITY:-own}" >> "$(dirname "$1")/begun"
+[ ! -e "$(dirname "$1")/fail" ] || exit 7
+echo '[{"stage": "first", "kept": 2, "sampled": 4, "prompts": 2},
+ {"stage": "second", "accuracy": 0.'$SEED$OMP_NUM_THREADS', "accuracy_se": 0.01}]' > "$1/stages.json"
+"""
+
+
+@pytest.fixture
+def repeat(stage_table: ModuleType, tmp_path: Path) -> Callable[..., int]:
+    """Runs repeat_pipeline on the pipeline above, in tmp_path/out."""
+    import repeat_pipeline
+
+    (tmp_path / "out").mkdir()
+    script = program(tmp_path / "fake.sh", FAKE)
+    return lambda *words: repeat_pipeline.run([str(script), "--out", str(tmp_path / "out"), *words])
+
+
+def begun(tmp_path: Path) -> list[str]:
+    return sorted((tmp_path / "out" / "begun").read_text().splitlines())
+
+
+def test_repetitions_give_mean_deviation_and_range(repeat: Callable[..., int], tmp_path: Path) -> None:
+    assert repeat("--seeds", "1", "3", "--threads", "1", "2") == 0
+    assert begun(tmp_path) == ["1 1 own", "1 2 own", "3 1 own", "3 2 own"]
+    text = (tmp_path / "out" / "repetitions.md").read_text()
+    # 0.11, 0.12, 0.31, 0.32: mean 0.215, squares of the differences 2 (0.105^2 + 0.095^2) = 0.0401, / 3 = 0.11562^2.
+    assert "| second | 0.215 ± 0.116 (0.110 to 0.320) |  |" in text
+    assert "| first |  | 2 ± 0 (2 to 2) |" in text
+    assert "| 3 | 2 | automatic | 0.320 |" in text
+
+
+def test_finished_repetitions_are_not_repeated_and_instructions_are_set(
+    repeat: Callable[..., int], tmp_path: Path
+) -> None:
+    assert repeat("--seeds", "1") == 0
+    assert repeat("--seeds", "1", "2", "--instructions", "automatic", "default") == 0
+    assert begun(tmp_path) == ["1 1 default", "1 1 own", "2 1 default", "2 1 own"]
+    (tmp_path / "fake.sh").write_text(FAKE + "# another recipe\n")
+    assert repeat("--seeds", "1") == 0
+    assert begun(tmp_path).count("1 1 own") == 2
+
+
+def test_a_pipeline_that_fails_is_named_with_its_log_and_goes_on_when_repeated(
+    repeat: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "fail").touch()
+    assert repeat("--seeds", "1") == 1
+    log = tmp_path / "out" / "seed_1-threads_1" / "pipeline.log"
+    assert f"seed_1-threads_1 ended with exit code 7; see {log}" in capsys.readouterr().err
+    assert log.exists()
+    (tmp_path / "out" / "fail").unlink()
+    assert repeat("--seeds", "1") == 0
+
+
+def test_a_script_that_is_not_there_is_refused(
+    stage_table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import repeat_pipeline
+
+    assert repeat_pipeline.run([str(tmp_path / "none.sh")]) == 2
+    assert "there is no such script" in capsys.readouterr().err
+
+
+def test_an_interruption_ends_the_stage_that_runs(tmp_path: Path) -> None:
+    """The stage is told by SIGTERM, as a run that saves and exits wants it, and nothing goes on without the command."""
+    slow = 'trap "echo ended > $1/end; exit 130" TERM; touch "$1/begun"; sleep 60 & wait\n'
+    script = program(tmp_path / "slow.sh", slow)
+    command = [sys.executable, str(SCRIPTS / "repeat_pipeline.py"), str(script), "--seeds", "1", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    folder, deadline = tmp_path / "seed_1-threads_1", time.monotonic() + 60
+    while not (folder / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on from here" in errors
+    assert (folder / "end").read_text() == "ended\n"
