@@ -71,6 +71,8 @@ class Repetition:
 
 
 def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # also in the background, where a shell has SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -152,15 +154,26 @@ def run_one(script: Path, folder: Path, repetition: Repetition, stop: threading.
             stderr=subprocess.STDOUT,
             start_new_session=True,  # the script and the stage that it runs are stopped together, and once
         )
-        while process.poll() is None:
-            if stop.wait(0.2):
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-                return
-    if process.returncode:
-        raise PipelineError(f"{repetition.name} ended with exit code {process.returncode}; see {folder / LOG}")
-    write_atomically(folder / RECORD, json.dumps({**asdict(repetition), "made_from": made_from}) + "\n")
+        code, seconds = ended(process, stop)
+    seconds += read_record(folder).get("processor_seconds", 0.0)  # of earlier parts of an interrupted pipeline
+    finished = code == 0 and not stop.is_set()
+    record = {**asdict(repetition), "processor_seconds": seconds, "made_from": made_from if finished else None}
+    write_atomically(folder / RECORD, json.dumps(record) + "\n")
+    if code and not stop.is_set():
+        raise PipelineError(f"{repetition.name} ended with exit code {code}; see {folder / LOG}")
     print(f"{repetition.name}: done in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def ended(process: subprocess.Popen[bytes], stop: threading.Event) -> tuple[int, float]:
+    """Waits for the process, which is ended if `stop` is set: (exit code, processor seconds of it and its stages)."""
+    pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+    while not pid:
+        stopping = stop.wait(0.2)
+        if stopping:
+            os.killpg(process.pid, signal.SIGTERM)
+        pid, status, usage = os.wait4(process.pid, 0 if stopping else os.WNOHANG)
+    process.returncode = os.waitstatus_to_exitcode(status)  # nobody else waits for it
+    return process.returncode, usage.ru_utime + usage.ru_stime
 
 
 def sources(script: Path) -> str:
@@ -172,17 +185,17 @@ def sources(script: Path) -> str:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a finished repetition left; {} where there is none."""
-    if not (folder / RECORD).is_file() or not (folder / STAGES).is_file():
-        return {}
-    return json.loads((folder / RECORD).read_text())
+    """What an earlier run of this repetition left; {} where there was none. made_from is null if it did not finish."""
+    return json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else {}
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 def publish(out: Path, repetitions: Sequence[Repetition]) -> None:
     """Writes and prints the tables, and writes the numbers."""
     runs = [(each, json.loads((out / each.name / STAGES).read_text())) for each in repetitions]
-    text = "\n\n".join([summary(runs), every_run(runs)]) + "\n"
+    minutes = [read_record(out / each.name)["processor_seconds"] / 60 for each in repetitions]
+    parts = [summary(runs), every_run(runs), f"Processor minutes of a pipeline: {spread(minutes, 1)}"]
+    text = "\n\n".join(parts) + "\n"
     write_atomically(out / TABLE, text)
     numbers = [{**asdict(each), "stages": stages} for each, stages in runs]
     write_atomically(out / NUMBERS, json.dumps(numbers, indent=2) + "\n")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -150,9 +151,7 @@ def accuracy(value: float, **rewards: float) -> dict[str, float]:
 @pytest.fixture
 def stage_table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    import stage_table
-
-    return stage_table
+    return import_module("stage_table")
 
 
 def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
@@ -192,11 +191,10 @@ echo '[{"stage": "first", "kept": 2, "sampled": 4, "prompts": 2},
 @pytest.fixture
 def repeat(stage_table: ModuleType, tmp_path: Path) -> Callable[..., int]:
     """Runs repeat_pipeline on the pipeline above, in tmp_path/out."""
-    import repeat_pipeline
-
+    run = import_module("repeat_pipeline").run
     (tmp_path / "out").mkdir()
     script = program(tmp_path / "fake.sh", FAKE)
-    return lambda *words: repeat_pipeline.run([str(script), "--out", str(tmp_path / "out"), *words])
+    return lambda *words: run([str(script), "--out", str(tmp_path / "out"), *words])
 
 
 def begun(tmp_path: Path) -> list[str]:
@@ -239,13 +237,12 @@ def test_a_pipeline_that_fails_is_named_with_its_log_and_goes_on_when_repeated(
 def test_a_script_that_is_not_there_is_refused(
     stage_table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import repeat_pipeline
-
-    assert repeat_pipeline.run([str(tmp_path / "none.sh")]) == 2
+    assert import_module("repeat_pipeline").run([str(tmp_path / "none.sh")]) == 2
     assert "there is no such script" in capsys.readouterr().err
 
 
-def test_an_interruption_ends_the_stage_that_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_the_stage_that_runs(tmp_path: Path, number: int) -> None:
     """The stage is told by SIGTERM, as a run that saves and exits wants it, and nothing goes on without the command."""
     slow = 'trap "echo ended > $1/end; exit 130" TERM; touch "$1/begun"; sleep 60 & wait\n'
     script = program(tmp_path / "slow.sh", slow)
@@ -255,7 +252,7 @@ def test_an_interruption_ends_the_stage_that_runs(tmp_path: Path) -> None:
     folder, deadline = tmp_path / "seed_1-threads_1", time.monotonic() + 60
     while not (folder / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "the same command goes on from here" in errors
