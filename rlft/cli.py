@@ -40,7 +40,7 @@ rlft: fine-tune language models with reinforcement learning on the hardware you 
   rlft chat run=<run or checkpoint>               talk to it
   rlft export run=<run> out=<folder>              a model folder for transformers and vLLM, or the bare adapter
   rlft plan +recipe=<name> [...]                  what a run needs, and whether it fits, before any weight is loaded
-  rlft runs [<folder>]                            every run: how it stands, its step, reward, accuracy, age and size
+  rlft runs [<folder>]                            every run: how it stands, its step, reward or loss, accuracy, age
   rlft watch <run>                                the live view of a run, from another terminal
   rlft diff <run> <run>                           in which keys they differ, and what came of it
   rlft report <run> ...                           one HTML file: curves, alarms, completions with coloured tokens
@@ -67,7 +67,9 @@ which key to change where it does not, how long the data are, and what every rew
 Whatever the run itself would refuse is refused here.
 
   device_memory   of the device that the run is planned for; by default that of this machine
-  --json          the same as one JSON object, for scripts
+  --json          the same as one JSON object of at most 64 KiB, for scripts
+
+The exit code is 0 where it fits and 1 where it does not.
 
   rlft plan +recipe=grpo_arithmetic
   rlft plan +recipe=grpo_gsm8k model.path=<folder> device_memory=24GiB"""
@@ -356,7 +358,7 @@ def plan(arguments: list[str]) -> int:
         print(json.dumps(plan_verb.as_dict(planned), indent=1))
     else:
         print_plan(planned)
-    return 0
+    return 0 if planned.fits else 1
 
 
 def _reads_runs(module: str) -> Callable[[list[str]], int]:

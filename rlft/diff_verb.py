@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,26 +23,40 @@ from rlft.words import read_words
 from rlft.work import say
 
 USAGE = """\
-usage: rlft diff <run> <run> [--json]
+usage: rlft diff <run> <run> [at=common|last] [--json]
 
 The keys in which the two configs differ, versions and commit among them, and the metrics of both side by side: means of
-the last tenth of the steps they have both done, medians of times, the largest memory, accuracy before and after.
+the last tenth of the steps, medians of times, the largest memory, accuracy before and after.
 
-  rlft diff runs/grpo_arithmetic/<time> runs/ppo_arithmetic/<time>"""
+  at       common: up to the last step that both have done (default); last: each run up to its own last step
+  --json   the same as JSON
+
+  rlft diff runs/grpo_arithmetic/<time> runs/ppo_arithmetic/<time>
+  rlft diff runs/grpo_arithmetic/<time> runs/ppo_arithmetic/<time> at=last"""
 
 ABSENT = "-"
 UNTOLD = ("resume",)
 LAST_SHARE = 0.1
 
 
+class At(StrEnum):
+    """Up to which step runs are compared."""
+
+    common = "common"
+    last = "last"
+
+
 def command(arguments: Sequence[str]) -> None:
     """Prints how the two runs differ that the words of a command line name."""
-    words = read_words("diff", arguments, has_json=True)
+    words = read_words("diff", arguments, ("at",), has_json=True)
+    at = words.given.get("at", At.common)
+    if at not in set(At):
+        raise UserError("at", "is not one of its choices", got=at or "nothing", remedy=f"use {' or '.join(At)}")
     first, second = two_runs(words.places)
     if words.as_json:
-        print(json.dumps(as_json(first, second), indent=1))
+        print(json.dumps(as_json(first, second, At(at)), indent=1))
     else:
-        print_differences(first, second)
+        print_differences(first, second, At(at))
 
 
 def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
@@ -62,11 +77,45 @@ def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One line: a key or a metric, and its value in each run."""
+    """One line: a key or a metric, and its value in each run. steps: at which steps the two values were measured, where
+    that is a step of its own."""
 
     name: str
     first: Any
     second: Any
+    steps: tuple[int | None, int | None] | None = None
+
+    @property
+    def title(self) -> str:
+        """The name, and the steps where there are any: `accuracy at last (step 40)`."""
+        if self.steps is None:
+            return self.name
+        known = dict.fromkeys(ABSENT if step is None else str(step) for step in self.steps)
+        return f"{self.name} (step {' and '.join(known)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The metrics of two runs. spans: the (first, last) step of each run's mean, None for a run without metrics."""
+
+    at: At
+    spans: tuple[tuple[int, int] | None, tuple[int, int] | None]
+    rows: Sequence[Difference]
+
+    def sentence(self) -> str:
+        """Which steps the means are of."""
+        what = "the last step that both have done" if self.at is At.common else "each run's own last step"
+        texts = dict.fromkeys("no steps" if span is None else steps_text(*span) for span in self.spans)
+        return f"metrics up to {what}: means of {' and '.join(texts)}"
+
+
+def steps_text(first: int, last: int) -> str:
+    """The steps in words.
+
+    >>> steps_text(3, 3), steps_text(91, 100)
+    ('step 3', 'steps 91 to 100')
+    """
+    return f"step {last}" if first == last else f"steps {first} to {last}"
 
 
 def config_differences(first: Path, second: Path) -> list[Difference]:
@@ -81,28 +130,57 @@ def config_differences(first: Path, second: Path) -> list[Difference]:
     return sorted(found, key=lambda d: d.name.startswith(f"{ORIGIN}."))
 
 
-def metric_rows(first: Path, second: Path) -> list[Difference]:
-    """Metrics of both runs, over the same steps where both have them."""
+def compare_metrics(first: Path, second: Path, at: At) -> Compared:
+    """Metrics of both runs, over the steps that `at` names."""
     lines = [read_lines(folder / METRICS) for folder in (first, second)]
-    evaluations = [read_lines(folder / EVALUATIONS) for folder in (first, second)]
-    rows = [Difference(name="steps", first=_last_step(lines[0]), second=_last_step(lines[1]))]
-    for name, place in (("accuracy at first", 0), ("accuracy at last", -1)):
-        values = [_accuracies(found)[place] if _accuracies(found) else None for found in evaluations]
-        if any(value is not None for value in values):
-            rows.append(Difference(name=name, first=values[0], second=values[1]))
-    both = [_shared(found, lines) for found in lines]
-    names = dict.fromkeys(name for found in lines for line in found for name in line if name != "step")
+    ends = [_last_step(found) for found in lines]
+    if at is At.common:
+        ends = [min((end for end, found in zip(ends, lines, strict=True) if found), default=0)] * 2
+    compared = [[line for line in found if line["step"] <= end] for found, end in zip(lines, ends, strict=True)]
+    steps = [_last_step(found) for found in lines]
+    rows = [Difference(name="steps", first=steps[0], second=steps[1])]
+    evaluations = [_measured(read_lines(folder / EVALUATIONS)) for folder in (first, second)]
+    rows += accuracy_rows(evaluations, at)
+    names = dict.fromkeys(name for found in compared for line in found for name in line if name != "step")
     for name in names:
-        values = [_summary(name, found) for found in both]
+        values = [_summary(name, found) for found in compared]
         if any(value is not None for value in values):
             rows.append(Difference(name=name, first=values[0], second=values[1]))
+    return Compared(at=at, spans=(_span(compared[0]), _span(compared[1])), rows=rows)
+
+
+def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Difference]:
+    """Accuracy at the first and at the last evaluation: at common steps where there are any and they are wanted.
+
+    evaluations: of each run, {step: accuracy}.
+    """
+    shared = sorted(set(evaluations[0]) & set(evaluations[1]))
+    rows = []
+    for name, place in (("accuracy at first", 0), ("accuracy at last", -1)):
+        if at is At.common and shared:
+            steps: list[int | None] = [shared[place]] * 2
+        else:
+            steps = [sorted(found)[place] if found else None for found in evaluations]
+        values = [None if step is None else found[step] for step, found in zip(steps, evaluations, strict=True)]
+        if any(value is not None for value in values):
+            rows.append(Difference(name=name, first=values[0], second=values[1], steps=(steps[0], steps[1])))
     return rows
 
 
-def _shared(own: Sequence[Mapping[str, Any]], lines: Sequence[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    """The run's steps that the other has done, too; all of them where there is no other."""
-    done = min((_last_step(found) for found in lines if found), default=0)
-    return [line for line in own if line["step"] <= done]
+def _measured(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """{step: accuracy} of the evaluations that measured one."""
+    return {line["step"]: line["accuracy"] for line in evaluations if line.get("accuracy") is not None}
+
+
+def _span(lines: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
+    """The first and the last step of a mean; None where there are no lines."""
+    kept = _end(lines)
+    return (kept[0]["step"], kept[-1]["step"]) if kept else None
+
+
+def _end(items: Sequence[Any]) -> Sequence[Any]:
+    """The last tenth, at least one."""
+    return items[-max(1, round(LAST_SHARE * len(items))) :]
 
 
 def _summary(name: str, lines: Sequence[Mapping[str, Any]]) -> float | None:
@@ -113,7 +191,7 @@ def _summary(name: str, lines: Sequence[Mapping[str, Any]]) -> float | None:
         return median(values)
     if name.startswith("memory/"):
         return max(values)
-    last = values[-max(1, round(LAST_SHARE * len(values))) :]
+    last = _end(values)
     return sum(last) / len(last)
 
 
@@ -121,29 +199,31 @@ def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
     return int(lines[-1]["step"]) if lines else 0
 
 
-def _accuracies(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [line["accuracy"] for line in lines if line.get("accuracy") is not None]
-
-
-def as_json(first: Path, second: Path) -> dict[str, Any]:
+def as_json(first: Path, second: Path, at: At) -> dict[str, Any]:
+    compared = compare_metrics(first, second, at)
     return {
         "runs": [str(first), str(second)],
         "config": [asdict(row) for row in config_differences(first, second)],
-        "metrics": [asdict(row) for row in metric_rows(first, second)],
+        "at": str(at),
+        "steps_of_means": compared.spans,
+        "metrics": [asdict(row) for row in compared.rows],
     }
 
 
-def print_differences(first: Path, second: Path) -> None:
-    terminal = open_terminal()
-    for title, found in (("config", config_differences(first, second)), ("metrics", metric_rows(first, second))):
+def print_differences(first: Path, second: Path, at: At) -> None:
+    """Two tables; the second says of which steps its means are."""
+    terminal, compared = open_terminal(), compare_metrics(first, second, at)
+    for title, found in (("config", config_differences(first, second)), ("metrics", compared.rows)):
         if not found:
             terminal.print(Text(f"{title}: no difference", style="bold"))
             continue
+        if found is compared.rows:
+            terminal.print(Text(compared.sentence(), style="bold"), soft_wrap=True)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in (title, str(first), str(second)):
             table.add_column(Text(visible(name)), overflow="fold")
         for row in found:
-            table.add_row(*(Text(visible(text_of(value))) for value in (row.name, row.first, row.second)))
+            table.add_row(*(Text(visible(text_of(value))) for value in (row.title, row.first, row.second)))
         terminal.print(table)
         terminal.print()
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft import runfolder
 from rlft.place import Holds, Place, check_base, find_checkpoint, what_it_holds
+from rlft.trainer.checkpoint import set_usual_mode
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ USAGE = """\
 usage: rlft export run=<run or checkpoint folder> out=<new folder> [as=model|adapter] [dtype=<dtype>]
 
 as=model     the adapter merged into a copy of its base, for transformers and vLLM (default)
-as=adapter   the adapter alone, for PEFT and vLLM's LoRA; a reward model's with its head, for reward.learned.path
+as=adapter   the adapter and the tokenizer, for PEFT and vLLM's LoRA; a reward model's adapter with its head, for
+             reward.learned.path
 dtype=auto   of the model's weights: auto (the base's own), float32, bfloat16 or float16
 
 If the base has moved since, model.path=<folder> says where it is.
@@ -120,6 +122,7 @@ def export(asked: Export, say: Callable[[str], None]) -> Path:
     with _becoming(asked.out) as folder:
         if asked.kind is Kind.adapter:
             write_adapter(asked.checkpoint / asked.holds, config, folder)
+            tokenizer.save_pretrained(folder)
         else:
             write_model(asked, config, tokenizer, folder, say)
         card = model_card(
@@ -284,6 +287,7 @@ def _becoming(out: Path) -> Iterator[Path]:
             shutil.rmtree(left_by_a_kill) if left_by_a_kill.is_dir() else left_by_a_kill.unlink()
         yield temporary
         for path in [*temporary.rglob("*"), temporary]:
+            set_usual_mode(path, temporary)
             _flush(path)
         try:
             temporary.rename(out)

@@ -199,7 +199,7 @@ def usage(
         f"from transformers import {names}",
         "",
         *shared,
-        "tokenizer = AutoTokenizer.from_pretrained(base)",
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
         'model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")',
         *([] if is_model else ["model = PeftModel.from_pretrained(model, path)"]),
         'options = {"return_dict": True, "return_tensors": "pt"}',

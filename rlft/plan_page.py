@@ -124,7 +124,7 @@ def print_trials(terminal: Terminal, trials: Sequence[Trial]) -> None:
     table.add_column("prompt", style="dim", no_wrap=True)
     table.add_column("completion", no_wrap=True)
     for name in names:
-        table.add_column(Text(visible(name)), justify="right")
+        table.add_column(Text(visible(name)), justify="right", min_width=min(len(name), SHOWN_CHARACTERS))
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for trial in trials:
         score = "failed" if trial.score is None else f"{trial.score:g}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import median_low
 from typing import Any, cast
 
 import torch
@@ -30,6 +32,10 @@ from rlft.training_base import free_bytes, needs_checkpointing
 from rlft.types import UserError
 
 TRIED_PROMPTS = 2
+MAX_BINS = 32
+MAX_CHARACTERS = 400
+"""Of a text of the data, of a reward or of a note in the JSON; all of it together stays below 64 KiB."""
+
 AUTO_IS_VLLM = "the engine is planned as vLLM, which generation=auto is on a GPU where it is installed"
 
 
@@ -212,8 +218,34 @@ def notes_of(plan: Plan | SftPlan | RmPlan) -> list[str]:
     return list(plan.warnings if isinstance(plan, Plan) else plan.notes)
 
 
+def summary(tokens: Sequence[int]) -> dict[str, Any]:
+    """How long the items of some data are, in a few numbers however many there are; {"items": 0} without any.
+
+    histogram: [first length, last length, items] of at most MAX_BINS ranges of equal width.
+    """
+    if not tokens:
+        return {"items": 0}
+    ordered, low, high = sorted(tokens), min(tokens), max(tokens)
+    width = -(-(high - low + 1) // MAX_BINS)
+    counts = Counter((length - low) // width for length in tokens)
+    return {
+        "items": len(ordered),
+        "total": sum(ordered),
+        "shortest": low,
+        "median": median_low(ordered),
+        "longest": high,
+        **{f"p{percent}": ordered[(len(ordered) - 1) * percent // 100] for percent in (90, 99)},
+        "histogram": [[low + i * width, min(high, low + (i + 1) * width - 1), counts[i]] for i in sorted(counts)],
+    }
+
+
+def cut(text: str) -> str:
+    """The text, or its first MAX_CHARACTERS characters and how many there are."""
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text):,} characters)"
+
+
 def as_dict(planned: Planned) -> dict[str, Any]:
-    """Everything, for scripts; sizes in bytes."""
+    """Everything, for scripts; sizes in bytes. It stays small for any data: lengths are summed up, texts are cut."""
     memory = {
         name: [
             {"part": p.name, "bytes": p.bytes, "when": str(p.when), "key": p.key} for p in planned.memory(recompute=on)
@@ -231,7 +263,13 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "gradient_checkpointing": planned.demand.recompute,
         "memory": memory,
         "ways": [{"changes": dict(way.changes), "peak": way.peak} for way in planned.ways()],
-        "lengths": [{"data": found.name, "tokens": found.tokens, "left_out": found.note} for found in planned.lengths],
-        "rewards": [asdict(trial) for trial in planned.trials],
-        "notes": [*planned.notes, *doubts(planned.trials)],
+        "lengths": [
+            {"data": found.name, "tokens": summary(found.tokens), "left_out": found.note and cut(found.note)}
+            for found in planned.lengths
+        ],
+        "rewards": [
+            {name: cut(value) if isinstance(value, str) else value for name, value in asdict(trial).items()}
+            for trial in planned.trials
+        ],
+        "notes": [cut(note) for note in (*planned.notes, *doubts(planned.trials))],
     }

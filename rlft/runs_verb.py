@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
@@ -27,18 +29,30 @@ from rlft.work import say
 USAGE = """\
 usage: rlft runs [<folder>] [status=<status>] [name=<text>] [verb=<verb>] [sort=<column>] [--json]
 
-Every run below the folder (runs, if none is named), the newest last: whether it is running, finished, interrupted,
-stopped by itself (and why) or killed; its step, its last reward (or loss) and held-out accuracy, age and size.
+Every run below the folder (runs, if none is named), one line each, the newest last: whether it is running, finished,
+interrupted, stopped by itself (and why) or killed; its step; the last reward, or the last loss of a supervised run;
+held-out accuracy, age and size. A narrow terminal gets fewer columns; in a pipe or a file the columns are all there,
+separated by tabs.
 
   status, name, verb   show only those; name: part of the run's name or folder
-  sort                 age, name, status, step, reward, accuracy or size
+  sort                 age, name, status, step, reward, loss, accuracy or size
   --json               the same as JSON, sizes in bytes and ages in seconds
 
   rlft runs
-  rlft runs runs/grpo_arithmetic status=killed"""
+  rlft runs runs/grpo_arithmetic status=killed
+  rlft runs | grep finished | cut -f1"""
 
 WORDS = ("status", "name", "verb", "sort")
-COLUMNS = ("age", "name", "status", "step", "reward", "accuracy", "size")
+COLUMNS = ("age", "name", "status", "step", "reward", "loss", "accuracy", "size")
+TITLES = ("run", "verb", "status", "step", "reward", "loss", "accuracy", "age", "size")
+LEFT_OUT_FIRST = ("size", "verb", "age")
+"""Columns that make room, in this order, for folders in full length."""
+
+LEFT_OUT_LAST = ("accuracy", "step")
+"""Columns that make room for LEAST_ROOM characters of a folder, its end."""
+
+LEAST_ROOM = 12
+GAP = 2
 REPORT = "report.html"
 PROGRESS = "progress.json"  # as rlft.sampling_verb names it, which stands on torch
 
@@ -58,8 +72,9 @@ def command(arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What is shown of a run. reward: reward/mean of the last step, of a supervised run its loss. age: seconds since
-    anything was written. size: bytes of the whole folder. steps: None where it is not known before the run begins."""
+    """What is shown of a run. reward: reward/mean of the last step; loss: of a run without rewards its last loss. age:
+    seconds since anything was written. size: bytes of the whole folder. steps: None where it is not known before the
+    run begins."""
 
     folder: str
     name: str
@@ -69,6 +84,7 @@ class Row:
     step: int
     steps: int | None
     reward: float | None
+    loss: float | None
     accuracy: float | None
     age: float
     size: int
@@ -111,7 +127,8 @@ def read(folder: Path) -> Row | None:
         reason=reason,
         step=int(last.get("step", sampled_steps(folder))),
         steps=run_status.num_steps(folder) or config.get("steps"),
-        reward=last.get("reward/mean", last.get("loss/total")),
+        reward=last.get("reward/mean"),
+        loss=None if "reward/mean" in last else last.get("loss/total"),
         accuracy=accuracy,
         age=max(0.0, time.time() - newest),
         size=size,
@@ -162,22 +179,84 @@ def as_json(found: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def print_rows(found: Sequence[Row], root: Path) -> None:
+    """A table on a terminal; one line of values separated by tabs for each run in a pipe."""
     terminal = open_terminal()
     if not found:
         terminal.print(Text(f"no such run below {root}"))
-        return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("run", "verb", "status", "step", "reward", "accuracy", "age", "size"):
-        table.add_column(name, justify="left" if name in ("run", "verb", "status") else "right", overflow="fold")
+    elif sys.stdout.isatty():
+        print_table(terminal, found, root)
+    else:
+        print_lines(found)
+
+
+def cells_of(row: Row) -> dict[str, str]:
+    """The text of each column."""
+    numbers = {"reward": row.reward, "loss": row.loss, "accuracy": row.accuracy}
+    return {
+        "run": row.folder,
+        "verb": row.verb,
+        "status": row.status,
+        "step": f"{row.step}" if row.steps is None else f"{row.step}/{row.steps}",
+        **{name: "" if value is None else f"{value:.3f}" for name, value in numbers.items()},
+        "age": age_text(row.age),
+        "size": size_text(row.size),
+    }
+
+
+def print_lines(found: Sequence[Row]) -> None:
+    """A line of titles, then a line a run, the reason of a stop last; no value is cut or coloured."""
+    print("\t".join([*TITLES, "reason"]))
     for row in found:
-        steps = f"{row.step}" if row.steps is None else f"{row.step}/{row.steps}"
-        numbers = ["" if value is None else f"{value:.3f}" for value in (row.reward, row.accuracy)]
-        cells = [row.folder, row.verb, row.status, steps, *numbers, age_text(row.age), size_text(row.size)]
-        table.add_row(*(Text(visible(cell)) for cell in cells))
+        cells = [*cells_of(row).values(), row.reason]
+        print("\t".join(visible(cell).replace("\t", "\\t").replace("\n", "\\n") for cell in cells))
+
+
+def print_table(terminal: Terminal, found: Sequence[Row], root: Path) -> None:
+    """One line a run within the terminal's width, and the reasons of stops below."""
+    rows = [{name: visible(cell).replace("\n", "\\n") for name, cell in cells_of(row).items()} for row in found]
+    titles = [name for name in TITLES if any(row[name] for row in rows)]
+    titles, room = fitting_columns(rows, titles, root, terminal.width)
+    if any(len(row["run"]) > room for row in rows):
+        terminal.print(Text(f"in {visible(str(root))}:", style="dim"), soft_wrap=True)
+        rows = [{**row, "run": _end(_below(row["run"], root), room)} for row in rows]
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for name in titles:
+        is_text = name in ("run", "verb", "status")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, overflow="crop")
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in titles))
     terminal.print(table)
     for row in found:
         if row.reason:
             terminal.print(Text(f"{row.folder} {row.status}: {visible(row.reason)}", style="dim"), soft_wrap=True)
+
+
+def fitting_columns(
+    rows: Sequence[Mapping[str, str]], titles: Sequence[str], root: Path, width: int
+) -> tuple[list[str], int]:
+    """(columns, characters for the run's folder): the most columns beside which folders, named from the root, fit."""
+    kept = list(titles)
+    longest = max(len(_below(row["run"], root)) for row in rows)
+
+    def room() -> int:
+        others = [max(len(name), *(len(row[name]) for row in rows)) for name in kept if name != "run"]
+        return width - sum(others) - GAP * len(others)
+
+    for columns, wanted in ((LEFT_OUT_FIRST, longest), (LEFT_OUT_LAST, min(longest, LEAST_ROOM))):
+        for name in columns:
+            if room() < wanted and name in kept:
+                kept.remove(name)
+    return kept, max(room(), LEAST_ROOM)
+
+
+def _end(text: str, width: int) -> str:
+    return text if len(text) <= width else f"...{text[3 - width :]}"
+
+
+def _below(folder: str, root: Path) -> str:
+    """The folder as it is named from the root."""
+    path = Path(folder)
+    return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else folder
 
 
 def age_text(seconds: float) -> str:

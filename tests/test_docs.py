@@ -143,6 +143,17 @@ def test_sizes_of_the_demo_are_the_recipes() -> None:
     assert f"together {run['prompts_per_step'] * run['group_size']} a step" in page
 
 
+def test_what_commands_of_the_pages_write_is_ignored_by_git() -> None:
+    """Runs, sweeps, evaluations, and the `out=` of exports and reports, where they are written into a clone."""
+    ignored = set((REPOSITORY / ".gitignore").read_text().split())
+    pages = "".join(page.read_text() for page in [*PAGES, REPOSITORY / "README.md"])
+    folders = {*re.findall(r"out=(\w+)/", pages), "runs", "sweeps"}
+    assert "exports" in folders
+    assert {f"/{folder}/" for folder in folders} <= ignored
+    assert re.search(r"out=\w+\.html", pages)
+    assert "/*.html" in ignored
+
+
 def test_the_index_names_every_page() -> None:
     linked = {place for place, _ in LINK.findall((REPOSITORY / "docs" / "README.md").read_text())}
     assert linked == {page.name for page in PAGES} - {"README.md"}

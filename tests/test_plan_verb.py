@@ -27,8 +27,10 @@ def no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert cli.run(["plan", *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    code = cli.run(["plan", *words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["fits"] else 1)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_every_kind_of_run_is_planned_and_leaves_nothing(
     assert set(found["parameters"]) == parameters
     assert found["parameters"]["base (frozen)"] == 823_424
     assert [item["data"] for item in found["lengths"]] == data
-    assert all(item["tokens"] for item in found["lengths"])
+    assert all(item["tokens"]["items"] > 0 for item in found["lengths"])
     assert found["fits"]
     assert found["peak"] == max(
         sum(part["bytes"] for part in found["memory"]["as_planned"] if part["when"] in ("always", when))
@@ -66,7 +68,7 @@ def test_the_page_says_it_in_words(no_weights: Path, capsys: pytest.CaptureFixtu
     for told in (
         "Parameters", "policy (learns)", "Memory on cpu", "(this run)", "activations", "token_budget",
         "(this machine has free)", "train prompts: 200, by tokens", "What the rewards say, before their weights",
-        "reference, in tags", "exact_mat",
+        "reference, in tags", "exact_match",
     ):  # fmt: skip
         assert told in page, told
     assert "fits: " in page
@@ -88,7 +90,7 @@ def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(
     budget = next(way["changes"]["token_budget"] for way in found["ways"] if "token_budget" in way["changes"])
     lower = [word if not word.startswith("token_budget") else f"token_budget={budget}" for word in words]
     assert planned(capsys, *lower)["fits"] or planned(capsys, *lower)["peak"] < 1.02 * found["device_memory"]
-    assert cli.run(["plan", *words]) == 0
+    assert cli.run(["plan", *words]) == 1, "it does not fit"
     page = capsys.readouterr().out
     assert "does not fit: " in page
     assert f"  token_budget={budget} takes it to " in page
@@ -171,7 +173,7 @@ def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
     token = 2 * layers * heads * (config.hidden_size // config.num_attention_heads) * 4
     tokens = planned(capsys, *words)["lengths"]
-    longest, held_out, completion = max(tokens[0]["tokens"]), max(tokens[1]["tokens"]), 64
+    longest, held_out, completion = tokens[0]["tokens"]["longest"], tokens[1]["tokens"]["longest"], 64
     more = ["eval.num_prompts=40", "generation.max_tokens=64"]
     assert keys_and_values("eval.every=0", *more) == token * (2 * longest + 16 * completion)
     assert keys_and_values("eval.num_samples=4", *more) == token * (40 * held_out + 160 * completion)
@@ -191,8 +193,34 @@ def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureF
         "prompts_per_step=8",
     )
     train = found["lengths"][0]
-    assert max(train["tokens"]) <= 60
+    assert train["tokens"]["longest"] <= 60
     assert "prompts longer than prompts.max_tokens=60 were dropped" in train["left_out"]
+
+
+def test_the_json_stays_small_however_large_the_data_are(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i} " * (1 + i % 40), "answer": f"{i} is " + "long " * 10_000} for i in range(4000)]
+    (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data=jsonl", "data.path=rows.jsonl", "prompts.max_tokens=100", "prompts.over_limit=drop"]
+    assert cli.run(["plan", *words, "reward=[exact_match,format,math]", "model.device=cpu", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert len(out) < 2**16, "as the help says"
+    train = json.loads(out)["lengths"][0]["tokens"]
+    assert train["items"] > 1000
+    assert sum(count for _, _, count in train["histogram"]) == train["items"]
+    assert len(train["histogram"]) <= 32
+    assert (train["histogram"][0][0], train["histogram"][-1][1]) == (train["shortest"], train["longest"])
+    assert train["shortest"] < train["median"] <= train["p90"] <= train["p99"] <= train["longest"] <= 100
+
+
+def test_lengths_are_summed_up() -> None:
+    # of 1 to 100 the 50th is 50, the 90th (place 89 of 99, rounded down) is 90, and 32 ranges are 4 lengths wide: 25
+    found = plan_verb.summary(list(range(100, 0, -1)))
+    assert {name: found[name] for name in ("items", "total", "shortest", "median", "longest", "p90", "p99")} == {
+        "items": 100, "total": 5050, "shortest": 1, "median": 50, "longest": 100, "p90": 90, "p99": 99,
+    }  # fmt: skip
+    assert found["histogram"] == [[1 + 4 * i, 4 + 4 * i, 4] for i in range(25)]
+    assert plan_verb.summary([7])["histogram"] == [[7, 7, 1]]
+    assert plan_verb.summary([]) == {"items": 0}
 
 
 @pytest.mark.slow

@@ -204,12 +204,14 @@ class PlainView:
 
 
 def step_line(progress: Progress) -> str:
-    """`step  12/100  reward 0.620  length 41  3,412 tokens/s  2.1 s/step  elapsed 0:25  ETA 2:56`."""
+    """`step  12/100  reward 0.620  length 41  3,412 tokens/s  2.1 s/step  elapsed 0:25  ETA 2:56`.
+
+    Without the accuracy: an evaluation has a line of its own, and later steps would repeat what is out of date.
+    """
     metrics, steps = progress.metrics, progress.run.steps
     parts = [f"step {progress.done:>{len(str(steps))}}/{steps}"]
     word, watched = progress.run.watched
     parts += [f"{word} {metrics[watched]:.3f}"] if watched in metrics else []
-    parts += [f"accuracy {value:.3f}" for value in progress.accuracies[-1:]]
     parts += [f"length {metrics['length/mean']:.0f}"] if "length/mean" in metrics else []
     speed = progress.tokens_per_second()
     parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []

@@ -190,6 +190,15 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
     contiguous = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     save_file(contiguous, file, metadata={"format": "pt"})
+    set_usual_mode(file, file.parent)
+
+
+def set_usual_mode(path: Path, folder: Path) -> None:
+    """Gives a file or folder the mode that the umask gave to `folder`, which was made by mkdir.
+
+    The safetensors library writes files that their owner alone can read.
+    """
+    path.chmod(folder.stat().st_mode & (0o777 if path.is_dir() else 0o666))
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -126,10 +126,11 @@ def test_a_pipe_gets_plain_lines_with_the_table_first():
     steps = [line for line in lines if re.match(r"step \d/4", line)]
     assert len(steps) == 4
     assert re.fullmatch(
-        r"step 4/4  reward 1\.000  accuracy 0\.250  length 41  2,000 tokens/s  0\.50 s/step  elapsed 0:0\d  ETA 0:00",
+        r"step 4/4  reward 1\.000  length 41  2,000 tokens/s  0\.50 s/step  elapsed 0:0\d  ETA 0:00",
         steps[-1],
     )
     assert "step 4: held-out accuracy 0.500 ± 0.020 (step 2: 0.250)" in lines
+    assert [line for line in lines if "accuracy" in line] == [line for line in lines if ": held-out accuracy" in line]
     assert r"note: [bold]x[/bold] :smile: \x1b[2J\u202e 答" in lines
     assert lines[-1].startswith("finished 4 steps in 0:0")
 

@@ -134,6 +134,8 @@ def test_only_json_safetensors_and_the_manifest_are_written(tmp_path):
     """No pickle: every file is text or begins with the safetensors header's length and an opening brace."""
     folder = checkpoint.save(tmp_path, made(1), keep=1)
     files = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    modes = {f.stat().st_mode & 0o777 for f in folder.rglob("*") if f.is_file()}
+    assert modes == {folder.stat().st_mode & 0o666}, "whoever may read the folder may read all of it"
     assert sorted(files) == [
         "MANIFEST",
         "critic/head.safetensors",

@@ -132,8 +132,9 @@ def test_the_adapter_says_what_the_trained_policy_says(
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path), out)
     # The same tensors in the same modules: only the order of additions may differ.
     assert largest_gap(score(in_float64(model), sequences), trainers) < 1e-6
+    tokenizer = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(f.name for f in out.iterdir()) == sorted(
-        ["README.md", "adapter_config.json", "adapter_model.safetensors", "rlft.json"]
+        ["README.md", "adapter_config.json", "adapter_model.safetensors", "rlft.json", *tokenizer]
     )
 
 
@@ -146,6 +147,22 @@ def test_the_adapter_knows_where_its_base_is(
     assert largest_gap(score(in_float64(model), sequences), trainers) < 1e-6
 
 
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_exported_files_have_the_modes_of_any_file(
+    umask: int, file: int, folder: int, policy_run: Callable[..., Place], tmp_path: Path
+) -> None:
+    place, before = policy_run(), os.umask(umask)
+    try:
+        outs = [exported(place, tmp_path / "exports" / kind, kind) for kind in ("model", "adapter")]
+    finally:
+        os.umask(before)
+    for out in outs:
+        assert out.stat().st_mode & 0o777 == folder
+        assert {f.name: oct(f.stat().st_mode & 0o777) for f in out.iterdir()} == {
+            f.name: oct(file) for f in out.iterdir()
+        }
+
+
 def test_one_checkpoint_of_a_run_can_be_named(trained: Path, tmp_path: Path) -> None:
     step_2, step_3 = checkpoint.finished(runfolder.checkpoints(trained))
     for folder in (step_2, step_3):
@@ -155,8 +172,9 @@ def test_one_checkpoint_of_a_run_can_be_named(trained: Path, tmp_path: Path) -> 
     assert (tmp_path / "step_000002" / name).read_bytes() != (tmp_path / "step_000003" / name).read_bytes()
 
 
-def test_the_exported_tokenizer_is_the_bases(trained: Path, tiny_path: Path, tmp_path: Path) -> None:
-    out = exported(find(trained), tmp_path / "out")
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_the_exported_tokenizer_is_the_bases(kind: str, trained: Path, tiny_path: Path, tmp_path: Path) -> None:
+    out = exported(find(trained), tmp_path / "out", kind)
     mine, its = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(tiny_path)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1? é"}]
     options = {"add_generation_prompt": True, "return_dict": False}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
 import shutil
@@ -13,8 +15,9 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console as Terminal
 
-from rlft import cli, run_status, runfolder, watch_verb
+from rlft import cli, run_status, runfolder, runs_verb, watch_verb
 from rlft.run_status import Status
 
 TINY = (
@@ -70,7 +73,8 @@ def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.Capture
     assert found[str(made / "first" / "b")]["status"] == "killed"
     third = found[str(made / "second" / "c")]
     assert (third["status"], third["accuracy"]) == ("stopped", None)
-    assert third["reward"] > 0, "of a supervised run its loss"
+    assert (third["reward"], first["loss"]) == (None, None)
+    assert third["loss"] > 0, "of a supervised run its loss, under that name"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +102,49 @@ def test_the_table_is_safe_to_print(made: Path, capsys: pytest.CaptureFixture[st
     assert "the reward\\x1b[31m raised" in page
     for told in ("finished", "killed", "stopped", "3/3", "5 min", "2 h"):
         assert told in page, told
+
+
+def test_in_a_pipe_a_run_is_a_line_of_values_between_tabs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["runs", str(made)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    titles = head.split("\t")
+    assert titles == [*runs_verb.TITLES, "reason"]
+    rows = [dict(zip(titles, line.split("\t"), strict=True)) for line in lines]
+    assert [row["run"] for row in rows] == [str(made / name) for name in ("second/c", "first/a", "first/b")]
+    assert [bool(row["loss"]) for row in rows] == [True, False, False]
+    assert [bool(row["reward"]) for row in rows] == [False, True, True]
+    assert rows[0]["reason"] == "the reward\\x1b[31m raised"
+
+
+@pytest.mark.parametrize("width", [200, 120, 80, 60, 40])
+def test_on_a_terminal_a_run_is_one_line_whatever_the_width(
+    width: int, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made.parent)
+    stamps = ("2026-11-22_15-16-40", "2026-11-22_18-00-00", "2026-11-23_01-02-03")
+    found = [
+        dataclasses.replace(row, folder=f"runs/grpo_arithmetic/{stamp}", step=100, steps=100, reason="", status=status)
+        for row, stamp, status in zip(
+            runs_verb.rows(Path("runs"), {}), stamps, ("finished", "interrupted", "killed"), strict=True
+        )
+    ]
+    stream = io.StringIO()
+    runs_verb.print_table(Terminal(file=stream, width=width), found, Path("runs"))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    if width <= 80:
+        assert lines.pop(0) == "in runs:", "they are named from there"
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= width
+    for line, row, stamp in zip(lines[1:], found, stamps, strict=True):
+        assert stamp[-9:] in line
+        assert row.status in line
+        assert f"{row.loss if row.reward is None else row.reward:.3f}" in line
+        if width > 80:
+            assert f"grpo_arithmetic/{stamp}" in line, "a folder is whole where there is room"
+        if width >= 80:
+            assert f"ithmetic/{stamp}" in line
+            assert "accuracy" in lines[0]
+    assert "loss" in lines[0]
 
 
 def test_steps_are_the_runs_own_even_where_its_config_gives_epochs(
@@ -171,7 +218,8 @@ def test_what_differs_is_the_key_that_was_changed(made: Path, capsys: pytest.Cap
     assert cli.run(["diff", *pair]) == 0
     page = capsys.readouterr().out
     assert "trainer.lr" in page
-    assert "accuracy at last" in page
+    assert "accuracy at last (step 3)" in page
+    assert "metrics up to the last step that both have done: means of step 3\n" in page
 
 
 def test_runs_of_unlike_length_are_compared_over_the_steps_of_both(
@@ -186,6 +234,48 @@ def test_runs_of_unlike_length_are_compared_over_the_steps_of_both(
     told = {row["name"]: row for row in json.loads(capsys.readouterr().out)["metrics"]}
     assert (told["steps"]["first"], told["steps"]["second"]) == (3, 2)
     assert told["reward/mean"]["first"] == told["reward/mean"]["second"] == json.loads(lines[1])["reward/mean"]
+
+
+@pytest.mark.parametrize(
+    ("at", "spans", "evaluated", "sentence"),
+    [
+        ("common", [[37, 40], [37, 40]], [20, 20], "the last step that both have done: means of steps 37 to 40\n"),
+        ("last", [[91, 100], [37, 40]], [100, 40], "own last step: means of steps 91 to 100 and steps 37 to 40\n"),
+    ],
+)
+def test_it_is_said_at_which_steps_runs_are_compared(
+    at: str,
+    spans: list[list[int]],
+    evaluated: list[int],
+    sentence: str,
+    made: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Runs of 100 and 40 steps, whose reward is the step and whose accuracy is the step / 200."""
+    pair = []
+    for name, steps in (("long", 100), ("short", 40)):
+        shutil.copytree(made / "first" / "a", tmp_path / name)
+        pair.append(str(tmp_path / name))
+        lines = [{"step": step, "reward/mean": float(step)} for step in range(1, steps + 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        measured = [{"step": step, "accuracy": step / 200} for step in (0, 20, steps)]
+        (tmp_path / name / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in measured))
+    capsys.readouterr()
+    assert cli.run(["diff", *pair, f"at={at}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["at"], told["steps_of_means"]) == (at, spans), "a tenth of 100 and of 40 steps"
+    rows = {row["name"]: row for row in told["metrics"]}
+    assert (rows["accuracy at last"]["steps"], rows["accuracy at first"]["steps"]) == (evaluated, [0, 0])
+    assert [rows["accuracy at last"][name] for name in ("first", "second")] == [step / 200 for step in evaluated]
+    assert rows["reward/mean"]["first"] == sum(spans[0]) / 2
+    assert cli.run(["diff", *pair, f"at={at}"]) == 0
+    assert sentence in capsys.readouterr().out
+
+
+def test_another_point_of_comparison_is_refused(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["diff", str(made), str(made), "at=first"]) == 2
+    assert capsys.readouterr().err == "rlft: at: is not one of its choices, got first; use common or last\n"
 
 
 @pytest.mark.parametrize("words", [[], ["one"], ["one", "two", "three"]])
