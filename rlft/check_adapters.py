@@ -16,6 +16,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import (
     Shapes,
     adapter_shapes,
@@ -249,7 +250,7 @@ def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel
 
 def fresh_shapes(empty: PreTrainedModel, lora: PeftConfig) -> Shapes:
     """The shapes that a new adapter's tensors would have, under PEFT's names; leaves it on the empty base."""
-    with torch.device("meta"):
+    with torch.device("meta"), peft_reads_the_old_name():
         model = PeftModel(empty, lora, adapter_name=POLICY)
     state = get_peft_model_state_dict(model, adapter_name=POLICY, save_embedding_layers=False)
     return {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -209,11 +209,13 @@ def merge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: P
     import torch
     from peft import PeftModel
 
+    from rlft.model.activations import peft_reads_the_old_name
     from rlft.model.roles import score_sequence
 
     device = torch.device("cpu")
     ids: Any = tokenizer(TEXT)["input_ids"]
-    adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with peft_reads_the_old_name():
+        adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
     with torch.no_grad():
         expected = score_sequence(adapted, ids, device)
         merged: Any = adapted.merge_and_unload()

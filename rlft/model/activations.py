@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -10,10 +13,32 @@ from transformers import PreTrainedModel
 def set_checkpointing(model: PreTrainedModel, on: bool) -> None:
     """Turns gradient checkpointing on or off. It acts in training mode only."""
     if on:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _method(model, "enable")({"use_reentrant": False})
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
     elif model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_disable()
+        _method(model, "disable")()
+
+
+def _method(model: PreTrainedModel, verb: str) -> Callable[..., None]:
+    """transformers 5.23 renamed gradient checkpointing to activation checkpointing; the first argument is the same."""
+    return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
+
+
+def is_checkpointing(model: PreTrainedModel) -> bool:
+    """Whether any layer recomputes its activations."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+@contextmanager
+def peft_reads_the_old_name() -> Iterator[None]:
+    """Inside, PEFT may wrap a model without a FutureWarning.
+
+    PEFT 0.21 reads `is_gradient_checkpointing`, which transformers 5.23 deprecates, when it wraps a model. The cause
+    lies between these two libraries; every other warning stays.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        yield
 
 
 def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from rlft.collate import select, to_device
 from rlft.model import lora_linear
+from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import load_adapter, load_head, read_record
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
@@ -65,7 +66,7 @@ class Roles:
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
         self.lora = lora_config(lora)
         lora_linear.install(self.lora)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), peft_reads_the_old_name():
             torch.manual_seed(seed)
             self.model = PeftModel(backbone.model, self.lora, adapter_name=POLICY)
         self.tuner = cast(LoraModel, self.model.base_model)

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rlft.model import branches, decoder_layer, fused, lora_linear, rotary
+from rlft.model.activations import set_checkpointing
 from rlft.model.forward import packed_forward
 from rlft.model.packing import pack
 
@@ -219,8 +220,7 @@ def test_with_gradient_checkpointing_it_is_the_same(random_model, awkward_batch,
     wrapped, parameters = adapted(installed(random_model("llama", dtype=torch.float64)))
     model = wrapped.base_model.model
     expected = results(model, awkward_batch, parameters)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.disable_input_require_grads()
+    set_checkpointing(model, True)
     model.train()
     calls.clear()
     torch.testing.assert_close(results(model, awkward_batch, parameters), expected, rtol=1e-12, atol=1e-12)

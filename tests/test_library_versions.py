@@ -1,0 +1,124 @@
+"""What rlft uses of other libraries, end to end and small, and that none of them warns on the user's terminal.
+
+scripts/test_versions.py runs this file with the oldest and with the newest versions that pyproject.toml allows.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlft import cli
+
+HIDDEN_BY_PYTHON = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
+"""Warnings that Python by itself shows to nobody."""
+
+TRAIN = (
+    "+recipe=grpo_arithmetic", "steps=2", "prompts_per_step=2", "group_size=2", "generation=transformers",
+    "generation.max_tokens=16", "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=2",
+    "eval.num_prompts=4", "checkpoint.every=1", "trainer.schedule=constant", "model.device=cpu", "scoring.workers=0",
+    "logger=[jsonl]",
+)  # fmt: skip
+COMMON = ("steps=1", "lora.rank=2", "lora.alpha=4", "model.device=cpu", "logger=[jsonl]", "max_completion_tokens=64")
+
+Verb = Callable[..., str]
+
+
+@pytest.fixture
+def verb(capfd: pytest.CaptureFixture[str]) -> Iterator[Verb]:
+    """Runs a command line that ends well and returns what it printed; no library may warn."""
+
+    def run(*words: object) -> str:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            code = cli.run([str(word) for word in words])
+        told = capfd.readouterr()
+        assert code == 0, told.err
+        seen = [str(w.message) for w in caught if not issubclass(w.category, HIDDEN_BY_PYTHON)]
+        assert seen == [], words
+        strange = [line for line in told.err.splitlines() if "Warning" in line or "deprecated" in line]
+        assert strange == [], words
+        return told.out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps that was resumed to four."""
+    folder = tmp_path_factory.mktemp("versions") / "run"
+    assert cli.run(["train", *TRAIN, f"hydra.run.dir={folder}"]) == 0
+    assert cli.run(["resume", str(folder), "steps=4"]) == 0
+    return folder
+
+
+def rewards(folder: Path) -> list[float]:
+    return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss/total"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_trained_and_goes_on_as_if_never_stopped(verb: Verb, run: Path, tmp_path: Path) -> None:
+    words = ["steps=4" if word == "steps=2" else word for word in TRAIN]
+    verb("train", *words, f"hydra.run.dir={tmp_path / 'whole'}")
+    assert len(rewards(run)) == 4
+    assert rewards(run) == rewards(tmp_path / "whole")
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("setting", ["true", "false", "auto"])
+def test_gradient_checkpointing_is_switched_without_a_warning(setting: str, verb: Verb, tmp_path: Path) -> None:
+    words = ["demonstrations.path=embedded:arithmetic-demonstrations", f"model.gradient_checkpointing={setting}"]
+    verb("sft", *words, *COMMON, "examples_per_step=2", "eval.every=0", f"hydra.run.dir={tmp_path / 'run'}")
+    assert len(losses(tmp_path / "run")) == 1
+
+
+def test_a_critic_and_a_moving_reference_beside_the_policy(verb: Verb, tmp_path: Path) -> None:
+    words = [word for word in TRAIN if not word.startswith(("+recipe", "eval."))]
+    words += ["+recipe=ppo_arithmetic", "snapshot.reference=copy", "eval.every=0"]
+    verb("train", *words, f"hydra.run.dir={tmp_path / 'run'}")
+    assert len(rewards(tmp_path / "run")) == 2
+
+
+def test_a_reward_model_is_trained(verb: Verb, tmp_path: Path) -> None:
+    words = ["preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2", "eval.every=1"]
+    verb("rm", *words, *COMMON, f"hydra.run.dir={tmp_path / 'run'}")
+    assert len(losses(tmp_path / "run")) == 1
+
+
+def test_a_run_is_evaluated_and_sampled(verb: Verb, run: Path, tmp_path: Path) -> None:
+    assert "mean@2" in verb("eval", f"run={run}", "eval.num_samples=2")
+    verb("sample", f"run={run}", "n=2", "num_prompts=2", "dedupe=false", f"hydra.run.dir={tmp_path / 'drawn'}")
+    assert len((tmp_path / "drawn" / "samples.jsonl").read_text().splitlines()) == 4
+
+
+def test_exports_are_loaded_by_transformers_with_their_chat_template(verb: Verb, run: Path, tmp_path: Path) -> None:
+    verb("export", f"run={run}", f"out={tmp_path / 'model'}")
+    verb("export", f"run={run}", f"out={tmp_path / 'adapter'}", "as=adapter")
+    texts = []
+    for name in ("model", "adapter"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / name)
+        texts.append(tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1?"}], tokenize=False))
+    assert texts[0] == texts[1]
+    assert "1 + 1?" in texts[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = tokenizer("1 + 1?", return_tensors="pt")["input_ids"]
+    assert model(ids).logits.shape[:2] == ids.shape
+
+
+def test_a_run_is_planned(verb: Verb) -> None:
+    assert json.loads(verb("plan", "+recipe=grpo_arithmetic", "model.device=cpu", "--json"))["fits"]
+
+
+def test_a_sweep_is_expanded_by_hydra(verb: Verb, tmp_path: Path) -> None:
+    words = ["steps=1", "trainer.lr=1e-3,2e-3", "eval.every=0", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    verb("train", "-m", *[word for word in TRAIN if not word.startswith(("steps", "eval"))], *words)
+    assert [len(rewards(tmp_path / "sweep" / job)) for job in ("0", "1")] == [1, 1]
