@@ -329,15 +329,21 @@ def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
         )
 
 
-def choose_engine(engine: str, lora: LoraSettings | None = None) -> tuple[str, str]:
+def has_vllm() -> bool:
+    """Whether vLLM is installed; does not import it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def choose_engine(engine: str, lora: LoraSettings | None = None, *, runs_here: bool = True) -> tuple[str, str]:
     """(engine, why), with `auto` resolved: vLLM where it is installed with a GPU, else transformers.
 
-    lora: of the adapters that it will be given, None where there are none.
+    lora: of the adapters that it will be given, None where there are none. runs_here: False if the run is only planned,
+    which needs no engine.
     """
     import torch
 
-    installed = importlib.util.find_spec("vllm") is not None
-    if engine == "vllm" and not installed:
+    installed = has_vllm()
+    if engine == "vllm" and not installed and runs_here:
         raise UserError(
             "generation.engine",
             "vLLM is not installed",

@@ -56,8 +56,10 @@ class Plan:
         return self.config.snapshot.old is Old.auto and (several or self.algorithm.needs_old_in_credit)
 
 
-def make_plan(plain: Mapping[str, Any]) -> Plan:
+def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> Plan:
     """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    runs_here: False if the run is only planned: its engine need not be installed.
 
     Raises:
         UserError: for whatever a user can mend.
@@ -66,7 +68,7 @@ def make_plan(plain: Mapping[str, Any]) -> Plan:
     algorithm, loggers = check_components(config)
     rewards = specs(config.reward)
     used = uses(config, rewards)
-    engine, reason = check.choose_engine(config.generation.engine, config.lora)
+    engine, reason = check.choose_engine(config.generation.engine, config.lora, runs_here=runs_here)
     model_config = read_config(config.model)
     base_fingerprint = fingerprint(config.model)
     check.check_context(config, model_config)

@@ -13,6 +13,7 @@ import torch
 from rlft import rm, sft, sizes
 from rlft.auto import AUTO, resolved
 from rlft.auto_budget import settled
+from rlft.check import has_vllm
 from rlft.demand import CUDA_CONTEXT, demand_of, sizes_of, with_vllm
 from rlft.fitting import Way, ways
 from rlft.footprint import Demand, ModelSizes, Part, parts, peak
@@ -31,6 +32,7 @@ from rlft.sizes import Facts, Row
 from rlft.training_base import free_bytes, needs_checkpointing
 from rlft.types import UserError
 
+NO_VLLM = "vLLM is not installed here, and the run needs it where it runs: pip install 'rlft[vllm]'"
 TRIED_PROMPTS = 2
 MAX_BINS = 32
 MAX_CHARACTERS = 400
@@ -100,9 +102,7 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
     is_auto = plain["token_budget"] == AUTO
     if on_another:
         plain = without_gpu(plain)
-    plan: Plan | SftPlan | RmPlan = {Verb.train: make_plan, Verb.sft: sft.make_plan, Verb.rm: rm.make_plan}[
-        Verb(plain["verb"])
-    ](plain)
+    plan = without_running(plain)
     settings = plan.config.model
     model, device = sizes_of(settings, plan.config.lora), resolve_device(settings.device)
     # What this process holds with all libraries that a run imports and its data scanned.
@@ -133,6 +133,17 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         trials=trials_of(plan),
         notes=[*notes_of(plan), *([AUTO_IS_VLLM] if demand.engine and getattr(plan, "engine", "") != "vllm" else [])],
     )
+
+
+def without_running(plain: dict[str, Any]) -> Plan | SftPlan | RmPlan:
+    """The plan of a run that may run on another machine."""
+    match Verb(plain["verb"]):
+        case Verb.sft:
+            return sft.make_plan(plain, runs_here=False)
+        case Verb.rm:
+            return rm.make_plan(plain)
+        case _:
+            return make_plan(plain, runs_here=False)
 
 
 def needs_absent_gpu(plain: Mapping[str, Any]) -> bool:
@@ -214,8 +225,9 @@ def trials_of(plan: Plan | SftPlan | RmPlan) -> list[Trial]:
 
 
 def notes_of(plan: Plan | SftPlan | RmPlan) -> list[str]:
-    """What the run will say when it begins, and what its size does not tell."""
-    return list(plan.warnings if isinstance(plan, Plan) else plan.notes)
+    """What the run will say when it begins, and what it needs that is missing on this machine."""
+    missing = getattr(plan, "engine", "") == "vllm" and not has_vllm()
+    return [*(plan.warnings if isinstance(plan, Plan) else plan.notes), *([NO_VLLM] if missing else [])]
 
 
 def summary(tokens: Sequence[int]) -> dict[str, Any]:

@@ -118,14 +118,16 @@ def _uses(config: SftConfig) -> list[Use]:
     return [Use(key="lora.path", path=config.lora.path, wanted=Wanted.policy)]
 
 
-def make_plan(plain: Mapping[str, Any]) -> SftPlan:
+def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
     """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    runs_here: False if the run is only planned: its engine need not be installed.
 
     Raises:
         UserError: for whatever a user can mend.
     """
     config, loggers = check_config(plain)
-    engine, _ = check.choose_engine(config.generation.engine, config.lora)
+    engine, _ = check.choose_engine(config.generation.engine, config.lora, runs_here=runs_here)
     if config.lora is None and config.generation.engine == "auto":
         engine = "transformers"  # the others are given adapters, and there is none
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)

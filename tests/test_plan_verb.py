@@ -15,6 +15,7 @@ import rlft
 from rlft import cli, plan_verb
 from rlft.fitting import read_bytes
 
+PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
 TASK = ("generation=transformers", "data.size=200", "data.held_out_size=40", "model.device=cpu")
 
 
@@ -119,6 +120,39 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
     told = capsys.readouterr().err
     assert told.startswith("rlft: model.device: there is no such GPU on this machine, whose memory could be asked for")
     assert told.endswith(", got cuda; name its memory: device_memory=24GiB\n")
+
+
+@pytest.mark.parametrize("recipe", ["grpo_gsm8k", "ppo_gsm8k", "gspo_gsm8k"])
+def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(
+    recipe: str,
+    no_weights: Path,
+    long_context_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # so that it can be neither found nor imported
+    local = [f"model.path={long_context_path}", f"data.path={PROBLEMS}"]
+    found = planned(capsys, f"+recipe={recipe}", "model.device=cuda", "device_memory=24GiB", *local)
+    assert found["fits"]
+    parts = {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
+    assert parts["vLLM, its base and KV cache"] == int(0.45 * 24 * 2**30)
+    assert plan_verb.NO_VLLM in found["notes"]
+    assert cli.run(["train", f"+recipe={recipe}", "model.device=cpu", *local]) == 2, "the run itself needs it"
+    assert capsys.readouterr().err.startswith("rlft: generation.engine: vLLM is not installed, got vllm; pip install")
+
+
+def test_a_model_of_the_hub_without_a_network_says_what_to_do(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlft.model.backbone.hub_answers", lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("HF_HUB_CACHE", str(no_weights / "cache"))
+    assert cli.run(["plan", "+recipe=grpo_gsm8k", "model.device=cuda", "device_memory=24GiB"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: model.path: the model cannot be read (")
+    remedy = "connect to the network, or use local copies: model.path=<folder>, and for the data data.path=<folder or"
+    assert f", got Qwen/Qwen2.5-0.5B-Instruct; {remedy}" in told
 
 
 def test_an_automatic_token_budget_is_what_fits_into_the_gpu(
