@@ -307,6 +307,13 @@ def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
                 got=f"prompt {prompt.id}",
                 remedy=f"use data={needed}, or another reward",
             )
+        for column in (column for column in spec.columns if column not in prompt.metadata):
+            raise UserError(
+                f"reward.{name}",
+                f"{spec.target} takes {column}, and the data keep no such field with their prompts, "
+                f"only {list(prompt.metadata) or 'none'}",
+                remedy=f"set data.metadata_fields=[{column}], or give it a value in the reward's YAML",
+            )
         for key in getattr(locate(spec.target, f"reward.{name}._target_"), "metadata_keys", ()):
             field = spec.kwargs.get(key)
             if field is not None and field not in prompt.metadata:

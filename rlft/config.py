@@ -20,7 +20,7 @@ from rlft.auto import resolved
 from rlft.catalog import config_folder
 from rlft.roots import ADDED_KEYS, ROOTS, RmConfig, Root, RunConfig, SampleConfig, SftConfig, Verb
 from rlft.targets import from_mapping, instantiate
-from rlft.types import UserError
+from rlft.types import UserError, lone_surrogate
 
 if TYPE_CHECKING:
     from rlft.algorithm.protocol import Algorithm
@@ -297,9 +297,24 @@ def _build(config: Mapping[str, Any], verb: Verb) -> Any:
     for group in ("algorithm", "data", "demonstrations", "preferences"):
         if group in names and group not in config and not catalog.may_be_absent(group, verb):
             raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
+    _check_text(config, "")
     # An empty list of rewards or loggers composes to no section at all, and so does a group of which nothing is chosen.
     empty = {name: {} for name in ("reward", "logger", "data") if name in names}
     return from_mapping(root, {**empty, **resolved(config)}, "", verb)
+
+
+def _check_text(value: Any, key: str) -> None:
+    """Refuses texts and keys with half a character, which a recipe's YAML may hold as `"\\ud800"`."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_text(str(name), key)
+            _check_text(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_text(inner, key)
+    elif isinstance(value, str) and (found := lone_surrogate(value)):
+        problem = f"holds half a character, the lone surrogate {found}, which is no text"
+        raise UserError(key or "config", problem, remedy="take it out, or write the whole character")
 
 
 def load_algorithm(name: str, **overrides: Any) -> Algorithm:

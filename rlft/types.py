@@ -364,3 +364,18 @@ class UserError(Exception):
         self.key, self.problem, self.got, self.remedy = key, problem, got, remedy
         value = "" if got is None else f", got {got}"
         super().__init__(f"{key}: {problem}{value}; {remedy}")
+
+
+def lone_surrogate(text: str) -> str | None:
+    r"""The first half of a UTF-16 pair in a text, as JSON escapes it; None where there is none.
+
+    JSON and YAML can hold one, but no tokenizer, file or terminal takes it.
+
+    >>> lone_surrogate("a" + chr(0xD83D)), lone_surrogate("a" + chr(0x1F600))
+    ('\\ud83d', None)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(text[error.start]):04x}"
+    return None

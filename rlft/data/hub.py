@@ -62,7 +62,7 @@ class HubSet:
             return rows(file, parse, f"{self.section}.path")
         tables = parquet_files(folder, self.subset, name)
         if tables:
-            return self._parsed(_parquet_records(tables), name, str(folder), parse)
+            return self._parsed(_parquet_records(tables, f"{self.section}.path"), name, str(folder), parse)
         raise UserError(
             f"{self.section}.path",
             f"the folder has no {name}.jsonl",
@@ -182,9 +182,14 @@ def offline_unless(online: bool) -> Iterator[bool]:
         datasets.config.HF_HUB_OFFLINE = before
 
 
-def _parquet_records(files: list[Path]) -> Iterator[dict[str, Any]]:
+def _parquet_records(files: list[Path], key: str) -> Iterator[dict[str, Any]]:
+    import pyarrow
     import pyarrow.parquet
 
     for file in files:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
+        try:
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+        except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+            problem = f"cannot be read ({str(error).splitlines()[0]})"
+            raise UserError(key, problem, got=file, remedy="fetch or write that file again") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any, ClassVar
 import rlft
 from rlft.data.records import Made, Parse, RecordKeys, Row, RowError, split_of, without
 from rlft.fields import PositiveFraction
-from rlft.types import Prompt, Split, UserError
+from rlft.types import Prompt, Split, UserError, lone_surrogate
 
 MEND = "mend or remove that line"
 EMBEDDED = "embedded:"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,4 +157,6 @@ def _object(line: bytes, file: Path, number: int, key: str) -> dict[str, Any]:
         raise _bad_line(file, number, f"is not JSON ({reason})", key) from None
     if not isinstance(value, dict):
         raise _bad_line(file, number, f"must be a JSON object, it is {type(value).__name__}", key)
+    if _SURROGATE.search(line) and (found := lone_surrogate(json.dumps(value, ensure_ascii=False))):
+        raise _bad_line(file, number, f"holds half a character, the lone surrogate {found}, which is no text", key)
     return value

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlft.reward import trl
 from rlft.targets import check_keys, convert, locate
 from rlft.types import Reward, UserError
 
@@ -21,13 +22,15 @@ OnError = Literal["stop"] | float
 """What a completion gets whose reward failed: `stop` ends the run, a number is its score."""
 
 SCORER_KEYS = ("_target_", "weight", "on_error")
+FORM = "completions"
+"""The key of a function in TRL's form that says how prompts and completions are given to it: `messages` or `texts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
     """A reward by the dotted path of its class or function; small and picklable, so that each worker builds its own.
 
-    weight: factor in the total reward. on_error: None for what the run says.
+    weight: factor in the total reward. on_error: None for what the run says. form: of a function in TRL's form.
     """
 
     name: str
@@ -35,11 +38,23 @@ class RewardSpec:
     kwargs: Mapping[str, Any]
     weight: float
     on_error: OnError | None = None
+    form: trl.Form = "messages"
 
     def build(self) -> Reward:
         """The callable: a class is instantiated with the keys, a function gets them at each call."""
         found = locate(self.target, f"reward.{self.name}._target_")
-        return found(**self.kwargs) if isinstance(found, type) else functools.partial(found, **self.kwargs)
+        if not isinstance(found, type):
+            if trl.is_trl(found):
+                return trl.TrlReward(function=found, keys=self.kwargs, form=self.form)
+            return functools.partial(found, **self.kwargs)
+        built = found(**self.kwargs)
+        return trl.TrlReward(function=built, keys={}, form=self.form) if trl.is_trl(built) else built
+
+    @property
+    def columns(self) -> list[str]:
+        """Fields of the data that a function in TRL's form cannot be called without, beside the answer."""
+        built = self.build()
+        return trl.columns_of(built.function, list(built.keys)) if isinstance(built, trl.TrlReward) else []
 
     @property
     def scores_steps(self) -> bool:
@@ -83,16 +98,21 @@ def _spec(name: str, config: Any) -> RewardSpec:
         remedy = f"choose it with reward=[...,{name}], leave it out with ~reward.{name}, or give its YAML a _target_"
         raise UserError(key, "has no _target_", got=config, remedy=remedy)
     found = locate(config["_target_"], f"{key}._target_")
-    kwargs = {k: v for k, v in config.items() if k not in SCORER_KEYS}
-    check_keys(_parameters(found), kwargs, key, also=SCORER_KEYS[1:])
+    own = (*SCORER_KEYS, FORM) if _has_form(found) else SCORER_KEYS
+    kwargs = {k: v for k, v in config.items() if k not in own}
+    check_keys(_parameters(found), kwargs, key, also=own[1:])
     spec = RewardSpec(
         name=name,
         target=config["_target_"],
         kwargs=_typed(found, kwargs, key),
         weight=_number(config.get("weight"), f"{key}.weight"),
         on_error=_on_error(config.get("on_error"), f"{key}.on_error"),
+        form=convert(trl.Form, config.get(FORM, "messages"), f"{key}.{FORM}") if FORM in own else "messages",
     )
     _try_build(spec, key)
+    for name in (name for name in spec.columns if name in trl.TRAINERS_OWN):
+        problem = f"{spec.target} cannot be called without {name}, which is part of TRL's trainer"
+        raise UserError(f"{key}._target_", problem, remedy=f"give the function a default, {name}=None")
     if spec.runs_in_trainer and spec.on_error is not None:
         problem = "is for rewards that run in workers; where this one fails, the trainer itself is at fault"
         raise UserError(f"{key}.on_error", problem, got=spec.on_error, remedy="leave it out")
@@ -106,7 +126,14 @@ def _parameters(found: Any) -> list[inspect.Parameter]:
     except (TypeError, ValueError):
         # Written in C without a signature: the trial build says what is wrong.
         return [inspect.Parameter("keys", inspect.Parameter.VAR_KEYWORD)]
-    return parameters if isinstance(found, type) else parameters[1:]
+    if isinstance(found, type):
+        return parameters
+    return trl.keys_of(found) if trl.is_trl(found) else parameters[1:]
+
+
+def _has_form(found: Any) -> bool:
+    """Whether a function, or the objects of a class, take TRL's form."""
+    return trl.is_trl(found.__call__ if isinstance(found, type) else found)
 
 
 def _typed(found: Any, kwargs: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 import rlft
+from rlft.config import compose
 from rlft.data import hub
 from rlft.data.hub import local_path, parquet_files
 from rlft.hub import PROBE_SECONDS
+from rlft.targets import instantiate
 from rlft.types import Split, UserError
 
 NOBODY_LISTENS = "http://127.0.0.1:9"
@@ -218,3 +220,11 @@ def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, monkey
     sets["train"] = []
     with pytest.raises(UserError, match="the split train is empty"):
         data.load(Split.train)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b"\x00" * 100], ids=["empty", "cut", "zeros"])
+def test_a_damaged_parquet_file_is_refused_by_its_name(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(content)
+    words = ["data=gsm8k", f"data.path={tmp_path}", "data.subset=null"]
+    with pytest.raises(UserError, match=r"data.path: cannot be read \(.*, got .*train.parquet; "):
+        instantiate(compose(words)["data"], "data").load(Split.train)
