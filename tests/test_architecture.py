@@ -38,6 +38,7 @@ TESTED_ELSEWHERE = {
     "model/config": "test_config.py",
     "model/whole": "test_sft.py",
     "trainer/config": "test_config.py",
+    "reward/sandbox_launch": "reward/test_escapes.py",
     "reward/spec": "reward/test_reward_spec.py",
     "reward/pool": "reward/test_reward_workers.py",
     "reward/worker": "reward/test_reward_workers.py",

@@ -58,6 +58,13 @@ class Score(StrEnum):
     fraction = "fraction"
 
 
+class Required(StrEnum):
+    """What must hold for a program to be run: isolation, or isolation with all memory bounded as well."""
+
+    standard = "standard"
+    strict = "strict"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """A test by stdin and stdout."""
@@ -80,10 +87,11 @@ class Code:
         take as long within `group_timeout`, the scorer's limit for a group (seconds): then each has an equal share.
     cpu_seconds, memory_bytes, output_bytes, processes, file_bytes: see sandbox.Limits. Of each test by stdin, or of all
         other tests together.
+    isolation: `strict` also refuses where memory is not bounded, and goes before `allow_unsafe`.
     allow_unsafe: run programs unisolated where no isolation works, with this user's rights.
 
     Raises:
-        UserError: no isolation works here, and `allow_unsafe` is false.
+        UserError: no isolation works here, and `allow_unsafe` is false; or less than `isolation` asks for.
         ValueError: when called, for tests that no program could pass.
     """
 
@@ -101,6 +109,7 @@ class Code:
     output_bytes: PositiveInt
     processes: PositiveInt
     file_bytes: PositiveInt
+    isolation: Required
     allow_unsafe: bool
 
     def __post_init__(self) -> None:
@@ -108,19 +117,31 @@ class Code:
             problem = f"must be more than {SPARE_S:g} s, which starting and comparing may take"
             raise UserError("group_timeout", problem, got=self.group_timeout, remedy="set scoring.timeout=10")
         isolation, what = sandbox.available()
-        if isolation is Isolation.none and not self.allow_unsafe:
+        strict = self.isolation is Required.strict
+        if isolation is Isolation.none and (strict or not self.allow_unsafe):
             raise UserError(
-                "allow_unsafe",
+                "isolation" if strict else "allow_unsafe",
                 f"programs that a model wrote would run unisolated here ({what})",
-                got="false",
+                got=self.isolation.value if strict else "false",
                 remedy="install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap; a container "
-                "must allow user namespaces), or set it to true where nothing can be lost",
+                "must allow user namespaces), or set "
+                + ("isolation=standard and allow_unsafe=true" if strict else "it to true")
+                + " where nothing can be lost",
+            )
+        if strict and not (bound := sandbox.memory_bound()):
+            raise UserError(
+                "isolation",
+                bound.sentence,
+                got=self.isolation.value,
+                remedy="run where there is a systemd user session or a delegated memory cgroup, or set it to standard",
             )
 
     def note(self) -> str:
-        """Which isolation is active, for the start of a run."""
+        """Which isolation is active and what bounds memory, for the start of a run."""
         isolation, what = sandbox.available()
-        return f"programs are {isolation.sentence}" + (f" ({what})" if isolation is Isolation.none else "")
+        if isolation is Isolation.none:
+            return f"programs are {isolation.sentence} ({what})"
+        return f"programs are {isolation.sentence}; {sandbox.memory_bound().sentence}"
 
     def __call__(self, group: Group) -> list[float]:
         tests = prompt_tests(group.prompt, self.tests_field)

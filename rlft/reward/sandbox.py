@@ -1,10 +1,15 @@
 """What an untrusted Python script prints: isolated by bubblewrap, under limits, ended with all its children in time.
 
 What a script has inside: Python's standard library, /usr and /lib read-only, /dev/null, /dev/zero and /dev/urandom, its
-own files read-only, and /tmp, empty, of limited size and in memory. What it has not: the network, /etc, any home folder
-(also where Python itself lies in one), /proc, other processes, the environment, privileges. Only what bubblewrap and
-the kernel enforce is relied on: namespaces for files, network, processes and IPC, `no_new_privs`, and resource limits
-set before the script's first instruction. There is no seccomp filter: the kernel's system calls stay reachable.
+own files read-only, and /tmp, empty, in memory, its size and number of files limited. What it has not: the network,
+/etc, any home folder (also where Python itself lies in one), /proc, other processes, the environment, privileges, and
+the system calls that Python programs have no use for. Only what bubblewrap and the kernel enforce is relied on:
+namespaces for files, network, processes and IPC, `no_new_privs`, resource limits and the system-call filter, all set
+before the script's first instruction (sandbox_launch.py), and a memory cgroup where one can be had (cgroups.py).
+
+Resource limits bound the memory of processes. What processes hold beside it (System V shared memory, memfds,
+descriptors in flight) is bounded by the cgroup, or by the filter, which leaves no way to get it; `memory_bound` tries
+which. With the filter alone a process may hold 14 MiB more, in the buffers of its 64 pipes and socket pairs.
 
 RLIMIT_NPROC, the process limit, never binds for the kernel's user 0, not even in a user namespace. So two ways are
 known: a user's bubblewrap makes a user namespace, in which processes are counted apart; root's bubblewrap makes none,
@@ -32,56 +37,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlft.fields import PositiveFloat, PositiveInt
+from rlft.reward import cgroups, sandbox_launch, seccomp
+from rlft.reward.owned_folders import owned_folder, sweep
 
 PYTHON_FLAGS = ("-I", "-S", "-X", "utf8")  # standard library only, whatever is installed beside it
 FIRST_USER, NUM_USERS = 2**30, 2**28  # far above what systems give to people and to containers
 MAX_MESSAGE_BYTES = 2000
 
-# Runs inside: sets user id and limits, says that all is set, and becomes the script. Exits with 1 where one fails.
-LAUNCH = """
-import builtins, json, os, resource, signal, sys
-
-def prepare(given):
-    if given["user"]:
-        os.setgroups([])
-        os.setresgid(*[given["user"]] * 3)
-        os.setresuid(*[given["user"]] * 3)
-    for name, limit in given["limits"].items():
-        try:
-            kind = getattr(resource, name)
-            hard = resource.getrlimit(kind)[1]
-            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-            resource.setrlimit(kind, (limit, limit))
-        except (AttributeError, ValueError, OSError):
-            if given["isolated"]:
-                raise
-    if not given["isolated"] and sys.platform == "linux":
-        import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the parent; bubblewrap sees to it otherwise
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.write(given["started"], b"1")
-    os.close(given["started"])
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-def become(script, names):
-    sys.argv[:] = script
-    builtins.exit = builtins.quit = sys.exit  # as Python has them where it loads `site`
-    with open(script[0], "rb") as file:
-        code = compile(file.read(), script[0], "exec")
-    for name in [name for name in names if not name.startswith("__")]:
-        del names[name]
-    names["__file__"] = script[0]
-    exec(code, names)
-
-given = json.loads(sys.argv[1])
-prepare(given)
-become(given["script"], globals())
-"""
+LAUNCH = Path(sandbox_launch.__file__).read_text(encoding="utf-8")
+FILE_BYTES = 4096  # one file in /tmp may be made for so many bytes of its size
+MIN_FILES = 256
 
 # What must fail inside, tried by `available`: each line of the output is something that did not.
 TRIAL = """
-import os, socket, time
+import ctypes, os, socket, time
 from pathlib import Path
+
+libc = ctypes.CDLL(None, use_errno=True)
 
 def tell(what, attempt):
     try:
@@ -95,6 +67,16 @@ def fork_ten():
         if os.fork() == 0:
             time.sleep(60)
 
+def call(function, *arguments):
+    if function(*arguments) == -1:
+        raise OSError(ctypes.get_errno())
+
+def make_namespace():  # a mount namespace takes a capability, where namespaces are not forbidden at all
+    call(libc.unshare, 0x20000)
+
+def mount():
+    call(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None)
+
 # Connecting a datagram socket sends nothing: it only looks for a route.
 tell("the network can be reached", lambda: socket.socket(type=socket.SOCK_DGRAM).connect(("192.0.2.1", 9)))
 tell("/etc/passwd can be read", Path("/etc/passwd").read_bytes)
@@ -102,10 +84,40 @@ tell("/proc can be read", lambda: os.listdir("/proc"))
 tell("the root folder can be written to", Path("/rlft-trial").touch)
 tell("the file space is not limited", lambda: [Path(f"/tmp/{i}").write_bytes(bytes(2**20)) for i in range(8)])
 tell("processes are not limited", fork_ten)
+tell("namespaces can be made", make_namespace)
+tell("file systems can be mounted", mount)
 if os.getppid() != 1:
     print("it has no process namespace of its own")
 if os.getuid() == 0:
     print("it is root")
+"""
+
+# Holds memory that no resource limit counts, as `memory_bound` has it try: each line of the output is a way that works.
+MEMORY_TRIAL = """
+import ctypes, os, socket
+from pathlib import Path
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def tell(what, attempt):
+    try:
+        if attempt() != -1:
+            print(what)
+    except (AttributeError, OSError):  # Python has no function of a name that its C library lacks
+        pass
+
+def send_descriptor():
+    here, there = socket.socketpair()
+    return socket.send_fds(here, [b"x"], [0])
+
+def make_files():
+    for i in range(int(FILES) + 1):
+        Path(f"/tmp/{i}").touch()
+
+tell("System V shared memory", lambda: libc.shmget(0, 4096, 0o1600))
+tell("memfds", lambda: os.memfd_create("trial"))
+tell("descriptors in flight", send_descriptor)
+tell("any number of files", make_files)
 """
 
 
@@ -140,11 +152,12 @@ class Limits:
     """What one script may use.
 
     seconds: wall time, after which it is killed with all its children. cpu_seconds: CPU time of each of its processes.
-    memory_bytes: address space of each process; all together at most so many times `processes`, plus `file_bytes`.
+    memory_bytes: address space of each process; all together hold at most `total_bytes`.
     output_bytes: written to stdout; one byte more and it is killed. stderr is thrown away.
     processes: processes and threads at the same time; in a user namespace bubblewrap's own first one counts too. Not
         enforced on root's scripts where nothing isolates them.
-    file_bytes: all that it writes to its temporary folder (each file, where nothing isolates it).
+    file_bytes: all that it writes to its temporary folder (each file, where nothing isolates it), in at most one file
+        for each 4096 bytes of it.
     """
 
     seconds: PositiveFloat
@@ -154,6 +167,15 @@ class Limits:
     processes: PositiveInt
     file_bytes: PositiveInt
 
+    @property
+    def total_bytes(self) -> int:
+        """Memory that all processes together may hold, with what they write to the temporary folder."""
+        return self.memory_bytes * self.processes + self.file_bytes
+
+    @property
+    def max_files(self) -> int:
+        return max(MIN_FILES, self.file_bytes // FILE_BYTES)
+
     def by_resource(self) -> dict[str, int]:
         """Limits by the names that Python's `resource` module gives them."""
         return {
@@ -162,8 +184,15 @@ class Limits:
             "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NPROC": self.processes,
             "RLIMIT_NOFILE": 64,
+            "RLIMIT_SIGPENDING": 256,
+            "RLIMIT_MSGQUEUE": 0,
             "RLIMIT_CORE": 0,
         }
+
+
+TRIAL_LIMITS = Limits(
+    seconds=10.0, cpu_seconds=5, memory_bytes=2**29, output_bytes=2**20, processes=4, file_bytes=2**22
+)
 
 
 class Reason(StrEnum):
@@ -184,22 +213,28 @@ class Result:
 
 
 def run(
-    files: Mapping[str, str], arguments: Sequence[str], limits: Limits, isolation: Isolation, stdin: str = ""
+    files: Mapping[str, str],
+    arguments: Sequence[str],
+    limits: Limits,
+    isolation: Isolation,
+    stdin: str = "",
+    *,
+    filtered: bool = True,
 ) -> Result:
     """What the script `arguments[0]`, one of `files`, prints and how it ends; nothing of it is left running.
+
+    filtered: False leaves out the system-call filter.
 
     Raises:
         SandboxError: it could not be started.
     """
-    with tempfile.NamedTemporaryFile() as given:
-        given.write(stdin.encode("utf-8", "replace"))
-        given.flush()
-        # Opened again, so that the script cannot write to it.
-        with (
-            Path(given.name).open("rb") as reading,
-            running(files, arguments, limits, isolation, stdin=reading, stdout=subprocess.PIPE) as process,
-        ):
-            return collect(process, limits)
+    with (
+        _read_only(stdin) as reading,
+        running(
+            files, arguments, limits, isolation, stdin=reading, stdout=subprocess.PIPE, filtered=filtered
+        ) as process,
+    ):
+        return collect(process, limits)
 
 
 @contextlib.contextmanager
@@ -212,33 +247,44 @@ def running(
     stdin: Any,
     stdout: Any,
     pass_fds: Sequence[int] = (),
+    filtered: bool = True,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process of a script, which ends with the block, children and all. SandboxError where it could not begin.
 
     Leave it in the thread that entered it: the kernel ties the process to the life of that thread.
     """
+    isolated = isolation is not Isolation.none
     with (
-        tempfile.TemporaryDirectory(prefix="rlft-sandbox-", ignore_cleanup_errors=True) as folder,
+        contextlib.ExitStack() as stack,
         tempfile.TemporaryFile() as messages,
-        _pipe() as (heard, started),
+        _pipe() as (hears_start, says_start),
     ):
-        _write(files, Path(folder))
-        where = Path(folder) if isolation is Isolation.none else Path("/files")
-        given = {
+        folder = "/files" if isolated else str(stack.enter_context(owned_folder()))
+        sources = [stack.enter_context(_read_only(text)).fileno() for text in files.values()] if isolated else []
+        if not isolated:
+            _write(files, Path(folder))
+        settings = {
             "user": FIRST_USER + secrets.randbelow(NUM_USERS) if isolation is Isolation.root else 0,
-            "isolated": isolation is not Isolation.none,
+            "isolated": isolated,
             "limits": limits.by_resource(),
-            "started": started,
-            "script": [str(where / arguments[0]), *arguments[1:]],
+            "max_files": limits.max_files if isolated else 0,
+            "seccomp": (seccomp.system_call_filter() or b"").hex() if isolated and filtered else "",
+            "started": says_start,
+            "script": [f"{folder}/{arguments[0]}", *arguments[1:]],
         }
+        group = cgroups.available() if isolated else None
+        bounded = stack.enter_context(group.limited(limits.total_bytes)) if group else []
         process = subprocess.Popen(
-            [*prefix(isolation, folder, limits), *PYTHON_FLAGS, "-c", LAUNCH, json.dumps(given)],
+            [
+                *(*bounded, *prefix(isolation, dict(zip(files, sources, strict=False)), limits), *PYTHON_FLAGS),
+                *("-c", LAUNCH, json.dumps(settings)),
+            ],
             stdin=stdin,
             stdout=stdout,
             stderr=messages,
             env=environment(isolation, folder),
-            cwd=folder,
-            pass_fds=[started, *pass_fds],
+            cwd="/" if isolated else folder,
+            pass_fds=[says_start, *sources, *pass_fds],
             start_new_session=True,
         )
         try:
@@ -246,7 +292,7 @@ def running(
             ended_by_itself = process.poll() is not None
         finally:
             _end(process)
-        if ended_by_itself and not _has_started(heard):
+        if ended_by_itself and not _has_started(hears_start):
             raise SandboxError(f"a program could not be started in its sandbox ({_tail(messages)})")
 
 
@@ -275,9 +321,51 @@ def collect(process: subprocess.Popen[bytes], limits: Limits) -> Result:
         return result(None, Reason.deadline)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBound:
+    """What bounds the memory that programs hold beside that of their processes. by: nothing, or what does, in words.
+
+    open: what they can hold without a bound where no cgroup counts it.
+    """
+
+    by: tuple[str, ...]
+    open: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.by)
+
+    @property
+    def sentence(self) -> str:
+        if self.by:
+            return f"all memory is bounded by {' and '.join(self.by)}"
+        return (
+            f"memory is NOT bounded: {', '.join(self.open)} can be held beside what processes are limited to, "
+            "and no memory cgroup can be had here"
+        )
+
+
+@functools.cache
+def memory_bound() -> MemoryBound:
+    """What bounds memory in the isolation that is available, tried for real."""
+    isolation, _ = available()
+    if isolation is Isolation.none:
+        return MemoryBound(by=(), open=("memory of every kind",))
+    result = run(
+        {"trial.py": MEMORY_TRIAL.replace("FILES", repr(TRIAL_LIMITS.max_files))}, ["trial.py"], TRIAL_LIMITS, isolation
+    )
+    if result.exit_code != 0:
+        raise SandboxError("the trial of what memory can be held failed")
+    held = tuple(result.stdout.split("\n")[:-1])
+    group = cgroups.available()
+    return MemoryBound(
+        by=(*([group.sentence] if group else []), *([] if held else ["a system-call filter"])), open=held
+    )
+
+
 @functools.cache
 def available() -> tuple[Isolation, str]:
     """The isolation that works here, tried for real, and what it is; `none` with the reason where there is none."""
+    sweep()
     if not sys.platform.startswith("linux"):
         return Isolation.none, f"bubblewrap is a program for Linux, and this is {sys.platform}"
     if shutil.which("bwrap") is None:
@@ -292,13 +380,13 @@ def available() -> tuple[Isolation, str]:
 
 
 def trial(isolation: Isolation) -> str | None:
-    """What a script that tries to get out achieves, or why none runs at all; None: nothing."""
-    mebi = 2**20
-    limits = Limits(
-        seconds=10.0, cpu_seconds=5, memory_bytes=512 * mebi, output_bytes=mebi, processes=4, file_bytes=4 * mebi
-    )
+    """What a script that tries to get out achieves, or why none runs at all; None: nothing.
+
+    Without the system-call filter: bubblewrap has to hold by itself.
+    """
     try:
-        result = run({"trial.py": TRIAL}, ["trial.py"], limits, isolation)
+        result = run({"trial.py": TRIAL}, ["trial.py"], TRIAL_LIMITS, isolation, filtered=False)
+        run({"trial.py": ""}, ["trial.py"], TRIAL_LIMITS, isolation)  # whether the kernel takes the filter
     except SandboxError as error:
         return str(error)
     if result.exit_code != 0:
@@ -306,8 +394,11 @@ def trial(isolation: Isolation) -> str | None:
     return ", ".join(result.stdout.split("\n")[:-1]) or None
 
 
-def prefix(isolation: Isolation, folder: str, limits: Limits) -> list[str]:
-    """The command line up to the interpreter's flags; `folder` holds the script's files."""
+def prefix(isolation: Isolation, sources: Mapping[str, int], limits: Limits) -> list[str]:
+    """The command line up to the interpreter's flags; sources: descriptors with the contents of the script's files.
+
+    The files are copied into the sandbox's own memory, so that a killed run leaves nothing on the disk.
+    """
     executable = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
     if isolation is Isolation.none:
         return [str(executable)]
@@ -326,7 +417,8 @@ def prefix(isolation: Isolation, folder: str, limits: Limits) -> list[str]:
         *_interpreter(executable.parent.parent),
         *("--perms", "0755", "--dir", "/dev"),
         *(part for name in ("null", "zero", "urandom") for part in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
-        *("--ro-bind", folder, "/files"),
+        *("--perms", "0755", "--dir", "/files"),
+        *(part for name, fd in sources.items() for part in ("--perms", "0444", "--file", str(fd), f"/files/{name}")),
         *("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp"),
         *("--remount-ro", "/", "--chdir", "/tmp", f"/python/bin/{executable.name}"),
     ]
@@ -340,11 +432,16 @@ def environment(isolation: Isolation, folder: str) -> dict[str, str]:
 
 
 def _as_user() -> list[str]:
-    return ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    return ["--unshare-user", "--uid", "65534", "--gid", "65534", *_with_capabilities("CAP_SYS_ADMIN")]
 
 
 def _as_root() -> list[str]:
-    return ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    return _with_capabilities("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID")
+
+
+def _with_capabilities(*names: str) -> list[str]:
+    """What sandbox_launch.py needs and gives up: to limit the files in /tmp, and to take another user id."""
+    return ["--cap-drop", "ALL", *(part for name in names for part in ("--cap-add", name))]
 
 
 def _system_libraries() -> Iterator[str]:
@@ -379,6 +476,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     if process.stdout is not None:
         process.stdout.close()
+
+
+@contextlib.contextmanager
+def _read_only(text: str) -> Iterator[IO[bytes]]:
+    """A file without a name that holds the text; opened again, so that a script cannot write to it."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode("utf-8", "replace"))
+        file.flush()
+        with Path(f"/dev/fd/{file.fileno()}").open("rb") as reading:
+            reading.seek(0)
+            yield reading
 
 
 @contextlib.contextmanager

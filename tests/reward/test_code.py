@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlft.reward import code, sandbox
-from rlft.reward.code import Code, Pair, ProgramIn, Score, parse_tests
+from rlft.reward.code import Code, Pair, ProgramIn, Required, Score, parse_tests
 from rlft.reward.sandbox import Isolation
 from rlft.reward.scorer import RewardError, Scorer, specs
 from rlft.types import UserError
@@ -23,7 +23,14 @@ DOUBLE_TESTS = '[{"input": "2", "output": "4"}, {"input": "-3", "output": "-6"}]
 
 def reward(**keys):
     fields = {name: value for name, value in KEYS.items() if name not in ("_target_", "weight")} | keys
-    return Code(**fields | {"program_in": ProgramIn(fields["program_in"]), "score": Score(fields["score"])})
+    return Code(
+        **fields
+        | {
+            "program_in": ProgramIn(fields["program_in"]),
+            "score": Score(fields["score"]),
+            "isolation": Required(fields["isolation"]),
+        }
+    )
 
 
 def fence(program, language="python"):
@@ -316,8 +323,43 @@ def test_unisolated_programs_run_where_that_is_allowed_and_the_note_says_so(grou
     assert note.endswith("(bubblewrap is not installed)")
 
 
-def test_the_note_says_which_isolation_is_active():
-    assert reward(allow_unsafe=True).note().startswith("programs are isolated by bubblewrap ")
+def test_the_note_says_which_isolation_is_active_and_what_bounds_memory():
+    note = reward(allow_unsafe=True).note()
+    assert note.startswith("programs are isolated by bubblewrap ")
+    assert note.endswith(f"; all memory is bounded by {' and '.join(sandbox.memory_bound().by)}")
+
+
+@pytest.fixture
+def no_bound(monkeypatch):
+    """Neither a cgroup nor a filter."""
+    sandbox.memory_bound.cache_clear()
+    monkeypatch.setattr(sandbox.cgroups, "available", lambda: None)
+    monkeypatch.setattr(sandbox.seccomp, "system_call_filter", lambda: None)
+    yield
+    sandbox.memory_bound.cache_clear()
+
+
+@pytest.mark.usefixtures("no_bound")
+def test_what_is_not_bounded_is_named(group):
+    held = "System V shared memory, memfds, descriptors in flight"
+    assert f"; memory is NOT bounded: {held} can be held beside what processes are limited to" in reward().note()
+    assert scores(group, ["def add(a, b): return a + b"], ADD_TESTS) == [1.0]
+    with pytest.raises(UserError, match=r"^isolation: memory is NOT bounded: .*, got strict; .* or set it to standard"):
+        reward(isolation="strict")
+
+
+@pytest.mark.parametrize("by", ["a cgroup (version 2)", "a system-call filter"])
+def test_strict_takes_a_cgroup_or_a_filter(by, monkeypatch):
+    monkeypatch.setattr(sandbox, "memory_bound", lambda: sandbox.MemoryBound(by=(by,), open=()))
+    assert reward(isolation="strict").note().endswith(f"; all memory is bounded by {by}")
+
+
+@pytest.mark.usefixtures("nothing_isolates")
+def test_strict_goes_before_allow_unsafe():
+    with pytest.raises(
+        UserError, match=r"^isolation: .*would run unisolated here .*, got strict; .* or set isolation=s"
+    ):
+        reward(isolation="strict", allow_unsafe=True)
 
 
 def test_a_sandbox_that_breaks_stops_the_run(group, monkeypatch):

@@ -1,5 +1,6 @@
 """Scripts that try to get out. Whatever is harmless is also seen to succeed where nothing isolates it."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -322,24 +323,34 @@ def test_a_child_may_outlive_a_script_that_nothing_isolates(token):
     assert not die_out(token, seconds=0.2)
 
 
-@pytest.mark.parametrize("isolation", ISOLATED)
-def test_a_script_dies_with_a_caller_that_is_killed(isolation, token):
+@contextlib.contextmanager
+def killed_caller(isolation, token, temporary):
+    """A process that runs a script, killed at the end of the block."""
     caller = f"""
 from rlft.reward.sandbox import Isolation, Limits, run
 limits = Limits(**{ {name: getattr(LIMITS, name) for name in Limits.__slots__} | {"seconds": 60.0}!r})
 script = "import os, time; os.fork(); time.sleep(60)"
 run({{"script.py": script}}, ["script.py", "{token}"], limits, Isolation.{isolation.value})
 """
-    process = subprocess.Popen([sys.executable, "-c", caller], cwd=REPOSITORY)
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen([sys.executable, "-c", caller], cwd=REPOSITORY, env=environment)
+    # The script and its child, bubblewrap twice; the caller has the token on its command line too.
+    num_processes = 3 if isolation is Isolation.none else 5
     try:
-        # bubblewrap twice, the script and its child; the caller has the token on its command line too.
-        end = time.monotonic() + 10
-        while len(alive(token)) < 5 and time.monotonic() < end:
+        end = time.monotonic() + 20
+        while len(alive(token)) < num_processes and time.monotonic() < end:
             time.sleep(0.02)
-        assert len(alive(token)) == 5
+        assert len(alive(token)) == num_processes
+        yield
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("isolation", ISOLATED)
+def test_a_script_dies_with_a_caller_that_is_killed(isolation, token, tmp_path):
+    with killed_caller(isolation, token, tmp_path):
+        pass
     assert die_out(token)
 
 
@@ -362,6 +373,18 @@ def test_nothing_is_left_in_the_hosts_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
     for isolation in Isolation:
         ran("open('left', 'w').write('x')", isolation)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("isolation", [*ISOLATED, Isolation.none])
+def test_a_killed_caller_leaves_nothing_that_the_next_start_does_not_remove(isolation, tmp_path, token, monkeypatch):
+    with killed_caller(isolation, token, tmp_path):
+        # A script's files are in its sandbox's own memory; in a folder only where nothing isolates it.
+        assert len(list(tmp_path.iterdir())) == (isolation is Isolation.none)
+    assert len(list(tmp_path.iterdir())) == (isolation is Isolation.none)
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    available.cache_clear()
+    available()
     assert list(tmp_path.iterdir()) == []
 
 
