@@ -13,13 +13,12 @@ from typing import Any
 
 from rlft.roots import Verb
 from rlft.run.naming import LATEST, one_run
+from rlft.run.paths import KEYWORDS
 from rlft.runfolder import CONFIG, checkpoints
 from rlft.trainer import checkpoint
 from rlft.types import UserError
 from rlft.work import say
 
-KEYWORDS = ("none", "base", "copy", "ema", "reward")
-"""Values of such keys that are no folder, whatever folders the working directory has."""
 POLICY_KEYS = ("snapshot.reference", "adapter")
 
 

@@ -54,10 +54,14 @@ First: rlft train +recipe=grpo_arithmetic         two minutes on a CPU, nothing 
 """
 RESUME_USAGE = """\
 usage: rlft resume <run> [<key>=<value>] ...
+       rlft resume <checkpoint> [<key>=<value>] ... [hydra.run.dir=<new folder>]
 
-Goes on from the newest checkpoint, exactly as if never stopped. Keys that would change the run are refused.
+A run goes on from its newest checkpoint, exactly as if never stopped. Keys that would change the run are refused.
+From a checkpoint a new run begins, whose steps count on; keys may change that the checkpoint still fits, such as
+trainer.lr, algorithm.kl_coef, data or rewards.
   rlft resume runs/grpo_arithmetic/<time>
-  rlft resume runs/grpo_arithmetic/<time> steps=80"""
+  rlft resume runs/grpo_arithmetic/<time> steps=80
+  rlft resume runs/grpo_arithmetic/<time>/checkpoints/step_000040 trainer.lr=1e-4"""
 
 PLAN_USAGE = """\
 usage: rlft plan +recipe=<name> [<key>=<value>] ... [device_memory=24GiB] [--json]
@@ -248,6 +252,7 @@ def resume(arguments: list[str]) -> int:
     """`rlft resume <run> [key=value ..]`: the run's own config, with changes that do not change the run."""
     from rlft import runfolder
     from rlft.run.naming import one_run
+    from rlft.trainer import checkpoint
     from rlft.work import say
 
     if arguments and arguments[0] in ("-h", "--help"):
@@ -256,13 +261,40 @@ def resume(arguments: list[str]) -> int:
     if not arguments or not arguments[0].removeprefix("run="):
         raise UserError("resume", "names no run", remedy="write rlft resume runs/<name>/<time>")
     folder = one_run(arguments[0].removeprefix("run="), "resume", say)
+    if (folder / checkpoint.STATE).is_file():
+        return fork(folder, arguments[1:])
     plain = runfolder.read(folder)
     plain.pop(runfolder.ORIGIN, None)
     verb = Verb(plain.get("verb", Verb.train))
     asked = _only_overrides(arguments[1:], verb)
+    if asked.value("hydra.run.dir") is not None:
+        remedy = f"leave it out, or start a new run from a checkpoint: rlft resume {folder}/checkpoints/<step>"
+        problem = "a resumed run goes on in its own folder"
+        raise UserError("hydra.run.dir", problem, got=asked.value("hydra.run.dir"), remedy=remedy)
     plain = configs.changed(plain, asked.overrides, asked.config_dir, verb)
     plain["resume"] = str(folder)
     _launch(plain, folder)
+    return 0
+
+
+def fork(folder: Path, arguments: list[str]) -> int:
+    """`rlft resume <checkpoint> [key=value ..]`: a new run that goes on from a checkpoint of another one."""
+    from rlft import adapters_of_runs
+    from rlft.launch import launch
+    from rlft.place import find
+    from rlft.run.fork import open_fork
+
+    source = open_fork(find(folder).run, folder)
+    verb = Verb(source.before.get("verb", Verb.train))
+    asked = _only_overrides(arguments, verb)
+    if asked.value("resume") is not None:
+        problem = "a new run begins from the checkpoint"
+        raise UserError("resume", problem, got=asked.value("resume"), remedy="leave it out")
+    changes = [o for o in asked.overrides if not o.startswith(("hydra.run.dir=", "resume="))]
+    plain = configs.changed(dict(source.before), changes, asked.config_dir, verb)
+    plain["resume"] = None
+    new = asked.value("hydra.run.dir") or configs.new_folder(plain["name"])
+    launch(adapters_of_runs.resolved(plain), Path(os.path.relpath(new.strip("'\""))), fork=source)
     return 0
 
 

@@ -171,14 +171,19 @@ def _first_line(error: BaseException) -> str:
     return next(filter(None, lines), type(error).__name__)[:200]
 
 
+def new_folder(name: str) -> str:
+    """Where a run of this name begins now, if no folder is given for it."""
+    from datetime import datetime
+
+    return f"runs/{name}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
 def register_resolvers() -> None:
     """`rlft_run_dir`: a resumed run's folder, or runs/<name>/<time>. `rlft_choices`: a verb's choices, for its help."""
     from omegaconf import OmegaConf
 
     def run_dir(resume: str | None, name: str) -> str:
-        from datetime import datetime
-
-        return resume if resume not in (None, "auto") else f"runs/{name}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+        return resume if resume not in (None, "auto") else new_folder(name)
 
     def choices(verb: str) -> str:
         groups = {group: catalog.choices(group, verb) for group in catalog.groups(verb)}

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlft import run_status, runfolder
+from rlft.run import fork as forks
 from rlft.run.crash import recorded_in
+from rlft.run.fork import Fork
 from rlft.types import UserError
 from rlft.work import Work, say
 
@@ -28,30 +30,37 @@ def work_of(verb: str) -> Work:
     return WORK
 
 
-def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, may_be_finished: bool = False) -> None:
+def launch(
+    plain: dict[str, Any],
+    folder: Path,
+    shared_engines: Any = None,
+    *,
+    may_be_finished: bool = False,
+    fork: Fork | None = None,
+) -> None:
     """Does a run to its end, or to an interruption (KeyboardInterrupt, after saving).
 
     shared_engines: those of a sweep, whose jobs end without a page of their own. may_be_finished: a resumed run that
-    has all its steps is left as it is, after a look at what it was made from; else it is refused.
+    has all its steps is left as it is, after a look at what it was made from; else it is refused. fork: the checkpoint
+    of another run that this one, a new one, goes on from.
     """
     work = work_of(plain["verb"])
     from rlft import check
     from rlft.auto_budget import fitted
     from rlft.engine import Engines
 
-    plan = fitted(work.make_plan(plain))
+    plan = fitted(work.make_plan({**plain, "resume": str(folder)} if fork is not None else plain))
+    if fork is not None:
+        forks.check(fork, plain, plan.fingerprints, plan.num_steps)
     check.check_writable(folder)
-    if plan.config.resume is None:
+    if fork is not None:
+        forks.begin(fork, folder, plain, plan.fingerprints, plan.num_steps)
+        say(f"a new run from {fork.run} after step {fork.step}, in {folder}")
+    elif plan.config.resume is None:
         runfolder.start(folder, plain, plan.fingerprints)
-    else:
-        done = work.steps_done(folder, plan)
-        runfolder.check_resume(folder, plain, plan.fingerprints)
-        if done >= plan.num_steps:
-            if may_be_finished:
-                say(f"finished already, and made from the same: {folder}")
-                return
-            problem = f"the run is finished: it has all its {plan.num_steps} steps"
-            raise UserError("resume", problem, got=folder, remedy=after_the_end(plain, folder, plan.num_steps))
+    elif _is_left_alone(work, plan, plain, folder, may_be_finished):
+        say(f"finished already, and made from the same: {folder}")
+        return
     try:
         with ExitStack() as stack:
             stack.enter_context(runfolder.held(folder))
@@ -71,6 +80,20 @@ def launch(plain: dict[str, Any], folder: Path, shared_engines: Any = None, *, m
     has_page = "console" in getattr(plan.config, "logger", ("console",))  # a verb without loggers always has
     if shared_engines is None and has_page:
         work.closing(plan, folder)
+
+
+def _is_left_alone(work: Work, plan: Any, plain: dict[str, Any], folder: Path, may_be_finished: bool) -> bool:
+    """Whether the run in this folder is finished, and need not go on.
+
+    Raises:
+        UserError: the run cannot go on with this config, or is finished and was to go on.
+    """
+    done = work.steps_done(folder, plan)
+    runfolder.check_resume(folder, plain, plan.fingerprints)
+    if done < plan.num_steps or may_be_finished:
+        return done >= plan.num_steps
+    problem = f"the run is finished: it has all its {plan.num_steps} steps"
+    raise UserError("resume", problem, got=folder, remedy=after_the_end(plain, folder, plan.num_steps))
 
 
 def after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:

@@ -50,6 +50,11 @@ def kept(folder: Path, num_steps: int) -> Iterator[Ending]:
     _write(folder, num_steps, Status.interrupted if ending.interrupted else Status.finished)
 
 
+def write_interrupted(folder: Path, num_steps: int) -> None:
+    """Says of a run that no process has begun yet that it can be resumed; num_steps: of the whole run."""
+    _write(folder, num_steps, Status.interrupted)
+
+
 def _write(folder: Path, num_steps: int, status: Status, reason: str = "") -> None:
     told = {"status": str(status), "steps": num_steps, **({"reason": reason} if reason else {})}
     write_atomically(folder / FILE, json.dumps(told) + "\n")

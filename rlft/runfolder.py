@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ import yaml
 
 import rlft
 from rlft.roots import ADDED_KEYS
+from rlft.run import paths
 from rlft.trainer import checkpoint
 from rlft.types import UserError
 
 CONFIG = "config.yaml"
 LOCK_TRIES = 5
 ORIGIN = "origin"
+PATHS = "paths"
+"""In the origin: where the config's paths lie, seen from the run's folder."""
 # What may change on resume: how long, where to and how often it is told, and how it fits the machine.
 FREE = ("resume", "steps", "num_prompts", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts",
         "eval.num_samples", "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers",
@@ -52,6 +55,12 @@ def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
     Raises:
         UserError: the folder already holds a run.
     """
+    check_free(folder)
+    write_config(folder, config, fingerprints)
+
+
+def check_free(folder: Path) -> None:
+    """Refuses a folder that already holds a run."""
     if config_file(folder).exists():
         raise UserError(
             "hydra.run.dir",
@@ -59,20 +68,27 @@ def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
             got=folder,
             remedy=f"go on with it by `rlft resume {folder}`, or choose another folder",
         )
+
+
+def write_config(
+    folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], more: Mapping[str, Any] | None = None
+) -> None:
+    """Writes config.yaml, which makes the folder a run's; more: what else its origin says."""
     origin = {
         "rlft": rlft.__version__,
         "commit": commit(),
         "python": platform.python_version(),
         **versions(),
         **fingerprints,
+        **(more or {}),
     }
-    checkpoint.write_atomically(config_file(folder), _yaml({**config, ORIGIN: origin}))
+    _write(folder, {**config, ORIGIN: origin})
 
 
 def read(folder: Path, key: str = "resume") -> dict[str, Any]:
-    """The plain config of a run, `origin` included."""
+    """The plain config of a run, `origin` included, with its paths as they are found from here (rlft/run/paths.py)."""
     try:
-        return yaml.safe_load(config_file(folder).read_text())
+        config = yaml.safe_load(config_file(folder).read_text())
     except OSError:
         raise UserError(
             key,
@@ -80,6 +96,8 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
             got=folder,
             remedy="point it at a folder under runs/",
         ) from None
+    recorded = (config.get(ORIGIN) or {}).pop(PATHS, {})
+    return paths.located(config, recorded, folder)
 
 
 @contextlib.contextmanager
@@ -118,7 +136,7 @@ def go_on(folder: Path, config: Mapping[str, Any]) -> None:
     saved = read(folder)
     changed = {**saved, **config, "resume": saved["resume"]}
     if changed != saved:
-        checkpoint.write_atomically(config_file(folder), _yaml(changed))
+        _write(folder, changed)
 
 
 def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
@@ -128,7 +146,22 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
         UserError: naming every key that changed, with both values.
     """
     check_same_config(folder, config)
-    origin = read(folder).get(ORIGIN, {})
+    check_same_inputs(read(folder).get(ORIGIN, {}), fingerprints)
+
+
+def check_same_inputs(
+    origin: Mapping[str, Any], fingerprints: Mapping[str, str], replaced: Callable[[str], bool] = lambda key: False
+) -> None:
+    """Refuses data, a base or adapters that changed since a run of this origin began.
+
+    Args:
+        origin: the `origin` of the run's config.yaml.
+        fingerprints: of what there is now.
+        replaced: whether the config was changed so that the input which this key names is meant to be another one.
+
+    Raises:
+        UserError: naming the key of the first one that changed.
+    """
     # Held-out data have no fingerprint where eval.every=0.
     for what, noun, key, remedy in (
         ("data", "training data", "data.path", "put the data back as they were, or start a new run"),
@@ -146,16 +179,17 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
         ("base", "base", "model.path", "point model.path at the same base"),
     ):
         before, now = origin.get(f"{what}_fingerprint"), fingerprints.get(f"{what}_fingerprint")
-        if before and now and before != now:
+        if before and now and before != now and not replaced(key):
             problem = f"the {noun} changed since the run began (fingerprint {before[:12]} then)"
             raise UserError(key, problem, got=now[:12], remedy=remedy)
     # Of an adapter, by the key that names its folder.
     for name in (name for name in fingerprints if "." in name or name == "adapter_fingerprint"):
         before, now = origin.get(name), fingerprints[name]
-        if before and before != now:
+        key = name.removesuffix("_fingerprint")
+        if before and before != now and not replaced(key):
             problem = f"the adapter in that folder changed since the run began (fingerprint {before[:12]} then)"
             remedy = "put it back as it was, or start a new run"
-            raise UserError(name.removesuffix("_fingerprint"), problem, got=now[:12], remedy=remedy)
+            raise UserError(key, problem, got=now[:12], remedy=remedy)
 
 
 def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -168,6 +202,7 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key, _ABSENT) != now.get(key, _ABSENT)
+        and not paths.same_path(before.get(key), now.get(key))
         and not any(key == f or key.startswith(f + ".") for f in free)
     ]
     if changed:
@@ -182,8 +217,13 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
 _ABSENT = object()
 
 
-def _yaml(config: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+def _write(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes config.yaml, with where its paths lie as seen from the folder."""
+    plain = {key: value for key, value in config.items() if key != ORIGIN}
+    recorded = paths.record(plain, folder)
+    origin = {**config.get(ORIGIN, {}), **({PATHS: recorded} if recorded else {})}
+    text = yaml.safe_dump({**plain, ORIGIN: origin}, sort_keys=False, allow_unicode=True)
+    checkpoint.write_atomically(config_file(folder), text)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

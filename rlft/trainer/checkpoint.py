@@ -90,8 +90,7 @@ def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
         write(temporary / name)
     _write_tensors(temporary / OPTIMIZER, checkpoint.optimizer)
     _write_json(temporary / STATE, {"step": checkpoint.step, **checkpoint.state})
-    lines = [f"{_sha256(f)}  {f.relative_to(temporary)}" for f in _files(temporary)]
-    (temporary / MANIFEST).write_text("\n".join(lines) + "\n")
+    _write_manifest(temporary)
     for path in [*temporary.rglob("*"), temporary]:
         _flush(path)
     if final.exists():
@@ -105,6 +104,18 @@ def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     for old in [*beyond, *before[: max(0, len(before) - keep + 1)]]:
         shutil.rmtree(old)
     return final
+
+
+def change_state(folder: Path, values: Mapping[str, Any]) -> None:
+    """Replaces values in a checkpoint's state.json; for a checkpoint that nothing refers to yet."""
+    state = json.loads((folder / STATE).read_text())
+    _write_json(folder / STATE, {**state, **values})
+    _write_manifest(folder)
+
+
+def _write_manifest(folder: Path) -> None:
+    lines = [f"{_sha256(f)}  {f.relative_to(folder)}" for f in _files(folder)]
+    (folder / MANIFEST).write_text("\n".join(lines) + "\n")
 
 
 def finished(root: Path) -> list[Path]:
