@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlft.interrupt import Terminated, handled_inside
 from rlft.place import Holds, Place, check_base, find_checkpoint, what_it_holds
 from rlft.types import Generator, Group, Message, Prompt, Rollout, Sampling, Split, UserError
 
@@ -115,7 +116,9 @@ def run(plain: Mapping[str, Any], place: Place | None, raw: bool, say: Callable[
     from rlft.logger.console import open_terminal
 
     with open_talk(plain, place, raw, say) as talk:
-        Terminal(talk, open_terminal()).run()
+        terminal = Terminal(talk, open_terminal())
+        with handled_inside() if terminal.is_person else contextlib.nullcontext():
+            terminal.run()
 
 
 @contextlib.contextmanager
@@ -335,18 +338,22 @@ class Terminal:
         from rlft.out_of_memory import OutOfMemoryError
         from rlft.reward.scorer import RewardError
 
+        nothing_said_since = False  # since the last Ctrl-C
         while True:
+            line = None
             try:
                 line = self._read("> ").strip()
                 if line == "/quit":
                     return
                 if line:
+                    nothing_said_since = False
                     self.handle(line)
             except EOFError:
                 return
-            except KeyboardInterrupt:
-                if not self.is_person:
+            except KeyboardInterrupt as interruption:
+                if not self.is_person or nothing_said_since or isinstance(interruption, Terminated):
                     raise
+                nothing_said_since = line is None
                 self._print("\n(stopped; Ctrl-D quits)", style="dim")
             except (UserError, RewardError, OutOfMemoryError) as error:
                 self._print(str(error), style="red")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import rlft
-from rlft import catalog
+from rlft import catalog, interrupt
 from rlft import config as configs
 from rlft.arguments import Arguments, check_text, parse
 from rlft.roots import Verb
@@ -79,8 +79,24 @@ The exit code is 0 where it fits and 1 where it does not.
   rlft plan +recipe=grpo_gsm8k model.path=<folder> device_memory=24GiB"""
 
 
+INTERRUPTED = {
+    "eval": "nothing was written",
+    "export": "nothing was exported",
+    "report": "no report was written",
+    "chat": "the conversation has ended",
+    "watch": "the view has ended, the run is left as it is",
+    **dict.fromkeys((*Verb, "sample", "plan"), "nothing was begun"),
+    "resume": "the run is as it was",
+}
+"""What is said of a verb that is interrupted before it says more itself."""
+
+
 def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    interrupt.ignore_signals()
+    if code == interrupt.EXIT_CODE:
+        interrupt.end_soon(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -113,11 +129,24 @@ def run(arguments: Sequence[str]) -> int:
             remedy = f"did you mean rlft {close[0]}?" if close else f"use one of {', '.join(verbs)}"
             raise UserError(verb, "there is no such verb", remedy=remedy)
         _quiet()
-        return verbs[verb](rest)
-    except KeyboardInterrupt:
-        return 130
+        with interrupt.ends_promptly(INTERRUPTED.get(verb, "nothing was changed")):
+            return _interruptible(verbs[verb], rest)
+    except KeyboardInterrupt:  # before or after the verb itself
+        print(interrupt.line(), file=sys.stderr)
+        return interrupt.EXIT_CODE
     except Exception as error:
         return _failed(error)
+
+
+def _interruptible(verb: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Runs the verb; an interruption leaves a line that says what is kept."""
+    try:
+        return verb(arguments)
+    except KeyboardInterrupt as interruption:
+        interrupt.ignore_signals()
+        if not isinstance(interruption, interrupt.Reported):
+            print(interrupt.line(), file=sys.stderr)
+        return interrupt.EXIT_CODE
 
 
 def _failed(error: Exception) -> int:

@@ -79,7 +79,9 @@ def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) 
 
 def write(folder: Path, evaluation: Evaluation, groups: Sequence[Group], scores: Scores) -> Path:
     """evaluations/step_N_<time>.jsonl: a line of metrics, then a line a completion."""
+    from rlft import interrupt
     from rlft.logger.jsonl import encode, number
+    from rlft.trainer.checkpoint import write_atomically
 
     file = folder / "evaluations" / f"step_{evaluation.step:06d}_{datetime.now():%Y-%m-%d_%H-%M-%S}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +101,8 @@ def write(folder: Path, evaluation: Evaluation, groups: Sequence[Group], scores:
                     "finish_reason": str(completion.finish_reason),
                 }
             )
-    file.write_bytes(b"".join(encode(line) for line in lines))
+    write_atomically(file, b"".join(encode(line) for line in lines).decode())
+    interrupt.keeps(f"every completion is in {file}")
     return file
 
 

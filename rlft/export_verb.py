@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft import runfolder
+from rlft import interrupt, runfolder
 from rlft.place import Holds, Place, check_base, find_checkpoint, what_it_holds
 from rlft.trainer.checkpoint import set_usual_mode
 from rlft.types import UserError
@@ -293,6 +293,7 @@ def _becoming(out: Path) -> Iterator[Path]:
             _flush(path)
         try:
             temporary.rename(out)
+            interrupt.keeps(f"exported to {out}")
         except OSError as error:
             raise _unwritable(out, error) from None
     except BaseException:

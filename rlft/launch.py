@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rlft import run_status, runfolder
+from rlft import interrupt, run_status, runfolder
+from rlft.interrupt import Reported
 from rlft.run import fork as forks
 from rlft.run.crash import recorded_in
 from rlft.run.fork import Fork
@@ -63,6 +64,7 @@ def launch(
         return
     try:
         with ExitStack() as stack:
+            interrupt.keeps(f"go on from what is saved with: rlft resume {folder}")
             stack.enter_context(runfolder.held(folder))
             runfolder.go_on(folder, plain)
             ending = stack.enter_context(run_status.kept(folder, plan.num_steps))
@@ -71,12 +73,13 @@ def launch(
             outcome = work.do(plan, folder, engines, say)
             ending.interrupted = outcome.interrupted
     except KeyboardInterrupt:
-        say(f"stopped at once; go on from the newest checkpoint with: rlft resume {folder}")
-        raise
+        say(work.stopped(folder))
+        raise Reported from None
     if outcome.interrupted:
         how_far = "saved" if outcome.step else "before the first one"
         say(f"stopped after step {outcome.step}, {how_far}; go on with: rlft resume {folder}")
-        raise KeyboardInterrupt
+        raise Reported
+    interrupt.keeps(f"the run is finished and saved in {folder}")
     has_page = "console" in getattr(plan.config, "logger", ("console",))  # a verb without loggers always has
     if shared_engines is None and has_page:
         work.closing(plan, folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import rlft
+from rlft import interrupt
 from rlft.report_data import folders_of, report_of
 from rlft.runs_verb import REPORT
 from rlft.trainer.checkpoint import write_atomically
@@ -72,6 +73,7 @@ def report(arguments: Sequence[str]) -> Path:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, text)
+        interrupt.keeps(f"the report is {out}")
     except OSError as error:
         raise UserError("out", f"cannot be written ({error.strerror})", got=out, remedy="name another place") from None
     return out

@@ -29,7 +29,6 @@ from rlft.check_adapters import (
 from rlft.config import build_sample
 from rlft.data.sampled import sampled_line
 from rlft.engine import Engines
-from rlft.interrupt import Interrupt
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import encode
 from rlft.memory import keep_blocks
@@ -278,7 +277,6 @@ def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], No
     config, doing = plan.config, Doing()
     with ExitStack() as stack:
         stack.enter_context(explained(doing, config, resuming(folder)))
-        interrupt = stack.enter_context(Interrupt(say))
         keep_blocks(config.token_budget)
         backbone = load_backbone(config.model)
         stack.enter_context(same_every_time(backbone.device))
@@ -299,13 +297,12 @@ def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], No
         samples = Samples(plan, folder)
         doing.current = "sample"
         bar = Bar(stack, len(plan.chosen))
-        while samples.state["step"] < plan.num_steps and not interrupt.requested:
+        while samples.state["step"] < plan.num_steps:
             doing.finished = step = samples.state["step"]
             groups = sample(plan, generator, step)
             samples.add(step, groups, scorer(groups))
             bar.show(min(len(plan.chosen), (step + 1) * config.prompts_per_step), samples.state)
-        step = samples.state["step"]
-        return Outcome(step=step, interrupted=step < plan.num_steps)
+        return Outcome(step=samples.state["step"], interrupted=False)
 
 
 def sample(plan: SamplePlan, generator: Generator, step: int) -> list[Group]:
@@ -313,6 +310,14 @@ def sample(plan: SamplePlan, generator: Generator, step: int) -> list[Group]:
     config, prompts = plan.config, plan.at(step)
     seeds = sampling_seeds(config.seed, step, len(prompts), config.n, "sample verb")
     return generator.sample(prompts, config.n, seeds, config.generation.sampling)
+
+
+def stopped(folder: Path) -> str:
+    """What is kept of a sampling that was interrupted: whole steps, so that a resume goes on with the next one."""
+    record = folder / PROGRESS
+    state = json.loads(record.read_text()) if record.exists() else {"step": 0, "sampled": 0, "kept": 0}
+    done = f"{state['kept']:,} of {state['sampled']:,} completions are kept in {folder / SAMPLES}"
+    return f"interrupted after step {state['step']}: {done}; go on with: {resuming(folder)}"
 
 
 def steps_done(folder: Path, plan: SamplePlan) -> int:
@@ -362,4 +367,4 @@ def closing(plan: SamplePlan, folder: Path) -> None:
     print_commands(terminal, commands if state["kept"] else [])
 
 
-WORK = Work(make_plan=make_plan, check=check_config, do=do, steps_done=steps_done, closing=closing)
+WORK = Work(make_plan=make_plan, check=check_config, do=do, steps_done=steps_done, stopped=stopped, closing=closing)

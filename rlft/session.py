@@ -143,6 +143,7 @@ class Session:
             self.logger.note(note)
         self.publish(state.step)
         rehearse()
+        self.interrupt.in_step = state.step < self.config.steps
         self.interrupted = self.interrupt.requested
         if state.step == 0 and not self.interrupted:
             self.evaluate_if_due(0)
@@ -308,6 +309,7 @@ class Session:
     def checkpoint_if_due(self, state: State) -> None:
         every, last = self.config.checkpoint.every, state.step == self.config.steps
         self.interrupted = self.interrupt.requested
+        self.interrupt.in_step = not last
         if not (last or self.interrupted or (every and state.step % every == 0)):
             return
         self.logger.stage("checkpoint")
@@ -430,7 +432,9 @@ def open_session(
     """
     config = plan.config
     with contextlib.ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt(say))
+        interrupt = Interrupt(say)
+        if again is not None:  # an evaluation has no step to finish
+            stack.enter_context(interrupt)
         logger = Loggers(plan.loggers)
         stack.enter_context(explained(logger, config, again))
         rewards = specs(config.reward)

@@ -155,6 +155,7 @@ class Supervised:
                 f"resumed after step {step}" if saved else "resumed from the start: there was no checkpoint yet"
             )
         self.rehearse(step)
+        self.interrupt.in_step = step < self.plan.num_steps
         self.interrupted = self.interrupt.requested
         if step == 0 and not self.interrupted:
             self.evaluate_if_due(0)
@@ -197,6 +198,7 @@ class Supervised:
     def checkpoint_if_due(self, step: int) -> None:
         every, last = self.config.checkpoint.every, step == self.plan.num_steps
         self.interrupted = self.interrupt.requested
+        self.interrupt.in_step = not last
         if not (last or self.interrupted or (every and step % every == 0)):
             return
         self.logger.stage("checkpoint")

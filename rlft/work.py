@@ -36,18 +36,25 @@ class Outcome:
     interrupted: bool
 
 
+def stopped_at_once(folder: Path) -> str:
+    """What is said of a run that was stopped inside a step."""
+    return f"stopped at once; go on from the newest checkpoint with: rlft resume {folder}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What a verb does. make_plan: plain config -> Plan, or a UserError. check: as much of it as reads no files.
 
     do: (plan, folder, engines, say) -> Outcome. closing: what is printed when a run has all its steps: (plan, folder).
     steps_done: (folder, plan) -> how many steps the run in a folder has saved, or a UserError if the plan ends before.
+    stopped: (folder) -> what is said, and kept, when the run is stopped inside a step.
     """
 
     make_plan: Callable[[dict[str, Any]], Any]
     check: Callable[[dict[str, Any]], object]
     do: Callable[[Any, Path, Any, Say], Outcome]
     steps_done: Callable[[Path, Any], int]
+    stopped: Callable[[Path], str] = stopped_at_once
     closing: Callable[[Any, Path], None]
 
 

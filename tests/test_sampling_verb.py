@@ -153,7 +153,7 @@ def test_a_reward_of_exactly_the_smallest_one_is_kept(sampled: Path, tmp_path: P
     assert lines(tmp_path / "run") == right
 
 
-class StoppedError(Exception):
+class StoppedError(BaseException):
     """Stands for a kill."""
 
 

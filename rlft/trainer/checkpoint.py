@@ -190,9 +190,13 @@ def load(folder: Path) -> Checkpoint:
 def write_atomically(file: Path, text: str) -> None:
     """The file holds either what it held before or all of `text`."""
     temporary = file.with_name(f".{file.name}.writing")
-    temporary.write_text(text)
-    _flush(temporary)
-    temporary.replace(file)
+    try:
+        temporary.write_text(text)
+        _flush(temporary)
+        temporary.replace(file)
+    except BaseException:  # an interruption, or a full disk
+        temporary.unlink(missing_ok=True)
+        raise
     _flush(file.parent)
 
 

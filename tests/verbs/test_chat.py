@@ -18,9 +18,11 @@ import torch
 
 import rlft
 from rlft import chat_verb, runfolder
-from rlft.chat_verb import COMMANDS, Talk, open_talk
+from rlft.chat_verb import COMMANDS, Talk, Terminal, open_talk
 from rlft.config import compose
 from rlft.generation.transformers import TransformersGenerator
+from rlft.interrupt import Terminated
+from rlft.logger.console import open_terminal
 from rlft.logger.text import visible
 from rlft.model.roles import Roles
 from rlft.place import Place, find
@@ -258,6 +260,36 @@ def test_what_is_interrupted_was_never_said(open_chat: Callable[..., Talk], monk
             talk.ask("two")
     assert (talk.turns, talk.last) == (turns, first)
     assert talk.ask("two").prompt.messages[-1] == {"role": "user", "content": "two"}
+
+
+def press(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, *presses: Any) -> int:
+    """Does at the prompt what a person does, lines and exceptions one after the other; returns how many were read."""
+    read = iter(presses)
+    count = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal count
+        count += 1
+        what = next(read)
+        if isinstance(what, str):
+            return what
+        raise what
+
+    monkeypatch.setattr(terminal, "is_person", True)
+    monkeypatch.setattr(terminal, "_read", answer)
+    terminal.run()
+    return count
+
+
+def test_a_second_ctrl_c_at_the_prompt_ends_the_chat_and_sigterm_always_does(
+    open_chat: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal(open_chat(), open_terminal())
+    ctrl_c = KeyboardInterrupt()
+    assert press(terminal, monkeypatch, ctrl_c, "/help", ctrl_c, "/new", EOFError()) == 5, "never twice in a row"
+    for presses in ((ctrl_c, ctrl_c, "/help"), (Terminated(), "/help")):
+        with pytest.raises(KeyboardInterrupt):
+            press(terminal, monkeypatch, *presses)
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------

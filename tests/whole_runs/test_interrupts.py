@@ -10,6 +10,7 @@ from run_folders import check_same, check_so_far, checkpoints, metrics
 from run_processes import Ended, Nursery, start_fresh
 
 HEARD = "interrupted: finishing this step, then saving; once more stops at once"
+HEARD_BEFORE = "interrupted: ending before a step is begun; once more stops at once"
 AT_ONCE = "stopped at once; go on from the newest checkpoint with: rlft resume run"
 
 
@@ -25,7 +26,7 @@ def words_at(folder: Path, keys: tuple[str, ...]) -> tuple[str, ...]:
 def check_stopped_after(done: Ended, folder: Path, step: int) -> None:
     assert done.code == 130, done.err
     saved = f"stopped after step {step}, saved" if step else "stopped after step 0, before the first one"
-    assert done.err.splitlines() == [HEARD, f"{saved}; go on with: rlft resume run"]
+    assert done.err.splitlines() == [HEARD if step else HEARD_BEFORE, f"{saved}; go on with: rlft resume run"]
     assert [line["step"] for line in metrics(folder)] == list(range(1, step + 1))
     assert [c.name for c in checkpoints(folder)][-1:] == [f"step_{step:06d}"] * (step > 0)
 
