@@ -124,7 +124,8 @@ def run(plain: Mapping[str, Any], place: Place | None, raw: bool, say: Callable[
 @contextlib.contextmanager
 def open_talk(plain: Mapping[str, Any], place: Place | None, raw: bool, say: Callable[[str], None]) -> Iterator[Talk]:
     """A conversation with the policy of this run (None: the model that the config names); no data are read."""
-    from rlft.model.backbone import load_backbone
+    from rlft.generation.stops import check_stops
+    from rlft.model.backbone import load_backbone, load_tokenizer, read_config
     from rlft.out_of_memory import Doing, explained
     from rlft.trainer import checkpoint
 
@@ -136,6 +137,8 @@ def open_talk(plain: Mapping[str, Any], place: Place | None, raw: bool, say: Cal
         settings = settings_of(plain, folder, raw)
         saved = checkpoint.load(folder) if settings.lora is not None else None
         what = f"{place.run}, {folder.name}"
+    vocabulary = read_config(settings.model).get_text_config().vocab_size
+    check_stops(settings.generation, load_tokenizer(settings.model), vocabulary)
     if not raw and (plain.get("data") or {}).get("few_shot"):
         say("the data's few-shot examples are left out: a chat reads no data")
     with contextlib.ExitStack() as stack:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 ENGINES = ("transformers", "vllm", "scripted")
 
 
-def check(config: RunConfig, algorithm: Algorithm) -> None:
+def check(config: RunConfig, algorithm: Algorithm, *, trains: bool = True) -> None:
     """What needs neither rewards nor the model's config nor the data; rules for roles are in `rlft.check_roles`.
+
+    trains: False where the run's policy is only evaluated, so that it may be sampled in any way.
 
     Raises:
         UserError: with the key, what is wrong and the way out.
     """
     check_name(config.name)
-    for rule in (_sizes, _sampling, _evaluation):
-        rule(config, algorithm)
+    _sizes(config, algorithm)
+    if trains:
+        _sampling(config, algorithm)
+    check_evaluation(config.eval, config.generation)
     check_time_limits(config.reward, config.scoring)
     check_engine(config.generation)
     _resampling(config)
@@ -96,6 +100,13 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
             got=0,
             remedy="use 1.0 (eval.temperature may be 0)",
         )
+    if generation.min_p > 0:
+        raise UserError(
+            "generation.min_p",
+            "leaves out tokens that the trainer's log-probs count, so that ratios and KL would be of another policy",
+            got=generation.min_p,
+            remedy="use 0 in training (rlft eval, rlft sample and rlft chat take it)",
+        )
     distorted = "generation.top_p" if generation.top_p < 1 else "generation.top_k" if generation.top_k > 0 else None
     uses_engine = algorithm.corrects_mismatch or config.snapshot.old == "sampled"
     if distorted and uses_engine:
@@ -106,10 +117,6 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
             got=getattr(generation, distorted.removeprefix("generation.")),
             remedy="use generation.top_p=1 generation.top_k=0, or algorithm.mismatch=off with snapshot.old=auto",
         )
-
-
-def _evaluation(config: RunConfig, algorithm: Algorithm) -> None:
-    check_evaluation(config.eval, config.generation)
 
 
 def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None:
@@ -127,12 +134,13 @@ def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None
             got="true",
             remedy="set eval.temperature=null, or eval.kl_base=false",
         )
-    if settings.kl_base and settings.every and (generation.top_p < 1 or generation.top_k > 0):
+    left_out = generation.top_p < 1 or generation.top_k > 0 or generation.min_p > 0
+    if settings.kl_base and settings.every and left_out:
         raise UserError(
             "eval.kl_base",
-            "is estimated from the policy's own samples, and generation.top_p and top_k leave some of them out",
+            "is estimated from the policy's own samples, and generation.top_p, top_k and min_p leave some of them out",
             got="true",
-            remedy="use generation.top_p=1 generation.top_k=0, or eval.kl_base=false",
+            remedy="use generation.top_p=1 generation.top_k=0 generation.min_p=0, or eval.kl_base=false",
         )
 
 
@@ -294,6 +302,28 @@ def check_time_limits(rewards: Mapping[str, Any], scoring: ScoringConfig) -> Non
             problem = f"exceeds scoring.timeout={scoring.timeout:g}, which cuts the reward off"
             remedy = f"leave it out and set scoring.timeout={told:g}"
             raise UserError(f"reward.{name}.group_timeout", problem, got=f"{told:g}", remedy=remedy)
+
+
+def check_stops_and_rewards(generation: GenerationConfig, rewards: Mapping[str, RewardSpec]) -> None:
+    """No stop string is cut off the text that a reward looks for it in, as a closing tag of its template."""
+    sampling = generation.sampling
+    if sampling.include_stop_str_in_output:
+        return
+    for name, spec in rewards.items():
+        for closing in (f"</{tag}>" for tag in _tags(spec.kwargs)):
+            for stop in (stop for stop in sampling.stop if stop in closing or closing in stop):
+                problem = f"is cut off the text, in which reward.{name} looks for {closing}"
+                remedy = "set generation.include_stop_str_in_output=true, or use another stop string"
+                raise UserError("generation.stop", problem, got=stop, remedy=remedy)
+
+
+def _tags(kwargs: Mapping[str, Any]) -> Sequence[str]:
+    """Names of the tags that a reward with these keys looks for."""
+    several = kwargs.get("tags") if kwargs.get("pattern") is None else None
+    if isinstance(several, Sequence) and not isinstance(several, str):
+        return several
+    where = kwargs.get("answer_in", kwargs.get("program_in"))
+    return [kwargs["tag"]] if where == "tag" and isinstance(kwargs.get("tag"), str) else []
 
 
 def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:

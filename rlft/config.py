@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft import catalog, suggest
+from rlft import catalog, sampling_keys, suggest
 from rlft.auto import resolved
 from rlft.catalog import config_folder
 from rlft.roots import ADDED_KEYS, ROOTS, RmConfig, Root, RunConfig, SampleConfig, SftConfig, Verb
@@ -399,6 +399,8 @@ def unknown_key(key: str, verb: Verb = Verb.train, known: Collection[str] | None
 
     known: the keys that there are; None for all of the verb.
     """
+    if refused := sampling_keys.refusal(key):
+        return UserError(key, refused[0], remedy=refused[1])
     group, _, rest = key.partition(".")
     if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
         if group in suggest.NAMED_BY_CHOICE:

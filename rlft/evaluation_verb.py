@@ -51,7 +51,7 @@ def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) 
     from rlft.trainer import checkpoint
 
     plain = {**plain, "logger": {}, "resume": None, "eval": {**plain["eval"], "every": 1, "kl_base": False}}
-    plan = make_plan(plain)
+    plan = make_plan(plain, trains=False)
     saved = None
     if place is not None:
         found = find_checkpoint(place, say)

@@ -104,7 +104,8 @@ def facts(config: Config) -> list[tuple[str, str]]:
         rows.append(("AdamW", keys_text(trainer)))
     if generation := config.get("generation"):
         keys = ("temperature", "top_p", "top_k", "max_tokens")
-        rows.append(("Completions", keys_text({k: generation[k] for k in keys})))
+        stops = {"stop": generation["stop"]} if generation.get("stop") else {}
+        rows.append(("Completions", keys_text({**{k: generation[k] for k in keys}, **stops})))
     return [*rows, ("Seed", str(config.get("seed")))]
 
 
@@ -188,6 +189,8 @@ def usage(
     generation = config.get("generation") or {}
     sampling = [f"{key}={generation[key]}" for key in ("temperature", "top_p", "top_k") if key in generation]
     length = generation.get("max_tokens", 256)
+    by_transformers, by_vllm = stop_code(generation)
+    drawn = ["do_sample=True", *sampling, f"max_new_tokens={length}", *by_transformers]
     shared = [
         f'path = "{name}"',
         *(["base = path"] if is_model else ["base = PeftConfig.from_pretrained(path).base_model_name_or_path"]),
@@ -206,7 +209,7 @@ def usage(
         "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)"
         if has_template
         else f'inputs = tokenizer({PLAIN_PROMPT}, return_tensors="pt")',
-        f"output = model.generate(**inputs, {', '.join(['do_sample=True', *sampling, f'max_new_tokens={length}'])})",
+        f"output = model.generate(**inputs, {', '.join(drawn)})",
         'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     exact = ', dtype="float32"' if dtype == "float32" else ""  # by itself vLLM rounds float32 weights to half of that
@@ -217,7 +220,7 @@ def usage(
         *([] if is_model else ["from vllm.lora.request import LoRARequest"]),
         "",
         *shared,
-        f"sampling = SamplingParams({', '.join([*sampling, f'max_tokens={length}'])})",
+        f"sampling = SamplingParams({', '.join([*sampling, f'max_tokens={length}', *by_vllm])})",
         f"answers = LLM(base{exact}{lora}).{'chat(messages' if has_template else f'generate({PLAIN_PROMPT}'}, sampling"
         + ("" if is_model else ', lora_request=LoRARequest("policy", 1, path)')
         + ")",
@@ -226,6 +229,20 @@ def usage(
     served = is_model or not adapter.get("use_dora")  # vLLM refuses DoRA adapters
     ways = [code(transformers), *([code(vllm)] if served else [])]
     return "## Use\n\n" + "\n\nor\n\n".join(ways)
+
+
+def stop_code(generation: Config) -> tuple[list[str], list[str]]:
+    """Arguments of transformers' `generate` and of vLLM's `SamplingParams` with which both stop as the run did."""
+    texts = [stop for stop in generation.get("stop", ()) if isinstance(stop, str)]
+    tokens = [stop for stop in generation.get("stop", ()) if isinstance(stop, int)]
+    ends = ", ".join(["tokenizer.eos_token_id", *map(str, tokens)])
+    by_transformers = [f"stop_strings={texts!r}", "tokenizer=tokenizer"] if texts else []
+    by_transformers += [f"eos_token_id=[{ends}]"] if tokens else []
+    by_vllm = [f"stop={texts!r}"] if texts else []
+    by_vllm += [f"stop_token_ids={tokens!r}"] if tokens else []
+    if by_vllm and generation.get("include_stop_str_in_output"):
+        by_vllm.append("include_stop_str_in_output=True")
+    return by_transformers, by_vllm
 
 
 def messages_code(config: Config) -> list[str]:

@@ -15,6 +15,7 @@ from rlft.check_adapters import check_adapters, check_classifiers, check_folders
 from rlft.check_roles import check_roles
 from rlft.config import build
 from rlft.data.text import load_texts
+from rlft.generation.stops import check_stops
 from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import fingerprint, load_tokenizer, read_config
 from rlft.model.config import Old
@@ -56,16 +57,16 @@ class Plan:
         return self.config.snapshot.old is Old.auto and (several or self.algorithm.needs_old_in_credit)
 
 
-def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> Plan:
+def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool = True) -> Plan:
     """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
 
-    runs_here: False if the run is only planned: its engine need not be installed.
+    runs_here: False if the run is only planned: its engine need not be installed. trains: as for `check.check`.
 
     Raises:
         UserError: for whatever a user can mend.
     """
     config = build(plain)
-    algorithm, loggers = check_components(config)
+    algorithm, loggers = check_components(config, trains=trains)
     rewards = specs(config.reward)
     used = uses(config, rewards)
     engine, reason = check.choose_engine(config.generation.engine, config.lora, runs_here=runs_here)
@@ -76,6 +77,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> Plan:
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
     check_classifiers(rewards)
     tokenizer = load_tokenizer(config.model)
+    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
     data = instantiate(config.data, "data")
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
     train_prompts = scan(data.load(Split.train), tokenizer, limit, over_limit, Split.train, config.prompts.style)
@@ -121,11 +123,12 @@ def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     )
 
 
-def check_components(config: RunConfig) -> tuple[Algorithm, tuple[Logger, ...]]:
+def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Algorithm, tuple[Logger, ...]]:
     """The algorithm and the loggers, after every rule that needs neither model nor data."""
     algorithm = instantiate(config.algorithm, "algorithm")
-    check.check(config, algorithm)
+    check.check(config, algorithm, trains=trains)
     rewards = specs(config.reward)
     check_roles(config, algorithm, rewards)
+    check.check_stops_and_rewards(config.generation, rewards)
     check_folders(uses(config, rewards), config.lora)
     return algorithm, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())

@@ -18,7 +18,13 @@ from rlft.logger.alarms import AlarmsConfig
 from rlft.model.config import CriticConfig, LoraSettings, ModelConfig, RewardModelConfig, SnapshotConfig
 from rlft.trainer.config import CheckpointConfig, TrainerConfig
 
-ADDED_KEYS: Mapping[str, Any] = {"lora.use_rslora": False, "lora.use_dora": False}
+ADDED_KEYS: Mapping[str, Any] = {
+    "generation.min_p": 0.0,
+    "generation.stop": [],
+    "generation.include_stop_str_in_output": False,
+    "lora.use_rslora": False,
+    "lora.use_dora": False,
+}
 """Keys that the configs of older runs lack, with the values by which these ran."""
 
 

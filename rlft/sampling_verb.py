@@ -29,6 +29,7 @@ from rlft.check_adapters import (
 from rlft.config import build_sample
 from rlft.data.sampled import sampled_line
 from rlft.engine import Engines
+from rlft.generation.stops import check_stops
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import encode
 from rlft.memory import keep_blocks
@@ -109,6 +110,7 @@ def check_config(plain: Mapping[str, Any]) -> SampleConfig:
     if config.keep is not Keep.above and config.min_reward is not None:
         problem = f"is read by keep=above only, and keep={config.keep}"
         raise UserError("min_reward", problem, got=config.min_reward, remedy="set keep=above, or leave it out")
+    check.check_stops_and_rewards(config.generation, specs(config.reward))
     check_learned(specs(config.reward))
     check_folders(_uses(config), _lora(config))
     return config
@@ -161,6 +163,7 @@ def make_plan(plain: Mapping[str, Any]) -> SamplePlan:
     check_adapters(used, lora, config.model, base_fingerprint, model_config)
     check_classifiers(rewards)
     tokenizer, split = load_tokenizer(config.model), Split(config.split)
+    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
     data = instantiate(config.data, "data").load(split)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style)
     check.check_metadata(rewards, prompts.prompts[0])

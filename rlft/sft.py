@@ -27,6 +27,7 @@ from rlft.decodings import of_evaluation, rehearse_decoding
 from rlft.engine import Engines
 from rlft.evaluate import evaluate, kl_to_base
 from rlft.examples import Examples, scan_demonstrations
+from rlft.generation.stops import check_stops
 from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import (
     fingerprint,
@@ -85,6 +86,8 @@ def check_config(plain: Mapping[str, Any]) -> tuple[SftConfig, tuple[Logger, ...
     check.check_engine(config.generation)
     check.check_evaluation(config.eval, config.generation)
     check.check_time_limits(config.reward, config.scoring)
+    if config.data:
+        check.check_stops_and_rewards(config.generation, specs(config.reward))
     longest = config.prompts.max_tokens + max(config.max_completion_tokens, config.generation.max_tokens)
     check.check_budget(config.token_budget, longest, "prompts.max_tokens and a completion")
     if config.lora is not None:
@@ -135,6 +138,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
     check.check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
     used = _uses(config)
     tokenizer = load_tokenizer(config.model)
+    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
     held_out = None
     if config.data and config.eval.every:
         check.check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)

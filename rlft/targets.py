@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from rlft import catalog, suggest
+from rlft import catalog, sampling_keys, suggest
 from rlft.types import UserError
 
 SENTENCES = {
@@ -21,6 +21,8 @@ SENTENCES = {
     "Input should be a valid string": "must be a text",
     "Input should be a valid boolean": "must be true or false",
     "Input should be a valid dictionary": "must be a section of keys",
+    "Input should be an instance of Sequence": "must be a list",
+    "'str' instances are not allowed as a Sequence value": "must be a list",
     "Input should be": "must be",
     "Input should": "must",
 }
@@ -76,6 +78,8 @@ def check_keys(
 def unknown_key(name: object, value: object, names: list[str], prefix: str, verb: str = "train") -> UserError:
     """The refusal of a key that a section or a component doesn't have; names: of the keys that it has."""
     full, own = _join(prefix, name), [_join(prefix, known) for known in names]
+    if refused := sampling_keys.refusal(full):
+        return UserError(full, refused[0], got=_short(value), remedy=refused[1])
     meant = suggest.remedy(suggest.suggestions(full, verb, own))
     if prefix in catalog.sections():  # of rlft's own, so that a key of another section may have been meant
         told = meant or suggest.remedy(suggest.suggestions(full, verb))
@@ -160,6 +164,11 @@ def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
     kinds = [
         typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in _options(hint)
     ]
+    if str not in kinds and any(typing.get_origin(kind) is Sequence for kind in kinds):
+        if value is None:
+            return f"write {key}=[]"
+        if isinstance(value, str | int | float):
+            return f"write {key}=[{_short(value)}]"
     words = [str(v) for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
     if words:
         return f"use {' or '.join(words)}" + (" or a number" if float in kinds else "")

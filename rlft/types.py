@@ -73,6 +73,8 @@ class Ranking:
 class Completion:
     """What the engine returned: `token_ids` include the end token where there is one; `text` shows no special tokens.
 
+    Where a stop string or stop token ended it, `token_ids` run through it, and `text` ends as `Sampling` says.
+
     `logprobs` are the sampling policy's, natural log, temperature applied, one per token id.
     """
 
@@ -203,12 +205,21 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How completions are drawn. `top_k = 0` and `top_p = 1` mean the full distribution."""
+    """How completions are drawn. `top_k = 0`, `top_p = 1` and `min_p = 0` mean the full distribution.
+
+    min_p: tokens less likely than this share of the likeliest one are left out, before top_k and top_p.
+    stop, stop_token_ids: a completion ends with the token that completes one of these texts, or is one of these tokens;
+    that token is the last of its token_ids. Its text ends before the stop, unless include_stop_str_in_output.
+    """
 
     max_tokens: int
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
 
 
 class Generator(Protocol):

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 MODULES = sorted(f.relative_to(PACKAGE).with_suffix("") for f in PACKAGE.rglob("*.py"))
 
 # What the folders stand on, lowest first: a folder imports these, itself, and of its siblings only what is said here.
-GROUND = ("types", "fields", "seeds", "hub", "catalog", "suggest", "targets", "collate")
+GROUND = ("types", "fields", "seeds", "hub", "catalog", "suggest", "sampling_keys", "targets", "collate")
 FOLDERS = {
     "ops": (),
     "algorithm": ("ops",),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlft.fields import NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt
-from rlft.types import Sampling
+from rlft.fields import Decay, NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt
+from rlft.types import Sampling, UserError
 
 
 class Weights(StrEnum):
@@ -50,7 +50,28 @@ class GenerationConfig:
     transformers: TransformersConfig
     vllm: VLLMConfig
     scripted: ScriptedConfig
+    min_p: Decay = 0.0  # runs begun before there were this key and the next two have none of them
+    stop: Sequence[str | int] = ()
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if any(stop == "" for stop in self.stop):
+            problem = "holds an empty text, which is in every completion"
+            raise UserError("generation.stop", problem, got=list(self.stop), remedy="leave it out")
+        negative = [stop for stop in self.stop if isinstance(stop, int) and stop < 0]
+        if negative:
+            remedy = "use token ids of the model's vocabulary, or texts"
+            raise UserError("generation.stop", "holds a token id below 0", got=negative[0], remedy=remedy)
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=tuple(stop for stop in self.stop if isinstance(stop, str)),
+            stop_token_ids=tuple(stop for stop in self.stop if isinstance(stop, int)),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )

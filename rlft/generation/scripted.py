@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 
@@ -51,8 +52,18 @@ class ScriptedGenerator:
         text = texts[seed % len(texts)].replace("{answer}", prompt.answer)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
         finish = FinishReason.stop
+        ids, text = self._stopped(ids, text, prompt, sampling)
         if len(ids) > sampling.max_tokens:
             finish, ids = FinishReason.length, ids[: sampling.max_tokens]
             text = self.tokenizer.batch_decode([ids], skip_special_tokens=True)[0]
         completion = Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=finish)
         return Rollout(prompt=prompt, completion=completion, policy_version=self.version)
+
+    def _stopped(self, ids: list[int], text: str, prompt: Prompt, sampling: Sampling) -> tuple[list[int], str]:
+        """(token ids, text) up to the first stop token or the token that completes a stop string."""
+        watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), [prompt.token_ids]) if sampling.stop else None
+        for count, token in enumerate(ids, 1):
+            if token in sampling.stop_token_ids or (watch is not None and watch.completes(0, token)):
+                [text] = shown_texts(self.tokenizer, [ids[:count]], [True], sampling)
+                return ids[:count], text
+        return ids, text

@@ -7,6 +7,7 @@ has its own stream of random numbers, so what it says depends on its seed alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from rlft.generation.config import Weights
+from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
 
 BLOCK = 64
@@ -123,11 +125,16 @@ class TransformersGenerator:
         self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> list[Group]:
         uniforms = _uniforms(seeds, n, sampling.max_tokens)
-        ends = end_tokens(model, self.tokenizer)
+        ends = end_tokens(model, self.tokenizer) | frozenset(sampling.stop_token_ids)
         decoder = self._decoder(model, [p.token_ids for p in prompts], sampling.max_tokens)
-        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling)
+        watch = None
+        if sampling.stop:
+            owners = [prompt.token_ids for prompt in prompts for _ in range(n)]
+            watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), owners)
+        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch)
         rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
-        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        stopped = [row[-1] in ends or (watch is not None and r in watch.stopped) for r, row in enumerate(rows)]
+        texts = shown_texts(self.tokenizer, rows, stopped, sampling)
         groups = []
         for p, prompt in enumerate(prompts):
             rollouts = []
@@ -136,7 +143,7 @@ class TransformersGenerator:
                     text=texts[r],
                     token_ids=tuple(rows[r]),
                     logprobs=tuple(logprobs_RT[r, : len(rows[r])].tolist()),
-                    finish_reason=FinishReason.stop if rows[r][-1] in ends else FinishReason.length,
+                    finish_reason=FinishReason.stop if stopped[r] else FinishReason.length,
                 )
                 rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=self.version))
             groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
@@ -212,9 +219,17 @@ class RepeatedCache:
 
 
 def _decode(
-    decoder: Decoder, n: int, uniforms_RT: Tensor, ends: frozenset[int], sampling: Sampling
+    decoder: Decoder,
+    n: int,
+    uniforms_RT: Tensor,
+    ends: frozenset[int],
+    sampling: Sampling,
+    watch: StopStrings | None,
 ) -> tuple[Tensor, Tensor]:
-    """(token ids int64, log-probs float32), both `[P * n, max_tokens]`; after a row's end they hold -1 and 0."""
+    """(token ids int64, log-probs float32), both `[P * n, max_tokens]`; after a row's end they hold -1 and 0.
+
+    A row ends with one of the tokens in `ends`, or where `watch` says so.
+    """
     logits = decoder.prefill(n)
     device = logits.device
     tokens_RT = torch.full(uniforms_RT.shape, -1, dtype=torch.int64)
@@ -228,6 +243,8 @@ def _decode(
         live = rows[going].cpu()
         tokens_RT[live, t], logprobs_RT[live, t] = token[going].cpu(), logprob[going].cpu()
         going = going & ~torch.isin(token, end_ids)
+        if watch is not None:
+            going = going & ~_said(watch, rows, token, going)
         if t + 1 == sampling.max_tokens or not going.any():
             break
         if (~going).float().mean() >= COMPACT_AT:
@@ -236,6 +253,12 @@ def _decode(
             rows, token, going = rows[kept], token[kept], going[kept]
         logits = decoder.step(token)
     return tokens_RT, logprobs_RT
+
+
+def _said(watch: StopStrings, rows_R: Tensor, token_R: Tensor, going_R: Tensor) -> Tensor:
+    """bool `[R]`: which of the rows that are going on complete a stop string with this token."""
+    steps = zip(rows_R.tolist(), token_R.tolist(), going_R.tolist(), strict=True)
+    return torch.tensor([going and watch.completes(row, token) for row, token, going in steps], device=going_R.device)
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -279,7 +302,10 @@ def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _keep_likeliest(logits_RV: Tensor, sampling: Sampling) -> Tensor:
-    """Sets logits outside top_k and top_p to -inf; the likeliest token always stays."""
+    """Sets logits outside min_p, top_k and top_p, in this order, to -inf; the likeliest token always stays."""
+    if sampling.min_p > 0:
+        least_R1 = logits_RV.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
     if sampling.top_k > 0:
         kth = logits_RV.topk(min(sampling.top_k, logits_RV.shape[-1])).values[:, -1:]
         logits_RV = logits_RV.masked_fill(logits_RV < kth, -torch.inf)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.stops import shown_texts
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
@@ -208,14 +209,17 @@ class VLLMGenerator:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "max_tokens": sampling.max_tokens,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_token_ids),
             "logprobs": 0,  # the sampled token's only
             "flat_logprobs": True,
-            "detokenize": False,  # once at the end, not at every token
+            "detokenize": bool(sampling.stop),  # else once at the end, not at every token
         }
         params = [SamplingParams(seed=int(seed), **settings) for seed in seeds]
         outputs = self._generate([prompt.token_ids for prompt in prompts], params)
-        return [self._group(prompt, output, copies) for prompt, output in zip(prompts, outputs, strict=True)]
+        return [self._group(prompt, output, copies, sampling) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (temperature 1) of every token but the first.
@@ -284,9 +288,10 @@ class VLLMGenerator:
                     f"the engine was made for 1 or more, and {self.max_sequence_tokens} together"
                 )
 
-    def _group(self, prompt: Prompt, output: RequestOutput, copies: int) -> Group:
+    def _group(self, prompt: Prompt, output: RequestOutput, copies: int, sampling: Sampling) -> Group:
         children = sorted(output.outputs, key=lambda child: child.index) * copies
-        texts = self._tokenizer.batch_decode([child.token_ids for child in children], skip_special_tokens=True)
+        stopped = [child.finish_reason == "stop" for child in children]
+        texts = shown_texts(self._tokenizer, [child.token_ids for child in children], stopped, sampling)
         completions = [
             Completion(
                 text=text,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlft
 from rlft.generation import vllm as vllm_generation
 from rlft.generation.adapter_files import AdapterFiles, remove_abandoned
+from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
+from rlft.generation.transformers import _keep_likeliest
 from rlft.generation.vllm import VLLMGenerator, available, engine_rank
-from rlft.types import Adapter, FinishReason, Group, Prompt, Sampling, UserError
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
 
 MODEL = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 HOT = Sampling(max_tokens=24, temperature=1.0)
@@ -184,6 +186,10 @@ def seeds(prompts: Sequence[Prompt], n: int) -> list[int]:
 
 def ids(groups: Sequence[Group]) -> list[list[Sequence[int]]]:
     return [[rollout.completion.token_ids for rollout in group.rollouts] for group in groups]
+
+
+def completions(groups: Sequence[Group]) -> list[Completion]:
+    return [rollout.completion for group in groups for rollout in group.rollouts]
 
 
 def load(bench: Bench, version: int) -> None:
@@ -350,6 +356,54 @@ def test_requests_the_engine_would_quietly_change_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), Sampling(**changes))
+
+
+@pytest.mark.parametrize(("include", "by_token"), [(False, False), (True, False), (False, True), (True, True)])
+def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_stops(
+    bench: Bench, include: bool, by_token: bool
+) -> None:
+    """Strings or a token out of what was sampled freely; the transformers engine's own watch says where to stop."""
+    load(bench, 1)
+    free = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
+    said = [c.text for c in completions(free) if "\ufffd" not in c.text[:9]]
+    sampling = replace(
+        HOT,
+        stop=() if by_token else (said[0][4:6], said[1][3:8], said[2][6:7]),
+        stop_token_ids=(completions(free)[-1].token_ids[7],) if by_token else (),
+        include_stop_str_in_output=include,
+    )
+    assert all(sampling.stop)
+    groups = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), sampling)
+    tokenizer = bench.generator._tokenizer
+    decode, by_string, num_ended = plain_decoder(tokenizer), 0, 0
+    for ours, whole in zip(completions(groups), completions(free), strict=True):
+        prompt = bench.prompts[completions(groups).index(ours) // 4].token_ids
+        watch = StopStrings(sampling.stop or ["never said"], decode, [prompt])
+        tokens = enumerate(whole.token_ids, 1)
+        end = next((n for n, t in tokens if t in sampling.stop_token_ids or watch.completes(0, t)), None)
+        by_string += bool(watch.stopped)
+        num_ended += end is not None
+        assert ours.token_ids == tuple(whole.token_ids[:end])
+        assert ours.logprobs == whole.logprobs[:end]
+        assert ours.finish_reason == (whole.finish_reason if end is None else FinishReason.stop)
+        assert [ours.text] == shown_texts(tokenizer, [whole.token_ids[:end]], [end is not None], sampling)
+    assert by_string >= 3 or by_token
+    assert num_ended >= 3
+    assert bench.trainer.gap(groups, 1.0) < TOLERANCE
+
+
+def test_min_p_leaves_out_what_the_transformers_engine_leaves_out(bench: Bench) -> None:
+    load(bench, 1)
+    sampling = replace(HOT, min_p=0.3, top_p=0.8, temperature=0.7, max_tokens=8)
+    for rollout in (
+        r for g in bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), sampling) for r in g.rollouts
+    ):
+        ids = [*rollout.prompt.token_ids, *rollout.completion.token_ids]
+        with torch.no_grad():
+            logits = bench.trainer.model(torch.tensor([ids])).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
+        kept = _keep_likeliest(logits / sampling.temperature, sampling).log_softmax(-1)
+        expected = kept.gather(-1, torch.tensor(rollout.completion.token_ids)[:, None])[:, 0]
+        assert list(rollout.completion.logprobs) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
 def test_an_rslora_adapter_is_scaled_as_the_trainer_scales_it(bench: Bench) -> None:

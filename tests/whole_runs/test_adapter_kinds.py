@@ -21,7 +21,8 @@ WORDS = (
     "train", "+recipe=ppo_arithmetic", *BOTH, "critic.kind=adapter", "snapshot.reference=ema",
     "snapshot.ema_decay=0.9", "algorithm.kl_coef=0.02", "trainer.lr=0.02", "critic.lr=0.01", "prompts_per_step=2",
     "group_size=4", "generation=transformers", "generation.max_tokens=12", "eval.every=2", "eval.num_prompts=2",
-    "eval.num_samples=2", "scoring.workers=0", "logger=[jsonl]", "checkpoint.every=1", "checkpoint.keep=99",
+    "eval.num_samples=2", "scoring.workers=0", "logger=[jsonl]",
+    "generation.stop=['=']", "checkpoint.every=1", "checkpoint.keep=99",
 )  # fmt: skip
 
 

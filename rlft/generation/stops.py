@@ -1,0 +1,129 @@
+"""Stop strings and stop tokens: with which token a completion ends, and what text is shown of it.
+
+A stop string is looked for in the completion's own text as it grows, as vLLM does: it may begin inside one token and
+end inside another, and the bytes of one character may come in several tokens. The completion ends with the token that
+completes the string, and keeps all of its tokens. Its text ends before the string, unless
+`include_stop_str_in_output` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlft.generation.config import GenerationConfig
+from rlft.types import Sampling, UserError
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of token ids, without special tokens."""
+
+MISSING_BYTES = "\ufffd"
+"""What a decoder writes for bytes that are no character (yet)."""
+
+PROMPT_TAIL = 8
+"""Tokens of the prompt that are decoded before a completion's first one: some tokenizers drop a text's first space."""
+
+
+class GrowingText:
+    """The text of one completion, token by token.
+
+    A token that ends inside a character is held back until the character is whole, also what stands before it in the
+    token: so does vLLM, and both engines are to stop at the same token.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
+        self._decode = decode
+        self._ids = list(prompt[-PROMPT_TAIL:])
+        self._num_read, self._read = len(self._ids), decode(self._ids)
+
+    def add(self, token: int) -> str:
+        """The characters that this token completes.
+
+        A few tokens before it are decoded with it and taken off again: alone it may be written in another way.
+        """
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if text.endswith(MISSING_BYTES) or len(text) <= len(self._read):
+            return ""
+        new = text[len(self._read) :]
+        self._ids = self._ids[self._num_read :]
+        self._num_read, self._read = len(self._ids), self._decode(self._ids)
+        return new
+
+
+class StopStrings:
+    """Watches the completions of a batch for stop strings. rows: the prompt of each completion, as token ids.
+
+    stopped: the rows that have said one.
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Decode, rows: Sequence[Sequence[int]]) -> None:
+        self.strings = tuple(strings)
+        self.stopped: set[int] = set()
+        self._texts = [GrowingText(decode, prompt) for prompt in rows]
+        self._tails = [""] * len(self._texts)
+        self._num_kept = max(map(len, self.strings)) - 1  # of a tail: what may be the beginning of a stop string
+
+    def completes(self, row: int, token: int) -> bool:
+        """Takes the next token of this row; whether the row's text now has a stop string, and the row has ended."""
+        new = self._texts[row].add(token)
+        if not new:
+            return False
+        text = self._tails[row] + new
+        self._tails[row] = text[len(text) - min(len(text), self._num_kept) :]
+        if any(string in text for string in self.strings):
+            self.stopped.add(row)
+        return row in self.stopped
+
+
+def plain_decoder(tokenizer: Any) -> Decode:
+    """How single tokens are decoded: by the tokenizers library itself where it can, ten times faster."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return lambda ids: backend.decode(ids, skip_special_tokens=True)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def shown_texts(
+    tokenizer: Any, rows: Sequence[Sequence[int]], stopped: Sequence[bool], sampling: Sampling
+) -> list[str]:
+    """The text of each completion as rewards and people see it. stopped: not by the length limit."""
+    hidden = () if sampling.include_stop_str_in_output else sampling.stop_token_ids
+    shown = [row[:-1] if row and row[-1] in hidden else row for row in rows]
+    texts = tokenizer.batch_decode(shown, skip_special_tokens=True)
+    return [cut(text, sampling) if ended else text for text, ended in zip(texts, stopped, strict=True)]
+
+
+def cut(text: str, sampling: Sampling) -> str:
+    """The text up to its first stop string, which stays only where that is asked for.
+
+    >>> cut("a;b.", Sampling(max_tokens=9, temperature=1.0, stop=(".", ";")))
+    'a'
+    """
+    places = [(text.find(string), string) for string in sampling.stop]
+    ends = [(start + len(string), start) for start, string in places if start >= 0]
+    if not ends:
+        return text
+    end, start = min(ends)
+    return text[:end] if sampling.include_stop_str_in_output else text[:start]
+
+
+def check_stops(generation: GenerationConfig, tokenizer: Any, vocabulary: int) -> None:
+    """Every stop can happen with this tokenizer. vocabulary: how many tokens the model can say.
+
+    Raises:
+        UserError: a token id that the model never says, or a text that no completion shows.
+    """
+    sampling = generation.sampling
+    for token in sampling.stop_token_ids:
+        if token >= vocabulary:
+            problem = f"is no token id of the model, which has {vocabulary:,}"
+            raise UserError("generation.stop", problem, got=token, remedy=f"use 0 to {vocabulary - 1}, or a text")
+    special = {str(added): token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    for string in sampling.stop:
+        for token in (token for token in special if token in string):
+            problem = f"holds the special token {token}, which the text of a completion never shows"
+            remedy = f"use its token id, generation.stop=[{special[token]}]"
+            if special[token] == tokenizer.eos_token_id:
+                remedy = "leave it out, since every completion ends at it anyway"
+            raise UserError("generation.stop", problem, got=string, remedy=remedy)

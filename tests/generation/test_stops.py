@@ -1,0 +1,226 @@
+"""Where a completion ends by its text, and what is shown of it; every engine is held to this."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from transformers import AutoTokenizer
+
+from rlft.generation.config import GenerationConfig
+from rlft.generation.stops import GrowingText, StopStrings, check_stops, cut, plain_decoder, shown_texts
+from rlft.generation.transformers import TransformersGenerator
+from rlft.targets import from_mapping
+from rlft.types import Sampling, UserError
+
+
+def sampling(*stop, tokens=(), include=False, max_tokens=48):
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=1.0,
+        stop=stop,
+        stop_token_ids=tokens,
+        include_stop_str_in_output=include,
+    )
+
+
+class Pieces:
+    """A tokenizer whose token i is these bytes; a byte sequence that is no character is written as tokenizers do."""
+
+    def __init__(self, *pieces):
+        self.pieces = [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
+
+    def decode(self, ids, **_):
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+    def batch_decode(self, rows, **_):
+        return [self.decode(row) for row in rows]
+
+
+def ends_at(pieces, *stop, prompt=()):
+    """How many tokens the completion has that says all these pieces, in order, if it is stopped by these strings."""
+    watch = StopStrings(stop, Pieces(*pieces).decode, [list(prompt)])
+    for token in range(len(pieces)):
+        if watch.completes(0, token):
+            assert watch.stopped == {0}
+            return token + 1
+    assert not watch.stopped
+    return None
+
+
+EURO = "€".encode()  # three bytes
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected"),
+    [
+        (["ab", "c"], ["abc"], 2),
+        (["a", "b", "c", "d"], ["bc"], 3),  # across tokens
+        (["xa", "by", "z"], ["ab"], 2),  # begins inside one and ends inside another
+        (["a</b></answer> more", "x"], ["</answer>"], 1),  # inside one
+        (["ab", "ab", "ac"], ["abac"], 3),  # a beginning that comes to nothing, and begins again
+        (["a", "a", "a"], ["a"], 1),
+        (["", "", "a", "", "b"], ["ab"], 5),  # tokens without text
+        (["a", EURO[:1], EURO[1:2], EURO[2:], "b"], ["€"], 4),
+        ([EURO[:2], EURO[2:] + b"x", "y"], ["€x"], 2),
+        ([EURO[:1], EURO[1:], "b"], ["€b", "b"], 3),
+        ([b"ab" + EURO[:1], EURO[1:], "c"], ["ab"], 2),  # seen once the character is whole, as by vLLM
+        (["a", EURO[:1], "b", "c"], ["bc"], 4),  # bytes that never become a character hide nothing after them
+        (["x", "long stop", " string here"], ["stop string", "ere!"], 3),
+        (["a", "b"], ["c"], None),
+    ],
+)
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(pieces, stop, expected):
+    assert ends_at(pieces, *stop) == expected
+
+
+def test_a_prompt_that_ends_in_the_beginning_of_a_stop_string_is_none_of_the_completion():
+    watch = StopStrings(["ab"], Pieces("a", "b", "ab").decode, [[0]])
+    assert not watch.completes(0, 1)
+    assert watch.completes(0, 2)
+
+
+def test_rows_know_nothing_of_each_other():
+    watch = StopStrings(["ab"], Pieces("a", "b").decode, [[], []])
+    assert [watch.completes(0, 0), watch.completes(1, 1), watch.completes(1, 0), watch.completes(0, 1)] == [
+        False, False, False, True,
+    ]  # fmt: skip
+    assert watch.stopped == {0}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_any_cutting_of_a_text_into_tokens_ends_at_the_first_whole_stop_string(length):
+    draw = random.Random(length)
+    for _ in range(200):
+        text = "".join(draw.choice("ab€") for _ in range(30))
+        data, pieces = text.encode(), []
+        while data:
+            size = draw.randint(1, 4)
+            pieces.append(data[:size])
+            data = data[size:]
+        stop = "".join(draw.choice("ab€") for _ in range(length))
+        # The plain way: decode everything after each token, and look for the string where no character is torn.
+        whole = [b"".join(pieces[:n]).decode(errors="replace") for n in range(1, len(pieces) + 1)]
+        expected = next((n for n, said in enumerate(whole, 1) if stop in said and said[-1] != "\ufffd"), None)
+        assert ends_at(pieces, stop) == expected, (pieces, stop)
+
+
+def test_growing_text_is_that_of_the_real_tokenizer(tiny_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    text = "<think>47 + 85 = 132 € é 漢字</think><answer>132</answer>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for decode in (plain_decoder(tokenizer), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)):
+        growing = GrowingText(decode, ids[:5])
+        assert "".join(growing.add(token) for token in [*ids, tokenizer.eos_token_id]) == text
+
+
+@pytest.mark.parametrize(
+    ("include", "expected"), [(False, ["so ", "no", "so . end"]), (True, ["so . e", "no!", "so . end"])]
+)
+def test_the_text_ends_before_the_stop_or_behind_it(include, expected):
+    tokenizer = Pieces("so ", ". end", "no", "!")
+    rows, stopped = [[0, 1], [2, 3], [0, 1]], [True, True, False]  # the last was ended by its length
+    assert shown_texts(tokenizer, rows, stopped, sampling(". e", tokens=(3,), include=include)) == expected
+
+
+def test_of_several_strings_the_one_that_is_complete_first_ends_the_text():
+    assert cut("abcd", sampling("d", "bc", "bcd")) == "a"
+    assert cut("abcd", sampling("cd", "bcd", include=True)) == "abcd"
+    assert cut("abcd", sampling("x")) == "abcd"
+
+
+# -- with the model --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def generator(make_roles, backbone):
+    return TransformersGenerator(make_roles(noise=0.02), backbone.tokenizer, backbone.device, 64)
+
+
+@pytest.fixture
+def prompts(make_prompt):
+    return [make_prompt(f"What is {a} + {b}?") for a, b in ((12, 30), (47, 85), (9, 1))]
+
+
+def completions(groups):
+    return [rollout.completion for group in groups for rollout in group.rollouts]
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", [("</answer>",), ("</think><", "zz"), ("=", "+")], ids=str)
+def test_what_is_sampled_until_the_stop_is_what_is_sampled_without_it(stop, include, generator, prompts):
+    """A stop changes no token before it, and no log-prob beyond the rounding of batches of other sizes."""
+    seeds, free = [100, 200, 300], completions(generator.sample(prompts, 4, [100, 200, 300], sampling()))
+    found = completions(generator.sample(prompts, 4, seeds, sampling(*stop, include=include)))
+    decode = plain_decoder(generator.tokenizer)
+    num_stopped = 0
+    for ours, whole in zip(found, free, strict=True):
+        lengths = range(1, len(whole.token_ids) + 1)
+        expected = next((n for n in lengths if any(s in decode(whole.token_ids[:n]) for s in stop)), None)
+        num_stopped += expected is not None
+        assert ours.token_ids == whole.token_ids[:expected]
+        assert ours.logprobs == pytest.approx(whole.logprobs[:expected], abs=1e-5)
+        assert ours.finish_reason == ("stop" if expected is not None else whole.finish_reason)
+        said = decode(ours.token_ids)
+        if expected is None:
+            assert ours.text == whole.text
+        elif include:
+            assert said.startswith(ours.text)
+            assert ours.text.endswith(stop)
+        else:
+            assert not any(s in ours.text for s in stop)
+            assert said[len(ours.text) :].startswith(stop)
+    assert num_stopped >= 6
+
+
+def test_a_stop_token_ends_a_completion_and_stays_its_last_token(generator, prompts):
+    [token] = generator.tokenizer("=", add_special_tokens=False)["input_ids"]
+    for include in (False, True):
+        found = completions(generator.sample(prompts, 4, [1, 11, 21], sampling(tokens=(token,), include=include)))
+        ended = [c for c in found if c.token_ids[-1] == token]
+        assert len(ended) >= 6
+        for completion in ended:
+            assert list(completion.token_ids).count(token) == 1
+            assert completion.finish_reason == "stop"
+            assert completion.text.endswith("=") == include
+
+
+def test_a_stop_at_the_last_token_that_was_allowed_is_a_stop(generator, prompts):
+    [whole] = completions(generator.sample(prompts[:1], 1, [7], sampling()))
+    text = plain_decoder(generator.tokenizer)
+    limit = next(n for n in range(1, 99) if "=" in text(whole.token_ids[:n]))
+    [found] = completions(generator.sample(prompts[:1], 1, [7], sampling("=", max_tokens=limit)))
+    assert (len(found.token_ids), found.finish_reason) == (limit, "stop")
+    [cut_off] = completions(generator.sample(prompts[:1], 1, [7], sampling("=", max_tokens=limit - 1)))
+    assert (len(cut_off.token_ids), cut_off.finish_reason) == (limit - 1, "length")
+
+
+def test_without_stops_nothing_watches(generator, prompts, monkeypatch):
+    monkeypatch.setattr(StopStrings, "__init__", lambda *_: pytest.fail("a watch was made"))
+    generator.sample(prompts, 1, [1, 2, 3], sampling(max_tokens=4))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+def generation(**keys):
+    fixed = {
+        "engine": "auto", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
+        "transformers": {"batch_size": 8, "weights": "merged"},
+        "vllm": {"gpu_memory_utilization": 0.4, "max_num_seqs": 8, "sleep": False, "enforce_eager": False},
+        "scripted": {"answers": {}},
+    }  # fmt: skip
+    return from_mapping(GenerationConfig, fixed | keys, "generation")
+
+
+def test_texts_and_token_ids_may_be_mixed():
+    found = generation(stop=["</answer>", 7, "x"]).sampling
+    assert (found.stop, found.stop_token_ids) == (("</answer>", "x"), (7,))
+
+
+def test_a_special_token_is_refused_as_text_with_its_id(backbone):
+    tokenizer = backbone.tokenizer
+    name, number = next(
+        (str(t), i) for i, t in tokenizer.added_tokens_decoder.items() if t.special and i != tokenizer.eos_token_id
+    )
+    with pytest.raises(UserError, match=rf"never shows, got .*use its token id, generation\.stop=\[{number}\]"):
+        check_stops(generation(stop=[f"a{name}"]), tokenizer, 272)
+    with pytest.raises(UserError, match="leave it out, since every completion ends at it anyway"):
+        check_stops(generation(stop=[tokenizer.eos_token]), tokenizer, 272)
+    check_stops(generation(stop=[number, "</answer>"]), tokenizer, 272)
