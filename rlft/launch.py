@@ -13,7 +13,7 @@ from rlft.run import fork as forks
 from rlft.run.crash import recorded_in
 from rlft.run.fork import Fork
 from rlft.types import UserError
-from rlft.work import Work, say
+from rlft.work import Work, command_line, resuming, say
 
 
 def work_of(verb: str) -> Work:
@@ -77,7 +77,7 @@ def launch(
         raise Reported from None
     if outcome.interrupted:
         how_far = "saved" if outcome.step else "before the first one"
-        say(f"stopped after step {outcome.step}, {how_far}; go on with: rlft resume {folder}")
+        say(f"stopped after step {outcome.step}, {how_far}; go on with: {resuming(folder)}")
         raise Reported
     interrupt.keeps(f"the run is finished and saved in {folder}")
     has_page = "console" in getattr(plan.config, "logger", ("console",))  # a verb without loggers always has
@@ -103,9 +103,9 @@ def after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:
     """What can be done with a finished run."""
     ways = []
     if plain.get("trainer", {}).get("schedule") == "constant":
-        ways.append(f"raise steps (rlft resume {folder} steps={2 * num_steps})")
+        ways.append(f"raise steps ({resuming(folder)} steps={2 * num_steps})")
     if plain["verb"] in ("train", "sft"):
-        ways.append(f"rlft eval run={folder}")
+        ways.append(command_line("rlft", "eval", f"run={folder}"))
     return ", or ".join(ways) or "start another one"
 
 

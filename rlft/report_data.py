@@ -20,6 +20,7 @@ MAX_POINTS = 2000
 """Points of a curve; of a longer run neighbours are averaged, which is said."""
 
 DIGITS = 5
+MAX_KEYS_OF_LABEL = 3
 OF_ITS_OWN = ("seed", "name", "resume")
 """Keys in which seeds of one experiment may differ."""
 
@@ -70,6 +71,8 @@ def report_of(folders: Sequence[Path], max_bytes: int) -> dict[str, Any]:
     """Everything the page shows; max_bytes: of completions as JSON, for all runs together."""
     runs = [run_of(folder, max_bytes // len(folders)) for folder in folders]
     configs = [run["config"] for run in runs]
+    for run, label, family in zip(runs, labels(runs), labels(runs, without=OF_ITS_OWN), strict=True):
+        run |= {"label": label, "family": family}
     return {
         "made": f"{datetime.now():%Y-%m-%d %H:%M}",
         "rlft": rlft.__version__,
@@ -148,6 +151,27 @@ def differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     return sorted(
         (row for row in found if len(set(row["values"])) > 1), key=lambda row: row["key"].startswith(f"{ORIGIN}.")
     )
+
+
+def labels(runs: Sequence[Mapping[str, Any]], without: Sequence[str] = ("name",)) -> list[str]:
+    """What to call each run: the keys in which it differs from the others, or its folder where they are many or none.
+
+    without: keys that are not said. With its seed left out, seeds of one experiment have the same label.
+    """
+    rows = [row for row in differences([run["config"] for run in runs]) if not row["key"].startswith(f"{ORIGIN}.")]
+    rows = [row for row in rows if row["key"] not in without]
+    folders = ["/".join(Path(run["name"]).parts[-2:]) for run in runs]
+    if not 0 < len(rows) <= MAX_KEYS_OF_LABEL:
+        return folders
+    ends = [row["key"].rpartition(".")[2] for row in rows]
+    names = [end if ends.count(end) == 1 else row["key"] for end, row in zip(ends, rows, strict=True)]
+    found = [
+        ", ".join(f"{name}={row['values'][i]}" for name, row in zip(names, rows, strict=True)) for i in range(len(runs))
+    ]
+    if "seed" in without:
+        return found
+    pairs = zip(found, folders, strict=True)
+    return [f"{text} ({folder})" if found.count(text) > 1 else text for text, folder in pairs]
 
 
 def same_but_seeds(configs: Sequence[Mapping[str, str]]) -> list[list[int]]:

@@ -34,7 +34,7 @@ from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.training_base import load_for_training
 from rlft.types import Evaluation, Logger, Split, UserError
-from rlft.work import Outcome, Say, Work, program
+from rlft.work import Outcome, Say, Work, command_line, override, program
 
 REWARD = "reward"
 BIAS = f"{REWARD}.head.bias"
@@ -302,10 +302,10 @@ def closing(plan: RmPlan, folder: Path) -> None:
     """The page at the end of a run."""
     from rlft.logger.summary import print_summary
 
-    command, lora = program(), plan.config.lora
-    use = f"{command} train +recipe=ppo_arithmetic model.path={plan.config.model.path} {lora.overrides}"
-    use += f" reward=[exact_match,learned] reward.learned.path={folder} critic.init=reward"
-    print_summary(folder, [("train a policy with it, its critic begun from it", use)])
+    words = ["train", "+recipe=ppo_arithmetic", override("model.path", plan.config.model.path)]
+    words += [*plan.config.lora.overrides.split(), "reward=[exact_match,learned]"]
+    words += [override("reward.learned.path", folder), "critic.init=reward"]
+    print_summary(folder, [("train a policy with it, its critic begun from it", command_line(program(), *words))])
 
 
 WORK = Work(

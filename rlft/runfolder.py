@@ -20,6 +20,7 @@ from rlft.roots import ADDED_KEYS
 from rlft.run import paths
 from rlft.trainer import checkpoint
 from rlft.types import UserError
+from rlft.work import resuming
 
 CONFIG = "config.yaml"
 LOCK_TRIES = 5
@@ -66,7 +67,7 @@ def check_free(folder: Path) -> None:
             "hydra.run.dir",
             "there is a run in that folder",
             got=folder,
-            remedy=f"go on with it by `rlft resume {folder}`, or choose another folder",
+            remedy=f"go on with it by `{resuming(folder)}`, or choose another folder",
         )
 
 

@@ -43,6 +43,7 @@ from rlft.prompts import PromptSet, left_out, scan, tokenizer_fingerprint
 from rlft.reward.scorer import Scorer
 from rlft.reward.spec import notes, specs
 from rlft.roots import Keep, SampleConfig
+from rlft.run.next_steps import after_sampling
 from rlft.seeds import sampling_seeds
 from rlft.session import open_freshness, open_resident, same_every_time
 from rlft.targets import instantiate
@@ -336,7 +337,7 @@ def steps_done(folder: Path, plan: SamplePlan) -> int:
     before = runfolder.read(folder).get("num_prompts")
     num_sampled = min(step * size, len(plan.prompts.prompts[:before]))
     if len(plan.chosen) < num_sampled:
-        remedy = f"leave it as it was, or raise it (rlft resume {folder} num_prompts={2 * num_sampled})"
+        remedy = f"leave it as it was, or raise it ({resuming(folder)} num_prompts={2 * num_sampled})"
         problem = f"the run has sampled {num_sampled} prompts already"
         raise UserError("num_prompts", problem, got=plan.config.num_prompts, remedy=remedy)
     if len(plan.chosen) > num_sampled and num_sampled % size:
@@ -362,12 +363,9 @@ def closing(plan: SamplePlan, folder: Path) -> None:
     ):
         table.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
     terminal.print(table)
-    command, file, model = program(), folder / SAMPLES, plan.config.model.path
-    commands = [("learn from them", f"{command} sft demonstrations.path={file} model.path={model}")]
-    if state["kept"] > state["prompts_kept"]:
-        learn = f"{command} rm preferences.path={file} model.path={model}"
-        commands.append(("a reward model from their ranking", learn))
-    print_commands(terminal, commands if state["kept"] else [])
+    config = plan.config
+    limits = (config.prompts.max_tokens, config.generation.max_tokens)
+    print_commands(terminal, after_sampling(program(), folder / SAMPLES, config.model.path, *limits))
 
 
 WORK = Work(make_plan=make_plan, check=check_config, do=do, steps_done=steps_done, stopped=stopped, closing=closing)

@@ -52,7 +52,7 @@ from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.training_base import load_for_training
 from rlft.types import Batch, Evaluation, Generator, Logger, Split, UserError
-from rlft.work import Outcome, Say, Work, program
+from rlft.work import Outcome, Say, Work, command_line, override, program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,18 +375,18 @@ def closing(plan: SftPlan, folder: Path) -> None:
     """The page at the end of a run."""
     from rlft.logger.summary import print_summary
 
-    command, lora, task = program(), plan.config.lora, "" if plan.held_out is not None else " data=<name>"
-    go_on = f"model.path={folder}"
+    command, lora, run = program(), plan.config.lora, f"run={folder}"
+    go_on = [override("model.path", folder)]
     if lora is not None:
-        go_on = f"model.path={plan.config.model.path} lora.path={folder} {lora.overrides}"
-    print_summary(
-        folder,
-        [
-            ("evaluate with more samples", f"{command} eval run={folder}{task} eval.num_samples=8"),
-            ("talk to it", f"{command} chat run={folder}"),
-            ("go on with reinforcement learning", f"{command} train +recipe=grpo_arithmetic {go_on}"),
-        ],
-    )
+        go_on = [override("model.path", plan.config.model.path), override("lora.path", folder), *lora.overrides.split()]
+    # A run without a task has no held-out questions: it is evaluated on the embedded task.
+    task = [] if plan.held_out is not None else ["data=arithmetic"]
+    commands = [
+        ("evaluate with more samples", [command, "eval", run, *task, "eval.num_samples=8"]),
+        ("talk to it", [command, "chat", run]),
+        ("go on with reinforcement learning", [command, "train", "+recipe=grpo_arithmetic", *go_on]),
+    ]
+    print_summary(folder, [(what, command_line(*words)) for what, words in commands])
 
 
 WORK = Work(

@@ -11,10 +11,13 @@ from rlft import catalog
 from rlft.config import build
 from rlft.engine import Engines
 from rlft.plan import Plan, check_components, make_plan
+from rlft.roots import Verb
 from rlft.run.extent import steps_done
 from rlft.session import open_session
 from rlft.train import train
-from rlft.work import Outcome, Work, program, resuming
+from rlft.work import Outcome, Work, command_line, program, resuming
+
+MAIN_JOB = "+recipe=grpo_gsm8k"
 
 
 def do(plan: Plan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
@@ -32,16 +35,20 @@ def closing(plan: Plan, folder: Path) -> None:
 
 
 def next_commands(folder: Path, config: dict[str, Any]) -> list[tuple[str, str]]:
-    rlft_command = program()
-    recipe = f"+recipe={config['name']} " if (catalog.recipe_folder() / f"{config['name']}.yaml").exists() else ""
+    """(what it does, command): commands that do it as they are printed, for this run and on this machine."""
+    rlft_command, run = program(), f"run={folder}"
     lr, steps = config["trainer"]["lr"], config["steps"]
-    return [
-        ("evaluate with more samples", f"{rlft_command} eval run={folder} eval.num_samples=8"),
-        ("talk to it", f"{rlft_command} chat run={folder}"),
-        ("train on", f"{rlft_command} resume {folder} steps={2 * steps}"),
-        ("sweep", f"{rlft_command} train -m {recipe}trainer.lr={lr:g},{lr / 3:.2g} seed=0,1"),
-        ("the main job, on a GPU", f"{rlft_command} train +recipe=grpo_gsm8k"),
+    found = [
+        ("evaluate with more samples", command_line(rlft_command, "eval", run, "eval.num_samples=8")),
+        ("talk to it", command_line(rlft_command, "chat", run)),
     ]
+    if config["trainer"]["schedule"] == "constant":  # others end with the last step
+        found.append(("train on", command_line(rlft_command, "resume", folder, f"steps={2 * steps}")))
+    if config["name"] in catalog.choices("recipe", Verb.train):
+        words = [f"+recipe={config['name']}", f"trainer.lr={lr:g},{lr / 3:.2g}", "seed=0,1"]
+        found.append(("sweep its recipe", command_line(rlft_command, "train", "-m", *words)))
+    words = ["plan", MAIN_JOB, "model.device=cuda", "device_memory=24GiB"]
+    return [*found, ("the main job: what it asks of a GPU", command_line(rlft_command, *words))]
 
 
 WORK = Work(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,9 +65,31 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def command_line(*words: object) -> str:
+    """The words as they can be pasted into a shell.
+
+    >>> command_line("rlft", "resume", "runs/first try/a"), command_line("rlft", "train", "seed=0,1")
+    ("rlft resume 'runs/first try/a'", 'rlft train seed=0,1')
+    """
+    return shlex.join(map(str, words))
+
+
+def override(key: str, value: object) -> str:
+    """`key=value`, the value quoted for Hydra where it has signs that Hydra reads in its own way.
+
+    >>> override("lora.path", "runs/a/b"), override("lora.path", "sweeps/lr=1e-05,a")
+    ('lora.path=runs/a/b', "lora.path='sweeps/lr=1e-05,a'")
+    """
+    text = str(value)
+    if re.fullmatch(r"[\w./:-]+", text):
+        return f"{key}={text}"
+    escaped = text.replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
 def resuming(folder: Path) -> str:
     """The command that goes on with the run in this folder."""
-    return f"rlft resume {folder}"
+    return command_line("rlft", "resume", folder)
 
 
 def program() -> str:

@@ -9,6 +9,7 @@ ones that are here.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -33,6 +34,9 @@ SMALL = {
     "eval.num_prompts": "4", "checkpoint.every": "1", "generation.max_tokens": "16", "generation": "transformers",
     "model.device": "cpu", "scoring.workers": "0",
 }  # fmt: skip
+TEACHES = {"data": "sums"}
+"""Pages whose example is a run, of this name, that learns."""
+
 ONLY = {"sft": ("steps", "lora.rank", "lora.alpha", "model.device"),
         "rm": ("steps", "lora.rank", "lora.alpha", "model.device"),
         "sample": ("generation.max_tokens", "generation", "model.device", "scoring.workers")}  # fmt: skip
@@ -114,6 +118,16 @@ def test_every_command_of_a_page_does_what_it_says(
                 code = run(filled(command, long_context_path), long_context_path)
                 told = capfd.readouterr()
                 assert code == (2 if refused else 0), f"{command}\n{told.out[-2000:]}{told.err[-2000:]}"
+    if page.stem in TEACHES:
+        assert_it_teaches(Path("runs") / TEACHES[page.stem])
+
+
+def assert_it_teaches(runs: Path) -> None:
+    """The reward of the last three steps is well above that of the first three: of at most 1.2, more than 0.15."""
+    [file] = runs.glob("*/metrics.jsonl")
+    rewards = [json.loads(line)["reward/mean"] for line in file.read_text().splitlines()]
+    assert len(rewards) >= 10
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
 
 
 @pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "README.md", REPOSITORY / "recipes" / "README.md"])

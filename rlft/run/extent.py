@@ -8,6 +8,7 @@ from typing import Any
 from rlft import runfolder
 from rlft.trainer import checkpoint
 from rlft.types import UserError
+from rlft.work import resuming
 
 
 def steps_done(folder: Path, plan: Any) -> int:
@@ -31,8 +32,8 @@ def _remedy(folder: Path, plan: Any, done: int) -> str:
     """What is possible instead of resuming to an earlier step."""
     ways = []
     if plan.config.trainer.schedule == "constant":
-        ways.append(f"raise it (rlft resume {folder} steps={2 * done})")
+        ways.append(f"raise it ({resuming(folder)} steps={2 * done})")
     earlier = [f for f in checkpoint.finished(runfolder.checkpoints(folder)) if checkpoint.step_of(f) < plan.num_steps]
     if earlier:
-        ways.append(f"start a new run from an earlier checkpoint (rlft resume {earlier[-1]} steps={plan.num_steps})")
+        ways.append(f"start a new run from an earlier checkpoint ({resuming(earlier[-1])} steps={plan.num_steps})")
     return ", or ".join(ways) or "leave it as it was"

@@ -68,6 +68,10 @@ class Page:
             *colour,
         )
 
+    def colours(self, inside: str = "#runs") -> list[str]:
+        """Of the marks of runs, in turn."""
+        return [mark.value_of_css_property("background-color") for mark in self.all(f"{inside} .swatch")]
+
     def shot(self, name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         assert self.driver.save_screenshot(str(SCREENSHOTS / f"{name}.png"))
@@ -129,14 +133,49 @@ def test_seeds_are_a_band_that_can_be_taken_apart(opened: Callable[..., Page], m
     page = opened(*(make_run(f"s{i}", seed=i, steps=40) for i in range(3)), make_run("other", lr=0.5, steps=40))
     band, label = page.find("#band"), "[data-chart='reward and held-out accuracy'] .u-label"
     assert band.is_displayed()
-    assert "3 seeds reward/mean" in page.texts(label)
+    assert "lr=0.01, 3 seeds: reward/mean" in page.texts(label)
+    assert len(set(page.colours())) == 2, "a band's seeds have its colour"
     page.shot("seeds")
     band.click()
     apart = page.texts(label)
-    assert "3 seeds reward/mean" not in apart
-    assert {f"made/s{i} reward/mean" for i in range(3)} <= set(apart)
+    assert "lr=0.01, 3 seeds: reward/mean" not in apart
+    assert {f"seed={i}, lr=0.01: reward/mean" for i in range(3)} | {"seed=0, lr=0.5: reward/mean"} <= set(apart)
+    assert len(set(page.colours())) == 4
+    page.press("2")
+    page.select("step", "1")
+    listed = {text.partition(", step")[0] for text in page.texts("#groups .hint")}
+    assert listed == {*(f"seed={i}, lr=0.01" for i in range(3)), "seed=0, lr=0.5"}
+    assert set(page.colours("#groups")) == set(page.colours()), "a run has one colour everywhere"
     page.press("4")
     assert page.texts("#config table:first-of-type tr:nth-child(4) td") == ["trainer.lr", "0.01", "0.01", "0.01", "0.5"]
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_nothing_is_wider_than_the_window_or_cut(
+    width: int, opened: Callable[..., Page], make_run: Callable[..., Path]
+) -> None:
+    page = opened(make_run("a_run_with_a_long_name", steps=40), make_run("b", lr=0.5, steps=40, marks={5: "kl"}))
+    page.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
+    try:
+        page.driver.execute_script("redraw()")
+        for part in ("1", "2", "3", "4"):
+            page.press(part)
+            for shade in ("light", "dark"):
+                page.press("t")
+                page.driver.execute_script("redraw()")
+                sizes = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+                content, window = page.driver.execute_script(sizes)
+                assert content <= window, (part, shade)
+                page.shot(f"{width}_{part}_{page.find('html').get_attribute('data-theme')}")
+            cut = page.driver.execute_script(
+                "return [...document.querySelectorAll('h1, h2, h3, th, nav button')]"
+                ".filter((e) => e.offsetParent && e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent)"
+            )
+            assert cut == [], part
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_alarms_stand_at_their_steps_with_their_words(opened: Callable[..., Page], looked_at: Path) -> None:

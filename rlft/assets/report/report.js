@@ -36,7 +36,17 @@ async function unpacked() {
 // -- runs -------------------------------------------------------------------------------------------------------------
 const last = (values) => (values || []).findLast((value) => value !== null);
 const first = (values) => (values || []).find((value) => value !== null);
-const colourOf = (run) => COLOURS[run % COLOURS.length];
+/** A run's colour in the table, the charts and the list of completions; seeds that are drawn as a band share theirs. */
+const colourOf = (run) => {
+  const seeds = curves.band && curves.report ? curves.report.seeds.find((runs) => runs.includes(run)) : undefined;
+  return COLOURS[(seeds ? seeds[0] : run) % COLOURS.length];
+};
+const swatch = (run) => {
+  const made = element("span", { className: "swatch" });
+  made.style.background = colourOf(run);
+  return made;
+};
+const labelOf = (run) => curves.report.runs[run].label;
 
 const duration = (seconds) => (seconds < 100 ? `${seconds.toFixed(0)} s` : seconds < 6000 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`);
 
@@ -46,8 +56,6 @@ function drawRuns(report) {
     head.append(element("th", { textContent: name, className: kind }));
   }
   const rows = report.runs.map((run, i) => {
-    const swatch = element("span", { className: "swatch" });
-    swatch.style.background = colourOf(i);
     const accuracy = run.evaluations.accuracy;
     const cells = [
       run.status + (run.reason ? `: ${run.reason}` : ""),
@@ -58,7 +66,9 @@ function drawRuns(report) {
       `${(run.peak / 1e9).toFixed(2)} GB`,
       run.config["origin.commit"] || "-",
     ];
-    const row = element("tr", {}, element("td", {}, swatch, run.name));
+    const several = report.runs.length > 1;
+    const named = several ? [element("span", { textContent: run.label }), element("div", { className: "hint", textContent: run.name })] : [run.name];
+    const row = element("tr", {}, element("td", {}, ...(several ? [swatch(i)] : []), ...named));
     cells.forEach((text, place) => row.append(element("td", { textContent: text, className: place > 0 && place < 6 ? "number" : "" })));
     return row;
   });
@@ -207,7 +217,9 @@ function drawChart(chart) {
   const many = found.filter((one) => !one.points).length;
   for (const one of found) {
     const colour = report.runs.length > 1 ? colourOf(one.run) : COLOURS[(found.indexOf(one)) % COLOURS.length];
-    const label = report.runs.length > 1 ? `${one.seeds ? `${one.seeds} seeds` : shortName(report.runs[one.run].name)} ${one.name}` : one.name;
+    const own = report.runs[one.run];
+    const of = one.seeds ? [...(report.seeds.length > 1 || report.runs.length > one.seeds ? [own.family] : []), `${one.seeds} seeds`].join(", ") : own.label;
+    const label = report.runs.length > 1 ? `${of}: ${one.name}` : one.name;
     const value = (u, number) => shown(number);
     if (one.low) {
       const edge = { class: "faint", stroke: "transparent", points: { show: false }, spanGaps: true, value, label: `${label}, most` };
@@ -247,11 +259,9 @@ function drawStages(run) {
     });
     if (i) bands.push({ series: [series.length - 1, series.length], fill: `${colour}55` });
   }
-  const title = curves.report.runs.length > 1 ? `seconds by stage: ${shortName(run.name)}` : "seconds by stage";
+  const title = curves.report.runs.length > 1 ? `seconds by stage: ${run.label}` : "seconds by stage";
   place(title, optionsOf(series, bands), [run.steps, ...sums.toReversed()]);
 }
-
-const shortName = (name) => name.split("/").slice(-2).join("/");
 
 // -- alarms and config ------------------------------------------------------------------------------------------------
 function drawAlarmList(report) {
@@ -269,9 +279,9 @@ function drawAlarmList(report) {
 
 function drawConfig(report) {
   const box = by("config");
-  const heads = report.runs.map((run) => shortName(run.name));
+  const heads = report.runs.map((run) => run.label);
   const table = (rows) => {
-    const made = element("table", {}, element("tr", {}, element("th", { textContent: "key" }), ...heads.map((name) => element("th", { textContent: name }))));
+    const made = element("table", { className: "wide" }, element("tr", {}, element("th", { textContent: "key" }), ...heads.map((name) => element("th", { textContent: name }))));
     for (const [key, values] of rows) {
       made.append(element("tr", {}, element("td", { textContent: key, className: "key" }), ...values.map((value) => element("td", { textContent: value }))));
     }
@@ -330,14 +340,14 @@ const ORDERS = {
 
 function drawCompletions(report) {
   state.groups = report.runs.flatMap((run, i) => run.completions.groups.map((group) => describe(group, i)));
-  by("run").replaceChildren(element("option", { value: "", textContent: "all" }), ...report.runs.map((run, i) => element("option", { value: String(i), textContent: shortName(run.name) })));
+  by("run").replaceChildren(element("option", { value: "", textContent: "all" }), ...report.runs.map((run, i) => element("option", { value: String(i), textContent: run.label })));
   by("run-label").hidden = report.runs.length < 2;
   const steps = [...new Set(state.groups.map((group) => group.step))].sort((a, b) => a - b);
   by("step").replaceChildren(element("option", { value: "", textContent: "all" }), ...steps.map((step) => element("option", { value: String(step), textContent: String(step) })));
   by("sampling").textContent = report.runs.map((run) => {
     const { steps: few, steps_on_disk: all, completions, groups } = run.completions;
     const held = groups.filter((group) => group.kind === "held out").length;
-    const of = report.runs.length > 1 ? `${shortName(run.name)}: ` : "";
+    const of = report.runs.length > 1 ? `${run.label}: ` : "";
     return `${of}${completions.toLocaleString("en")} completions of ${few} of the ${all.toLocaleString("en")} steps on disk are shown${few < all ? ", chosen evenly" : ""} (at most 16 groups of a step), and ${held} held-out ones of eval.jsonl; all are in rollouts/.`;
   }).join(" ");
   list();
@@ -360,7 +370,7 @@ function drawList() {
     const marks = [group.equal && "equal", group.truncated && "cut", group.tokens && "tokens"].filter(Boolean).join(", ");
     const item = element("li", {},
       element("div", { className: "one-line", textContent: asked.slice(0, 200) }),
-      element("div", { className: "hint", textContent: `${curves.report.runs.length > 1 ? `${shortName(curves.report.runs[group.run].name)}, ` : ""}step ${group.step}, ${group.kind}, reward ${shown(group.mean)}${marks ? `, ${marks}` : ""}` }));
+      element("div", { className: "hint" }, ...(curves.report.runs.length > 1 ? [swatch(group.run), `${labelOf(group.run)}, `] : []), `step ${group.step}, ${group.kind}, reward ${shown(group.mean)}${marks ? `, ${marks}` : ""}`));
     item.addEventListener("click", () => choose(i));
     return item;
   });
@@ -560,12 +570,13 @@ async function main() {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   const report = await unpacked();
+  curves.report = report;
   drawRuns(report);
   drawAlarmList(report);
   drawConfig(report);
   drawCurves(report);
   drawCompletions(report);
-  by("footer").textContent = `made ${report.made} by rlft ${report.rlft}; ${report.runs.filter((run) => run.averaged).map((run) => `curves of ${shortName(run.name)} show means of ${run.averaged} steps; `).join("")}no part of it comes from a network`;
+  by("footer").textContent = `made ${report.made} by rlft ${report.rlft}; ${report.runs.filter((run) => run.averaged).map((run) => `curves of ${run.label} show means of ${run.averaged} steps; `).join("")}no part of it comes from a network`;
   for (const part of PARTS) by(`tab-${part}`).addEventListener("click", () => open(part));
   for (const id of ["run", "step", "filter"]) by(id).addEventListener("change", list);
   by("search").addEventListener("input", list);
@@ -575,7 +586,7 @@ async function main() {
     by("smoothed").textContent = curves.smoothing === 1 ? "1 step" : `${curves.smoothing} steps`;
     redraw();
   });
-  by("band").addEventListener("change", () => { curves.band = by("band").checked; redraw(); });
+  by("band").addEventListener("change", () => { curves.band = by("band").checked; drawRuns(report); redraw(); drawList(); });
   by("metric").addEventListener("change", redraw);
   by("theme").addEventListener("click", turn);
   by("help-button").addEventListener("click", () => by("help").showModal());

@@ -1,0 +1,122 @@
+"""Every command that the program suggests runs as it was printed, from the folder in which it was printed.
+
+The commands are taken from the output of real short runs. Their sizes are made small by words at the end, which repeat
+none of theirs; of the main job the model and the data, which are on the hub, are replaced by ones that are here.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlft import cli
+from rlft.interrupt import Interrupt
+
+REPOSITORY = Path(__file__).parents[1]
+SMALL = {"train": ("steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16", "data.size=16",
+                   "data.held_out_size=8", "eval.every=0", "scoring.workers=0", "generation=transformers",
+                   "model.device=cpu", "logger=[jsonl]"),
+         "sft": ("steps=1", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "eval.every=0"),
+         "rm": ("steps=1", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "eval.every=0"),
+         "resume": (), "eval": ("eval.num_prompts=2",), "chat": (), "plan": (), "export": ()}  # fmt: skip
+LORA = ("lora.rank=2", "lora.alpha=4", "model.device=cpu", "logger=[console]")
+TRAIN = ("steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16", "data.size=16", *LORA,
+         "data.held_out_size=8", "eval.every=1", "eval.num_prompts=2", "scoring.workers=0",
+         "generation=transformers")  # fmt: skip
+TEACH = ("demonstrations.path=embedded:arithmetic-demonstrations", "examples_per_step=2", "max_completion_tokens=64",
+         "steps=1", "eval.every=1", "eval.num_prompts=2", *LORA)  # fmt: skip
+RANK = ("preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2", "max_completion_tokens=64",
+        "steps=1", "eval.every=1", *LORA)  # fmt: skip
+COMMAND = re.compile(r"(?:\S*/)?rlft (?:train|sft|rm|sample|resume|eval|chat|export|plan|report|runs) [^\n]*")
+
+
+def hints(text: str) -> list[list[str]]:
+    """The words after `rlft` of every command in the text; one inside a sentence ends with its bracket."""
+    found = []
+    text = text.replace(", or ", "\n")
+    for match in COMMAND.finditer(text):
+        before = text[: match.start()]
+        command = match[0]
+        if before.endswith("("):
+            command = command[: command.index(")")]
+        found.append(shlex.split(command)[1:])
+    return found
+
+
+def run_hint(words: list[str], problems: Path, model: Path) -> None:
+    """The command itself, small, and with nothing to say to a chat."""
+    given = {word.partition("=")[0].lstrip("+") for word in words}
+    more = [word for word in SMALL[words[0]] if word.partition("=")[0] not in given]
+    if "+recipe=grpo_gsm8k" in words:
+        more = [f"model.path={model}", f"data.path={problems}"]
+    if "-m" in words:
+        more.append("hydra.sweep.dir=swept")
+    assert cli.run([*words, *more]) == 0, shlex.join(words)
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, whose runs have names that a shell and Hydra would both misread."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        (["train", "+recipe=grpo_arithmetic", *TRAIN], 5),
+        (["train", *TRAIN, "trainer.schedule=cosine", "name=mine"], 3),
+        (["sft", *TEACH], 3),
+        (["sft", *TEACH, "data=arithmetic", "data.size=16", "data.held_out_size=8", "scoring.workers=0"], 3),
+        (["sft", *[w for w in TEACH if not w.startswith("lora.")], "lora=null"], 3),
+        (["rm", *RANK], 1),
+        (["sample", "n=4", "num_prompts=8", "generation=transformers", "generation.max_tokens=48", "data.size=16",
+          "data.held_out_size=8", "model.device=cpu", "scoring.workers=0"], 2),
+    ],
+    ids=["train", "train without a recipe", "sft", "sft with a task", "sft of all weights", "rm", "sample"],
+)  # fmt: skip
+def test_what_a_run_suggests_next_runs(
+    words: list[str], number: int, at_home: Path, long_context_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = "runs/first try, lr=0.1"
+    assert cli.run([*words, f"hydra.run.dir='{folder}'"]) == 0
+    page = capfd.readouterr().out
+    found = hints(page.partition("\nNext\n")[2])
+    assert len(found) == number == page.count("\n  # ")
+    for command in found:
+        run_hint(command, REPOSITORY / "tests" / "data" / "gsm8k_mini", long_context_path)
+        capfd.readouterr()
+
+
+@pytest.mark.slow
+def test_what_interruptions_and_refusals_suggest_runs(
+    at_home: Path, long_context_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, problems = "runs/first try", REPOSITORY / "tests" / "data" / "gsm8k_mini"
+    words = ["train", *TRAIN[1:], "steps=3", "checkpoint.every=1", f"hydra.run.dir='{folder}'"]
+
+    def asked_to_stop(interrupt: Interrupt) -> Interrupt:
+        interrupt.requested = True
+        return interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Interrupt, "__enter__", asked_to_stop)
+        assert cli.run(words) == 130
+    found = hints(capfd.readouterr().err)
+    assert found == [["resume", folder]]
+    run_hint(found[0], problems, long_context_path)
+    for refused, number in (([*words], 1), (["resume", folder], 2), (["resume", folder, "steps=2"], 1)):
+        capfd.readouterr()
+        assert cli.run(refused) == 2
+        found = hints(capfd.readouterr().err.replace("`", "\n"))
+        assert len(found) == number, refused
+        for command in found if refused != words else []:  # the run is finished now: it was told before
+            run_hint(command, problems, long_context_path)
