@@ -64,7 +64,7 @@ def launch(
         return
     try:
         with ExitStack() as stack:
-            interrupt.keeps(f"go on from what is saved with: rlft resume {folder}")
+            interrupt.keeps(f"go on from what is saved with: {resuming(folder)}")
             stack.enter_context(runfolder.held(folder))
             runfolder.go_on(folder, plain)
             ending = stack.enter_context(run_status.kept(folder, plan.num_steps))

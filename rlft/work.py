@@ -40,7 +40,7 @@ class Outcome:
 
 def stopped_at_once(folder: Path) -> str:
     """What is said of a run that was stopped inside a step."""
-    return f"stopped at once; go on from the newest checkpoint with: rlft resume {folder}"
+    return f"stopped at once; go on from the newest checkpoint with: {resuming(folder)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
