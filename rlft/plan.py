@@ -21,7 +21,7 @@ from rlft.model.backbone import fingerprint, load_tokenizer, read_config
 from rlft.model.config import Old
 from rlft.pretrain import PretrainText, scan_texts
 from rlft.prompts import PromptSet, scan
-from rlft.reward.spec import notes, specs
+from rlft.reward.spec import examined, notes, specs
 from rlft.roots import RunConfig
 from rlft.targets import instantiate
 from rlft.types import Logger, Split
@@ -85,6 +85,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     if config.eval.every:
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, config.prompts.style)
     check.check_metadata(rewards, train_prompts.prompts[0])
+    said_of_data = examined(rewards, [*train_prompts.prompts, *(held_out.prompts if held_out else ())])
     check.check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)
     return Plan(
@@ -104,7 +105,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
             **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
         },
         pretrain_text=pretrain_text,
-        warnings=(*check.warnings(config, algorithm), *notes(rewards)),
+        warnings=(*check.warnings(config, algorithm), *notes(rewards), *said_of_data),
     )
 
 

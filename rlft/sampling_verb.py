@@ -41,7 +41,7 @@ from rlft.out_of_memory import Doing, explained
 from rlft.place import Place
 from rlft.prompts import PromptSet, left_out, scan, tokenizer_fingerprint
 from rlft.reward.scorer import Scorer
-from rlft.reward.spec import notes, specs
+from rlft.reward.spec import examined, notes, specs
 from rlft.roots import Keep, SampleConfig
 from rlft.run.next_steps import after_sampling
 from rlft.seeds import sampling_seeds
@@ -61,12 +61,16 @@ SHARED_WITH_RUNS = ("model", "prompts", "generation", "data", "reward", "scoring
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePlan:
-    """Everything known before a weight is loaded. lora: of the adapter that samples, or of a reward's."""
+    """Everything known before a weight is loaded.
+
+    lora: of the adapter that samples, or of a reward's. said_of_data: what the rewards have to say of the prompts.
+    """
 
     config: SampleConfig
     plain: Mapping[str, Any]
     engine: str
     prompts: PromptSet
+    said_of_data: tuple[str, ...]
     lora: LoraSettings
     tokenizer: str
     fingerprints: Mapping[str, str]
@@ -168,11 +172,13 @@ def make_plan(plain: Mapping[str, Any]) -> SamplePlan:
     data = instantiate(config.data, "data").load(split)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style)
     check.check_metadata(rewards, prompts.prompts[0])
+    said_of_data = examined(rewards, prompts.prompts)
     return SamplePlan(
         config=config,
         plain=plain,
         engine=engine,
         prompts=prompts,
+        said_of_data=said_of_data,
         lora=lora,
         tokenizer=tokenizer_fingerprint(tokenizer),
         fingerprints={
@@ -295,7 +301,7 @@ def do(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], No
             generator.load(roles.publish(0))
             open_freshness(config.freshness, plan.prompts, backbone, config.generation).check(0, generator, roles)
         dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
-        for note in (*dropped, plan.prompts.note, *notes(rewards)):
+        for note in (*dropped, plan.prompts.note, *notes(rewards), *plan.said_of_data):
             if note:
                 say(f"note: {note}")
         samples = Samples(plan, folder)

@@ -42,7 +42,7 @@ from rlft.ops.likelihood import negative_log_likelihood
 from rlft.pretrain import text_loss
 from rlft.prompts import PromptSet, left_out, scan
 from rlft.reward.scorer import Scorer
-from rlft.reward.spec import notes, specs
+from rlft.reward.spec import examined, notes, specs
 from rlft.roots import SftConfig
 from rlft.run.extent import steps_done
 from rlft.session import open_freshness, open_resident
@@ -187,7 +187,8 @@ def _notes(config: SftConfig, held_out: PromptSet | None) -> Iterator[str]:
     if held_out is not None:
         yield from left_out(held_out, "held-out", config.prompts.max_tokens)
         yield from filter(None, [held_out.note])
-        yield from notes(specs(config.reward))
+        rewards = specs(config.reward)
+        yield from (*notes(rewards), *examined(rewards, held_out.prompts))
 
 
 class Demonstrated:

@@ -5,12 +5,15 @@
 
 Tests that share a process with an untrusted program prove nothing: it can end the process with success, replace what
 `assert` compares with, return an object that equals everything, or read the tests and their answers. So only JSON of
-plain data crosses. A name that the tests neither define nor import is the program's: its plain values are copied, all
-else (functions, classes, instances, iterators) stays where it is, and the tests hold a `Remote` of it that they call,
-iterate and ask for attributes, but never compare: it equals the same object of the program and nothing else, and
-contains nothing. The program sees names and arguments; it never sees what is expected.
+plain data crosses, and is rebuilt on this side as Python's own types. Names, modules and builtins are the tests' own:
+what they define or import, and the standard library's modules where they write `math.isclose` without an import. Every
+other name is the program's: its plain values are copied, iterators are pulled item by item, and what has no plain form
+(functions, classes, instances) stays where it is. The tests hold an `Object` of it that they call and ask for
+attributes and methods. It answers no operator, for the program would choose the answer: comparing it, `not x`,
+`len(x)`, `x[0]`, `y in x` and the like fail the test. The program sees names and arguments, never what is expected.
 
-So tests can't hand the program a function, see a list changed in place, or use a builtin that the program redefines.
+So tests can't hand the program a function, see a list changed in place, or use a builtin that the program redefines;
+code_tests.py says which tests need that.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import importlib
 import json
 import os
+import symtable
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,7 +43,35 @@ class ProgramError(Exception):
     """The program ended, or raised something that is no builtin exception."""
 
 
+class EndOfIterator(Exception):
+    """An iterator of the program's has no more items."""
+
+
 # -- plain data ------------------------------------------------------------------------------------------------------
+WORDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+}
+"""Kinds without parts of their own: type, its JSON, and what makes it of that."""
+
+EXACT = {"Decimal": "decimal", "Fraction": "fractions"}
+"""Numbers that go as their text, with the modules that have them; imported where they are needed only."""
+
+COLLECTIONS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
+    "list": (list, list),
+    "tuple": (tuple, tuple),
+    "set": (set, set),
+    "frozenset": (frozenset, frozenset),
+    "deque": (deque, deque),
+    "keys": (KeysView, lambda items: dict.fromkeys(items).keys()),
+    "values": (ValuesView, lambda items: dict(enumerate(items)).values()),
+    "items": (ItemsView, lambda items: dict(items).items()),
+}
+"""Kinds that hold values: type, and what makes it of a list of them."""
+
+
 def pack(value: Any, keep: Keep) -> Any:
     """The value as JSON can hold it: scalars as they are, all else as [kind, content].
 
@@ -49,39 +83,39 @@ def pack(value: Any, keep: Keep) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, bytes):
-        return ["bytes", value.hex()]
-    if isinstance(value, complex):
-        return ["complex", [value.real, value.imag]]
     if type(value).__module__ == PROGRAM and not hasattr(value, "_fields"):
-        return ["object", keep(value)]
+        return ["iterator" if isinstance(value, Iterator) else "object", keep(value)]
+    for kind, (type_, written, _) in WORDS.items():
+        if isinstance(value, type_):
+            return [kind, written(value)]
+    if EXACT.get(type(value).__name__) == type(value).__module__:
+        return [type(value).__name__, str(value)]
     if isinstance(value, dict):
         return ["dict", [[pack(k, keep), pack(v, keep)] for k, v in value.items()]]
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return [kind.__name__, [pack(item, keep) for item in value]]
-    return ["object", keep(value)]
+    for kind, (type_, _) in COLLECTIONS.items():
+        if isinstance(value, type_):
+            return [kind, [pack(item, keep) for item in value]]
+    return ["iterator" if isinstance(value, Iterator) else "object", keep(value)]
 
 
-def unpack(packed: Any, fetch: Callable[[int], Any]) -> Any:
-    """The value that `pack` was given; `fetch` makes one of an object's place.
+def unpack(packed: Any, fetch: Callable[[str, int], Any]) -> Any:
+    """The value that `pack` was given; `fetch` makes one of the kind (object or iterator) and place of what was kept.
 
-    >>> unpack(pack({"a": {1, 2}, (0,): b"x"}, id), id)
+    >>> unpack(pack({"a": {1, 2}, (0,): b"x"}, id), print)
     {'a': {1, 2}, (0,): b'x'}
     """
     if not isinstance(packed, list):
         return packed
     kind, content = packed
-    if kind == "object":
-        return fetch(content)
-    if kind == "bytes":
-        return bytes.fromhex(content)
-    if kind == "complex":
-        return complex(*content)
+    if kind in ("object", "iterator"):
+        return fetch(kind, content)
+    if kind in WORDS:
+        return WORDS[kind][2](content)
+    if kind in EXACT:
+        return getattr(importlib.import_module(EXACT[kind]), kind)(content)
     if kind == "dict":
         return {unpack(k, fetch): unpack(v, fetch) for k, v in content}
-    made = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return made(unpack(item, fetch) for item in content)
+    return COLLECTIONS[kind][1]([unpack(item, fetch) for item in content])
 
 
 # -- the program's side ----------------------------------------------------------------------------------------------
@@ -100,6 +134,9 @@ class Kept:
 
     def fetch(self, place: int) -> Any:
         return self._objects[place]
+
+    def unpack(self, packed: Any) -> Any:
+        return unpack(packed, lambda _, place: self.fetch(place))
 
 
 def serve(program: str) -> None:
@@ -125,9 +162,14 @@ def serve(program: str) -> None:
 
 
 def answer(request: Any, module: types.ModuleType, kept: Kept) -> Any:
-    """The reply to a request: ["value", packed] or ["error", name of the exception, its text]."""
+    """The reply to a request: ["value", packed], ["error", name of the exception, its text], or ["end"] of an iterator.
+
+    A StopIteration out of a call is an error like any other: it would end a loop of the tests', and with it the test.
+    """
     try:
         return ["value", pack(perform(request, module, kept), kept.keep)]
+    except EndOfIterator:
+        return ["end"]
     except Exception as error:
         return ["error", type(error).__name__, str(error)]
 
@@ -138,11 +180,13 @@ def perform(request: Any, module: types.ModuleType, kept: Kept) -> Any:
             return getattr(module, name)
         case ["attribute", place, name]:
             return getattr(kept.fetch(place), name)
-        case ["truth", place]:
-            return bool(kept.fetch(place))
+        case ["next", place]:
+            try:
+                return next(kept.fetch(place))
+            except StopIteration:
+                raise EndOfIterator from None
         case ["call", place, arguments, keywords]:
-            keywords = unpack(keywords, kept.fetch)
-            return kept.fetch(place)(*unpack(arguments, kept.fetch), **keywords)
+            return kept.fetch(place)(*kept.unpack(arguments), **kept.unpack(keywords))
     raise ValueError(request)
 
 
@@ -165,23 +209,78 @@ class Channel:
             raise ProgramError("the program has ended")
         match json.loads(line):
             case ["value", packed]:
-                return unpack(packed, lambda place: Remote(self, place))
+                return unpack(packed, lambda kind, place: KEPT[kind](self, place))
+            case ["end"] if request[0] == "next":
+                raise StopIteration
             case ["error", str(name), str(text)]:
                 kind = getattr(builtins, name, None)
-                raise kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else ProgramError(text)
+                if not isinstance(kind, type) or not issubclass(kind, Exception) or name in ENDS_LOOPS:
+                    raise ProgramError(text)
+                raise kind(text)
         raise ProgramError("the program answered nonsense")
 
     def call(self, place: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.ask("call", place, pack(arguments, place_of), pack(keywords, place_of))
 
 
-class Remote:
-    """An object of the program's, as the tests see it: to be called, iterated, asked for attributes, not compared."""
+ENDS_LOOPS = ("StopIteration", "StopAsyncIteration")
+ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+)
+OPERATORS = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "length_hint", "getitem", "setitem", "delitem", "contains"),
+    *(
+        "iter",
+        "next",
+        "reversed",
+        "hash",
+        "str",
+        "repr",
+        "format",
+        "bytes",
+        "int",
+        "float",
+        "complex",
+        "index",
+        "round",
+    ),
+    *("trunc", "floor", "ceil", "neg", "pos", "abs", "invert", "divmod", "rdivmod", "enter", "exit", "instancecheck"),
+    *(side + name for name in ARITHMETIC for side in ("", "r", "i")),
+)
 
-    __contains__ = None  # else `3 in f()` holds for an object that says so, or that yields every number in turn
+
+class Distant:
+    """What stays with the program, by its place there."""
 
     def __init__(self, channel: Channel, place: int) -> None:
         self._channel, self._place = channel, place
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *_: Any) -> Any:
+        raise TypeError(f"__{name}__: what a program returns is compared and measured where it is plain data")
+
+    return refuse
+
+
+for _name in OPERATORS:
+    setattr(Distant, f"__{_name}__", _refuse(_name))
+
+
+class Object(Distant):
+    """An object of the program's, as the tests see it: to be called and asked for attributes and methods."""
 
     def __getattr__(self, name: str) -> Any:
         return self._channel.ask("attribute", self._place, name)
@@ -189,27 +288,23 @@ class Remote:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._channel.call(self._place, arguments, keywords)
 
-    def __bool__(self) -> bool:
-        return bool(self._channel.ask("truth", self._place))
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Remote and other._place == self._place
+class Items(Distant):
+    """An iterator of the program's: its items, one at a time."""
 
-    def __hash__(self) -> int:
-        return hash(self._place)
+    def __iter__(self) -> Items:
+        return self
 
-
-def _forward(name: str) -> Callable[..., Any]:
-    return lambda self, *arguments: self._channel.ask("attribute", self._place, name)(*arguments)
+    def __next__(self) -> Any:
+        return self._channel.ask("next", self._place)
 
 
-for _name in ("iter", "next", "len", "getitem", "setitem", "delitem", "str"):
-    setattr(Remote, f"__{_name}__", _forward(f"__{_name}__"))
+KEPT: dict[str, Callable[[Channel, int], Any]] = {"object": Object, "iterator": Items}
 
 
 def place_of(value: Any) -> int:
-    """The place of a Remote that goes back to the program."""
-    if type(value) is not Remote:
+    """The place of an object that goes back to the program."""
+    if not isinstance(value, Distant):
         raise TypeError(f"only plain data can be handed to the program, not {type(value).__name__}")
     return value._place
 
@@ -227,13 +322,45 @@ def judge(tests: list[str], channel: Channel) -> Iterator[str]:
 
 def run(source: str, channel: Channel) -> None:
     """Runs a test to its end; it raises where it fails."""
-    tree = ast.parse(source, "tests.py")
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    modules, names = missing_names(source)
     namespace: dict[str, Any] = {"__name__": "tests"}
-    for name in sorted(names - set(dir(builtins))):
-        with contextlib.suppress(AttributeError):  # the tests define it themselves, or it will raise a NameError
+    for name in sorted(modules):
+        namespace[name] = importlib.import_module(name)
+    for name in sorted(names):
+        with contextlib.suppress(AttributeError):  # it will raise a NameError
             namespace[name] = channel.ask("name", name)
-    exec(compile(tree, "tests.py", "exec"), namespace)
+    exec(compile(source, "tests.py", "exec"), namespace)
+
+
+def missing_names(source: str) -> tuple[set[str], set[str]]:
+    """Names that a test uses and neither defines nor imports: (modules of the standard library, names of the program).
+
+    A module is a name that is used for its attributes alone: a program may well have to define a function `token`.
+
+    >>> missing_names("assert math.isclose(area(2), 12.566)")
+    ({'math'}, {'area'})
+    """
+    missing = _free_names(symtable.symtable(source, "tests.py", "exec")) - set(dir(builtins))
+    tree = ast.parse(source)
+    bases = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    alone = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not any(node is b for b in bases)}
+    modules = (missing & sys.stdlib_module_names) - alone
+    return modules, missing - modules
+
+
+def _free_names(module: symtable.SymbolTable) -> set[str]:
+    """Global names that are read somewhere in a module and bound nowhere in it."""
+    read, bound, tables = set(), set(), [module]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            is_global = table is module or symbol.is_global()
+            if is_global and (symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()):
+                bound.add(symbol.get_name())
+            elif is_global and symbol.is_referenced():
+                read.add(symbol.get_name())
+    return read - bound
 
 
 # -- both ------------------------------------------------------------------------------------------------------------

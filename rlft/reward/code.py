@@ -13,6 +13,7 @@ append `check(<entry point>)` to it.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from typing import Any, ClassVar
 from rlft.fields import PositiveFloat, PositiveInt
 from rlft.reward import calls, sandbox
 from rlft.reward.answer import tagged
+from rlft.reward.code_tests import REFUSED, Doubt, doubts
 from rlft.reward.sandbox import Isolation, Limits, Reason
 from rlft.types import Group, Prompt, UserError
 
@@ -37,6 +39,8 @@ SPARE_S = 1.0  # of the scorer's time limit, for what is not the programs' own t
 
 _FENCE = re.compile(r"(?m)^```[ \t]*([A-Za-z0-9]*)[^\n]*$")
 _PYTHON = ("python", "python3", "py")
+MAX_CHECKED = 65536  # tests whose reading is remembered
+
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 
 Judge = Callable[[str], int]
@@ -150,6 +154,30 @@ class Code:
         scores = partial(self._score, judge=judge, num_tests=len(tests))
         with ThreadPoolExecutor(self.workers) as threads:
             return list(threads.map(scores, programs))
+
+    def examine(self, prompts: Sequence[Prompt]) -> str | None:
+        """What may be wrong with the tests of these prompts, with counts; None: nothing.
+
+        Raises:
+            UserError: tests that no program could pass, or that pay for nothing.
+        """
+        refused: list[str] = []
+        doubtful: dict[Doubt, list[str]] = {}
+        for prompt in prompts:
+            try:
+                tests = prompt_tests(prompt, self.tests_field)
+            except ValueError as error:
+                refused.append(str(error))
+                continue
+            for doubt in {doubt for test in tests if isinstance(test, str) for doubt in _doubts(test)}:
+                doubtful.setdefault(doubt, []).append(prompt.id)
+        if refused:
+            problem = f"{len(refused)} of {len(prompts)} prompts have tests that cannot be used; {refused[0]}"
+            raise UserError(
+                "tests_field", problem, got=self.tests_field or "null", remedy="fix these prompts or leave them out"
+            )
+        found = [f"{len(ids)} {doubt.value} (the first: {ids[0]!r})" for doubt, ids in sorted(doubtful.items())]
+        return f"of {len(prompts)} prompts with tests, {'; '.join(found)}" if found else None
 
     def extract(self, text: str) -> str | None:
         """The program in a completion, or None where there is none."""
@@ -292,7 +320,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _check_python(test: str) -> None:
-    """ValueError for a test that is no Python, or that only defines things."""
+    """ValueError for a test that is no Python, that only defines things, or that pays for nothing."""
     try:
         statements = ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -300,3 +328,10 @@ def _check_python(test: str) -> None:
     if all(isinstance(statement, _DEFINITIONS) for statement in statements):
         problem = "holds a test that only defines things, and would be passed by every program; call them, as in "
         raise ValueError(f"{problem}check(add): {test!r:.80}")
+    for doubt in _doubts(test) & set(REFUSED):
+        raise ValueError(f"holds tests that {doubt.value}; {REFUSED[doubt]}: {test!r:.80}")
+
+
+@functools.lru_cache(MAX_CHECKED)
+def _doubts(test: str) -> frozenset[Doubt]:
+    return frozenset(doubts(test))

@@ -10,13 +10,13 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlft.reward import trl
 from rlft.targets import check_keys, convert, locate
-from rlft.types import Reward, UserError
+from rlft.types import Prompt, Reward, UserError
 
 OnError = Literal["stop"] | float
 """What a completion gets whose reward failed: `stop` ends the run, a number is its score."""
@@ -71,6 +71,18 @@ class RewardSpec:
         note = getattr(self.build(), "note", None)
         return f"reward.{self.name}: {note()}" if callable(note) else None
 
+    def examine(self, prompts: Sequence[Prompt]) -> str | None:
+        """What the reward has to say of the data, by its method `examine(prompts)`; a UserError for bad data."""
+        examine = getattr(self.build(), "examine", None)
+        if not callable(examine):
+            return None
+        try:
+            note = examine(prompts)
+        except UserError as error:
+            key = f"reward.{self.name}.{error.key}"
+            raise UserError(key, error.problem, got=error.got, remedy=error.remedy) from None
+        return None if note is None else f"reward.{self.name}: {note}"
+
     def _says(self, attribute: str) -> bool:
         return getattr(locate(self.target, f"reward.{self.name}._target_"), attribute, False) is True
 
@@ -89,6 +101,11 @@ def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:
 def notes(rewards: Mapping[str, RewardSpec]) -> tuple[str, ...]:
     """What these rewards have to say when a run begins, such as how untrusted code is isolated."""
     return tuple(note for spec in rewards.values() if (note := spec.note()) is not None)
+
+
+def examined(rewards: Mapping[str, RewardSpec], prompts: Sequence[Prompt]) -> tuple[str, ...]:
+    """What these rewards have to say of the data before a run; UserError where one of them cannot score them."""
+    return tuple(note for spec in rewards.values() if (note := spec.examine(prompts)) is not None)
 
 
 def _spec(name: str, config: Any) -> RewardSpec:

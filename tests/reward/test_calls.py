@@ -4,10 +4,13 @@ import io
 import json
 import math
 import types
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 
-from rlft.reward.calls import FAILED, PASSED, Channel, Kept, ProgramError, answer, judge, pack, unpack
+from rlft.reward.calls import FAILED, PASSED, Channel, Kept, ProgramError, answer, judge, missing_names, pack, unpack
 
 
 class Loop(io.StringIO):
@@ -29,12 +32,22 @@ def verdicts(program, *tests):
 
 
 PLAIN = [None, True, 3, 10**4000, -0.5, math.inf, "x\n\u2028", b"\x00\xff", 1 + 2j, [], [[1]], (), (1, "a"), {1, 2}]
-PLAIN += [frozenset({(1,)}), {}, {"a": [1], (2, 3): {4}, None: 5}]
+PLAIN += [frozenset({(1,)}), {}, {"a": [1], (2, 3): {4}, None: 5}, bytearray(b"x"), range(3, 9, 2), deque([1, [2]])]
+PLAIN += [Decimal("0.10"), Fraction(1, 3), {"a": 1}.keys(), {"a": 1}.items()]
+
+
+def nothing_kept(kind, place):
+    raise AssertionError(kind)
+
+
+def test_values_of_a_dict_arrive_as_such():
+    arrived = unpack(pack({"a": 1, "b": 1}.values(), id), nothing_kept)
+    assert (list(arrived), len(arrived), type(arrived)) == ([1, 1], 2, type({}.values()))
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{value!r:.20}")
 def test_plain_data_arrives_as_it_was(value):
-    arrived = unpack(json.loads(json.dumps(pack(value, id))), id)
+    arrived = unpack(json.loads(json.dumps(pack(value, id))), nothing_kept)
     assert arrived == value
     assert type(arrived) is type(value)
 
@@ -42,43 +55,68 @@ def test_plain_data_arrives_as_it_was(value):
 def test_subclasses_arrive_as_what_they_are_made_of():
     from collections import Counter, namedtuple
 
-    assert unpack(pack([Counter("aab"), namedtuple("Point", "x y")(1, 2)], id), id) == [{"a": 2, "b": 1}, (1, 2)]
+    assert unpack(pack([Counter("aab"), namedtuple("Point", "x y")(1, 2)], id), nothing_kept) == [
+        {"a": 2, "b": 1},
+        (1, 2),
+    ]
 
 
 def test_containers_of_the_programs_own_keep_their_methods():
     program = """
 from collections import namedtuple
 __name__ = "program"
-class Stack(list): push = list.append
+class Stack(list):
+    push, size = list.append, list.__len__
 Point = namedtuple("Point", "x y")
 def point(): return Point(1, 2)
 """
-    test = "stack = Stack()\nstack.push(3)\nassert len(stack) == 1 and stack[0] == 3 and list(stack) == [3]"
+    test = "stack = Stack()\nstack.push(3)\nassert stack.size() == 1 and stack.pop() == 3"
     assert verdicts(program, test, "assert point() == (1, 2)") == [PASSED, PASSED]
 
 
-def test_what_equals_everything_equals_nothing_once_it_has_crossed():
-    program = """
-class Equal:
+CHAMELEON = """
+class Chameleon:
     def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __contains__(self, other): return True
-    def __iter__(self): return iter(range(100))
-def f(x): return Equal()
+    def __bool__(self): return False
+    def __len__(self): return 3
+    def __iter__(self): return iter(range(3))
+    def __getattr__(self, name): return lambda *a: self
+    def __str__(self): return "2"
+    __repr__ = __format__ = lambda self, *a: "2"
+for _name in ("lt le gt ge ne contains hash instancecheck").split():
+    setattr(Chameleon, f"__{_name}__", lambda self, *a: True)
+for _name in ("add sub mul truediv floordiv mod pow neg abs round getitem enter and or xor invert").split():
+    setattr(Chameleon, f"__{_name}__", lambda self, *a: self)
+for _name in ("int", "index"):
+    setattr(Chameleon, f"__{_name}__", lambda self: 2)
+def f(x): return Chameleon()
 """
-    tests = [
-        "assert f(1) == 2",
-        "assert 2 == f(1)",
-        "assert not f(1) != 2",
-        "assert 2 in f(1)",
-        "assert f(1) in (2, 3)",
-    ]
-    assert verdicts(program, *tests) == [FAILED] * 5
+"""An object that answers every operator as a test may want it."""
 
 
-def test_the_same_object_of_the_program_equals_itself():
-    program = "class Colour: pass\nRED, BLUE = Colour(), Colour()\ndef f(): return RED"
-    assert verdicts(program, "assert f() == RED", "assert f() == BLUE") == [PASSED, FAILED]
+@pytest.mark.parametrize(
+    "test",
+    [
+        *("assert f(1) == 2", "assert 2 == f(1)", "assert f(1) != 5", "assert not f(1) != 2", "assert not f(1)"),
+        *("assert len(f(1)) == 3", "assert 2 in f(1)", "assert f(1) in (2, 3)", "assert f(1) not in (7, 8)"),
+        *("assert 0 < f(1) < 9", "assert f(1) >= 2", "assert bool(f(1)) is False", "assert f(1) or True"),
+        *("assert not (f(1) - 2)", "assert abs(f(1) - 2) < 1e-6", "assert -f(1) <= 0", "assert not f(1)[0]"),
+        *("assert str(f(1)) == '2'", "assert f'{f(1)}' == '2'", "assert repr(f(1)) == '2'", "assert int(f(1)) == 2"),
+        *("assert [0, 1, 2][f(1)] == 2", "assert round(f(1), 2) != 9", "assert isinstance(2, f(1))"),
+        *("assert list(f(1)) == [0, 1, 2]", "assert sorted(f(1)) == [0, 1, 2]", "assert all(x < 5 for x in f(1))"),
+        *("assert {f(1)} != {7}", "with f(1):\n    pass", "assert ~f(1) != 4", "assert f(1) | 1 != 0"),
+        *("assert [f(1)] == [2]", "assert (f(1), 1) != (3, 1)", "assert {'a': f(1)} == {'a': 2}", "a, b, c = f(1)"),
+        *("x = f(1)\nx += 1", "assert max(f(1), 1) == 2", "assert f(1) if f(1) else 1", "assert f(1).value == 2"),
+    ],
+)
+def test_an_object_answers_no_operator(test):
+    assert verdicts(CHAMELEON, test) == [FAILED]
+
+
+def test_objects_of_the_program_are_not_compared_with_each_other():
+    # The program chooses which objects it gives out, and could always give the same.
+    program = "class Colour: pass\nRED = BLUE = Colour()\ndef f(): return RED"
+    assert verdicts(program, "assert f() == RED", "assert f() == BLUE") == [FAILED, FAILED]
 
 
 def test_classes_instances_and_iterators_stay_with_the_program():
@@ -87,8 +125,7 @@ class Counter:
     step = 2
     def __init__(self, start=0): self.value = start
     def add(self, *, times=1): self.value += self.step * times; return self
-    def __len__(self): return self.value
-    def __getitem__(self, key): return key * 2
+    def same(self, other): return self is other
 def count():
     n = 0
     while True:
@@ -98,12 +135,55 @@ def count():
     test = """
 counter = Counter(start=1)
 assert counter.add().add(times=2).value == 7
-assert len(counter) == 7 and counter["a"] == "aa" and Counter.step == 2
-assert counter and not Counter()
+assert counter.same(counter) and Counter.step == 2
 numbers = count()
 assert [next(numbers) for _ in range(3)] == [0, 1, 2]
 """
     assert verdicts(program, test) == [PASSED]
+
+
+def test_iterators_give_their_items_and_contain_nothing():
+    program = """
+import itertools
+def squares(n): return (i * i for i in range(n))
+def doubled(xs): return map(lambda x: 2 * x, xs)
+def everything(): return itertools.count()
+class Endless:
+    def __iter__(self): return self
+    def __next__(self): return 1
+def hostile(): return Endless()
+def broken():
+    yield 1
+    raise ValueError("so")
+"""
+    right = [
+        "assert list(squares(3)) == [0, 1, 4]",
+        "assert sum(doubled([1, 2])) == 6",
+        "assert sorted(squares(3), reverse=True) == [4, 1, 0]",
+        "assert next(hostile()) == 1",
+        "x = broken()\nassert next(x) == 1\ntry:\n    next(x)\nexcept ValueError:\n    pass",
+    ]
+    wrong = ["assert 7 in everything()", "assert squares(3) != [0, 1, 4]", "assert not squares(0)", "len(squares(2))"]
+    assert verdicts(program, *right) == [PASSED] * len(right)
+    assert verdicts(program, *wrong) == [FAILED] * len(wrong)
+
+
+def test_a_stop_iteration_out_of_a_call_ends_no_loop_of_the_tests():
+    program = "def f(x): raise StopIteration"
+    assert verdicts(program, "assert all(map(f, [1, 2, 3]))", "assert not list(map(f, [1]))") == [FAILED, FAILED]
+
+
+def test_modules_are_the_tests_own_without_an_import_too():
+    program = """
+class math:
+    isclose = staticmethod(lambda *a, **k: True)
+    inf = pi = 0
+def area(r): return 0.0
+"""
+    assert verdicts(program, "assert math.isclose(area(2), 12.566)", "assert area(1) == math.pi") == [FAILED, FAILED]
+    right = "import math\ndef area(r): return math.pi * r * r"
+    assert verdicts(right, "assert math.isclose(area(2), 12.566, rel_tol=1e-4)") == [PASSED]
+    assert verdicts("def token(x): return x", "assert token(3) == 3") == [PASSED]
 
 
 def test_values_of_the_program_are_copies():
@@ -135,6 +215,22 @@ def test_builtins_are_the_tests_own():
 def test_what_the_tests_define_goes_before_the_program():
     program = "def expected(x): return f(x)\ndef f(x): return 7"
     assert verdicts(program, "def expected(x):\n    return 8\nassert f(1) == expected(1)") == [FAILED]
+
+
+def test_names_that_the_tests_bind_anywhere_are_not_asked_for():
+    program = "def f(x): return x\nx = y = z = limit = 99"
+    test = """
+import math as y
+def helper(x, *, limit=3):
+    global z
+    z = [w for w in range(x)]
+    return limit
+assert f(helper(2)) == 3 and z == [0, 1]
+for x in [1]: pass
+assert f(x) == 1
+"""
+    assert missing_names(test) == (set(), {"f"})
+    assert verdicts(program, test) == [PASSED]
 
 
 def test_functions_cannot_be_handed_to_the_program():

@@ -1,6 +1,7 @@
 """Programs that earn their score, and programs that try to get it some other way."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from rlft.reward import code, sandbox
 from rlft.reward.code import Code, Pair, ProgramIn, Required, Score, parse_tests
 from rlft.reward.sandbox import Isolation
 from rlft.reward.scorer import RewardError, Scorer, specs
+from rlft.reward.spec import examined
 from rlft.types import UserError
 
 KEYS = yaml.safe_load((Path(__file__).parents[2] / "configs" / "reward" / "code.yaml").read_text())["code"]
@@ -112,6 +114,57 @@ def test_tests_that_no_program_could_fail_or_pass_are_refused(group, given, prob
         reward(tests_field="tests")(replace(whole, prompt=prompt))
 
 
+@pytest.mark.parametrize(
+    ("test", "problem"),
+    [
+        ("assert isclose(area(2), 12.566)", "have the program judge its own answer, by a helper .*; import the helper"),
+        ("assert sum([1, 2]) == 3", "use no name that a program could define; call the program there"),
+    ],
+)
+def test_tests_that_pay_for_nothing_are_refused_when_the_data_are_scanned(group, test, problem):
+    prompts = [group([""], answer=test if i in (1, 2) else ADD_TESTS, id=f"p{i}").prompt for i in range(4)]
+    with pytest.raises(UserError) as refused:
+        examined(specs({"code": KEYS}), prompts)
+    assert re.match(
+        "reward.code.tests_field: 2 of 4 prompts have tests that cannot be used; the answer of prompt 'p1' holds tests "
+        f"that {problem}.*, got null; fix these prompts or leave them out$",
+        str(refused.value),
+    )
+    with pytest.raises(ValueError, match=problem):
+        reward()(group([fence("x = 1")], answer=test))
+
+
+def test_tests_that_need_more_than_plain_data_are_counted_when_the_data_are_scanned(group):
+    answers = [
+        ADD_TESTS,
+        "assert f(lambda x: x) == 3",
+        "x = [1]\nf(x)\nassert x == []",
+        "assert f(sorted, len) == f(1)",
+    ]
+    prompts = [group([""], answer=answer, id=f"p{i}").prompt for i, answer in enumerate([*answers, answers[1]])]
+    assert examined(specs({"code": KEYS}), prompts) == (
+        "reward.code: of 5 prompts with tests, "
+        "1 compare answers of the program with each other or with its own constants alone (the first: 'p3'); "
+        "2 hand the program a function, which cannot cross (the first: 'p1'); "
+        "1 look for a change in place, and the program gets copies (the first: 'p2')",
+    )
+    assert examined(specs({"code": KEYS}), prompts[:1]) == ()
+
+
+@pytest.mark.parametrize("split", ["train", "held-out"])
+def test_a_plan_scans_the_tests_of_both_splits(split, tmp_path):
+    from rlft.config import compose
+    from rlft.plan import make_plan
+
+    for name in ("train", "held-out"):
+        test = "assert near(f(1), 2)" if name == split else "assert f(lambda x: x) == 1"
+        lines = [{"prompt": f"{name} {i}", "answer": test} for i in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [f"data.path={tmp_path}/train.jsonl", f"data.held_out_path={tmp_path}/held-out.jsonl"]
+    with pytest.raises(UserError, match=r"^reward.code.tests_field: 8 of 16 prompts have tests that cannot be used"):
+        make_plan(compose(["+recipe=grpo_arithmetic", "reward=code", "data=jsonl", *files]))
+
+
 def test_bad_tests_stop_the_run_with_the_prompts_name(group):
     with pytest.raises(RewardError, match="the answer of prompt 'p7' holds no tests"):
         Scorer(specs({"code": KEYS}), 0, 30.0, "stop")([group([fence("x = 1")], answer="18", id="p7")])
@@ -130,7 +183,7 @@ def test_examples_of_every_kind_are_passed_by_right_programs_only(group):
     programs = [
         "def add(a, b):\n    return a + b",
         "import sys\nprint(sum(map(int, sys.stdin)))",
-        "class Stack(list):\n    push = list.append",
+        "class Stack(list):\n    push, size = list.append, list.__len__",
         "def below_zero(operations):\n    from itertools import accumulate\n"
         "    return any(balance < 0 for balance in accumulate(operations))",
     ]
@@ -234,6 +287,9 @@ ASSERT_VERDICTS = [
     ("def add(a, b): return __import__('itertools').count()", False, "everything in turn"),
     ("def add(a, b):\n    x = []\n    x.append(x)\n    return x", False, "a list that holds itself"),
     ("def add(a, b): return 'x' * 10**9", False, "an answer too large"),
+    ("class N(int):\n    def __eq__(self, o): return True\n    __hash__ = int.__hash__\n    __module__ = 'builtins'\n"
+     "def add(a, b): return N(7)", False, "a number that equals everything"),
+    ("def add(a, b): raise StopIteration", False, "ends the tests' loops"),
     ("raise AssertionError", False, "raises at once"),
     ("", False, "nothing"),
 ]  # fmt: skip
@@ -242,6 +298,29 @@ ASSERT_VERDICTS = [
 @pytest.mark.parametrize(("program", "score", "why"), ASSERT_VERDICTS, ids=[why for *_, why in ASSERT_VERDICTS])
 def test_verdicts_by_asserts(group, program, score, why):
     assert scores(group, [program], ADD_TESTS, score="fraction") == [float(score)]
+
+
+HELPERS = """
+class math:
+    isclose = staticmethod(lambda *a, **k: True)
+class Chameleon:
+    def __ne__(self, other): return True
+    def __bool__(self): return False
+    def __len__(self): return 3
+def area(r): return Chameleon()
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["assert math.isclose(area(2), 12.566)", "assert area(2) != 5", "assert not area(2)", "assert len(area(2)) == 3"],
+)
+def test_nothing_is_paid_for_helpers_and_operators_of_the_programs(group, test):
+    right = {"math": "import math\ndef area(r): return math.pi * r**2 + 2e-10", "!=": "def area(r): return 4"}
+    right |= {"not ": "def area(r): return []", "len": "def area(r): return [1, 2, 3]"}
+    program = next(program for sign, program in right.items() if sign in test)
+    test = test.replace("12.566)", "12.566, rel_tol=1e-4)")
+    assert scores(group, [HELPERS, program], test) == [0.0, 1.0]
 
 
 PAIR_VERDICTS = [
