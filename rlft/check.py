@@ -396,8 +396,24 @@ def choose_engine(engine: str, lora: LoraSettings | None = None, *, runs_here: b
     return ("vllm", "installed, with a GPU") if installed else ("transformers", "vLLM is not installed")
 
 
+WRITTEN = (
+    "config.yaml",
+    "status.json",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "alarms.jsonl",
+    "progress.json",
+    "samples.jsonl",
+)
+"""Files that runs write."""
+
+
 def check_writable(folder: Path, key: str = "hydra.run.dir") -> None:
-    """The run folder can be made and written to."""
+    """The run folder can be made and written to, and nothing is in the place of a file or folder that runs write."""
+    for name in (name for name in WRITTEN if (folder / name).is_dir()):
+        raise UserError(key, f"there is a folder in place of {name}", got=folder, remedy="remove it from there")
+    for name in (name for name in ("checkpoints", "rollouts") if (folder / name).is_file()):
+        raise UserError(key, f"there is a file in place of {name}", got=folder, remedy="remove it from there")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".rlft_write_probe"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,14 +130,16 @@ def recurring_prompts(files: Mapping[int, Path]) -> dict[str, tuple[int, int]]:
 
 def _prompt_ids(file: Path) -> Iterator[str]:
     """Of every group; without reading its completions as JSON, as a long run has gigabytes of them."""
-    return (json.loads(name) for name in _PROMPT_ID.findall(_content(file)))
+    for name in _PROMPT_ID.findall(_content(file)):
+        with suppress(ValueError):  # of a damaged file
+            yield json.loads(name)
 
 
 def _content(file: Path) -> bytes:
-    """Nothing of a file that a run which is going on has just replaced by a newer step's."""
+    """Nothing of a file that a run which is going on has just replaced by a newer step's, or that cannot be read."""
     try:
         return file.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return b""
 
 
@@ -144,9 +147,12 @@ def groups_of(file: Path, step: int, first: set[str], only: set[str] | None) -> 
     """The step's groups: those with tokens' values, then those of `first` prompts, then others; `only`: of these."""
     found: list[tuple[str, Group]] = []  # by the prompt's id as it is, which may have signs that are not shown
     for _, line in complete_lines(_content(file).splitlines(keepends=True)):
-        if line["index"] == 0:
-            found.append((line["prompt_id"], {"kind": TRAINED, "step": step, **_prompt_of(line), "rows": []}))
-        found[-1][1]["rows"].append(trained_row(line))
+        try:
+            if line["index"] == 0:
+                found.append((line["prompt_id"], {"kind": TRAINED, "step": step, **_prompt_of(line), "rows": []}))
+            found[-1][1]["rows"].append(trained_row(line))
+        except (KeyError, IndexError, TypeError, AttributeError):  # a damaged file: what came before is shown
+            break
     if only is not None:
         return [group for name, group in found if name in only]
 

@@ -50,8 +50,12 @@ def folders_of(words: Sequence[str]) -> list[Path]:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The run in this folder, and those below it."""
-    runs = sorted(path for path in runs_verb.run_folders(folder) if runs_verb.read(path) is not None)
+    """The run in this folder, and those below it, without damaged ones, which are named on stderr."""
+    rows = {path: runs_verb.read(path) for path in sorted(runs_verb.run_folders(folder))}
+    runs = [path for path, row in rows.items() if row is not None and row.status != runs_verb.DAMAGED]
+    for path, row in rows.items():
+        if runs and row is not None and path not in runs:
+            say(f"{path} is left out: {row.reason}")
     if not runs:
         read(folder, "report")  # says what is missing
         raise UserError("report", "there is no run in that folder", got=folder, remedy="rlft runs lists them")

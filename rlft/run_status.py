@@ -14,6 +14,8 @@ from pathlib import Path
 from rlft.trainer.checkpoint import write_atomically
 
 FILE = "status.json"
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""What reading a file raises that is damaged in some way."""
 
 
 class Status(StrEnum):
@@ -69,7 +71,7 @@ def read(folder: Path) -> tuple[Status, str]:
     try:
         told = json.loads((folder / FILE).read_text(encoding="utf-8"))
         status, reason = Status(told["status"]), str(told.get("reason", ""))
-    except (OSError, ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return (Status.running if held else Status.finished), ""
     if held:
         return Status.running, ""
@@ -80,7 +82,7 @@ def num_steps(folder: Path) -> int | None:
     """Of the whole run; None where an older version left no word of it."""
     try:
         return int(json.loads((folder / FILE).read_text(encoding="utf-8"))["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return None
 
 

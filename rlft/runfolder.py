@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 import rlft
-from rlft.roots import ADDED_KEYS
+from rlft.roots import ADDED_KEYS, Verb
 from rlft.run import paths
 from rlft.trainer import checkpoint
 from rlft.types import UserError
@@ -89,16 +89,42 @@ def write_config(
 def read(folder: Path, key: str = "resume") -> dict[str, Any]:
     """The plain config of a run, `origin` included, with its paths as they are found from here (rlft/run/paths.py)."""
     try:
-        config = yaml.safe_load(config_file(folder).read_text())
-    except OSError:
+        config = whole_config(folder)
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             key,
             f"there is no run in that folder ({CONFIG} is missing)",
             got=folder,
             remedy="point it at a folder under runs/",
         ) from None
-    recorded = (config.get(ORIGIN) or {}).pop(PATHS, {})
-    return paths.located(config, recorded, folder)
+    except OSError as error:
+        problem = f"{CONFIG} in that folder cannot be read ({error.strerror})"
+        raise UserError(key, problem, got=folder, remedy="make it a file that you may read") from None
+    except ValueError as error:
+        remedy = "put the file back from a copy, or name another run; its checkpoints hold adapters that PEFT reads"
+        raise UserError(key, f"{CONFIG} in that folder is damaged ({error})", got=folder, remedy=remedy) from None
+    recorded = config[ORIGIN].pop(PATHS, {})
+    return paths.located(config, recorded if isinstance(recorded, dict) else {}, folder)
+
+
+def whole_config(folder: Path) -> dict[str, Any]:
+    """The plain config of a run, `origin` included.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged; the message says how.
+    """
+    try:
+        config = yaml.safe_load(config_file(folder).read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ValueError("it is no YAML") from None
+    if not isinstance(config, dict):
+        raise ValueError("it holds no keys")
+    if config.get("verb") not in list(Verb):
+        raise ValueError("it names no verb of rlft" if "verb" in config else "it has no verb")
+    if not isinstance(config.get(ORIGIN), dict):  # which is written last
+        raise ValueError(f"it is cut short, its {ORIGIN} is missing")
+    return config
 
 
 @contextlib.contextmanager

@@ -10,18 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
 from rlft import run_status
 from rlft.logger.console import open_terminal
-from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import visible
 from rlft.run.naming import named_folder, run_folders
 from rlft.run_status import Status
-from rlft.runfolder import CONFIG
+from rlft.runfolder import CONFIG, whole_config
 from rlft.types import UserError
 from rlft.words import read_words
 from rlft.work import say
@@ -53,6 +52,11 @@ LEFT_OUT_LAST = ("accuracy", "step")
 
 LEAST_ROOM = 12
 GAP = 2
+DAMAGED = "damaged"
+"""The status of a run whose config or metrics cannot be read."""
+WRITTEN_BY_RUNS = ("status.json", METRICS, EVALUATIONS, "checkpoints", "rollouts", "progress.json")
+"""What lies beside the config.yaml of a run, by which a damaged one is told from a file of that name."""
+
 REPORT = "report.html"
 PROGRESS = "progress.json"  # as rlft.sampling_verb names it, which stands on torch
 
@@ -98,7 +102,7 @@ def rows(root: Path, words: Mapping[str, str]) -> list[Row]:
     """
     if not root.is_dir():
         raise UserError("runs", "there is no such folder", got=root, remedy="name one that holds runs, or train one")
-    _check("status", words.get("status"), [*map(str, Status)])
+    _check("status", words.get("status"), [*map(str, Status), DAMAGED])
     _check("sort", words.get("sort"), COLUMNS)
     found = [row for folder in run_folders(root) if (row := read(folder)) is not None and _wanted(row, words)]
     column = words.get("sort", "age")
@@ -107,15 +111,35 @@ def rows(root: Path, words: Mapping[str, str]) -> list[Row]:
 
 
 def read(folder: Path) -> Row | None:
-    """None where the config.yaml there is not one of a run."""
+    """None where the config.yaml there is not one of a run. A run that cannot be read is told as damaged, and why."""
     try:
-        config: Any = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    if not isinstance(config, Mapping) or "verb" not in config:
-        return None
+        return _read(folder)
+    except (OSError, ValueError, UserError) as error:
+        if not any((folder / name).exists() for name in WRITTEN_BY_RUNS):
+            return None
+        what = error.problem if isinstance(error, UserError) else str(error)
+        reason = f"{error.key} {what}" if isinstance(error, UserError) else f"{CONFIG} is damaged: {what}"
+        newest, size = _newest_and_size(folder)
+        return Row(
+            folder=str(folder),
+            name="",
+            verb="",
+            status=DAMAGED,
+            reason=reason,
+            step=0,
+            steps=None,
+            reward=None,
+            loss=None,
+            accuracy=None,
+            age=max(0.0, time.time() - newest),
+            size=size,
+        )
+
+
+def _read(folder: Path) -> Row:
+    config = whole_config(folder)
     status, reason = run_status.read(folder)
-    metrics, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
+    metrics, evaluations, _ = (read_lines(folder / name) for name in (METRICS, EVALUATIONS, ALARMS))
     last = metrics[-1] if metrics else {}
     accuracy = next((line["accuracy"] for line in reversed(evaluations) if line.get("accuracy") is not None), None)
     newest, size = _newest_and_size(folder)
@@ -139,7 +163,7 @@ def sampled_steps(folder: Path) -> int:
     """Those of `rlft sample`, which counts them in a file of its own; 0 for other runs."""
     try:
         return int(json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except run_status.UNREADABLE:
         return 0
 
 

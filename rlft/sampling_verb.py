@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlft import check, runfolder
+from rlft import check, run_status, runfolder
 from rlft.check_adapters import (
     Use,
     Wanted,
@@ -131,6 +131,12 @@ def _lora(config: SampleConfig) -> LoraSettings:
     for use in _uses(config):
         if use.path and Path(use.path).expanduser().is_dir():  # else `check_folders` says what is wrong
             fields = check_adapter_folder(use.path, use.key)
+            for name in (name for name in ("r", "lora_alpha", "target_modules") if fields.get(name) is None):
+                problem, remedy = (
+                    f"adapter_config.json has no {name}",
+                    "point it at an adapter that PEFT or rlft has saved",
+                )
+                raise UserError(use.key, problem, got=use.path, remedy=remedy)
             return LoraSettings(
                 rank=fields["r"],
                 alpha=fields["lora_alpha"],
@@ -203,14 +209,41 @@ def kept(tokens: Sequence[Sequence[int]], totals: Sequence[float], config: Sampl
     return sorted(best_first[:limit])
 
 
+NOTHING_DONE: Mapping[str, Any] = {
+    "step": 0,
+    "bytes": 0,
+    "sampled": 0,
+    "kept": 0,
+    "prompts_kept": 0,
+    "rewards": {},
+}
+"""What progress.json would say before the first step."""
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """What progress.json says; NOTHING_DONE where there is none yet.
+
+    Raises:
+        UserError: it cannot be read, or is damaged.
+    """
+    try:
+        state = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        if all(type(state[name]) is type(value) for name, value in NOTHING_DONE.items()):
+            return state
+    except FileNotFoundError:
+        return dict(NOTHING_DONE)
+    except run_status.UNREADABLE:
+        pass
+    remedy = "put it back as it was, or start another run"
+    raise UserError("resume", f"{PROGRESS} in that folder is damaged", got=folder, remedy=remedy)
+
+
 class Samples:
     """The file and what is known of it: prompts done, completions sampled and kept, sums of rewards."""
 
     def __init__(self, plan: SamplePlan, folder: Path) -> None:
         self.plan, self.file, self.record = plan, folder / SAMPLES, folder / PROGRESS
-        self.state: dict[str, Any] = {"step": 0, "bytes": 0, "sampled": 0, "kept": 0, "prompts_kept": 0, "rewards": {}}
-        if self.record.exists():
-            self.state = json.loads(self.record.read_text())
+        self.state = read_progress(folder)
         self.file.touch()
         if self.file.stat().st_size < self.state["bytes"]:
             problem = f"{SAMPLES} is shorter than {PROGRESS} says"
@@ -336,10 +369,9 @@ def steps_done(folder: Path, plan: SamplePlan) -> int:
     Raises:
         UserError: num_prompts was changed to fewer prompts than are sampled, or to more where the last step was cut.
     """
-    record = folder / PROGRESS
-    if not record.exists():
+    step, size = read_progress(folder)["step"], plan.config.prompts_per_step
+    if not step:
         return 0
-    step, size = int(json.loads(record.read_text())["step"]), plan.config.prompts_per_step
     before = runfolder.read(folder).get("num_prompts")
     num_sampled = min(step * size, len(plan.prompts.prompts[:before]))
     if len(plan.chosen) < num_sampled:
@@ -359,7 +391,7 @@ def closing(plan: SamplePlan, folder: Path) -> None:
 
     from rlft.logger.summary import print_commands
 
-    state = json.loads((folder / PROGRESS).read_text())
+    state = read_progress(folder)
     terminal, table = open_terminal(), Table.grid(padding=(0, 2))
     for label, value in (
         ("sampled", f"{state['sampled']:,} completions of {len(plan.chosen):,} prompts"),

@@ -39,7 +39,7 @@ class Tail:
         self.path, self.place = path, 0
 
     def new(self) -> Iterator[Mapping[str, Any]]:
-        if not self.path.exists():
+        if not self.path.is_file():
             return
         with self.path.open("rb") as file:
             file.seek(self.place)

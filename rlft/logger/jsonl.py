@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlft.fields import NonNegativeInt, PositiveInt
-from rlft.types import Evaluation, Prompt, RunInfo, StepRecord, TokenValues
+from rlft.types import Evaluation, Prompt, RunInfo, StepRecord, TokenValues, UserError
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
@@ -180,15 +180,23 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file, none where there is no file; a torn last line is left out."""
-    if not path.exists():
+    """The complete lines of a JSONL file, none where there is no file; a torn last line is left out.
+
+    Raises:
+        UserError: what is in the file's place cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return [line for _, line in complete_lines(file)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    with path.open("rb") as file:
-        return [line for _, line in complete_lines(file)]
+    except OSError as error:
+        problem, remedy = f"cannot be read ({error.strerror})", "make it a file that you may read, or remove it"
+        raise UserError(path.name, problem, got=path, remedy=remedy) from None
 
 
 def complete_lines(file: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(bytes up to the line's end, line), as far as the lines are whole."""
+    """(bytes up to the line's end, line), as far as the lines are whole: objects with a `step`."""
     end = 0
     for raw in file:
         end += len(raw)
@@ -196,8 +204,10 @@ def complete_lines(file: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]
             return
         try:
             line = json.loads(raw)
-        except ValueError:  # torn by a crash of the machine: what comes after it can't be trusted either
-            return
+        except (ValueError, RecursionError):
+            line = None
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            return  # torn by a crash of the machine, say: what comes after it can't be trusted either
         yield end, line
 
 
@@ -216,5 +226,6 @@ def open_after(path: Path, step: int) -> BinaryIO:
 
 def rollout_files(folder: Path) -> list[tuple[Path, int]]:
     """The run's rollout files with their steps, oldest first; also temporary ones that a kill left behind."""
-    found = [(path, _ROLLOUT_NAME.fullmatch(path.name)) for path in (folder / ROLLOUTS).glob("step_*")]
+    files = (path for path in (folder / ROLLOUTS).glob("step_*") if path.is_file())
+    found = [(path, _ROLLOUT_NAME.fullmatch(path.name)) for path in files]
     return sorted(((path, int(match[1])) for path, match in found if match), key=lambda item: item[1])

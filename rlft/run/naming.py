@@ -7,15 +7,12 @@ working directory goes first.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from rlft.logger.jsonl import METRICS
 from rlft.run_status import FILE as STATUS
-from rlft.runfolder import CONFIG
+from rlft.runfolder import CONFIG, whole_config
 from rlft.trainer import checkpoint
 from rlft.types import UserError
 
@@ -34,7 +31,7 @@ def run_folders(root: Path) -> Iterator[Path]:
     """Folders below `root`, or itself, that hold a config.yaml; jobs of sweeps included."""
     for folder, below, files in os.walk(root):
         below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
-        if CONFIG in files:
+        if CONFIG in (*files, *below):  # a folder in its place is damage
             yield Path(folder)
 
 
@@ -84,10 +81,10 @@ def named_folder(name: str, key: str, say: Say) -> Path:
 def _is_run(folder: Path) -> bool:
     """Whether the config.yaml there is one of a run."""
     try:
-        config: Any = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        whole_config(folder)
+    except (OSError, ValueError):
         return False
-    return isinstance(config, Mapping) and "verb" in config
+    return True
 
 
 def _last_worked_in(run: Path) -> float:

@@ -120,7 +120,7 @@ def _write_manifest(folder: Path) -> None:
 
 def finished(root: Path) -> list[Path]:
     """Checkpoint folders by step, oldest first. What a kill left half written is not among them."""
-    return sorted(p for p in root.glob("step_*") if p.is_dir())
+    return sorted(p for p in root.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdecimal())
 
 
 def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
@@ -162,8 +162,11 @@ def find_damage(folder: Path) -> str | None:
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if _sha256(file) != digest:
-            return f"{name} does not match its checksum"
+        try:
+            if _sha256(file) != digest:
+                return f"{name} does not match its checksum"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
     return None
 
 

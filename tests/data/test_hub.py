@@ -224,7 +224,8 @@ def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, monkey
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b"\x00" * 100], ids=["empty", "cut", "zeros"])
 def test_a_damaged_parquet_file_is_refused_by_its_name(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").write_bytes(content)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.parquet").write_bytes(content)
     words = ["data=gsm8k", f"data.path={tmp_path}", "data.subset=null"]
-    with pytest.raises(UserError, match=r"data.path: cannot be read \(.*, got .*train.parquet; "):
+    with pytest.raises(UserError, match=r"data.path: cannot be read \(.*, got .*\.parquet; "):
         instantiate(compose(words)["data"], "data").load(Split.train)
