@@ -513,6 +513,8 @@ TABLE = [
     ("sample run=run resume=auto", "resume", "goes on with the run in hydra.run.dir, and none is named"),
     ("sample reward=http reward.http.group_timeout=30", "reward.http.group_timeout", "exceeds scoring.timeout=10"),
     ("train reward=code scoring.timeout=1", "reward.code.group_timeout", "set scoring.timeout=10"),
+    ("train reward=code reward.code.isolation=loose", "reward.code.isolation", "choose one of standard, strict"),
+    ("train +recipe=grpo_arithmetic reward=code", "reward.code.tests_field", "holds no tests, got null; fix these"),
     ("sample split=test", "split", "use train or held_out"),
     ("sample n=0", "n", "must be greater than 0"),
     ("sample adapter=critic", "adapter", "holds the adapter of the role critic, which is no policy"),

@@ -77,6 +77,7 @@ def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> Non
     expected |= {f"rlft/configs/recipe/{file.name}" for file in (REPOSITORY / "recipes").glob("*.yaml")}
     assert {name for name in names if name.endswith(".yaml")} == expected
     assets = {"arithmetic-text.jsonl", *(f"tiny-arithmetic/{name}" for name in MODEL), *(f"report/{n}" for n in PAGE)}
+    assets |= {"seccomp/x86_64.bpf", "seccomp/aarch64.bpf"}
     assert {f"rlft/assets/{name}" for name in assets} <= set(names)
 
 

@@ -26,6 +26,7 @@ import secrets
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -432,7 +433,11 @@ def environment(isolation: Isolation, folder: str) -> dict[str, str]:
 
 
 def _as_user() -> list[str]:
-    return ["--unshare-user", "--uid", "65534", "--gid", "65534", *_with_capabilities("CAP_SYS_ADMIN")]
+    # A setuid bubblewrap gives a user no capabilities: files in /tmp are then not limited, as `memory_bound` finds.
+    program = shutil.which("bwrap")
+    setuid = program is not None and os.geteuid() != 0 and Path(program).stat().st_mode & stat.S_ISUID
+    capabilities = [] if setuid else _with_capabilities("CAP_SYS_ADMIN")
+    return ["--unshare-user", "--uid", "65534", "--gid", "65534", *capabilities]
 
 
 def _as_root() -> list[str]:

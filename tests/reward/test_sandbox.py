@@ -453,5 +453,15 @@ def test_a_sandbox_that_fails_is_not_taken_for_a_script_that_fails(monkeypatch):
         ran("print(1)")
 
 
+def test_a_setuid_bubblewrap_is_asked_for_no_capabilities(monkeypatch, tmp_path):
+    program = tmp_path / "bwrap"
+    program.touch()
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: str(program))
+    monkeypatch.setattr(sandbox.os, "geteuid", lambda: 1000)
+    assert "--cap-add" in sandbox.prefix(Isolation.user, {}, LIMITS)
+    program.chmod(0o4755)
+    assert "--cap-add" not in sandbox.prefix(Isolation.user, {}, LIMITS)
+
+
 def test_the_sentence_for_no_isolation_says_so():
     assert Isolation.none.sentence.startswith("NOT isolated: programs run with this user's rights")
