@@ -13,7 +13,7 @@ learn train 0-zero +recipe=r1_grpo_arithmetic
 learn sft 1-cold-start +recipe=r1_cold_start_arithmetic
 learn train 2-grpo +recipe=r1_grpo_arithmetic model.path="$out/1-cold-start"
 # Rejection sampling: right, well formatted and in English, once a prompt.
-sample 3-keepers run="$out/2-grpo" n=2 num_prompts=4000 keep=above min_reward=1.35 max_per_prompt=1
+sample 3-keepers run="$out/2-grpo" n=2 num_prompts=2048 keep=above min_reward=1.35 max_per_prompt=1
 learn sft 4-keepers-sft +recipe=r1_keepers_arithmetic model.path="$out/1-cold-start" \
   demonstrations.path="$out/3-keepers/samples.jsonl"
 # The reward model learns from what the cold start said, good and bad.
