@@ -159,7 +159,9 @@ def run_one(script: Path, folder: Path, repetition: Repetition, stop: threading.
     finished = code == 0 and not stop.is_set()
     record = {**asdict(repetition), "processor_seconds": seconds, "made_from": made_from if finished else None}
     write_atomically(folder / RECORD, json.dumps(record) + "\n")
-    if code and not stop.is_set():
+    if stop.is_set():
+        return
+    if code:
         raise PipelineError(f"{repetition.name} ended with exit code {code}; see {folder / LOG}")
     print(f"{repetition.name}: done in {time.monotonic() - start:.0f} s", flush=True)
 
