@@ -154,7 +154,12 @@ def make_stage(folder: Path, config: dict, evaluations: Sequence[dict] = (), pro
 
 
 def accuracy(value: float, **rewards: float) -> dict[str, float]:
-    return {"accuracy": value, "accuracy_se": 0.01, **{f"eval/reward/{name}": r for name, r in rewards.items()}}
+    return {
+        "step": 2,
+        "accuracy": value,
+        "accuracy_se": 0.01,
+        **{f"eval/reward/{name}": r for name, r in rewards.items()},
+    }
 
 
 @pytest.fixture
