@@ -18,11 +18,14 @@ CPU_TOKENS, MOST_CPU_TOKENS = 1536, 4096
 its prompt is computed once."""
 
 
-def resolved(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain config with a number in place of `auto`, the rewards' own token budgets included."""
+def resolved(config: Mapping[str, Any], *, gpu: bool | None = None) -> dict[str, Any]:
+    """The plain config with a number in place of `auto`, the rewards' own token budgets included.
+
+    gpu: whether the base will be on one; None: as the config and this machine have it, which may import torch.
+    """
     result = dict(config)
     if result.get("token_budget") == AUTO:
-        budget = result["token_budget"] = token_budget(config)
+        budget = result["token_budget"] = token_budget(config, gpu=gpu)
         if isinstance(rewards := config.get("reward"), Mapping):
             result["reward"] = with_budget(rewards, rewards, budget)
     return result
@@ -34,12 +37,12 @@ def with_budget(rewards: Mapping[str, Any], written: Mapping[str, Any], budget: 
     return {n: {**r, "token_budget": budget} if n in asking else r for n, r in rewards.items()}
 
 
-def token_budget(config: Mapping[str, Any]) -> int:
+def token_budget(config: Mapping[str, Any], *, gpu: bool | None = None) -> int:
     """Tokens in one forward-backward: a GPU's, or a CPU's for the longest group of this config."""
     prompt, completion = _number(config, "prompts", "max_tokens"), _number(config, "generation", "max_tokens")
     completion = completion or _whole(config.get("max_completion_tokens"))
     least = max(prompt + completion, _number(config, "pretrain", "max_tokens"), prompt + 1)
-    if on_gpu(config.get("model")):
+    if on_gpu(config.get("model")) if gpu is None else gpu:
         return max(GPU_TOKENS, least)
     group = prompt + completion * max(1, _whole(config.get("group_size")))
     return max(min(max(CPU_TOKENS, group), MOST_CPU_TOKENS), least)

@@ -1,4 +1,7 @@
-"""Rules between the parts of a config, all checked before a weight is loaded."""
+"""Rules between the parts of a config, all checked before a weight is loaded.
+
+Those that read the config alone import no library: `rlft.checks` calls them before torch could be imported.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.config import GenerationConfig
-from rlft.model.config import LoraSettings, ModelConfig
+from rlft.model.config import DEVICES, DTYPES, LoraSettings, ModelConfig
+from rlft.model.paths import check_local
 from rlft.reward.spec import RewardSpec
 from rlft.roots import EvalConfig, RunConfig, ScoringConfig
 from rlft.targets import locate
@@ -176,13 +180,22 @@ def _resampling(config: RunConfig) -> None:
 
 
 def check_model(settings: ModelConfig) -> None:
-    """The model's device and libraries are here; nothing is read."""
+    """What the model's keys say by themselves: a folder that is there, a device and a dtype that there could be."""
+    check_local(settings.path)
+    if settings.device.partition(":")[0] not in DEVICES:
+        remedy = "use auto, cpu, cuda or cuda:<n>"
+        raise UserError("model.device", "is not a device", got=settings.device, remedy=remedy)
+    if settings.dtype not in ("auto", *DTYPES):
+        remedy = f"use auto, {', '.join(DTYPES)}"
+        raise UserError("model.dtype", "is not a known dtype", got=settings.dtype, remedy=remedy)
+
+
+def check_machine(settings: ModelConfig) -> None:
+    """The model's device and libraries are here; imports torch and transformers, and reads nothing."""
     from transformers import AttentionInterface
 
     from rlft.model.backbone import resolve_device, resolve_dtype
 
-    if not settings.path:
-        raise UserError("model.path", "is empty", remedy="give a model folder, a hub id or embedded:tiny-arithmetic")
     device = resolve_device(settings.device)
     resolve_dtype(settings.dtype, device)
     if settings.attn_implementation not in ("auto", "eager", *AttentionInterface().valid_keys()):
@@ -377,8 +390,6 @@ def choose_engine(engine: str, lora: LoraSettings | None = None, *, runs_here: b
     lora: of the adapters that it will be given, None where there are none. runs_here: False if the run is only planned,
     which needs no engine.
     """
-    import torch
-
     installed = has_vllm()
     if engine == "vllm" and not installed and runs_here:
         raise UserError(
@@ -389,6 +400,8 @@ def choose_engine(engine: str, lora: LoraSettings | None = None, *, runs_here: b
         )
     if engine != "auto":
         return engine, "as asked"
+    import torch
+
     if not torch.cuda.is_available():
         return "transformers", "no GPU here"
     if lora is not None and lora.use_dora:

@@ -10,28 +10,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-
-from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import (
+    OLD,
+    POLICY,
+    REFERENCE,
     Shapes,
     adapter_shapes,
     check_adapter_folder,
     check_head,
     head_shapes,
+    is_adapter,
     read_record,
 )
 from rlft.model.config import CriticKind, LoraSettings, ModelConfig
-from rlft.model.lora_config import lora_config
-from rlft.model.reward_model import is_adapter, read_classifier
-from rlft.model.roles import OLD, POLICY, REFERENCE
 from rlft.reward.spec import RewardSpec
 from rlft.roots import RunConfig
 from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 BASE_CHANGES = ("modules_to_save", "layer_replication", "trainable_token_indices")
 """Fields of adapter_config.json with which, as with `bias`, an adapter changes the base that all roles share."""
@@ -181,6 +181,8 @@ def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
 
 def check_classifiers(rewards: Mapping[str, RewardSpec]) -> None:
     """Reward models that are networks of their own give one score."""
+    from rlft.model.reward_model import read_classifier
+
     for spec in rewards.values():
         if spec.runs_in_trainer and not is_adapter(spec.kwargs["path"]):
             read_classifier(spec.kwargs["path"], f"reward.{spec.name}.path")
@@ -237,6 +239,10 @@ def _other_base(use: Use, problem: str) -> UserError:
 
 def _lora_config(lora: LoraSettings, use: Use) -> PeftConfig:
     """That of the role which the adapter is loaded into."""
+    from peft import PeftConfig
+
+    from rlft.model.lora_config import lora_config
+
     if not use.starts_role:
         return PeftConfig.from_pretrained(str(Path(use.path).expanduser()))
     return lora_config(lora)
@@ -244,12 +250,20 @@ def _lora_config(lora: LoraSettings, use: Use) -> PeftConfig:
 
 def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:
     """The base with its modules and shapes, and no weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(model, trust_remote_code=config.trust_remote_code)
 
 
 def fresh_shapes(empty: PreTrainedModel, lora: PeftConfig) -> Shapes:
     """The shapes that a new adapter's tensors would have, under PEFT's names; leaves it on the empty base."""
+    import torch
+    from peft import PeftModel, get_peft_model_state_dict
+
+    from rlft.model.activations import peft_reads_the_old_name
+
     with torch.device("meta"), peft_reads_the_old_name():
         model = PeftModel(empty, lora, adapter_name=POLICY)
     state = get_peft_model_state_dict(model, adapter_name=POLICY, save_embedding_layers=False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlft.algorithm.protocol import Algorithm
+from rlft.model.adapter_folder import is_adapter
 from rlft.model.config import CriticKind
-from rlft.model.reward_model import is_adapter
 from rlft.reward.spec import RewardSpec
 from rlft.roots import RunConfig
 from rlft.types import UserError

@@ -210,8 +210,8 @@ def sample(arguments: list[str]) -> int:
         return run_verb(Verb.sample, arguments)
     _only_overrides(arguments, Verb.sample)
     asked = _check_resume_argument(asked)
-    from rlft import sampling_verb
     from rlft.place import find
+    from rlft.run.like import like_run
     from rlft.run.naming import one_run
     from rlft.work import say
 
@@ -219,19 +219,26 @@ def sample(arguments: list[str]) -> int:
     of_the_folder = [o for o in asked.overrides if o.startswith(("hydra.", "resume=", "name="))]
     run = configs.compose_run(of_the_folder, asked.config_dir, Verb.sample)
     changes = [o for o in asked.overrides if not o.startswith(("hydra.", "run="))]
-    plain = configs.changed(sampling_verb.like_run(run.plain, where), changes, asked.config_dir, Verb.sample)
+    plain = configs.changed(like_run(run.plain, where), changes, asked.config_dir, Verb.sample)
     _launch(plain, run.folder)
     return 0
 
 
 def _launch(plain: dict[str, Any], folder: Path) -> None:
     from rlft import adapters_of_runs, runfolder
+    from rlft.checks import check_early
     from rlft.launch import launch
 
     folder, may_be_finished = Path(os.path.relpath(folder)), plain["resume"] == AUTO
     if may_be_finished:
         plain = {**plain, "resume": str(folder) if runfolder.config_file(folder).exists() else None}
-    launch(adapters_of_runs.resolved(plain), folder, may_be_finished=may_be_finished)
+    plain = adapters_of_runs.resolved(plain)
+    check_early(plain, Verb(plain["verb"]))
+    if plain["resume"] is None:
+        runfolder.check_free(folder)
+    else:
+        runfolder.check_same_config(folder, plain)
+    launch(plain, folder, may_be_finished=may_be_finished)
 
 
 def _make_importable(config_dir: Path | None) -> None:
@@ -330,7 +337,9 @@ def fork(folder: Path, arguments: list[str]) -> int:
 def evaluate(arguments: list[str]) -> int:
     """`rlft eval run=<run or checkpoint>`, or of a model: a table, and a JSONL of every completion."""
     from rlft import adapters_of_runs, evaluation_verb
+    from rlft.checks import check_early
     from rlft.launch import import_libraries
+    from rlft.place import find_checkpoint
     from rlft.work import say
 
     if arguments and arguments[0] in ("-h", "--help"):
@@ -343,8 +352,12 @@ def evaluate(arguments: list[str]) -> int:
         plain = configs.compose(changes, asked.config_dir)
     else:
         plain = configs.changed(evaluation_verb.as_training(where), changes, asked.config_dir)
+    plain = adapters_of_runs.resolved(plain)
+    check_early(evaluation_verb.as_evaluation(plain), Verb.train, trains=False)
+    if where is not None:
+        find_checkpoint(where, lambda damage: None)
     import_libraries()
-    evaluation_verb.run(adapters_of_runs.resolved(plain), where, say)
+    evaluation_verb.run(plain, where, say)
     return 0
 
 
@@ -406,15 +419,18 @@ def plan(arguments: list[str]) -> int:
     overrides = [o for o in asked.overrides if not o.startswith("device_memory=")]
     run = configs.compose_run(overrides, asked.config_dir, verb)
     from rlft import adapters_of_runs
+    from rlft.checks import check_early
+    from rlft.checks.device_memory import read_bytes
     from rlft.launch import import_libraries
 
+    plain, named = adapters_of_runs.resolved(run.plain), asked.value("device_memory")
+    memory = None if named is None else read_bytes(named)
+    check_early(plain, verb)
     import_libraries()
     from rlft import plan_verb
-    from rlft.fitting import read_bytes
     from rlft.plan_page import print_plan
 
-    named = asked.value("device_memory")
-    planned = plan_verb.plan_of(adapters_of_runs.resolved(run.plain), None if named is None else read_bytes(named))
+    planned = plan_verb.plan_of(plain, memory)
     if as_json:
         print(json.dumps(plan_verb.as_dict(planned), indent=1))
     else:

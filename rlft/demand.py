@@ -11,10 +11,10 @@ from rlft.auto import AUTO
 from rlft.check_adapters import empty_model, fresh_shapes
 from rlft.decodings import Decoding, of_evaluation, of_training
 from rlft.footprint import Demand, ModelSizes, Sampled, model_sizes
+from rlft.model.adapter_folder import is_adapter
 from rlft.model.backbone import read_config, resolve_device, resolve_dtype, resolve_path
 from rlft.model.config import CriticKind, LoraSettings, ModelConfig, Old
 from rlft.model.forward import known_refusal
-from rlft.model.reward_model import is_adapter
 from rlft.plan import Plan
 from rlft.reward.spec import specs
 from rlft.rm import RmPlan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,13 @@ def as_training(place: Place) -> dict[str, Any]:
     return {**common, "data": {}, **shared, **weights}
 
 
+def as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
+    """The config as it is evaluated: once, without loggers."""
+    if not isinstance(plain["eval"], Mapping):
+        return plain  # which is refused where the config is typed
+    return {**plain, "logger": {}, "resume": None, "eval": {**plain["eval"], "every": 1, "kl_base": False}}
+
+
 def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) -> Evaluation:
     """Evaluates and prints; the file lies in the run's folder, or under runs/eval for a bare model."""
     from rlft.engine import Engines
@@ -50,8 +57,7 @@ def run(plain: dict[str, Any], place: Place | None, say: Callable[[str], None]) 
     from rlft.session import open_session
     from rlft.trainer import checkpoint
 
-    plain = {**plain, "logger": {}, "resume": None, "eval": {**plain["eval"], "every": 1, "kl_base": False}}
-    plan = make_plan(plain, trains=False)
+    plan = make_plan(as_evaluation(plain), trains=False)
     saved = None
     if place is not None:
         found = find_checkpoint(place, say)

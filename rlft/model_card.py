@@ -18,7 +18,7 @@ from rlft.data.records import PLACEHOLDER, chat
 from rlft.generation.vllm import engine_rank
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
-from rlft.model.backbone import EMBEDDED, looks_local
+from rlft.model.paths import EMBEDDED, looks_local
 from rlft.place import Holds, Place
 from rlft.trainer import checkpoint
 

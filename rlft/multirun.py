@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rlft import catalog
 from rlft import config as configs
 from rlft.adapters_of_runs import resolved
 from rlft.arguments import Arguments
+from rlft.checks import check_early
 from rlft.launch import launch, work_of
 from rlft.roots import Verb
 from rlft.run.crash import one_line
@@ -129,21 +130,32 @@ def _expand(overrides: Sequence[str], verb: Verb) -> list[list[str]]:
 
 def _check_jobs(jobs: Sequence[Sequence[str]], config_dir: Path | None, verb: Verb) -> None:
     """All that can be refused in any job; files that several jobs have in common are looked at once."""
+    plains = []
+    for number, overrides in enumerate(jobs):
+        with _of_job(number, overrides):
+            words = [o for o in overrides if not o.startswith("hydra.")]
+            plains.append(resolved(configs.compose(words, config_dir, verb)))
+            check_early(plains[-1], verb)
     work = work_of(verb)
     scanned: list[Any] = []
-    for number, overrides in enumerate(jobs):
-        try:
-            words = [o for o in overrides if not o.startswith("hydra.")]
-            plain = resolved(configs.compose(words, config_dir, verb))
+    for number, (overrides, plain) in enumerate(zip(jobs, plains, strict=True)):
+        with _of_job(number, overrides):
             work.check(plain)
             of_the_files = {key: value for key, value in plain.items() if key not in NOT_OF_THE_FILES}
             if of_the_files not in scanned:
                 work.make_plan(plain)
                 scanned.append(of_the_files)
             _check_repeated(number, overrides, plain)
-        except UserError as error:
-            problem = f"{error.problem} (job {number}: {' '.join(overrides)})"
-            raise UserError(error.key, problem, got=error.got, remedy=error.remedy) from None
+
+
+@contextmanager
+def _of_job(number: int, overrides: Sequence[str]) -> Iterator[None]:
+    """What is refused inside says which job it is of."""
+    try:
+        yield
+    except UserError as error:
+        problem = f"{error.problem} (job {number}: {' '.join(overrides)})"
+        raise UserError(error.key, problem, got=error.got, remedy=error.remedy) from None
 
 
 def _check_repeated(number: int, overrides: Sequence[str], plain: dict[str, Any]) -> None:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlft import check
 from rlft.algorithm.protocol import Algorithm
-from rlft.check_adapters import check_adapters, check_classifiers, check_folders, uses
-from rlft.check_roles import check_roles
-from rlft.config import build
+from rlft.check_adapters import check_adapters, check_classifiers, uses
+from rlft.checks.train import check_config
 from rlft.data.text import load_texts
 from rlft.generation.stops import check_stops
 from rlft.model.adapter_folder import content_fingerprint
@@ -65,8 +64,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     Raises:
         UserError: for whatever a user can mend.
     """
-    config = build(plain)
-    algorithm, loggers = check_components(config, trains=trains)
+    config, algorithm, loggers = check_config(plain, trains=trains)
+    check.check_machine(config.model)
     rewards = specs(config.reward)
     used = uses(config, rewards)
     engine, reason = check.choose_engine(config.generation.engine, config.lora, runs_here=runs_here)
@@ -122,14 +121,3 @@ def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
         held_out=settings.held_out,
         updates_per_step=config.updates_per_step,
     )
-
-
-def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Algorithm, tuple[Logger, ...]]:
-    """The algorithm and the loggers, after every rule that needs neither model nor data."""
-    algorithm = instantiate(config.algorithm, "algorithm")
-    check.check(config, algorithm, trains=trains)
-    rewards = specs(config.reward)
-    check_roles(config, algorithm, rewards)
-    check.check_stops_and_rewards(config.generation, rewards)
-    check_folders(uses(config, rewards), config.lora)
-    return algorithm, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())

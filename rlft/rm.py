@@ -15,8 +15,8 @@ import torch
 from torch.nn import Parameter
 
 from rlft import check
-from rlft.check_adapters import Use, Wanted, check_adapters, check_folders
-from rlft.config import build_rm
+from rlft.check_adapters import check_adapters
+from rlft.checks.rm import check_config, replayed, uses_of
 from rlft.engine import Engines
 from rlft.evaluate import mean_and_error
 from rlft.examples import RankedTokens, Rankings, scan_rankings
@@ -74,24 +74,6 @@ class RmPlan:
         return [*found, *self.replay.at(self.config.seed, step, num_replayed, "replay")]
 
 
-def check_config(plain: Mapping[str, Any]) -> tuple[RmConfig, tuple[Logger, ...]]:
-    """What needs neither model nor data."""
-    config = build_rm(plain)
-    check.check_name(config.name)
-    check.check_model(config.model)
-    longest = config.prompts.max_tokens + config.max_completion_tokens + 1
-    check.check_budget(config.token_budget, longest, "prompts.max_tokens, max_completion_tokens and an ending")
-    check_folders(_uses(config), config.lora)
-    return config, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
-
-
-def _uses(config: RmConfig) -> list[Use]:
-    path = config.lora.path
-    if path is None:
-        return []
-    return [Use(key="lora.path", path=path, wanted=Wanted.scalar if has_head(path) else Wanted.any)]
-
-
 def make_plan(plain: Mapping[str, Any]) -> RmPlan:
     """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
 
@@ -99,11 +81,12 @@ def make_plan(plain: Mapping[str, Any]) -> RmPlan:
         UserError: for whatever a user can mend.
     """
     config, loggers = check_config(plain)
+    check.check_machine(config.model)
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
     limit = config.max_completion_tokens
     check.check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
     check.check_targets(config.lora, config.model, model_config)
-    check_adapters(_uses(config), config.lora, config.model, base_fingerprint, model_config)
+    check_adapters(uses_of(config), config.lora, config.model, base_fingerprint, model_config)
     tokenizer = load_tokenizer(config.model)
     notes: list[str | None] = []
 
@@ -116,10 +99,8 @@ def make_plan(plain: Mapping[str, Any]) -> RmPlan:
     train, held_out = scanned(config.preferences, Split.train), scanned(config.preferences, Split.held_out)
     replay = None
     if config.replay.path is not None:
-        # The earlier rounds' held-out rankings stay held out: those files have their own splits by the same hash.
-        own = {key: None for key in ("held_out_path", "held_out_split") if key in config.preferences}
         try:
-            replay = scanned({**config.preferences, "path": config.replay.path, **own}, Split.train)
+            replay = scanned(replayed(config), Split.train)
         except UserError as error:
             raise UserError("replay.path", error.problem, got=error.got, remedy=error.remedy) from None
     plan = RmPlan(
@@ -134,7 +115,7 @@ def make_plan(plain: Mapping[str, Any]) -> RmPlan:
             "held_out_preferences_fingerprint": held_out.fingerprint,
             **({} if replay is None else {"replay_fingerprint": replay.fingerprint}),
             "base_fingerprint": base_fingerprint,
-            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in _uses(config)},
+            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in uses_of(config)},
         },
         notes=tuple(note for note in notes if note),
     )
@@ -310,7 +291,7 @@ def closing(plan: RmPlan, folder: Path) -> None:
 
 WORK = Work(
     make_plan=make_plan,
-    check=check_config,
+    check=lambda plain: check.check_machine(check_config(plain)[0].model),
     do=do,
     steps_done=steps_done,
     closing=closing,

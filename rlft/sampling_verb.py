@@ -17,28 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from rlft import check, run_status, runfolder
-from rlft.check_adapters import (
-    Use,
-    Wanted,
-    check_adapters,
-    check_classifiers,
-    check_folders,
-    check_learned,
-    uses_of_rewards,
-)
-from rlft.config import build_sample
+from rlft.check_adapters import check_adapters, check_classifiers
+from rlft.checks.sample import check_config, lora_of, uses_of
 from rlft.data.sampled import sampled_line
 from rlft.engine import Engines
 from rlft.generation.stops import check_stops
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import encode
 from rlft.memory import keep_blocks
-from rlft.model.adapter_folder import check_adapter_folder, content_fingerprint
+from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import fingerprint, load_backbone, load_tokenizer, read_config
 from rlft.model.config import LoraSettings
 from rlft.model.roles import policy_alone
 from rlft.out_of_memory import Doing, explained
-from rlft.place import Place
 from rlft.prompts import PromptSet, left_out, scan, tokenizer_fingerprint
 from rlft.reward.scorer import Scorer
 from rlft.reward.spec import examined, notes, specs
@@ -56,7 +47,6 @@ PROGRESS = "progress.json"
 PLAIN_SECONDS = 10.0
 DIGITS = 6
 """Of a total reward after the point: a sum in float32 says 1.2000000476837158, which min_reward=1.2 must equal."""
-SHARED_WITH_RUNS = ("model", "prompts", "generation", "data", "reward", "scoring", "freshness", "token_budget")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,65 +80,6 @@ class SamplePlan:
         return self.chosen[step * size : (step + 1) * size]
 
 
-def like_run(plain: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """The config with what the run was trained on and with, and its policy as what samples."""
-    shared = {key: place.config[key] for key in SHARED_WITH_RUNS if key in place.config}
-    shared.setdefault("data", {})  # a run without a task has no prompts: they must be named
-    policy = str(place.checkpoint or place.run)
-    if place.config.get("lora", {}) is None:  # the policy is the model itself
-        return {**plain, **shared, "model": {**place.config["model"], "path": policy}}
-    return {**plain, **shared, "adapter": policy}
-
-
-def check_config(plain: Mapping[str, Any]) -> SampleConfig:
-    """What needs neither model nor data."""
-    config = build_sample(plain)
-    check.check_name(config.name)
-    check.check_model(config.model)
-    check.check_engine(config.generation)
-    check.check_time_limits(config.reward, config.scoring)
-    if config.keep is Keep.best and config.max_per_prompt is not None:
-        problem = "keep=best keeps one completion of each prompt"
-        raise UserError("max_per_prompt", problem, got=config.max_per_prompt, remedy="leave it out, or set keep=all")
-    if config.keep is Keep.above and config.min_reward is None:
-        raise UserError("min_reward", "is null, and keep=above needs it", remedy="set min_reward=1.0, or keep=all")
-    if config.keep is not Keep.above and config.min_reward is not None:
-        problem = f"is read by keep=above only, and keep={config.keep}"
-        raise UserError("min_reward", problem, got=config.min_reward, remedy="set keep=above, or leave it out")
-    check.check_stops_and_rewards(config.generation, specs(config.reward))
-    check_learned(specs(config.reward))
-    check_folders(_uses(config), _lora(config))
-    return config
-
-
-def _uses(config: SampleConfig) -> list[Use]:
-    used = [] if config.adapter is None else [Use(key="adapter", path=config.adapter, wanted=Wanted.policy)]
-    return [*used, *uses_of_rewards(specs(config.reward))]
-
-
-def _lora(config: SampleConfig) -> LoraSettings:
-    """That of the adapters that are named: the policy's, or a reward's; of none: the smallest there is."""
-    for use in _uses(config):
-        if use.path and Path(use.path).expanduser().is_dir():  # else `check_folders` says what is wrong
-            fields = check_adapter_folder(use.path, use.key)
-            for name in (name for name in ("r", "lora_alpha", "target_modules") if fields.get(name) is None):
-                problem, remedy = (
-                    f"adapter_config.json has no {name}",
-                    "point it at an adapter that PEFT or rlft has saved",
-                )
-                raise UserError(use.key, problem, got=use.path, remedy=remedy)
-            return LoraSettings(
-                rank=fields["r"],
-                alpha=fields["lora_alpha"],
-                dropout=0.0,
-                target_modules=fields["target_modules"],
-                path=config.adapter,
-                use_rslora=bool(fields.get("use_rslora")),
-                use_dora=bool(fields.get("use_dora")),
-            )
-    return LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=config.adapter)
-
-
 def _check_vllm(lora: LoraSettings, adapter: str) -> None:
     """vLLM serves the adapter that samples; this verb has no `lora` section that could be changed instead."""
     if lora.use_dora:
@@ -164,7 +95,8 @@ def make_plan(plain: Mapping[str, Any]) -> SamplePlan:
         UserError: for whatever a user can mend.
     """
     config = check_config(plain)
-    rewards, lora, used = specs(config.reward), _lora(config), _uses(config)
+    check.check_machine(config.model)
+    rewards, lora, used = specs(config.reward), lora_of(config), uses_of(config)
     engine, _ = check.choose_engine(config.generation.engine, None if config.adapter is None else lora)
     if config.generation.engine == "vllm" and config.adapter is not None:
         _check_vllm(lora, config.adapter)
@@ -406,4 +338,11 @@ def closing(plan: SamplePlan, folder: Path) -> None:
     print_commands(terminal, after_sampling(program(), folder / SAMPLES, config.model.path, *limits))
 
 
-WORK = Work(make_plan=make_plan, check=check_config, do=do, steps_done=steps_done, stopped=stopped, closing=closing)
+WORK = Work(
+    make_plan=make_plan,
+    check=lambda plain: check.check_machine(check_config(plain).model),
+    do=do,
+    steps_done=steps_done,
+    stopped=stopped,
+    closing=closing,
+)

@@ -12,17 +12,9 @@ import torch
 from torch.nn import Parameter
 
 from rlft import check
-from rlft.check_adapters import (
-    Use,
-    Wanted,
-    check_adapters,
-    check_classifiers,
-    check_folders,
-    check_learned,
-    uses_of_rewards,
-)
+from rlft.check_adapters import check_adapters, check_classifiers, uses_of_rewards
+from rlft.checks.sft import check_config, check_trainable, uses_of
 from rlft.collate import collate, select
-from rlft.config import build_sft
 from rlft.decodings import of_evaluation, rehearse_decoding
 from rlft.engine import Engines
 from rlft.evaluate import evaluate, kl_to_base
@@ -51,7 +43,7 @@ from rlft.supervised import learn
 from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.training_base import load_for_training
-from rlft.types import Batch, Evaluation, Generator, Logger, Split, UserError
+from rlft.types import Batch, Evaluation, Generator, Logger, Split
 from rlft.work import Outcome, Say, Work, command_line, override, program
 
 
@@ -76,49 +68,12 @@ class SftPlan:
         return self.config.steps or self.config.epochs * each_epoch
 
 
-def check_config(plain: Mapping[str, Any]) -> tuple[SftConfig, tuple[Logger, ...]]:
-    """What needs neither model nor data."""
-    config = build_sft(plain)
-    check.check_name(config.name)
+def check_machine(config: SftConfig) -> None:
+    """What the config asks for is here: the device, and weights that can be trained where they are the model's own."""
+    check.check_machine(config.model)
     if config.lora is None:
-        _check_whole(config)
-    check.check_model(config.model)
-    check.check_engine(config.generation)
-    check.check_evaluation(config.eval, config.generation)
-    check.check_time_limits(config.reward, config.scoring)
-    if config.data:
-        check.check_stops_and_rewards(config.generation, specs(config.reward))
-    longest = config.prompts.max_tokens + max(config.max_completion_tokens, config.generation.max_tokens)
-    check.check_budget(config.token_budget, longest, "prompts.max_tokens and a completion")
-    if config.lora is not None:
-        rewards = specs(config.reward) if config.data else {}
-        check_learned(rewards)
-        check_folders([*_uses(config), *uses_of_rewards(rewards)], config.lora)
-    return config, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
-
-
-def _check_whole(config: SftConfig) -> None:
-    problem = None
-    dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
-    if config.model.quantization is not None:
-        problem = ("model.quantization", "4-bit weights cannot be trained", "set it to null, or train an adapter")
-    elif dtype not in (torch.float32, torch.float64):
-        lost = f"updates of AdamW are lost in the rounding of {str(dtype)[6:]} weights"
-        problem = ("model.dtype", lost, "set model.dtype=float32, or train an adapter (whose weights are float32)")
-    elif config.generation.engine == "vllm" or "." in config.generation.engine:
-        problem = ("generation.engine", "is given adapters only, and lora=null has none", "use transformers")
-    elif config.eval.kl_base:
-        problem = ("eval.kl_base", "lora=null changes the base itself", "set it to false, or train an adapter")
-    elif config.data and any(spec.runs_in_trainer for spec in specs(config.reward).values()):
-        problem = ("reward", "learned rewards stand on a frozen base, which lora=null changes", "use rule rewards")
-    if problem is not None:
-        raise UserError(problem[0], problem[1], remedy=problem[2])
-
-
-def _uses(config: SftConfig) -> list[Use]:
-    if config.lora is None or config.lora.path is None:
-        return []
-    return [Use(key="lora.path", path=config.lora.path, wanted=Wanted.policy)]
+        dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
+        check_trainable(str(dtype).removeprefix("torch."))
 
 
 def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
@@ -130,13 +85,14 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
         UserError: for whatever a user can mend.
     """
     config, loggers = check_config(plain)
+    check_machine(config)
     engine, _ = check.choose_engine(config.generation.engine, config.lora, runs_here=runs_here)
     if config.lora is None and config.generation.engine == "auto":
         engine = "transformers"  # the others are given adapters, and there is none
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
     limits = config.prompts
     check.check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
-    used = _uses(config)
+    used = uses_of(config)
     tokenizer = load_tokenizer(config.model)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
     held_out = None
@@ -392,7 +348,7 @@ def closing(plan: SftPlan, folder: Path) -> None:
 
 WORK = Work(
     make_plan=make_plan,
-    check=check_config,
+    check=lambda plain: check_machine(check_config(plain)[0]),
     do=do,
     steps_done=steps_done,
     closing=closing,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlft import catalog
-from rlft.config import build
+from rlft import catalog, check
+from rlft.checks.train import check_config
 from rlft.engine import Engines
-from rlft.plan import Plan, check_components, make_plan
+from rlft.plan import Plan, make_plan
 from rlft.roots import Verb
 from rlft.run.extent import steps_done
 from rlft.session import open_session
@@ -53,7 +53,7 @@ def next_commands(folder: Path, config: dict[str, Any]) -> list[tuple[str, str]]
 
 WORK = Work(
     make_plan=make_plan,
-    check=lambda plain: check_components(build(plain)),
+    check=lambda plain: check.check_machine(check_config(plain)[0].model),
     do=do,
     steps_done=steps_done,
     closing=closing,

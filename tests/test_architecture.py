@@ -137,7 +137,7 @@ def test_ops_and_algorithms_are_pure_functions_of_tensors() -> None:
 LIGHT = [
     module
     for module in MODULES
-    if module.parts[0] in ("data", "reward", *GROUND, "prompts", "arguments", "config", "cli")
+    if module.parts[0] in ("data", "reward", "checks", *GROUND, "prompts", "arguments", "config", "cli")
     and module != Path("collate")
 ]
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from rlft.checks.device_memory import read_bytes
 from rlft.config import compose
 from rlft.demand import demand_of, sizes_of
-from rlft.fitting import largest_budget, read_bytes, ways
+from rlft.fitting import largest_budget, ways
 from rlft.footprint import parts, peak
 from rlft.plan import make_plan
 from rlft.types import UserError

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlft
 from rlft import cli, plan_verb
-from rlft.fitting import read_bytes
+from rlft.checks.device_memory import read_bytes
 
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
 TASK = ("generation=transformers", "data.size=200", "data.held_out_size=40", "model.device=cpu")

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from rlft import catalog, rm, sft
+from rlft.checks.train import check_components
 from rlft.config import build, build_rm, build_sft, compose
-from rlft.plan import check_components
 from rlft.roots import Verb
 
 RECIPES = catalog.choices("recipe")

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -752,3 +753,80 @@ def test_what_is_hardly_ever_meant_is_said_and_goes_on(typed: str, fragment: str
 
 def test_a_penalty_on_the_old_policy_is_at_work_with_several_updates(workplace: Path) -> None:
     assert make_plan(compose(["algorithm=ppo_penalty", "critic.kind=adapter", "minibatches=2"])).warnings == ()
+
+
+# -- before torch is imported ------------------------------------------------------------------------------------------
+HEAVY = ("torch", "transformers", "datasets", "vllm", "peft", "accelerate")
+WITHOUT_LIBRARIES = f"""
+import importlib.machinery, json, shlex, sys
+
+class Imported(BaseException):
+    pass
+
+class Loader:
+    def create_module(self, spec):
+        raise Imported(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, Loader()) if name in {HEAVY} else None
+
+sys.meta_path.insert(0, Finder())
+from contextlib import redirect_stderr
+from io import StringIO
+from rlft import cli
+lines = []
+for typed in json.loads(sys.stdin.read()):
+    with redirect_stderr(StringIO()) as told:
+        try:
+            code = cli.run(shlex.split(typed))
+        except Imported as wanted:
+            code = f"imports {{wanted}}"
+    lines.append([typed, code, told.getvalue()])
+assert not set({HEAVY}) & sys.modules.keys()
+print(json.dumps(lines))
+"""
+
+
+# Rows that nothing but a library can refuse, by what it has to read: a part of what is typed, or of the refusal.
+READ_BY_LIBRARIES = (
+    # the model's config.json and tokenizer
+    "context of 512 tokens", "of 512 tokens, got 1024", "the model cannot be read", "no linear layer of that name",
+    "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
+    # what is in the data, in tokens
+    "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",
+    "holds no data", "is not JSON", "there is no field", "is no ch", "another tokenizer", "to train on", "exceed pro", "without a margin",
+    "gives the replay none", "distinct train problems", "scores prompts of", "changed since the run began",
+    # tensors, and the base that an adapter was made for
+    "made for base", "this base", "its tensor", "its head has", "it lacks the tensor", "it has the tensor",
+    "cannot be read", "policy,wider", "critic,critic_wider",
+    # devices
+    "no CUDA device", "need a CUDA device", "(job 1: model.device=cuda)", "cannot be written",
+)  # fmt: skip
+
+
+def test_what_the_config_alone_can_tell_is_refused_before_a_library_is_imported(templates: Path) -> None:
+    rows = {row[0]: row for row in TABLE if len(row) == 3}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARIES],
+        cwd=templates,
+        input=json.dumps(list(rows)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    late = []
+    for typed, code, told in json.loads(done.stdout):
+        _, key, fragment = rows[typed]
+        if code == 2:
+            line = told.replace(f"{templates}/", "")
+            assert line.startswith(f"rlft: {key}: "), typed
+            assert fragment in line, typed
+        elif not any(part in f"{typed} {fragment}" for part in READ_BY_LIBRARIES):
+            late.append(f"{typed}: {code}")
+    assert not late, "a library is imported for what the config says, or READ_BY_LIBRARIES lacks a part of these"

@@ -15,7 +15,8 @@ from rlft import cli, runfolder, sampling_verb
 from rlft.config import build_sample, compose
 from rlft.place import Place
 from rlft.roots import SampleConfig, Verb
-from rlft.sampling_verb import kept, like_run
+from rlft.run.like import like_run
+from rlft.sampling_verb import kept
 from rlft.types import UserError
 
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import RatioObjective, there
 from rlft.fields import NonNegativeFloat
 from rlft.ops.advantage import Std, group_is_equal, group_zscore, process_advantages, steps_are_equal
+from rlft.ops.lazy import no_grad
 from rlft.ops.mask import keep
 from rlft.types import Batch, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Supervision(StrEnum):
@@ -70,7 +72,7 @@ class GRPO(RatioObjective):
                 steps_B = steps_are_equal(token_rewards, step_ends & batch.loss_mask, batch.group_ids)
                 return steps_B & group_is_equal(batch.rewards, batch.group_ids)
 
-    @torch.no_grad()
+    @no_grad
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages `[B, T]`, 0 outside the completions.
 

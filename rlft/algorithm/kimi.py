@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
 from rlft.fields import NonNegativeFloat
 from rlft.ops.advantage import Std, group_is_equal, group_mean, group_zscore
+from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep
 from rlft.ops.mismatch import Mismatch
 from rlft.ops.surrogate import Surrogate, mirror_descent
 from rlft.types import Batch, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Baseline(StrEnum):
@@ -68,7 +70,7 @@ class Kimi(Objective):
             return super().inert(batch)
         return group_is_equal(self.completion_scores(batch), batch.group_ids)
 
-    @torch.no_grad()
+    @no_grad
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages R_i - b on each completion token, 0 elsewhere; exactly 0 in an equal group."""
         scores_B, ids, mask = self.completion_scores(batch), batch.group_ids, batch.loss_mask

@@ -11,21 +11,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Self
 
 from rlft.fields import NonNegativeFloat, PositiveFloat, PositiveFraction
 from rlft.ops.advantage import place_at_last_token
 from rlft.ops.aggregate import Aggregate, aggregate
 from rlft.ops.controller import KLController, next_coefficient
 from rlft.ops.kl import KLEstimator, KLPlace, k3, kl
+from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep, max_abs, row_sum
 from rlft.ops.mismatch import Correction, Mismatch, mismatch_correction
 from rlft.ops.ratio import RatioLevel, ratio
 from rlft.ops.surrogate import Surrogate, SurrogateKind, cispo, clipped_surrogate, importance, policy_gradient
 from rlft.types import Batch, Loss, LossScale, Outputs, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SMALLEST_COEF, LARGEST_COEF = 1e-12, 1e12
 """Between these a controller moves the KL coefficient: one that has become 0 or inf could never come back."""
@@ -248,7 +249,7 @@ class Objective(ABC):
                 reference = there(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0").detach()
                 return kl(logprobs, keep(reference, batch.loss_mask), old, self._kl_estimator)
 
-    @torch.no_grad()
+    @no_grad
     def _diagnostics(
         self,
         outputs: Outputs,

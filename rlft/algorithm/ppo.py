@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import RatioObjective, there
 from rlft.fields import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.ops.advantage import gae, n_step, whiten
 from rlft.ops.aggregate import Aggregate, aggregate
+from rlft.ops.lazy import no_grad
 from rlft.ops.likelihood import negative_log_likelihood
 from rlft.ops.mask import keep
 from rlft.ops.value import value_loss
 from rlft.types import Batch, Loss, LossScale, Outputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class AdvantageEstimator(StrEnum):
@@ -56,7 +58,7 @@ class PPO(RatioObjective):
         """Whether pretraining text is mixed in, by `text_loss`."""
         return self.ptx_coef > 0
 
-    @torch.no_grad()
+    @no_grad
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages and returns `[B, T]`, 0 outside the completions.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, Self
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, Self
 
 from rlft.types import Batch, Loss, LossScale, Outputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Algorithm(Protocol):

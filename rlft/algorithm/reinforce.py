@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import RatioObjective
 from rlft.fields import Fraction
 from rlft.ops.advantage import Std, group_zscore, leave_one_out, reward_to_go, whiten
+from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep, row_sum
 from rlft.types import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Baseline(StrEnum):
@@ -52,7 +54,7 @@ class Reinforce(RatioObjective):
         assert advantages is not None, "credit makes them"
         return (advantages == 0).all(-1)
 
-    @torch.no_grad()
+    @no_grad
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages `[B, T]`: G_t - b, whitened over the batch if asked; 0 outside the completions.
 

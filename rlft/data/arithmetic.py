@@ -40,7 +40,7 @@ class Arithmetic:
     seed: NonNegativeInt
 
     def load(self, split: Split) -> list[Prompt]:
-        self._check()
+        self.check()
         wanted = self.size if split is Split.train else self.held_out_size
         prompts: dict[str, Prompt] = {}
         for draws, (a, operation, b) in enumerate(self._problems(split), 1):
@@ -76,7 +76,8 @@ class Arithmetic:
                 a, b = b, a
             yield a, operation, b
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Refuses keys that no problem fits. Raises UserError."""
         if not 1 <= self.difficulty <= 9:
             raise UserError(
                 "data.difficulty", "must be 1 to 9 digits", got=self.difficulty, remedy="try data.difficulty=2"

@@ -39,6 +39,10 @@ class HubSet:
     held_out_split: str | None
     held_out_fraction: PositiveFraction
 
+    def check(self) -> None:
+        """A local file or folder that is named is there; a hub id is not looked up. Raises UserError."""
+        local_path(self.path, f"{self.section}.path")
+
     def read(self, split: Split, parse: Parse[Made]) -> list[Row[Made]]:
         """The split's rows, in the order of the set. Raises UserError."""
         key = f"{self.section}.path"

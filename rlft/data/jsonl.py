@@ -35,6 +35,12 @@ class JsonlFiles:
     held_out_path: str | None
     held_out_fraction: PositiveFraction
 
+    def check(self) -> None:
+        """The files that are named are there. Raises UserError."""
+        existing_file(self.path, f"{self.section}.path")
+        if self.held_out_path is not None:
+            existing_file(self.held_out_path, f"{self.section}.held_out_path")
+
     def read(self, split: Split, parse: Parse[Made]) -> list[Row[Made]]:
         """The split's rows in file order. Raises UserError naming `file:line` for the first bad line."""
         key, held_out_key = f"{self.section}.path", f"{self.section}.held_out_path"

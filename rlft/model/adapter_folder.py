@@ -14,20 +14,31 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor
 
 from rlft.types import UserError
 
+if TYPE_CHECKING:
+    from torch import Tensor  # not at run time: what the files lack is said before torch could be imported
+
 CONFIG, WEIGHTS, HEAD, RECORD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"
+
+POLICY, OLD, REFERENCE, SAMPLER = "policy", "old", "reference", "sampler"
+"""Names of roles, as rlft.json records them; critics and rewards have their own."""
 
 WORDS = {WEIGHTS: "the adapter", HEAD: "the scalar head"}
 
 Shapes = dict[str, tuple[int, ...]]
 """{tensor's name: its shape}."""
+
+
+def load_file(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
+    from safetensors import torch
+
+    return torch.load_file(file)
 
 
 def load_adapter(path: str | Path, key: str) -> dict[str, Tensor]:
@@ -64,6 +75,11 @@ def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
         problem = f"holds an adapter of the kind {fields['peft_type']}"
         raise UserError(key, problem, got=path, remedy="point it at a LoRA adapter")
     return fields
+
+
+def is_adapter(path: str | None) -> bool:
+    """Whether a learned reward is an adapter on the base (None: a fresh one) and not a network of its own."""
+    return path is None or (Path(path).expanduser() / CONFIG).is_file()
 
 
 def has_head(path: str | Path) -> bool:

@@ -14,32 +14,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import rlft
 from rlft.hub import hub_answers
 from rlft.model import attention, decoder_layer, fused, rotary
 from rlft.model.activations import set_checkpointing
-from rlft.model.config import ModelConfig
+from rlft.model.config import DTYPES, ModelConfig
+from rlft.model.paths import check_local, resolve_path
 from rlft.types import UserError
-
-EMBEDDED = "embedded:"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def resolve_path(path: str) -> str:
-    """A folder or hub id that transformers understands: `embedded:<name>` is a model that ships with rlft."""
-    if not path.startswith(EMBEDDED):
-        return str(Path(path).expanduser()) if looks_local(path) else path
-    folder = Path(rlft.__file__).parent / "assets" / path.removeprefix(EMBEDDED)
-    if not (folder / "config.json").is_file():
-        known = ", ".join(EMBEDDED + f.parent.name for f in sorted(folder.parent.glob("*/config.json")))
-        raise UserError(
-            "model.path", "there is no such embedded model", got=path, remedy=f"use {known}, a folder or a hub id"
-        )
-    return str(folder)
-
-
-def looks_local(path: str) -> bool:
-    return path.startswith(("/", ".", "~")) or Path(path).exists()
 
 
 def resolve_device(device: str) -> torch.device:
@@ -72,7 +52,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
         raise UserError("model.dtype", "is not a known dtype", got=dtype, remedy=f"use auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    return getattr(torch, dtype)
 
 
 def source(config: ModelConfig) -> dict[str, Any]:
@@ -91,14 +71,7 @@ def source(config: ModelConfig) -> dict[str, Any]:
 
 def read_config(config: ModelConfig) -> Any:
     """The model's config.json as a transformers config; cheap, no weights. An unreachable model is a UserError."""
-    path = resolve_path(config.path)
-    if looks_local(config.path) and not (Path(path) / "config.json").is_file():
-        raise UserError(
-            "model.path",
-            "there is no config.json in that folder",
-            got=config.path,
-            remedy="point it at a Hugging Face model folder",
-        )
+    check_local(config.path)
     try:
         return AutoConfig.from_pretrained(**source(config))
     except (OSError, ValueError) as error:

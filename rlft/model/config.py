@@ -9,6 +9,12 @@ from typing import Literal
 
 from rlft.fields import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""What model.dtype may be beside auto."""
+
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+"""What model.device may begin with; torch says which of them there are."""
+
 
 class Old(StrEnum):
     auto = "auto"

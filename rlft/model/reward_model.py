@@ -23,8 +23,9 @@ from transformers import (
 
 from rlft.collate import select
 from rlft.hub import hub_answers
-from rlft.model.adapter_folder import CONFIG
-from rlft.model.backbone import looks_local, resolve_dtype
+from rlft.model.adapter_folder import is_adapter
+from rlft.model.backbone import resolve_dtype
+from rlft.model.paths import looks_local
 from rlft.model.roles import Roles
 from rlft.types import Batch, Completion, Group, Prompt, UserError
 
@@ -41,11 +42,6 @@ ENDING = 0
 def reward_role(name: str) -> str:
     """The adapter's role for the learned reward of this name."""
     return f"reward_{name}"
-
-
-def is_adapter(path: str | None) -> bool:
-    """Whether a learned reward is an adapter on the base (None: a fresh one) and not a network of its own."""
-    return path is None or (Path(path).expanduser() / CONFIG).is_file()
 
 
 def open_learned(

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from rlft.collate import select, to_device
 from rlft.model import lora_linear
 from rlft.model.activations import peft_reads_the_old_name
-from rlft.model.adapter_folder import load_adapter, load_head, read_record
+from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, SAMPLER, load_adapter, load_head, read_record
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
@@ -32,8 +32,6 @@ from rlft.model.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.scalar_head import ScalarHead
 from rlft.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
-
-POLICY, OLD, REFERENCE, SAMPLER = "policy", "old", "reference", "sampler"
 
 Part = tuple[Tensor, Batch, PackedRows | None]
 """A micro-batch: its rows in the batch, those rows, and their packed form."""

@@ -8,11 +8,13 @@ what is still to come before token t is drawn. A row's masked tokens follow upon
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from rlft.ops.lazy import torch
 from rlft.ops.mask import keep, row_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Std(StrEnum):

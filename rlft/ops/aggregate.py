@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlft.ops.mask import row_mean, row_sum
 from rlft.types import LossScale
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Aggregate(StrEnum):

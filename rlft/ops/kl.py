@@ -13,10 +13,12 @@ A loss *adds* beta * KL (the objective subtracts it). Source: J. Schulman, "Appr
 from __future__ import annotations
 
 from enum import StrEnum
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlft.ops.ratio import LOG_RATIO_LIMIT, token_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class KLEstimator(StrEnum):

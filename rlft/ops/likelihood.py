@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlft.ops.mask import row_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def negative_log_likelihood(logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from rlft.ops.lazy import no_grad, torch
 from rlft.ops.ratio import sequence_ratio, token_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Mismatch(StrEnum):
@@ -33,7 +35,7 @@ class Correction:
     capped: Tensor
 
 
-@torch.no_grad()
+@no_grad
 def mismatch_correction(
     old_logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, mode: Mismatch, *, low: float, high: float
 ) -> Correction:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from rlft.ops.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
@@ -18,7 +20,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
     """
     assert chosen.shape == rejected.shape, (chosen.shape, rejected.shape)
     differences = chosen - rejected if margin is None else chosen - rejected - margin
-    return -logsigmoid(differences).sum() / max(len(chosen), 1)
+    return -torch.nn.functional.logsigmoid(differences).sum() / max(len(chosen), 1)
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlft.ops.mask import row_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 nats before exp: e^20 = 4.9e8 still squares in float32, and no gradient is inf."""

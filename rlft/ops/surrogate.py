@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from rlft.ops.lazy import torch
 from rlft.ops.mask import keep, row_mean, row_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SurrogateKind(StrEnum):

@@ -1,0 +1,53 @@
+"""What of an `rlft rm` config is wrong by itself; needs neither torch nor the model nor the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlft import check
+from rlft.check_adapters import Use, Wanted, check_folders
+from rlft.checks.files import check_data
+from rlft.config import build_rm
+from rlft.model.adapter_folder import has_head
+from rlft.roots import RmConfig
+from rlft.targets import instantiate
+from rlft.types import Logger, UserError
+
+
+def check_config(plain: Mapping[str, Any]) -> tuple[RmConfig, tuple[Logger, ...]]:
+    """The typed config and its loggers, after every rule that needs neither libraries nor the contents of files.
+
+    Raises:
+        UserError: with the key, what is wrong and what to do.
+    """
+    config = build_rm(plain)
+    check.check_name(config.name)
+    check.check_model(config.model)
+    longest = config.prompts.max_tokens + config.max_completion_tokens + 1
+    check.check_budget(config.token_budget, longest, "prompts.max_tokens, max_completion_tokens and an ending")
+    check_folders(uses_of(config), config.lora)
+    check_data(config.preferences, "preferences")
+    if config.replay.path is not None:
+        try:
+            check_data(replayed(config), "preferences")
+        except UserError as error:
+            raise UserError("replay.path", error.problem, got=error.got, remedy=error.remedy) from None
+    return config, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
+
+
+def uses_of(config: RmConfig) -> list[Use]:
+    """The adapter folder that the run begins with, if it names one."""
+    path = config.lora.path
+    if path is None:
+        return []
+    return [Use(key="lora.path", path=path, wanted=Wanted.scalar if has_head(path) else Wanted.any)]
+
+
+def replayed(config: RmConfig) -> Mapping[str, Any]:
+    """The section that reads the earlier rounds' preferences.
+
+    Their held-out rankings stay held out: those files have their own splits by the same hash.
+    """
+    own = {key: None for key in ("held_out_path", "held_out_split") if key in config.preferences}
+    return {**config.preferences, "path": config.replay.path, **own}

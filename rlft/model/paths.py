@@ -1,0 +1,46 @@
+"""What model.path stands for: a folder, a hub id, or a model that ships with rlft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rlft
+from rlft.types import UserError
+
+EMBEDDED = "embedded:"
+
+
+def resolve_path(path: str) -> str:
+    """A folder or hub id that transformers understands: `embedded:<name>` is a model that ships with rlft."""
+    if not path.startswith(EMBEDDED):
+        return str(Path(path).expanduser()) if looks_local(path) else path
+    folder = Path(rlft.__file__).parent / "assets" / path.removeprefix(EMBEDDED)
+    if not (folder / "config.json").is_file():
+        known = ", ".join(EMBEDDED + f.parent.name for f in sorted(folder.parent.glob("*/config.json")))
+        raise UserError(
+            "model.path", "there is no such embedded model", got=path, remedy=f"use {known}, a folder or a hub id"
+        )
+    return str(folder)
+
+
+def looks_local(path: str) -> bool:
+    """Whether the path is a folder here, or written like one, and not a hub id."""
+    return path.startswith(("/", ".", "~")) or Path(path).exists()
+
+
+def check_local(path: str) -> None:
+    """A local path is a model's folder; a hub id is not looked up.
+
+    Raises:
+        UserError: model.path is empty, names no embedded model, or a folder without config.json.
+    """
+    if not path:
+        raise UserError("model.path", "is empty", remedy="give a model folder, a hub id or embedded:tiny-arithmetic")
+    folder = Path(resolve_path(path))
+    if looks_local(path) and not (folder / "config.json").is_file():
+        raise UserError(
+            "model.path",
+            "there is no config.json in that folder",
+            got=path,
+            remedy="point it at a Hugging Face model folder",
+        )
