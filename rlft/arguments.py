@@ -19,6 +19,7 @@ ASKING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--reso
 SWEEPING = ("-m", "--multirun")
 CONFIG_DIR = ("--config-dir", "-cd")
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", *CONFIG_DIR)
+OF_PRINTING = ("--resolve", "--package", "-p")
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
 OURS = (
     "hydra.mode",
@@ -80,6 +81,8 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
         name, equals, value = word.partition("=")
         if name not in (*ASKING, *SWEEPING, *CONFIG_DIR):
             raise _unknown_option(name, value if equals else _next_word(todo), verb)
+        if equals and name not in WITH_VALUE:
+            raise UserError(name, "takes no value", got=value or "nothing", remedy=f"write {name}")
         options.append(word)
         if name in WITH_VALUE and not equals:
             if not todo:
@@ -90,8 +93,10 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
             raise UserError(name, "is not one of its choices", got=value, remedy="use job, hydra or all")
         if name in CONFIG_DIR:
             config_dir = _checked_folder(name, value)
-    _check_overrides(overrides, verb)
+    _check_overrides(overrides, verb, config_dir)
     names = [option.partition("=")[0] for option in options]
+    for name in (name for name in names if name in OF_PRINTING and not {"--cfg", "-c"} & {*names}):
+        raise UserError(name, "says how --cfg prints, and there is no --cfg", remedy="write --cfg job with it")
     return Arguments(
         overrides=tuple(overrides),
         options=tuple(options),
@@ -101,7 +106,7 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
     )
 
 
-def _check_overrides(overrides: Sequence[str], verb: str) -> None:
+def _check_overrides(overrides: Sequence[str], verb: str, config_dir: Path | None) -> None:
     seen: dict[str, str] = {}
     for i, override in enumerate(overrides):
         match = OVERRIDE.fullmatch(override)
@@ -112,6 +117,10 @@ def _check_overrides(overrides: Sequence[str], verb: str) -> None:
             raise UserError(
                 key, "its bracket is not closed", got=value, remedy="leave no spaces, or quote it: 'key=[a, b]'"
             )
+        if key == "recipe" and value:
+            _check_recipe_name(value, override, config_dir)
+        if key in catalog.groups(verb) and value.startswith("["):
+            _check_chosen_once(key, value)
         if key == "recipe" and match["sign"] != "+":
             name = value or "<name>"
             raise UserError(
@@ -134,6 +143,34 @@ def _check_overrides(overrides: Sequence[str], verb: str) -> None:
             remedy = f"give it once; to sweep over values use rlft {verb} -m with commas between them"
             raise UserError(key, "is given twice", got=f"{seen[key]} and {override}", remedy=remedy)
         seen[key] = override
+
+
+def _check_recipe_name(value: str, override: str, config_dir: Path | None) -> None:
+    """A recipe is named, not given as a file: of rlft's own by its name, of the user's by --config-dir besides."""
+    file, name = Path(value.strip("'\"")).expanduser(), Path(value.strip("'\"")).name.removesuffix(".yaml")
+    if "," in value or (config_dir is not None and (config_dir / "recipe" / f"{value}.yaml").is_file()):
+        return
+    own = file if file.is_file() else file.with_name(f"{file.name}.yaml")
+    ours = catalog.recipe_folder() / f"{name}.yaml"
+    if own.is_file() and not (ours.is_file() and own.samefile(ours)):
+        where = own.resolve().parent
+        remedy = f"write --config-dir {where.parent} +recipe={name}"
+        if where.name != "recipe":
+            remedy = f"put it into {where}/recipe and write --config-dir {where} +recipe={name}"
+
+        raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
+    if value != name:
+        close = difflib.get_close_matches(name, catalog.choices("recipe"), n=1)
+        remedy = f"write +recipe={close[0]}" if close else "see rlft recipes for the names"
+        raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
+
+
+def _check_chosen_once(group: str, value: str) -> None:
+    """Each choice of a list is another one."""
+    chosen = [name.strip(" '\"") for name in value.strip("[]").split(",")]
+    for name in (name for name in chosen if chosen.count(name) > 1):
+        remedy = f"write {group}=[{','.join(dict.fromkeys(chosen))}]"
+        raise UserError(group, "has a choice twice", got=name, remedy=remedy)
 
 
 def _not_an_override(word: str, following: Sequence[str], verb: str) -> UserError:

@@ -233,11 +233,35 @@ def check_vllm(lora: LoraSettings) -> None:
 
 def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
     """What is allowed and hardly ever meant, as the run says it when it begins."""
-    to_old = config.algorithm.get("kl_to") == "old" and config.algorithm.get("kl_coef", 0) > 0
-    if not to_old or config.updates_per_step > 1:
-        return algorithm.warnings
-    problem = "in the one update of a step the policy still is the old one, and the KL 0"
-    return (*algorithm.warnings, f"algorithm.kl_to: {problem}, got old; use several epochs or minibatches")
+    told = [*algorithm.warnings]
+    if (
+        config.algorithm.get("kl_to") == "old"
+        and config.algorithm.get("kl_coef", 0) > 0
+        and config.updates_per_step == 1
+    ):
+        problem = "in the one update of a step the policy still is the old one, and the KL 0"
+        told.append(f"algorithm.kl_to: {problem}, got old; use several epochs or minibatches")
+    generation = config.generation
+    cut = [("top_p", generation.top_p)] if generation.top_p < 1 else []
+    cut += [("top_k", generation.top_k)] if generation.top_k > 0 else []
+    for key, value in cut:
+        problem = "leaves out unlikely tokens that the trained policy could have sampled, so its gradient is biased"
+        told.append(f"generation.{key}: {problem}, got {value:g}; use generation.top_p=1 generation.top_k=0")
+    return tuple(told)
+
+
+def warnings_of_sizes(config: RunConfig, num_train: int | None, num_held_out: int | None) -> tuple[str, ...]:
+    """Where a run asks for more prompts than there are; a number is None where none of them are sampled."""
+    told = []
+    if num_train is not None and config.prompts_per_step > num_train:
+        problem = f"there are only {num_train} train prompts, so that each step has some of them more than once"
+        told.append(
+            f"prompts_per_step: {problem}, got {config.prompts_per_step}; use at most {num_train}, or more data"
+        )
+    if num_held_out is not None and config.eval.num_prompts > num_held_out:
+        problem = f"there are only {num_held_out} held-out prompts, and an evaluation samples each of them once"
+        told.append(f"eval.num_prompts: {problem}, got {config.eval.num_prompts}; use at most {num_held_out}")
+    return tuple(told)
 
 
 def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
@@ -256,13 +280,21 @@ def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
 def check_row(prompt_tokens: int, completion_tokens: int, key: str, model: PreTrainedConfig) -> None:
     """A prompt and a completion of these lengths fit the model's context; key: of the completion's."""
     context = context_of(model)
-    if context is not None and prompt_tokens + completion_tokens > context:
+    if context is None or prompt_tokens + completion_tokens <= context:
+        return
+    if prompt_tokens >= context:  # no completion fits, however short
         raise UserError(
-            key,
-            f"with prompts.max_tokens={prompt_tokens} it exceeds the model's context of {context} tokens",
-            got=completion_tokens,
-            remedy=f"use at most {max(0, context - prompt_tokens)}, or lower prompts.max_tokens",
+            "prompts.max_tokens",
+            f"leaves a completion nothing of the model's context of {context} tokens",
+            got=prompt_tokens,
+            remedy=f"lower it, for instance to {context // 2}, and {key} to {context - context // 2}",
         )
+    raise UserError(
+        key,
+        f"with prompts.max_tokens={prompt_tokens} it exceeds the model's context of {context} tokens",
+        got=completion_tokens,
+        remedy=f"use at most {context - prompt_tokens}, or lower prompts.max_tokens",
+    )
 
 
 def context_of(model: PreTrainedConfig) -> int | None:
@@ -281,7 +313,7 @@ def check_enough(key: str, wanted: int, needed: int, there: int, of_what: str) -
     """There are as many examples as an update needs; key and wanted: what sets that, as the user wrote it."""
     if there < needed:
         problem = f"there are only {there} {of_what} to train on"
-        raise UserError(key, problem, got=wanted, remedy=f"use at most {there}")
+        raise UserError(key, problem, got=wanted, remedy=f"use at most {there}" if there else "name other data")
 
 
 def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> None:

@@ -30,6 +30,17 @@ REFERRED_TO = ("generation.max_tokens", "scoring.timeout", "token_budget")
 """Keys that the YAML of rewards refers to."""
 
 
+FILES = {
+    "demonstrations.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "completion": "2"}; '
+    "to try it without one: rlft sft +recipe=sft_arithmetic",
+    "preferences.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3"}; '
+    "to try it without one: rlft rm +recipe=rm_arithmetic",
+    "data.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "answer": "2"}; '
+    "data=arithmetic needs none",
+}
+"""What a file that must be named holds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
     """A plain, resolved config, and the folder that hydra.run.dir gives the run."""
@@ -356,6 +367,7 @@ def explain(error: BaseException, verb: Verb = Verb.train) -> UserError | None:
     if isinstance(error, MissingMandatoryValue) and key:
         told = catalog.meaning(key, verb)
         remedy = f"give {key}=<value>" + (f" ({told.comment})" if told and told.comment else "")
+        remedy = f"give {key}=<value>, {FILES[key]}" if key in FILES else remedy
         return UserError(key, "has no value yet", remedy=remedy)
     if isinstance(error, InterpolationKeyError):
         absent = match[1] if (match := re.search(r"'([^']+)' not found", text)) else "?"

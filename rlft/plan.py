@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlft import check
 from rlft.algorithm.protocol import Algorithm
 from rlft.check_adapters import check_adapters, check_classifiers, uses
+from rlft.checks.servers import check_servers
 from rlft.checks.train import check_config
 from rlft.data.text import load_texts
 from rlft.generation.stops import check_stops
@@ -85,6 +86,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, config.prompts.style)
     check.check_metadata(rewards, train_prompts.prompts[0])
     said_of_data = examined(rewards, [*train_prompts.prompts, *(held_out.prompts if held_out else ())])
+    check_servers(rewards, train_prompts.prompts[0])
     check.check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)
     return Plan(
@@ -104,7 +106,16 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
             **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
         },
         pretrain_text=pretrain_text,
-        warnings=(*check.warnings(config, algorithm), *notes(rewards), *said_of_data),
+        warnings=(
+            *(check.warnings(config, algorithm) if trains else ()),
+            *check.warnings_of_sizes(
+                config,
+                len(train_prompts.prompts) if trains else None,
+                None if held_out is None else len(held_out.prompts),
+            ),
+            *notes(rewards),
+            *said_of_data,
+        ),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from rlft import check, run_status, runfolder
 from rlft.check_adapters import check_adapters, check_classifiers
 from rlft.checks.sample import check_config, lora_of, uses_of
+from rlft.checks.servers import check_servers
 from rlft.data.sampled import sampled_line
 from rlft.engine import Engines
 from rlft.generation.stops import check_stops
@@ -111,6 +112,7 @@ def make_plan(plain: Mapping[str, Any]) -> SamplePlan:
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style)
     check.check_metadata(rewards, prompts.prompts[0])
     said_of_data = examined(rewards, prompts.prompts)
+    check_servers(rewards, prompts.prompts[0])
     return SamplePlan(
         config=config,
         plain=plain,

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from rlft import check
 from rlft.check_adapters import check_adapters, check_classifiers, uses_of_rewards
+from rlft.checks.servers import check_servers
 from rlft.checks.sft import check_config, check_trainable, uses_of
 from rlft.collate import collate, select
 from rlft.decodings import of_evaluation, rehearse_decoding
@@ -104,6 +105,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
         prompts = instantiate(config.data, "data").load(Split.held_out)
         held_out = scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, Split.held_out, limits.style)
         check.check_metadata(rewards, held_out.prompts[0])
+        check_servers(rewards, held_out.prompts[0])
     if config.lora is not None:
         if config.generation.engine == "vllm":
             check.check_vllm(config.lora)

@@ -58,7 +58,7 @@ class Arithmetic:
             key,
             f"there are not that many distinct {split} problems of difficulty {self.difficulty}",
             got=wanted,
-            remedy=f"use at most {len(prompts)}, or a higher data.difficulty",
+            remedy=f"use {f'at most {len(prompts)}, or ' if prompts else ''}a higher data.difficulty",
         )
 
     @property

@@ -61,7 +61,8 @@ class ServerKeys:
         for requests, retries and pauses included. retries: further attempts where the server cannot be reached, says
         408, 429 or 5xx, is too slow, or answers what it should not. backoff: seconds before the first further attempt,
         doubled for each one after it, and shortened by up to a half at random; a server's Retry-After goes before it.
-    concurrency: requests under way at once, in each worker.
+    concurrency: requests under way at once, in each worker. try_first: whether the server is asked once before the run
+        loads its model.
     """
 
     url: str
@@ -72,6 +73,7 @@ class ServerKeys:
     retries: NonNegativeInt
     backoff: NonNegativeFloat
     concurrency: PositiveInt
+    try_first: bool = True  # with a default, since configs of older runs lack it
 
     def __post_init__(self) -> None:
         check_url(self.url)
