@@ -829,13 +829,13 @@ print(json.dumps(lines))
 READ_BY_LIBRARIES = (
     # the model's config.json and tokenizer
     "context of 512 tokens", "of 512 tokens, got 1024", "the model cannot be read", "no linear layer of that name",
-    "use all-linear, or a list of", "and generation.max_tokens to 256",
-    "generation.stop=[272]", "<|im_start|>", "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
+    "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
+    "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",
     "holds no data", "is not JSON", "there is no field", "is no ch", "another tokenizer", "to train on", "exceed pro",
-    "without a margin",
-    "gives the replay none", "distinct train problems", "scores prompts of", "changed since the run began",
+    "without a margin", "gives the replay none", "distinct train problems", "scores prompts of",
+    "changed since the run began",
     # tensors, and the base that an adapter was made for
     "made for base", "this base", "its tensor", "its head has", "it lacks the tensor", "it has the tensor",
     "cannot be read", "policy,wider", "critic,critic_wider", "vLLM serves none",
