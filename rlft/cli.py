@@ -387,13 +387,14 @@ def chat(arguments: list[str]) -> int:
 def export(arguments: list[str]) -> int:
     """`rlft export run=<run or checkpoint> out=<folder>`."""
     from rlft import export_verb
+    from rlft.export import push
     from rlft.launch import import_libraries
     from rlft.work import say
 
     if arguments and arguments[0] in ("-h", "--help"):
         print(export_verb.USAGE)
         return 0
-    asked, where, changes = _of_a_run(arguments, export_verb.WORDS)
+    asked, where, changes = _of_a_run(arguments, [*export_verb.WORDS, *export_verb.PUSH_WORDS])
     if where is None:
         problem = "is missing: there is nothing to export"
         raise UserError("run", problem, remedy="write run=runs/<name>/<time>")
@@ -401,9 +402,13 @@ def export(arguments: list[str]) -> int:
         raise UserError(key, "changes nothing of what was trained", remedy="leave it out")
     config = configs.changed(where.config, changes, asked.config_dir, Verb(where.config.get("verb", Verb.train)))
     out, kind, dtype = (asked.value(word) for word in export_verb.WORDS)
+    target = push.read_target(*(asked.value(word) for word in export_verb.PUSH_WORDS))
     request = export_verb.prepare(replace(where, config=config), out, kind, dtype, say)
+    pushing = None
+    if target is not None:
+        request, pushing = replace(request, repo_id=target.repo_id), push.prepare_push(target)
     import_libraries()
-    print(f"exported to {export_verb.export(request, say)}")
+    export_verb.run(request, pushing, say)
     return 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft import interrupt, runfolder
+from rlft.export import gguf
 from rlft.place import Holds, Place, check_base, find_checkpoint, what_it_holds
 from rlft.trainer.checkpoint import set_usual_mode
 from rlft.types import UserError
@@ -25,22 +26,34 @@ from rlft.types import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rlft.export.push import Push
     from rlft.model.config import ModelConfig
 
 USAGE = """\
 usage: rlft export run=<run or checkpoint folder> out=<new folder> [as=model|adapter] [dtype=<dtype>]
+                   [push=<user>/<name>] [private=true|false]
 
 as=model     the adapter merged into a copy of its base, for transformers and vLLM (default)
 as=adapter   the adapter and the tokenizer, for PEFT and vLLM's LoRA; a reward model's adapter with its head, for
              reward.learned.path
 dtype=auto   of the model's weights: auto (the base's own), float32, bfloat16 or float16
+push=<id>    uploads the folder as a model repository of the Hugging Face hub, with the token of `hf auth login`
+private=true who may see a new repository: you and your organisation (true) or everybody (false)
 
+A token that the hub refuses is a mistake (exit code 2), found before anything is computed. Offline, or without a
+token, the folder is exported and not pushed: one line says what would be uploaded and by which command, and the exit
+code is 1.
 If the base has moved since, model.path=<folder> says where it is.
+For llama.cpp, the command that converts the folder into a GGUF file is printed at the end.
   rlft export run=runs/grpo_arithmetic/<time> out=exports/mine
-  rlft export run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 out=exports/mine_adapter as=adapter"""
+  rlft export run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 out=exports/mine_adapter as=adapter
+  rlft export run=runs/grpo_arithmetic/<time> out=exports/mine push=me/mine"""
 
 WORDS = ("out", "as", "dtype")
-"""The verb's own words, in the order in which `prepare` takes them; the rest are keys of the run's config."""
+"""Words of the verb, in the order in which `prepare` takes them."""
+PUSH_WORDS = ("push", "private")
+"""Words of the verb, in the order in which `push.read_target` takes them; the rest are keys of the run's config."""
+GGUF = "gguf"
 AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
 TEXT = "What is 17 + 25? The answer is 42, because 17 + 25 = 42."
@@ -60,7 +73,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What is asked, found possible as far as files tell. checkpoint: its folder, which is whole. dtype: of DTYPES."""
+    """What is asked, found possible as far as files tell. checkpoint: its folder, which is whole. dtype: of DTYPES.
+
+    repo_id: of the hub, where the folder is to be pushed, so that its card names it so.
+    """
 
     place: Place
     checkpoint: Path
@@ -68,12 +84,16 @@ class Export:
     kind: Kind
     dtype: str
     out: Path
+    repo_id: str | None = None
 
 
 def prepare(place: Place, out: str | None, kind: str | None, dtype: str | None, say: Callable[[str], None]) -> Export:
     """The export that these words ask for (None: not given), or a refusal; imports no torch and writes nothing."""
     if not out:
         raise UserError("out", "is missing" if out is None else "is empty", remedy="write out=<new folder>")
+    if kind == GGUF:
+        remedy = f"use as=model, then `{gguf.model_command(str(Path(out).expanduser()))}`"
+        raise UserError("as", "is written by llama.cpp's converter, not by rlft", got=kind, remedy=remedy)
     if kind is not None and kind not in set(Kind):
         raise UserError(
             "as", "is not a form that rlft writes", got=kind or "nothing", remedy=f"use {' or '.join(Kind)}"
@@ -131,11 +151,36 @@ def export(asked: Export, say: Callable[[str], None]) -> Path:
             asked.holds,
             is_model=asked.kind is Kind.model,
             name=asked.out.name,
+            repo_id=asked.repo_id,
             has_template=bool(tokenizer.chat_template) and style != "raw",
             dtype=str(read_config(config).dtype).removeprefix("torch.") if asked.dtype == AUTO else asked.dtype,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
     return asked.out
+
+
+def run(asked: Export, pushing: Push | None, say: Callable[[str], None]) -> None:
+    """Writes the folder, says what can be done with it, and pushes it where that was asked for.
+
+    Raises:
+        PushError: the folder was written and not pushed.
+    """
+    from rlft.export.push import push
+
+    print(f"exported to {export(asked, say)}", flush=True)
+    if asked.holds is not Holds.reward:
+        adapter = adapter_config(asked.out) if asked.kind is Kind.adapter else None
+        print(gguf.instructions(asked.out, adapter), flush=True)
+        if pushing is not None and adapter and Path(adapter["base_model_name_or_path"]).is_dir():
+            say(f"its base is {adapter['base_model_name_or_path']} on this machine, which others will not find")
+    if pushing is not None:
+        print(f"pushed to {push(pushing, asked.out, say)}")
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    from rlft.model.adapter_folder import CONFIG
+
+    return json.loads((folder / CONFIG).read_text())
 
 
 # -- an adapter --------------------------------------------------------------------------------------------------------

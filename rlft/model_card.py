@@ -15,6 +15,7 @@ import yaml
 
 from rlft import runfolder
 from rlft.data.records import PLACEHOLDER, chat
+from rlft.export.gguf import card_section
 from rlft.generation.vllm import engine_rank
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
@@ -33,18 +34,27 @@ Config = Mapping[str, Any]
 
 
 def model_card(
-    place: Place, folder: Path, holds: Holds, *, is_model: bool, name: str, has_template: bool, dtype: str
+    place: Place,
+    folder: Path,
+    holds: Holds,
+    *,
+    is_model: bool,
+    name: str,
+    repo_id: str | None = None,
+    has_template: bool,
+    dtype: str,
 ) -> str:
     """The card, in Markdown.
 
-    folder: the checkpoint's. is_model: not the adapter alone. name: of the exported folder. has_template: whether the
-    tokenizer's chat template is used. dtype: of the model's weights.
+    folder: the checkpoint's. is_model: not the adapter alone. name: of the exported folder. repo_id: of the hub, where
+    it is pushed. has_template: whether the tokenizer's chat template is used. dtype: of the model's weights.
     """
     config = place.config
     step = json.loads((folder / checkpoint.STATE).read_text())["step"]
     origin = runfolder.read(place.run, "run").get(runfolder.ORIGIN, {})
     evaluations = [line for line in read_lines(place.run / EVALUATIONS) if line["step"] <= step]
     adapter = {} if holds is Holds.weights else json.loads((folder / holds / CONFIG).read_text())
+    base_id = config["model"]["path"] if is_hub_id(config["model"]["path"]) else None
     what = "reward model" if holds is Holds.reward else "model" if is_model else "adapter"
     parts = [
         front_matter(config, holds, is_model),
@@ -52,7 +62,8 @@ def model_card(
         f"A {what}, trained with rlft for {step} steps.",
         table(("", ""), [*facts(config), ("Trained with", ", ".join(f"{k} {v}" for k, v in origin.items()))]),
         results(evaluations, config),
-        usage(config, adapter, holds, is_model, name, has_template, dtype),
+        usage(config, adapter, holds, is_model, repo_id or name, has_template, dtype),
+        *([] if holds is Holds.reward else [card_section(name, None if is_model else adapter, base_id)]),
         "## Licence\n\nNot recorded in the run: whoever publishes this chooses it, as base and data allow.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -355,6 +355,13 @@ TABLE = [
     (f"train {SMALL} {LEARNED} reward.learned.path=policy", "reward.learned.path", "there is no head.safetensors in t"),
     (f"train {SMALL} lora.path=torn", "lora.path", "the adapter cannot be read"),
     (f"train {SMALL} lora.path=torn_config", "lora.path", "adapter_config.json cannot be read"),
+    # Exports that are pushed or converted
+    ("export run=run out=new push=mine", "push", "names no user or organisation, got mine; write push=<user>/<name>"),
+    ("export run=run out=new push=a/b/c", "push", "is no id of a repository on the Hugging Face hub"),
+    ("export run=run out=new push=", "push", "is no id of a repository on the Hugging Face hub"),
+    ("export run=run out=new push=me/mine private=maybe", "private", "must be true or false, got maybe"),
+    ("export run=run out=new private=true", "private", "nothing is pushed, got true; add push=<user>/<name>"),
+    ("export run=run out=new as=gguf", "as", "use as=model, then `python llama.cpp/convert_hf_to_gguf.py new --outf"),
     # Sampling that the trainer's log-probs are not of, and stops that never come
     ("train generation.min_p=0.1", "generation.min_p", "leaves out tokens that the trainer's log-probs count"),
     ("train generation.min_p=1", "generation.min_p", "must be less than 1"),

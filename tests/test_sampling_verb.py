@@ -256,3 +256,15 @@ def test_the_page_at_the_end_says_what_is_where_and_what_to_do_with_it(
     assert "run/samples.jsonl" in shown
     assert "sft demonstrations.path=run/samples.jsonl" in shown
     assert "rm preferences.path=run/samples.jsonl" in shown
+
+
+# -- how completions are drawn -----------------------------------------------------------------------------------------
+def test_min_p_leaves_only_the_likeliest_tokens(tmp_path: Path) -> None:
+    """At almost 1 nothing but the likeliest token stays: all three completions of a prompt are the greedy one."""
+    greedy, narrow = tmp_path / "greedy", tmp_path / "narrow"
+    assert cli.run(["sample", *TINY, "generation.temperature=0", f"hydra.run.dir={greedy}"]) == 0
+    assert cli.run(["sample", *TINY, "generation.min_p=0.999", "dedupe=false", f"hydra.run.dir={narrow}"]) == 0
+    expected = {line["prompt_id"]: line["token_ids"] for line in lines(greedy)}
+    found = [(line["prompt_id"], line["token_ids"]) for line in lines(narrow)]
+    assert len(found) == 3 * len(expected) == 21
+    assert all(token_ids == expected[prompt] for prompt, token_ids in found)

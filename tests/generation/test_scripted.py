@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlft.generation.scripted import ScriptedGenerator
@@ -58,3 +60,31 @@ def test_it_has_no_weights_that_could_be_stale(generator):
     assert generator.score([[1, 2, 3]]) == []
     generator.close()
     generator.close()
+
+
+def test_a_stop_string_ends_it_in_tokens_and_in_text(generator, make_prompt, backbone):
+    """`it is 2`: the stop is completed by the token with `is`, which stays; the text ends before it."""
+    said = backbone.tokenizer("it is", add_special_tokens=False)["input_ids"]
+    for include, text in ((False, "it "), (True, "it is")):
+        sampling = replace(LONG, stop=("nowhere", "is"), include_stop_str_in_output=include)
+        completion = generator.sample([make_prompt("1+1=?", "2")], 1, [1], sampling)[0].rollouts[0].completion
+        assert (completion.text, list(completion.token_ids)) == (text, said)
+        assert completion.finish_reason is FinishReason.stop
+        assert len(completion.logprobs) == len(said)
+
+
+def test_a_stop_token_ends_it_and_is_not_in_the_text(generator, make_prompt, backbone):
+    said = backbone.tokenizer("it is", add_special_tokens=False)["input_ids"]
+    for include, text in ((False, backbone.tokenizer.decode(said[:-1])), (True, "it is")):
+        sampling = replace(LONG, stop_token_ids=(said[-1],), include_stop_str_in_output=include)
+        completion = generator.sample([make_prompt("1+1=?", "2")], 1, [1], sampling)[0].rollouts[0].completion
+        assert list(completion.token_ids) == said[: said.index(said[-1]) + 1] == said
+        assert (completion.text, completion.finish_reason) == (text, FinishReason.stop)
+
+
+def test_the_limit_counts_where_the_stop_comes_after_it(generator, make_prompt, backbone):
+    said = backbone.tokenizer("it is", add_special_tokens=False)["input_ids"]
+    sampling = replace(LONG, stop=("is",), max_tokens=len(said) - 1)
+    completion = generator.sample([make_prompt("1+1=?", "2")], 1, [1], sampling)[0].rollouts[0].completion
+    assert list(completion.token_ids) == said[:-1]
+    assert completion.finish_reason is FinishReason.length

@@ -189,6 +189,33 @@ def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(
     assert list(talk.ask("one").prompt.token_ids) == tokenizer("Hi.\n\nQ: one")["input_ids"]
 
 
+def test_an_answer_ends_at_a_stop_string_and_its_text_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], open_chat: Callable[..., Talk]
+) -> None:
+    """The model writes <think>..</think><answer>..</answer>; stopped at </think>, it never comes to the answer."""
+    greedy = [*BARE, "generation.temperature=0"]
+    whole_stop = [*greedy, "generation.stop=['</think>']", "generation.include_stop_str_in_output=true"]
+    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n", None, compose(whole_stop))
+    whole = open_chat(plain=compose(greedy)).ask(QUESTION).completion
+    thought, stop, rest = whole.text.partition("</think>")
+    assert stop
+    assert rest
+    for include, text in (("false", thought), ("true", thought + stop)):
+        stopping = ["generation.stop=['</think>']", f"generation.include_stop_str_in_output={include}"]
+        talk = open_chat(plain=compose([*greedy, *stopping]))
+        answer = talk.ask(QUESTION).completion
+        assert (answer.text, answer.finish_reason) == (text, FinishReason.stop)
+        assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+        assert talk.backbone.tokenizer.decode(list(answer.token_ids)) == thought + stop, "all of its tokens are kept"
+        assert talk.ask("and now?").prompt.messages[1] == {"role": "assistant", "content": text}
+    assert shown == [*visible(thought + stop).splitlines(), f"[{len(answer.token_ids)} tokens]"]
+
+
+def test_a_stop_that_never_comes_is_refused_in_a_chat(open_chat: Callable[..., Talk]) -> None:
+    with pytest.raises(UserError, match=r"^generation\.stop: is no token id of the model, which has 272, got 999"):
+        open_chat(plain=compose([*BARE, "generation.stop=[999]"]))
+
+
 def test_raw_is_true_or_false() -> None:
     assert [chat_verb.read_raw(word) for word in (None, "false", "true")] == [False, False, True]
     with pytest.raises(UserError, match=r"^raw: must be true or false, got yes; write raw=true$"):

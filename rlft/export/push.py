@@ -1,0 +1,195 @@
+"""`rlft export push=<user>/<name>`: the exported folder as a model repository on the Hugging Face hub.
+
+What the hub would refuse is asked before the base is loaded. Where nothing can be pushed, offline or without a token,
+the folder is exported all the same, and the error says what would have been uploaded, and by which command it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlft import interrupt
+from rlft.hub import hub_answers
+from rlft.types import UserError
+from rlft.work import command_line
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+QUESTION_SECONDS = 15.0
+"""How long the hub may take for any part of an answer, before the export. huggingface_hub alone would wait for ever."""
+UPLOAD_SECONDS = 300.0
+"""The same while files are uploaded: the hub may check gigabytes before it answers."""
+LOG_IN = "hf auth login"
+NO_ACCESS = (401, 403)
+
+
+class PushError(RuntimeError):
+    """The folder was exported and not, or not all, pushed; the message says why and which command does it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where the folder goes: `user/name` or `organisation/name`, and who may see it if the repository is new."""
+
+    repo_id: str
+    private: bool
+
+    def __str__(self) -> str:
+        return f"the {'private' if self.private else 'public'} repository {self.repo_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """api: None where nothing can be pushed; problem: why; fix: what to do before the command that uploads."""
+
+    target: Target
+    api: HfApi | None
+    problem: str = ""
+    fix: str = ""
+
+
+# -- before the export -------------------------------------------------------------------------------------------------
+def read_target(repo_id: str | None, private: str | None) -> Target | None:
+    """The target that the words push= and private= name; None without them.
+
+    Raises:
+        UserError: no id of a repository, or no truth value.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if repo_id is None:
+        if private is not None:
+            problem = "is about a repository on the hub, and nothing is pushed"
+            raise UserError("private", problem, got=private, remedy="add push=<user>/<name>, or leave it out")
+        return None
+    remedy = "write push=<user>/<name> or push=<organisation>/<name>"
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        problem = "is no id of a repository on the Hugging Face hub (letters, digits, '-', '_' and '.', one '/')"
+        raise UserError("push", problem, got=repo_id or "nothing", remedy=remedy) from None
+    if "/" not in repo_id:
+        raise UserError("push", "names no user or organisation", got=repo_id, remedy=remedy)
+    if private not in (None, "true", "false"):
+        remedy = "write private=false if everybody may see the model, or leave it out"
+        raise UserError("private", "must be true or false", got=private or "nothing", remedy=remedy)
+    return Target(repo_id=repo_id, private=private != "false")
+
+
+def prepare_push(target: Target) -> Push:
+    """Asks the hub whether the push will be taken, before anything is computed.
+
+    Raises:
+        UserError: the hub refuses the token, or the repository exists and others see it than the target says.
+    """
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return Push(target=target, api=None, problem="HF_HUB_OFFLINE is set")
+    if get_token() is None:
+        return Push(target=target, api=None, problem="there is no token for the Hugging Face hub", fix=LOG_IN)
+    if not hub_answers():
+        return Push(target=target, api=None, problem=f"{constants.ENDPOINT} cannot be reached")
+    api = HfApi()
+    try:
+        with limited_waits(QUESTION_SECONDS):
+            check_token(api.whoami(), target)
+            check_visibility(api, target)
+    except UserError:
+        raise
+    except HfHubHTTPError as error:
+        if error.response.status_code not in NO_ACCESS:
+            return Push(target=target, api=None, problem=short(error))
+        problem = f"the hub refuses the token ({error.response.status_code})"
+        remedy = f"make one that may write at {constants.ENDPOINT}/settings/tokens, then `{LOG_IN}` (or set HF_TOKEN)"
+        raise UserError("push", problem, got=target.repo_id, remedy=remedy) from None
+    except Exception as error:  # of the HTTP library, which differs between versions of huggingface_hub
+        return Push(target=target, api=None, problem=short(error))
+    return Push(target=target, api=api)
+
+
+def check_token(account: Any, target: Target) -> None:
+    """account: what the hub's whoami answers."""
+    token = account.get("auth", {}).get("accessToken", {})
+    if token.get("role") == "read":
+        remedy = f"make one that may write, then `{LOG_IN}` (or set HF_TOKEN)"
+        raise UserError("push", "the token may only read", got=target.repo_id, remedy=remedy)
+
+
+def check_visibility(api: HfApi, target: Target) -> None:
+    """A repository that exists keeps its visibility whatever is asked of the hub: so it has to be the one asked for."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        exists_private = bool(api.model_info(target.repo_id).private)
+    except RepositoryNotFoundError:
+        return
+    if exists_private != target.private:
+        word, other = ("private", "true") if exists_private else ("public", "false")
+        problem = f"{target.repo_id} exists on the hub and is {word}; a push does not change that"
+        remedy = f"write private={other}, or push to another repository"
+        raise UserError("private", problem, got=str(target.private).lower(), remedy=remedy)
+
+
+@contextmanager
+def limited_waits(seconds: float) -> Iterator[None]:
+    """Inside, no request of huggingface_hub waits longer than this for the network."""
+    from huggingface_hub import get_session
+
+    client = get_session()
+    before = client.timeout
+    client.timeout = seconds
+    try:
+        yield
+    finally:
+        client.timeout = before
+
+
+# -- after it ----------------------------------------------------------------------------------------------------------
+def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
+    """Uploads the files of the folder, and returns the address of the repository.
+
+    Files of the same name are replaced in a repository that exists, others stay; its history keeps all.
+
+    Raises:
+        PushError: nothing was, or not all of it.
+    """
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    size = f"{len(files)} files ({sum(file.stat().st_size for file in files):,} bytes)"
+    target, command = request.target, upload_command(request.target, folder)
+    if request.api is None:
+        commands = " and then ".join(f"`{each}`" for each in (request.fix, command) if each)
+        would = f"what would go to {target}: {size}, by {commands}"
+        raise PushError(f"not pushed: {request.problem}; {folder} is kept; {would}")
+    say(f"pushing {size} to {target}")
+    interrupt.keeps(f"{folder} is exported, and perhaps not all of it is on the hub; `{command}` goes on")
+    try:
+        with limited_waits(UPLOAD_SECONDS):
+            address = request.api.create_repo(target.repo_id, private=target.private, exist_ok=True)
+            request.api.upload_folder(repo_id=target.repo_id, folder_path=folder, commit_message="Exported by rlft")
+    except Exception as error:  # whatever it is, the folder stands and the command is known
+        raise PushError(f"not pushed to {target}: {short(error)}; {folder} is kept; try `{command}`") from error
+    interrupt.keeps(f"{folder} is exported and pushed to {target.repo_id}")
+    return str(address)
+
+
+def upload_command(target: Target, folder: Path) -> str:
+    """What does the same by hand.
+
+    >>> upload_command(Target(repo_id="me/mine", private=True), Path("exports/mine"))
+    'hf upload me/mine exports/mine --private'
+    """
+    return command_line("hf", "upload", target.repo_id, folder, *(["--private"] if target.private else []))
+
+
+def short(error: Exception) -> str:
+    """An error's class and its first line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
