@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from rlft.roots import RunConfig
 from rlft.types import Batch, Prompt
 
 # The models here are so small that a second thread only gets in the way, most of all on a machine that has other work.
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
 
 Row = tuple[int, Sequence[int], Sequence[int]]
 """(group, prompt ids, completion ids); a negative completion id is that token with its loss mask off."""

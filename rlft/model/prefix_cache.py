@@ -38,7 +38,9 @@ class PrefixCache:
         self._blocks = make_blocks(spans, (), (), device)
         index, mask = padded_places(spans)
         self._prompt_index = index.flatten().to(device)
-        self._bias = None if mask.all() else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)[:, None, None]
+        # In the queries' dtype: the kernel reads a mask as numbers of that type, whatever type it has.
+        zeros = torch.zeros(mask.shape, dtype=model.dtype)
+        self._bias = None if mask.all() else zeros.masked_fill(~mask, -torch.inf)[:, None, None]
         self._lengths = torch.tensor(lengths, device=device)
         self._prompt: list[tuple[Tensor, Tensor]] = []
         self._own: list[tuple[Tensor, Tensor]] = []

@@ -1,0 +1,52 @@
+"""The numeric tests pass as other processors compute: with narrower vector instructions, with one thread and with two.
+
+Which instructions a sum is made with decides its last bits. What holds on the machine at hand only is found here by
+telling torch and MKL to leave its widest instructions alone. The whole suite runs so by hand:
+
+    ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 RLFT_TEST_THREADS=2 python -m pytest -n 2 --dist loadfile
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMPARING = [
+    "tests/generation/test_transformers.py",
+    *(f"tests/model/test_{name}.py" for name in ("roles", "branches", "lora_linear", "fused", "head", "prefix_cache")),
+]
+"""Where two ways to the same number are compared, and quick."""
+
+PROCESSORS = {
+    "without vector extensions, two threads": ("default", "SSE4_2", "2"),
+    "with AVX2, one thread": ("avx2", "AVX2", "1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_comparisons_hold_as_another_processor_computes(processor):
+    capability, instructions, threads = PROCESSORS[processor]
+    environment = os.environ | {
+        "ATEN_CPU_CAPABILITY": capability,
+        "MKL_ENABLE_INSTRUCTIONS": instructions,
+        "RLFT_TEST_THREADS": threads,
+    }
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *COMPARING]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+def test_the_setting_reaches_torch():
+    code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "DEFAULT"
