@@ -16,9 +16,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+DECODING = "tests/generation/test_transformers.py::test_"
 COMPARING = [
-    "tests/generation/test_transformers.py",
-    *(f"tests/model/test_{name}.py" for name in ("roles", "branches", "lora_linear", "fused", "head", "prefix_cache")),
+    f"{DECODING}completions_do_not_depend_on_the_batch_size_or_on_what_else_is_in_the_batch",
+    f"{DECODING}logprobs_are_those_of_a_plain_forward_at_this_temperature",
+    f"{DECODING}whatever_is_multiplied_with_it_samples_the_policy",
+    "tests/model/test_roles.py::test_a_published_adapter_is_what_peft_itself_reads",
+    "tests/model/test_roles.py::test_passes_made_together_give_what_each_gives_alone",
+    *(f"tests/model/test_{name}.py" for name in ("branches", "lora_linear", "fused", "head", "prefix_cache")),
 ]
 """Where two ways to the same number are compared, and quick."""
 
