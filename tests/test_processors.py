@@ -41,6 +41,7 @@ def test_comparisons_hold_as_another_processor_computes(processor):
         "ATEN_CPU_CAPABILITY": capability,
         "MKL_ENABLE_INSTRUCTIONS": instructions,
         "RLFT_TEST_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",  # two threads that wait by spinning take minutes on a machine with other work
     }
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *COMPARING]
