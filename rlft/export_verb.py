@@ -280,11 +280,9 @@ def round_weights(model: PreTrainedModel, dtypes: dict[str, Any], dtype: str) ->
     """
     import torch
 
-    from rlft.model.backbone import DTYPES as BY_NAME
-
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in ((name, tensor) for name, tensor in tensors if name in dtypes and tensor.is_floating_point()):
-        tensor.data = tensor.data.to(dtypes[name] if dtype == AUTO else BY_NAME[dtype])
+        tensor.data = tensor.data.to(dtypes[name] if dtype == AUTO else getattr(torch, dtype))
         if not torch.isfinite(tensor.data).all():
             problem = f"cannot hold the numbers of {name}"
             raise UserError("dtype", problem, got=tensor.dtype, remedy="use dtype=bfloat16 or dtype=float32")

@@ -249,13 +249,23 @@ def test_the_page_at_the_end_says_what_is_where_and_what_to_do_with_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
+    assert cli.run(["sample", *TINY, "hydra.run.dir=run"]) == 0
+    shown = capsys.readouterr().out
+    assert "21 completions of 7 prompts" in shown
+    assert "run/samples.jsonl" in shown
+    assert "sft demonstrations.path=run/samples.jsonl" in shown
+    assert "rm preferences.path=run/samples.jsonl" in shown
+
+
+def test_one_prompt_is_too_few_to_learn_from_and_no_verb_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     words = [word for word in TINY if not word.startswith("num_prompts=")]
     assert cli.run(["sample", *words, "num_prompts=1", "hydra.run.dir=run"]) == 0
     shown = capsys.readouterr().out
     assert "3 completions of 1 prompts" in shown
-    assert "run/samples.jsonl" in shown
-    assert "sft demonstrations.path=run/samples.jsonl" in shown
-    assert "rm preferences.path=run/samples.jsonl" in shown
+    assert "demonstrations.path" not in shown
 
 
 # -- how completions are drawn -----------------------------------------------------------------------------------------

@@ -769,9 +769,9 @@ def test_a_published_adapter_is_what_peft_itself_reads(make_roles, backbone, bat
     with torch.no_grad():
         of_peft = packed_forward(backbone.model, batch, 1.0, False).logprobs
     model.unload()
-    # PEFT's layers and ours multiply in another order, so no two bits need agree. A log-prob passes six products a layer
-    # and the LM head one after another, and each rounds a number no larger than the largest log-prob to 24 bits: with
-    # 4 layers and 9.9 nats 1.5e-5. Another adapter is 1e-1 away.
+    # PEFT's layers and ours multiply in another order, so no two bits need agree. A log-prob passes six products a
+    # layer and the LM head one after another, and each rounds a number no larger than the largest log-prob to 24 bits:
+    # with 4 layers and 9.9 nats 1.5e-5. Another adapter is 1e-1 away.
     rounded = 6 * backbone.model.config.num_hidden_layers + 1
     bound = rounded * expected.abs().max().item() * 2.0**-24
     assert bound < 2e-5
