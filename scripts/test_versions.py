@@ -33,6 +33,7 @@ QUICK_TESTS = ("tests/test_library_versions.py", "tests/test_config.py", "tests/
 TIMED = (
     "tests/data/test_hub.py::test_without_network_and_files_it_stops_in_time_naming_both_keys",
     "tests/data/test_hub.py::test_a_hub_that_never_answers_costs_the_probe_only",
+    "tests/data/test_hub.py::test_a_cached_set_works_offline",
 )
 """Tests of seconds, which the main suite has: no version changes them, and a busy machine does."""
 
