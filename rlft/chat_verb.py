@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.interrupt import Terminated, handled_inside
 from rlft.place import Holds, Place, check_base, find_checkpoint, what_it_holds
 from rlft.types import Generator, Group, Message, Prompt, Rollout, Sampling, Split, UserError
+from rlft.work import command_line, override
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -217,7 +218,8 @@ class Talk:
         """The answer to the last question, by the same random numbers, with the adapter off."""
         if self.settings.lora is None:
             problem = "the run trained all weights, so that the base is not here"
-            raise UserError("/base", problem, remedy=f"chat with it: rlft chat model.path={self.settings.base}")
+            command = command_line("rlft", "chat", override("model.path", self.settings.base))
+            raise UserError("/base", problem, remedy=f"chat with it: {command}")
         self.last = self._answer(self._base, self._asked("/base").prompt, self._num_questions - 1)
         return self.last
 

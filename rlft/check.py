@@ -190,8 +190,11 @@ def check_model(settings: ModelConfig) -> None:
         raise UserError("model.dtype", "is not a known dtype", got=settings.dtype, remedy=remedy)
 
 
-def check_machine(settings: ModelConfig) -> None:
-    """The model's device and libraries are here; imports torch and transformers, and reads nothing."""
+def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
+    """The model's device and libraries are here; imports torch and transformers, and reads nothing.
+
+    runs_here: False if the run is only planned: what 4-bit weights need may be missing.
+    """
     from transformers import AttentionInterface
 
     from rlft.model.backbone import resolve_device, resolve_dtype
@@ -205,19 +208,32 @@ def check_machine(settings: ModelConfig) -> None:
             got=settings.attn_implementation,
             remedy="use auto, sdpa or eager",
         )
-    if settings.quantization is not None and device.type != "cuda":
-        raise UserError(
-            "model.quantization",
-            "4-bit weights need a CUDA device",
-            got=settings.quantization,
-            remedy="set model.quantization=null",
-        )
-    if settings.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
+    if runs_here:
+        check_quantization(settings)
+
+
+def check_quantization(settings: ModelConfig) -> None:
+    """4-bit weights, where they are configured, can be loaded on this machine."""
+    check_quantized_device(settings)
+    if settings.quantization is not None and not has_bitsandbytes():
         raise UserError(
             "model.quantization",
             "bitsandbytes is not installed",
             got=settings.quantization,
             remedy="pip install 'rlft[quantization]'",
+        )
+
+
+def check_quantized_device(settings: ModelConfig) -> None:
+    """The model's device takes 4-bit weights, where they are configured."""
+    from rlft.model.backbone import resolve_device
+
+    if settings.quantization is not None and resolve_device(settings.device).type != "cuda":
+        raise UserError(
+            "model.quantization",
+            "4-bit weights need a CUDA device",
+            got=settings.quantization,
+            remedy="set model.quantization=null",
         )
 
 
@@ -409,6 +425,11 @@ def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
             got=config.dynamic_sampling.max_rounds,
             remedy="use a lower prompts_per_step or more data, or dynamic_sampling.max_rounds=0",
         )
+
+
+def has_bitsandbytes() -> bool:
+    """Whether bitsandbytes is installed; does not import it."""
+    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 def has_vllm() -> bool:

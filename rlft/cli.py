@@ -265,13 +265,14 @@ def _check_resume_argument(asked: Arguments) -> Arguments:
             raise UserError("resume", problem, got=AUTO, remedy="give hydra.run.dir=<folder>")
         return asked
     from rlft import runfolder
+    from rlft.run.fork import forking
     from rlft.run.naming import one_run
     from rlft.trainer import checkpoint
     from rlft.work import say
 
     run = one_run(resumed, "resume", say)
     if (run / checkpoint.STATE).is_file():
-        remedy = f"start a new run from it: rlft resume {run}"
+        remedy = f"start a new run from it: {forking(run)}"
         raise UserError("resume", "is a checkpoint, and a run goes on from its newest", got=resumed, remedy=remedy)
     runfolder.read(run)
     if folder is not None and Path(folder).resolve() != run.resolve():
@@ -287,9 +288,10 @@ def _check_resume_argument(asked: Arguments) -> Arguments:
 def resume(arguments: list[str]) -> int:
     """`rlft resume <run> [key=value ..]`: the run's own config, with changes that do not change the run."""
     from rlft import runfolder
+    from rlft.run.fork import forking
     from rlft.run.naming import one_run
     from rlft.trainer import checkpoint
-    from rlft.work import say
+    from rlft.work import override, say
 
     if arguments and arguments[0] in ("-h", "--help"):
         print(RESUME_USAGE)
@@ -304,7 +306,10 @@ def resume(arguments: list[str]) -> int:
     verb = Verb(plain.get("verb", Verb.train))
     asked = _only_overrides(arguments[1:], verb)
     if asked.value("hydra.run.dir") is not None:
-        remedy = f"leave it out, or start a new run from a checkpoint: rlft resume {folder}/checkpoints/<step>"
+        remedy = "leave it out"
+        if saved := checkpoint.finished(runfolder.checkpoints(folder)):
+            new = override("hydra.run.dir", str(asked.value("hydra.run.dir")).strip("'\""))
+            remedy += f", or start a new run from a checkpoint: {forking(saved[-1], new)}"
         problem = "a resumed run goes on in its own folder"
         raise UserError("hydra.run.dir", problem, got=asked.value("hydra.run.dir"), remedy=remedy)
     plain = configs.changed(plain, asked.overrides, asked.config_dir, verb)

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
 from rlft.auto import AUTO
 from rlft.check_adapters import empty_model, fresh_shapes
 from rlft.decodings import Decoding, of_evaluation, of_training
@@ -34,6 +37,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     empty = empty_model(settings, config)
     parameters, device = sum(p.numel() for p in empty.parameters()), resolve_device(settings.device)
     packed = settings.attn_implementation == "auto" and known_refusal(empty) is None
+    quantized = quantized_weights(empty) if settings.quantization is not None else 0
     shapes: Mapping[str, tuple[int, ...]] = {}
     if lora is not None:
         shapes = fresh_shapes(empty, lora_config(lora))
@@ -42,9 +46,16 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         parameters,
         shapes,
         itemsize=resolve_dtype(settings.dtype, device).itemsize,
-        quantized=settings.quantization is not None,
+        quantized=quantized,
         packed=packed,
     )
+
+
+def quantized_weights(model: PreTrainedModel) -> int:
+    """Weights of the linear layers but the output head, which transformers leaves as it is (and embeddings too)."""
+    head = model.get_output_embeddings()
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
+    return sum(module.weight.numel() for module in linear)
 
 
 def demand_of(plan: Plan | SftPlan | RmPlan, model: ModelSizes, recompute: bool) -> Demand:

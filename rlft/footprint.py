@@ -136,16 +136,19 @@ def model_sizes(
     adapter: Mapping[str, tuple[int, ...]],
     *,
     itemsize: int,
-    quantized: bool,
+    quantized: int,
     packed: bool,
 ) -> ModelSizes:
-    """Counts of a base. config: transformers'. adapter: the shapes of an adapter's tensors, by PEFT's names."""
+    """Counts of a base. config: transformers'. adapter: the shapes of an adapter's tensors, by PEFT's names.
+
+    quantized: how many of the parameters are held in 4 bits.
+    """
     text = config.get_text_config()
     outputs = {name: shape[0] for name, shape in adapter.items() if ".lora_B" in name}
     inputs = {name.replace(".lora_A", ".lora_B"): shape[1] for name, shape in adapter.items() if ".lora_A" in name}
     adapted = sum(inputs[name] * outputs[name] for name in outputs)
     # bitsandbytes: half a byte a weight, and a scale for 64 of them that is a byte itself (double quantisation).
-    base = int(adapted * 0.516) + (parameters - adapted) * itemsize if quantized else parameters * itemsize
+    base = int(quantized * 0.516) + (parameters - quantized) * itemsize
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return ModelSizes(

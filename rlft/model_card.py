@@ -19,9 +19,11 @@ from rlft.export.gguf import card_section
 from rlft.generation.vllm import engine_rank
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
+from rlft.model.config import ALL_LINEAR
 from rlft.model.paths import EMBEDDED, looks_local
 from rlft.place import Holds, Place
 from rlft.trainer import checkpoint
+from rlft.work import command_line, overrides
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PATHS = ("path", "held_out_path")
@@ -189,14 +191,23 @@ def num_samples(line: Config) -> str:
 
 
 # -- how it is used ----------------------------------------------------------------------------------------------------
+def reward_command(config: Config, adapter: Config, name: str) -> str:
+    """`rlft train` with this reward model, in an adapter of the same shape on the same base."""
+    base, targets = (config.get("model") or {}).get("path") or "", (config.get("lora") or {}).get("target_modules")
+    keys: dict[str, object] = {"model.path": base} if base.startswith(EMBEDDED) or is_hub_id(base) else {}
+    keys |= {"reward.learned.path": name, "lora.rank": adapter["r"], "lora.alpha": f"{adapter['lora_alpha']:g}"}
+    if targets not in (None, ALL_LINEAR):
+        keys["lora.target_modules"] = targets
+    keys |= {f"lora.{kind}": "true" for kind in ("use_rslora", "use_dora") if adapter.get(kind)}
+    return command_line("rlft", "train", "reward=[exact_match,learned]", *overrides(keys))
+
+
 def usage(
     config: Config, adapter: Config, holds: Holds, is_model: bool, name: str, has_template: bool, dtype: str
 ) -> str:
     """Python that loads it by transformers and by vLLM, and asks as the run asked."""
     if holds is Holds.reward:
-        keys = f"reward.learned.path={name} lora.rank={adapter['r']} lora.alpha={adapter['lora_alpha']:g}"
-        kinds = "".join(f" lora.{kind}=true" for kind in ("use_rslora", "use_dora") if adapter.get(kind))
-        return f"## Use\n\n```\nrlft train reward=[exact_match,learned] {keys}{kinds}\n```"
+        return f"## Use\n\n```\n{reward_command(config, adapter, name)}\n```"
     generation = config.get("generation") or {}
     sampling = [f"{key}={generation[key]}" for key in ("temperature", "top_p", "top_k") if key in generation]
     length = generation.get("max_tokens", 256)

@@ -21,7 +21,7 @@ from rlft.launch import launch, work_of
 from rlft.roots import Verb
 from rlft.run.crash import one_line
 from rlft.types import UserError
-from rlft.work import say
+from rlft.work import command_line, override, say
 
 # What a job's data, model and adapters are read from, and what not: jobs that differ in no more are looked at once.
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "steps", "epochs", "minibatches", "logger", "checkpoint")
@@ -38,6 +38,7 @@ def sweep(verb: Verb, asked: Arguments) -> None:
 
     jobs = _expand(asked.overrides, verb)
     sweep.check_jobs(jobs)
+    names = sweep.names_of(jobs)
     _check_jobs(jobs, asked.config_dir, verb)
     from rlft.engine import Engines
 
@@ -49,9 +50,9 @@ def sweep(verb: Verb, asked: Arguments) -> None:
         hydra_config = HydraConfig.get()
         if not folders:
             folders.append(Path(os.path.relpath(hydra_config.sweep.dir)))
-            say(f"sweep of {len(jobs)} jobs; if it is stopped, repeat it with hydra.sweep.dir={folders[0]}")
+            say(f"sweep of {len(jobs)} jobs; if it is stopped, repeat it with {_sweep_folder(folders[0])}")
         number = hydra_config.job.num
-        say(f"job {number}: {' '.join(jobs[int(number)])}")
+        say(f"job {number}: {names[int(number)]}")
         try:
             _job(composed, engines)
         except Exception as error:
@@ -66,7 +67,12 @@ def sweep(verb: Verb, asked: Arguments) -> None:
     finally:
         if folders:
             table = sweep.rows(folders[0], jobs)
-            sweep.print_table(table, sweep.write_csv(folders[0], table))
+            sweep.print_table(table, names, sweep.write_csv(folders[0], table))
+
+
+def _sweep_folder(folder: Path) -> str:
+    """The word that names a sweep's folder, as a shell and Hydra read it."""
+    return command_line(override("hydra.sweep.dir", folder))
 
 
 def _job(composed: Any, engines: Any) -> None:

@@ -60,13 +60,14 @@ class Plan:
 def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool = True) -> Plan:
     """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
 
-    runs_here: False if the run is only planned: its engine need not be installed. trains: as for `check.check`.
+    runs_here: False if the run is only planned: its engine, and what 4-bit weights need, may be missing.
+    trains: as for `check.check`.
 
     Raises:
         UserError: for whatever a user can mend.
     """
     config, algorithm, loggers = check_config(plain, trains=trains)
-    check.check_machine(config.model)
+    check.check_machine(config.model, runs_here=runs_here)
     rewards = specs(config.reward)
     used = uses(config, rewards)
     engine, reason = check.choose_engine(config.generation.engine, config.lora, runs_here=runs_here)

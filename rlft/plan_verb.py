@@ -13,7 +13,7 @@ import torch
 from rlft import rm, sft, sizes
 from rlft.auto import AUTO, resolved
 from rlft.auto_budget import settled
-from rlft.check import has_vllm
+from rlft.check import check_quantized_device, has_bitsandbytes, has_vllm
 from rlft.demand import CUDA_CONTEXT, demand_of, sizes_of, with_vllm
 from rlft.fitting import Way, ways
 from rlft.footprint import Demand, ModelSizes, Part, parts, peak
@@ -33,6 +33,9 @@ from rlft.training_base import free_bytes, needs_checkpointing
 from rlft.types import UserError
 
 NO_VLLM = "vLLM is not installed here, and the run needs it where it runs: pip install 'rlft[vllm]'"
+NO_BITSANDBYTES = (
+    "bitsandbytes is not installed here, and the run needs it where it runs: pip install 'rlft[quantization]'"
+)
 TRIED_PROMPTS = 2
 MAX_BINS = 32
 MAX_CHARACTERS = 400
@@ -104,6 +107,8 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         plain = without_gpu(plain)
     plan = without_running(plain)
     settings = plan.config.model
+    if not on_another:
+        check_quantized_device(settings)
     model, device = sizes_of(settings, plan.config.lora), resolve_device(settings.device)
     # What this process holds with all libraries that a run imports and its data scanned.
     process, free = status_bytes("VmRSS") or peak_memory_bytes(), free_bytes(device)
@@ -141,7 +146,7 @@ def without_running(plain: dict[str, Any]) -> Plan | SftPlan | RmPlan:
         case Verb.sft:
             return sft.make_plan(plain, runs_here=False)
         case Verb.rm:
-            return rm.make_plan(plain)
+            return rm.make_plan(plain, runs_here=False)
         case _:
             return make_plan(plain, runs_here=False)
 
@@ -226,8 +231,12 @@ def trials_of(plan: Plan | SftPlan | RmPlan) -> list[Trial]:
 
 def notes_of(plan: Plan | SftPlan | RmPlan) -> list[str]:
     """What the run will say when it begins, and what it needs that is missing on this machine."""
-    missing = getattr(plan, "engine", "") == "vllm" and not has_vllm()
-    return [*(plan.warnings if isinstance(plan, Plan) else plan.notes), *([NO_VLLM] if missing else [])]
+    missing = []
+    if getattr(plan, "engine", "") == "vllm" and not has_vllm():
+        missing.append(NO_VLLM)
+    if plan.config.model.quantization is not None and not has_bitsandbytes():
+        missing.append(NO_BITSANDBYTES)
+    return [*(plan.warnings if isinstance(plan, Plan) else plan.notes), *missing]
 
 
 def summary(tokens: Sequence[int]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import rlft
 from rlft import runs_verb
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines
 from rlft.report_completions import choose, safe
-from rlft.run.naming import named_folder
+from rlft.run.naming import named_folder, short_names
 from rlft.runfolder import ORIGIN, flatten, read
 from rlft.types import UserError
 from rlft.work import say
@@ -163,12 +163,11 @@ def labels(runs: Sequence[Mapping[str, Any]], without: Sequence[str] = ("name",)
     without: keys that are not said. With its seed left out, seeds of one experiment have the same label.
     """
     rows = [row for row in differences([run["config"] for run in runs]) if not row["key"].startswith(f"{ORIGIN}.")]
-    rows = [row for row in rows if row["key"] not in without]
+    rows = sorted((row for row in rows if row["key"] not in without), key=lambda row: row["key"] in OF_ITS_OWN)
     folders = ["/".join(Path(run["name"]).parts[-2:]) for run in runs]
     if not 0 < len(rows) <= MAX_KEYS_OF_LABEL:
         return folders
-    ends = [row["key"].rpartition(".")[2] for row in rows]
-    names = [end if ends.count(end) == 1 else row["key"] for end, row in zip(ends, rows, strict=True)]
+    names = short_names([row["key"] for row in rows])
     found = [
         ", ".join(f"{name}={row['values'][i]}" for name, row in zip(names, rows, strict=True)) for i in range(len(runs))
     ]

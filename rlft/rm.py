@@ -34,7 +34,7 @@ from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.training_base import load_for_training
 from rlft.types import Evaluation, Logger, Split, UserError
-from rlft.work import Outcome, Say, Work, command_line, override, program
+from rlft.work import Outcome, Say, Work, command_line, override, overrides, program
 
 REWARD = "reward"
 BIAS = f"{REWARD}.head.bias"
@@ -74,14 +74,16 @@ class RmPlan:
         return [*found, *self.replay.at(self.config.seed, step, num_replayed, "replay")]
 
 
-def make_plan(plain: Mapping[str, Any]) -> RmPlan:
+def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> RmPlan:
     """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    runs_here: False if the run is only planned: what 4-bit weights need may be missing here.
 
     Raises:
         UserError: for whatever a user can mend.
     """
     config, loggers = check_config(plain)
-    check.check_machine(config.model)
+    check.check_machine(config.model, runs_here=runs_here)
     model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
     limit = config.max_completion_tokens
     check.check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
@@ -284,7 +286,7 @@ def closing(plan: RmPlan, folder: Path) -> None:
     from rlft.logger.summary import print_summary
 
     words = ["train", "+recipe=ppo_arithmetic", override("model.path", plan.config.model.path)]
-    words += [*plan.config.lora.overrides.split(), "reward=[exact_match,learned]"]
+    words += [*overrides(plan.config.lora.keys_of_shape), "reward=[exact_match,learned]"]
     words += [override("reward.learned.path", folder), "critic.init=reward"]
     print_summary(folder, [("train a policy with it, its critic begun from it", command_line(program(), *words))])
 

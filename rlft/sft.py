@@ -45,7 +45,7 @@ from rlft.targets import instantiate
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.training_base import load_for_training
 from rlft.types import Batch, Evaluation, Generator, Logger, Split
-from rlft.work import Outcome, Say, Work, command_line, override, program
+from rlft.work import Outcome, Say, Work, command_line, override, overrides, program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,9 @@ class SftPlan:
         return self.config.steps or self.config.epochs * each_epoch
 
 
-def check_machine(config: SftConfig) -> None:
+def check_machine(config: SftConfig, *, runs_here: bool = True) -> None:
     """What the config asks for is here: the device, and weights that can be trained where they are the model's own."""
-    check.check_machine(config.model)
+    check.check_machine(config.model, runs_here=runs_here)
     if config.lora is None:
         dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
         check_trainable(str(dtype).removeprefix("torch."))
@@ -80,13 +80,13 @@ def check_machine(config: SftConfig) -> None:
 def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
     """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
 
-    runs_here: False if the run is only planned: its engine need not be installed.
+    runs_here: False if the run is only planned: its engine, and what 4-bit weights need, may be missing.
 
     Raises:
         UserError: for whatever a user can mend.
     """
     config, loggers = check_config(plain)
-    check_machine(config)
+    check_machine(config, runs_here=runs_here)
     engine, _ = check.choose_engine(config.generation.engine, config.lora, runs_here=runs_here)
     if config.lora is None and config.generation.engine == "auto":
         engine = "transformers"  # the others are given adapters, and there is none
@@ -337,7 +337,8 @@ def closing(plan: SftPlan, folder: Path) -> None:
     command, lora, run = program(), plan.config.lora, f"run={folder}"
     go_on = [override("model.path", folder)]
     if lora is not None:
-        go_on = [override("model.path", plan.config.model.path), override("lora.path", folder), *lora.overrides.split()]
+        go_on = [override("model.path", plan.config.model.path), override("lora.path", folder)]
+        go_on += overrides(lora.keys_of_shape)
     # A run without a task has no held-out questions: it is evaluated on the embedded task.
     task = [] if plan.held_out is not None else ["data=arithmetic"]
     commands = [

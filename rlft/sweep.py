@@ -8,9 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.run.naming import short_names
 from rlft.types import UserError
 
 TABLE = "sweep.csv"
+RESULTS = ("job", "steps", "accuracy_before", "accuracy", "accuracy_se", "reward", "loss", "seconds", "folder")
+"""The columns of the file beside the swept keys."""
+COLUMNS = {
+    "steps": "steps",
+    "accuracy_before": "before",
+    "accuracy": "accuracy",
+    "reward": "reward",
+    "loss": "loss",
+    "seconds": "seconds",
+}
+"""Those of the printed table, with their headers; the accuracy has its standard error beside it."""
 # Where a run is, not what it is: a job may not have its own.
 FIXED = ("resume", "hydra.sweep.dir", "hydra.run.dir", "hydra.sweep.subdir")
 
@@ -67,11 +79,11 @@ def rows(folder: Path, jobs: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     for number, job in enumerate(jobs):
         run = folder / str(number)
         evaluations, metrics = read_lines(run / EVALUATIONS), read_lines(run / METRICS)
-        chosen = dict(override.lstrip("+~").split("=", 1) for override in job)
+        chosen = values_of(job)
         result.append(
             {
                 "job": number,
-                **{key: chosen.get(key, "") for key in swept},
+                **{column_of(key): chosen.get(key, "") for key in swept},
                 "steps": metrics[-1]["step"] if metrics else 0,
                 "accuracy_before": evaluations[0]["accuracy"] if evaluations else None,
                 "accuracy": evaluations[-1]["accuracy"] if evaluations else None,
@@ -100,6 +112,27 @@ def swept_keys(jobs: Sequence[Sequence[str]]) -> list[str]:
     return [key for key, found in values.items() if len(found) > 1] or list(values)
 
 
+def values_of(job: Sequence[str]) -> dict[str, str]:
+    """{key: value} of a job's overrides."""
+    return {override.lstrip("+~").partition("=")[0]: override.partition("=")[2] for override in job}
+
+
+def names_of(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Each job by its values of the keys that differ.
+
+    >>> names_of([["steps=4", "trainer.lr=0.001"], ["steps=4", "trainer.lr=0.003"]])
+    ['lr=0.001', 'lr=0.003']
+    """
+    swept = swept_keys(jobs)
+    names = list(zip(swept, short_names(swept), strict=True))
+    return [", ".join(f"{name}={values.get(key, '')}" for key, name in names) for values in map(values_of, jobs)]
+
+
+def column_of(key: str) -> str:
+    """A swept key's column: the key itself, and marked where that is the name of a result, such as `reward`."""
+    return f"{key}=" if key in RESULTS else key
+
+
 def write_csv(folder: Path, table: Sequence[Mapping[str, Any]]) -> Path:
     file = folder / TABLE
     with file.open("w", newline="") as stream:
@@ -109,20 +142,34 @@ def write_csv(folder: Path, table: Sequence[Mapping[str, Any]]) -> Path:
     return file
 
 
-def print_table(table: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Best first, on the terminal."""
-    from rich.console import Console
+def print_table(table: Sequence[Mapping[str, Any]], names: Sequence[str], file: Path) -> None:
+    """Best first, on the terminal; names: of the jobs, in their own order. What no job has is left out.
+
+    Headers and numbers are never cut; a job's name takes as many lines as it needs beside them.
+    """
     from rich.table import Table
 
-    columns = [key for key in table[0] if key != "folder"]
+    from rlft.logger.console import open_terminal
+    from rlft.logger.text import glyphs_for
+
+    terminal = open_terminal()
+    plus_minus = glyphs_for(terminal.encoding).plus_minus
     first = "lowest held-out loss" if all(row["accuracy"] is None for row in table) else "best held-out accuracy"
     printed = Table(title=f"sweep of {len(table)} jobs, {first} first", title_justify="left")
-    for column in columns:
-        printed.add_column(column.replace("_", " "), justify="right")
+    printed.add_column("job", justify="right", no_wrap=True)
+    printed.add_column("keys", overflow="fold")
+    shown = [name for name in COLUMNS if any(row[name] is not None for row in table)]
+    for name in shown:
+        printed.add_column(COLUMNS[name], justify="right", no_wrap=True)
     for row in table:
-        printed.add_row(
-            *("-" if row[c] is None else f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
-        )
-    console = Console()
-    console.print(printed)
-    console.print(f"written to {file}", markup=False, highlight=False)
+        printed.add_row(str(row["job"]), names[row["job"]], *(_shown(row, name, plus_minus) for name in shown))
+    terminal.print(printed)
+    terminal.print(f"written to {file}", soft_wrap=True)
+
+
+def _shown(row: Mapping[str, Any], name: str, plus_minus: str) -> str:
+    value, error = row[name], row["accuracy_se"] if name == "accuracy" else None
+    if value is None:
+        return "-"
+    text = f"{value:.3f}" if isinstance(value, float) and name != "seconds" else str(value)
+    return text if error is None else f"{text} {plus_minus} {error:.3f}"

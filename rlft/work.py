@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,12 +79,26 @@ def override(key: str, value: object) -> str:
 
     >>> override("lora.path", "runs/a/b"), override("lora.path", "sweeps/lr=1e-05,a")
     ('lora.path=runs/a/b', "lora.path='sweeps/lr=1e-05,a'")
+    >>> override("lora.target_modules", ["q_proj", "v_proj"])
+    'lora.target_modules=[q_proj,v_proj]'
     """
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"{key}=[{','.join(map(_quoted, value))}]"
+    return f"{key}={_quoted(value)}"
+
+
+def overrides(values: Mapping[str, object]) -> list[str]:
+    """An override for each key."""
+    return [override(key, value) for key, value in values.items()]
+
+
+def _quoted(value: object) -> str:
+    """The value as Hydra reads it back."""
     text = str(value)
     if re.fullmatch(r"[\w./:-]+", text):
-        return f"{key}={text}"
+        return text
     escaped = text.replace("'", "\\'")
-    return f"{key}='{escaped}'"
+    return f"'{escaped}'"
 
 
 def resuming(folder: Path) -> str:

@@ -75,9 +75,10 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "+recipe=grpo_arithmetic", *TRAIN], 5),
         (["train", *TRAIN, "trainer.schedule=cosine", "name=mine"], 3),
         (["sft", *TEACH], 3),
-        (["sft", *TEACH, "data=arithmetic", "data.size=16", "data.held_out_size=8", "scoring.workers=0"], 3),
+        (["sft", *TEACH, "data=arithmetic", "data.size=16", "data.held_out_size=8", "scoring.workers=0",
+          "lora.target_modules=[q_proj,v_proj]", "lora.use_rslora=true"], 3),
         (["sft", *[w for w in TEACH if not w.startswith("lora.")], "lora=null"], 3),
-        (["rm", *RANK], 1),
+        (["rm", *RANK, "lora.target_modules='.*mlp.*(up|down)_proj'"], 1),
         (["sample", "n=4", "num_prompts=8", "generation=transformers", "generation.max_tokens=48", "data.size=16",
           "data.held_out_size=8", "model.device=cpu", "scoring.workers=0"], 2),
     ],
@@ -120,3 +121,54 @@ def test_what_interruptions_and_refusals_suggest_runs(
         assert len(found) == number, refused
         for command in found if refused != words else []:  # the run is finished now: it was told before
             run_hint(command, problems, long_context_path)
+
+
+@pytest.mark.slow
+def test_checkpoints_and_samples_suggest_what_runs(at_home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = "runs/first try"
+    assert cli.run(["train", *TRAIN[1:], "steps=2", "checkpoint.every=1", f"hydra.run.dir='{folder}'"]) == 0
+    last = f"{folder}/checkpoints/step_000002"
+    for refused, expected in (
+        (["resume", folder, "hydra.run.dir='runs/a fork'"], ["resume", last, "steps=4", "hydra.run.dir='runs/a fork'"]),
+        (["train", f"resume={last}"], ["resume", last, "steps=4"]),
+    ):
+        capfd.readouterr()
+        assert cli.run(refused) == 2
+        assert hints(capfd.readouterr().err) == [expected]
+        assert cli.run(expected) == 0
+    sampled = ["sample", f"run='{folder}'", "n=2", "num_prompts=4", "hydra.run.dir='runs/what it says'"]
+    assert cli.run(sampled) == 0
+    capfd.readouterr()
+    assert cli.run(["resume", "runs/what it says", "num_prompts=2"]) == 2
+    found = hints(capfd.readouterr().err)
+    assert found == [["resume", "runs/what it says", "num_prompts=8"]]
+    assert cli.run(found[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("refused", "hint"),
+    [
+        ("train +recipe=sft_arithmetic", "sft +recipe=sft_arithmetic"),
+        ("sft +recipe=grpo_arithmetic", "train +recipe=grpo_arithmetic"),
+        ("eval run=latest", "train +recipe=grpo_arithmetic"),
+        ("train nonsense=1", "train --cfg job"),
+        ("sft nonsense=1", "sft --cfg job"),
+        ("rm nonsense=1", "rm --cfg job"),
+        ("sample nonsense=1", "sample --cfg job"),
+        ("eval model.path=embedded:tiny-arithmetic nonsense=1", "train --cfg job"),
+        ("plan +recipe=sft_arithmetic nonsense=1", "sft --cfg job"),
+        ("report", "runs"),
+        ("watch", "runs"),
+    ],
+)
+def test_commands_inside_refusals_run(
+    refused: str, hint: str, at_home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (at_home / "runs").mkdir()
+    assert cli.run(refused.split()) == 2
+    assert f"rlft {hint}" in capfd.readouterr().err
+    words = hint.split()
+    more = [f"{word}" for word in SMALL.get(words[0], ()) if words[1:] and "--cfg" not in words]
+    if "sft_arithmetic" in hint:
+        more += ["examples_per_step=2"]
+    assert cli.run([*words, *more]) == 0

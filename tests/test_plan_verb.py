@@ -282,3 +282,25 @@ def test_the_peak_is_within_15_percent_of_a_runs(words: tuple[str, ...], tmp_pat
     measured = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["memory/peak_bytes"]
     assert json.loads(told.stdout)["peak"] == pytest.approx(measured, rel=0.15)
     assert measured > read_bytes("300MB")
+
+
+@pytest.mark.parametrize("recipe", ["grpo_arithmetic", "sft_arithmetic", "rm_arithmetic"])
+def test_4_bit_weights_are_planned_without_a_gpu_or_bitsandbytes(
+    recipe: str, no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("rlft.check.has_bitsandbytes", lambda: False)
+    monkeypatch.setattr("rlft.plan_verb.has_bitsandbytes", lambda: False)
+    words = [f"+recipe={recipe}", "model.quantization=4bit", "lora.target_modules=[q_proj]"]
+    found = planned(capsys, *words, "model.device=cuda", "device_memory=24GiB")
+    parts = {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
+    config = AutoConfig.from_pretrained(Path(rlft.__file__).parent / "assets" / "tiny-arithmetic")
+    head = config.hidden_size // config.num_attention_heads
+    layer = 2 * config.hidden_size * head * (config.num_attention_heads + config.num_key_value_heads)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    linear = config.num_hidden_layers * layer  # embeddings, norms and the output head stay in bfloat16
+    # NF4: 4 bits a weight, 8 bits for each block of 64 and 32 bits for each 256 blocks
+    assert parts["base"] == pytest.approx((823_424 - linear) * 2 + linear * (0.5 + 1 / 64), rel=1e-3)
+    assert plan_verb.NO_BITSANDBYTES in found["notes"]
+    assert cli.run(["plan", *words, "model.device=cpu"]) == 2, "no machine can do this"
+    assert "model.quantization: 4-bit weights need a CUDA device" in capsys.readouterr().err

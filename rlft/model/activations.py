@@ -33,11 +33,17 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
 def peft_reads_the_old_name() -> Iterator[None]:
     """Inside, PEFT may wrap a model without a FutureWarning.
 
-    PEFT 0.21 reads `is_gradient_checkpointing`, which transformers 5.23 deprecates, when it wraps a model. The cause
-    lies between these two libraries; every other warning stays.
+    The line is `if getattr(model, "is_gradient_checkpointing", True)` in PeftModel.__init__ (peft/peft_model.py, PEFT
+    0.21); transformers 5.23 deprecates the name, a property of PreTrainedModel that no attribute of a model can hide.
+    Only this message of that module is left out; every other warning stays.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore",
+            message="`is_gradient_checkpointing` is deprecated",
+            category=FutureWarning,
+            module=r"transformers\.modeling_utils$",
+        )
         yield
 
 

@@ -9,6 +9,9 @@ from typing import Literal
 
 from rlft.fields import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 
+ALL_LINEAR = "all-linear"
+"""The default of lora.target_modules."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 """What model.dtype may be beside auto."""
 
@@ -65,10 +68,12 @@ class LoraSettings:
         return "rsLoRA" if self.use_rslora else "LoRA"
 
     @property
-    def overrides(self) -> str:
-        """The words of a command line that make a run's adapter fit one of this run."""
-        kinds = [f" lora.{name}=true" for name in ("use_rslora", "use_dora") if getattr(self, name)]
-        return f"lora.rank={self.rank} lora.alpha={self.alpha:g}{''.join(kinds)}"
+    def keys_of_shape(self) -> dict[str, object]:
+        """{key: value} with which another run's adapter has the shape and the scale of this run's."""
+        keys: dict[str, object] = {"lora.rank": self.rank, "lora.alpha": f"{self.alpha:g}"}
+        if self.target_modules != ALL_LINEAR:
+            keys["lora.target_modules"] = self.target_modules
+        return keys | {f"lora.{name}": "true" for name in ("use_rslora", "use_dora") if getattr(self, name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, ROLLOUTS, open_after
 from rlft.run import paths
 from rlft.trainer import checkpoint
 from rlft.types import UserError
+from rlft.work import command_line
 
 FORKED_FROM = "forked_from"
 MOVING_REFERENCES = ("copy", "ema")
@@ -67,6 +68,13 @@ def open_fork(run: Path, folder: Path) -> Fork:
     before = runfolder.read(run)
     origin = before.pop(runfolder.ORIGIN, None) or {}
     return Fork(run=run, checkpoint=folder, before=before, origin=origin)
+
+
+def forking(folder: Path, *words: str) -> str:
+    """The command that begins a new run from this checkpoint: with more steps where the forked run had no more."""
+    step, steps = checkpoint.step_of(folder), runfolder.read(folder.parent.parent).get("steps")
+    more = [] if steps and steps > step else [f"steps={2 * step}"]
+    return command_line("rlft", "resume", folder, *more, *words)
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

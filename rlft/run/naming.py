@@ -78,6 +78,16 @@ def named_folder(name: str, key: str, say: Say) -> Path:
     return latest.joinpath(*path.parts[1:])
 
 
+def short_names(keys: Sequence[str]) -> list[str]:
+    """The last part of each key, and all of it where two end alike.
+
+    >>> short_names(["trainer.lr", "seed"]), short_names(["trainer.lr", "critic.lr"])
+    (['lr', 'seed'], ['trainer.lr', 'critic.lr'])
+    """
+    ends = [key.rpartition(".")[2] for key in keys]
+    return [end if ends.count(end) == 1 else key for end, key in zip(ends, keys, strict=True)]
+
+
 def _is_run(folder: Path) -> bool:
     """Whether the config.yaml there is one of a run."""
     try:
