@@ -309,7 +309,9 @@ def steps_done(folder: Path, plan: SamplePlan) -> int:
     before = runfolder.read(folder).get("num_prompts")
     num_sampled = min(step * size, len(plan.prompts.prompts[:before]))
     if len(plan.chosen) < num_sampled:
-        remedy = f"leave it as it was, or raise it ({resuming(folder)} num_prompts={2 * num_sampled})"
+        remedy = "leave it as it was"
+        if num_sampled % size == 0 and num_sampled < len(plan.prompts.prompts):  # else there is no step to add
+            remedy += f", or raise it ({resuming(folder)} num_prompts={2 * num_sampled})"
         problem = f"the run has sampled {num_sampled} prompts already"
         raise UserError("num_prompts", problem, got=plan.config.num_prompts, remedy=remedy)
     if len(plan.chosen) > num_sampled and num_sampled % size:

@@ -136,7 +136,14 @@ def test_checkpoints_and_samples_suggest_what_runs(at_home: Path, capfd: pytest.
         assert cli.run(refused) == 2
         assert hints(capfd.readouterr().err) == [expected]
         assert cli.run(expected) == 0
-    sampled = ["sample", f"run={folder}", "n=2", "num_prompts=4", "hydra.run.dir='runs/what it says'"]
+    sampled = [
+        "sample",
+        f"run={folder}",
+        "n=2",
+        "num_prompts=4",
+        "prompts_per_step=2",
+        "hydra.run.dir='runs/what it says'",
+    ]
     assert cli.run(sampled) == 0
     capfd.readouterr()
     assert cli.run(["resume", "runs/what it says", "num_prompts=2"]) == 2
