@@ -162,7 +162,8 @@ def print_table(table: Sequence[Mapping[str, Any]], names: Sequence[str], file: 
     for name in shown:
         printed.add_column(COLUMNS[name], justify="right", no_wrap=True)
     for row in table:
-        printed.add_row(str(row["job"]), names[row["job"]], *(_shown(row, name, plus_minus) for name in shown))
+        number: int = row["job"]
+        printed.add_row(str(number), names[number], *(_shown(row, name, plus_minus) for name in shown))
     terminal.print(printed)
     terminal.print(f"written to {file}", soft_wrap=True)
 
