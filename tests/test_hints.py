@@ -56,6 +56,8 @@ def run_hint(words: list[str], problems: Path, model: Path) -> None:
         more = [f"model.path={model}", f"data.path={problems}"]
     if "-m" in words:
         more.append("hydra.sweep.dir=swept")
+    elif words[0] in ("train", "sft", "rm"):  # two runs begun in one second would have one folder
+        more.append(f"hydra.run.dir=followed/{words[0]}-{len(list(Path().glob('followed/*')))}")
     assert cli.run([*words, *more]) == 0, shlex.join(words)
 
 
