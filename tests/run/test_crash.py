@@ -81,7 +81,7 @@ def test_a_second_start_keeps_what_the_first_left(failing: Failing) -> None:
 
 def test_an_error_of_the_system_says_what_to_look_at(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
     failing(lambda: OSError(errno.ENOSPC, "No space left on device", "here/metrics.jsonl"))
-    assert cli.run(["sft", "demonstrations.path=x", "hydra.run.dir=here"]) == 1
+    assert cli.run(["sft", "demonstrations.path=embedded:arithmetic-demonstrations", "hydra.run.dir=here"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("rlft: stopped: OSError: [Errno 28] No space left on device: 'here/metrics.jsonl'; ")
     assert "; see to the file, disk or connection it names" in told

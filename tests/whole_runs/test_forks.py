@@ -133,4 +133,4 @@ def test_a_damaged_checkpoint_is_not_forked(
     assert cli.run(["train", f"resume={FROM}"]) == 2
     assert f"start a new run from it: rlft resume {FROM}" in capsys.readouterr().err
     assert cli.run(["resume", "run", "hydra.run.dir=elsewhere"]) == 2
-    assert "start a new run from a checkpoint: rlft resume run/checkpoints/<step>" in capsys.readouterr().err
+    assert "start a new run from a checkpoint: rlft resume run/checkpoints/step_000005 " in capsys.readouterr().err

@@ -99,7 +99,8 @@ def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is
     ctrl_c = {"at": UPDATE, "call": 3, "do": "interrupt"}  # in job 3's first step
     done = rough.run(*words, cwd=tmp_path, events=[fail, ctrl_c])
     assert done.code == 130, done.err
-    assert "job 2 failed: this failure was planted" in done.err
+    failure = "job 2 failed: RuntimeError: this failure was planted; its traceback is in sweep/2/error.txt"
+    assert failure in done.err
     assert "repeat it with hydra.sweep.dir=sweep" in done.err
     assert "sweep of 4 jobs" in done.out, "the table is told whatever became of the jobs"
     assert steps_done(sweep) == [2, 2, 0, 1]
