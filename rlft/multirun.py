@@ -56,9 +56,8 @@ def sweep(verb: Verb, asked: Arguments) -> None:
         try:
             _job(composed, engines)
         except Exception as error:
-            say(
-                f"job {number} failed: {one_line(error) or type(error).__name__}"
-            )  # only the first failure of a sweep is raised at its end
+            # Only the first failure of a sweep is raised at its end.
+            say(f"job {number} failed: {one_line(error) or type(error).__name__}")
             raise
 
     try:
