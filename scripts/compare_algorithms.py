@@ -8,7 +8,7 @@ Each run is an ordinary `rlft train` in a process of its own (so that its peak m
 in <out>/<name>/seed_<k>. Stopped by Ctrl-C or killed, the same command goes on: finished runs are not repeated, a begun
 one is resumed. In <out> it leaves comparison.md (for recipes/README.md), comparison.png and comparison.json.
 
-Exit codes: 0 done and all checks hold, 1 a check or a run failed, 2 a mistake the user can mend, 130 stopped.
+Exit codes: 0 done and all checks hold, 1 a check or a run failed, 2 a mistake the user can fix, 130 stopped.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rlft import arguments as command_line
-from rlft import catalog, config, runfolder
+from rlft.config import compose as config
+from rlft.config import overrides as command_line
+from rlft.keys import catalog
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import duration
+from rlft.run import run_folder
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -171,7 +173,7 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
     names = chosen_names(options.only, known_names(options.config_dir))
     jobs = []
     for name in names:
-        overrides = [f"+recipe={name}{SUFFIX}", "logger.jsonl.rollouts_every=0", "checkpoint.keep=1"]
+        overrides = [f"+recipe={name}{SUFFIX}", "rollouts.every=0", "checkpoint.keep=1"]
         overrides += ["eval.kl_base=true", *options.override]
         composed = config.compose(overrides, options.config_dir)
         if options.completions is not None:
@@ -284,11 +286,11 @@ def clear_changed(jobs: Sequence[Job], *, again: bool) -> None:
 
 def changed_keys(job: Job) -> list[str]:
     """`key: old -> new` of what differs between the job and the run in its folder; nothing where there is no run."""
-    if not runfolder.config_file(job.folder).exists():
+    if not run_folder.config_file(job.folder).exists():
         return []
-    saved = runfolder.read(job.folder)
-    saved.pop(runfolder.ORIGIN, None)
-    before, now = runfolder.flatten(saved), runfolder.flatten(job.config)
+    saved = run_folder.read(job.folder)
+    saved.pop(run_folder.ORIGIN, None)
+    before, now = run_folder.flatten(saved), run_folder.flatten(job.config)
     absent = object()
     return [
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
@@ -305,7 +307,7 @@ def is_finished(job: Job) -> bool:
 
 def command(job: Job, config_dir: Path | None) -> list[str]:
     """The command line that starts the run, or that goes on with one that was begun."""
-    begun = runfolder.config_file(job.folder).exists()
+    begun = run_folder.config_file(job.folder).exists()
     words = ["resume", str(job.folder)] if begun else ["train", *job.overrides]
     return [sys.executable, "-m", "rlft.cli", *words, *(["--config-dir", str(config_dir)] if config_dir else [])]
 
@@ -535,7 +537,7 @@ def read_run(job: Job) -> Run:
     for line in metrics:
         sampled += round(line.get("sampled/completions") or job.completions_per_step)
         completions.append(sampled)
-    origin, record = runfolder.read(job.folder).get(runfolder.ORIGIN, {}), read_record(job)
+    origin, record = run_folder.read(job.folder).get(run_folder.ORIGIN, {}), read_record(job)
     return Run(
         name=job.name,
         family=job.family,

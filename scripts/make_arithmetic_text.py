@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import asdict
 from pathlib import Path
 
 from make_tiny_model import problem, response
@@ -31,11 +30,11 @@ def make_texts(tokenizer: PreTrainedTokenizerBase, size: int, seed: int) -> list
     while len(texts) < size:
         numbers = problem(rng)
         if numbers not in texts:
-            asked = [{"role": "user", "content": question(*numbers)}]
-            given = str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+            chat = [{"role": "user", "content": question(*numbers)}]
+            context = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
             # The line break that the template adds after a turn was never taught: the answer ends with its end token.
             texts[numbers] = Text(
-                given=given, text=response(*numbers, mixture=True, rng=rng) + str(tokenizer.eos_token)
+                context=context, text=response(*numbers, mixture=True, rng=rng) + str(tokenizer.eos_token)
             )
     return list(texts.values())
 
@@ -47,7 +46,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     texts = make_texts(AutoTokenizer.from_pretrained(ASSETS / "tiny-arithmetic"), args.size, args.seed)
-    args.out.write_text("".join(json.dumps(asdict(text)) + "\n" for text in texts), encoding="utf-8")
+    lines = (json.dumps({"given": text.context, "text": text.text}) + "\n" for text in texts)
+    args.out.write_text("".join(lines), encoding="utf-8")
     print(f"{len(texts)} texts, {args.out.stat().st_size:,} bytes: {args.out}")
 
 

@@ -32,11 +32,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rlft import config, evaluation_verb
+from rlft.config.compose import compose
 from rlft.data.arithmetic import question, split_of
-from rlft.launch import launch
-from rlft.roots import Verb
 from rlft.types import Split
+from rlft.verbs import eval
+from rlft.verbs.launch import launch
 
 ASSETS = Path(__file__).parents[1] / "rlft" / "assets"
 
@@ -183,7 +183,7 @@ def write_demonstrations(file: Path, count: int, mixture: bool, rng: random.Rand
 
 def teach(model: Path, demonstrations: Path, held_out: Path, folder: Path, words: Iterable[str]) -> Path:
     """`rlft sft` on all weights of the model; returns the folder of the model that comes out."""
-    plain = config.compose(
+    plain = compose(
         [
             "lora=null",
             f"model.path={model}",
@@ -198,7 +198,7 @@ def teach(model: Path, demonstrations: Path, held_out: Path, folder: Path, words
             "eval.every=200",
             *words,
         ],
-        verb=Verb.sft,
+        verb="sft",
     )
     launch(plain, folder)
     return next((folder / "checkpoints").glob("step_*")) / "model"
@@ -221,7 +221,7 @@ def train(model: Path, place: Path, args: argparse.Namespace) -> Path:
 
 def measure(folder: Path) -> dict[str, float]:
     """Held-out metrics at temperature 1, 8 samples of each of 256 problems, as `rlft eval` gives them."""
-    plain = config.compose(
+    plain = compose(
         [
             f"model.path={folder}",
             "generation=transformers",
@@ -231,7 +231,7 @@ def measure(folder: Path) -> dict[str, float]:
             "eval.num_samples=8",
         ]
     )
-    return dict(evaluation_verb.run(plain, None, print).metrics)
+    return dict(eval.run(plain, None, print).metrics)
 
 
 def write_readme(args: argparse.Namespace, seconds: float, metrics: dict[str, float], num_parameters: int) -> None:

@@ -5,6 +5,9 @@
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 seed=${SEED:-0}
 
+# bash obeys a trap when the stage in front has ended: a stage that is told to stop saves first, and no other begins.
+trap 'exit 130' INT TERM
+
 fail() { echo "$(basename "$0"): $1" >&2; exit 2; }
 
 if [ -n "${RLFT:-}" ]; then

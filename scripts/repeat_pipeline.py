@@ -33,7 +33,7 @@ from typing import Any
 
 from stage_table import HEADINGS
 
-from rlft.trainer.checkpoint import write_atomically
+from rlft.system.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES, RECORD, LOG = "stages.json", "repetition.json", "pipeline.log"

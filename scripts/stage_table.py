@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
-from rlft.trainer.checkpoint import write_atomically
+from rlft.system.files import write_atomically
 
 REWARDS = ("format", "language")
 HEADINGS = {

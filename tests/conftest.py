@@ -5,28 +5,58 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from run_processes import Nursery
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import rlft
-from rlft.config import build, compose
-from rlft.model import attention
+from rlft.config.compose import build, compose
+from rlft.config.schema import RunConfig
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
+from rlft.model.kernels import attention
 from rlft.model.roles import Roles
-from rlft.roots import RunConfig
-from rlft.types import Batch, Prompt
+from rlft.types import Batch, Group, Prompt
+
+pytest_plugins = ("saved_runs",)
+
+collect_ignore = ["cuda"]
+"""Its tests need a card: `make test-cuda` names that folder, and then it is collected."""
 
 # The models here are so small that a second thread only gets in the way, most of all on a machine that has other work.
 torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests come first, so that no processor waits for the last of them at the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
+
+
 Row = tuple[int, Sequence[int], Sequence[int]]
 """(group, prompt ids, completion ids); a negative completion id is that token with its loss mask off."""
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Nursery]:
+    """Runs `rlft` in processes of their own, forked from one that has imported torch: each import takes seconds."""
+    nursery = Nursery(hash_seed=1)
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def group() -> Callable[..., Group]:
+    """Makes a group: `group(texts, answer="18", id="p0")`."""
+    from reward_groups import make_group
+
+    return make_group
 
 
 @pytest.fixture(scope="session")

@@ -12,36 +12,133 @@ import pytest
 import yaml
 
 import rlft
-from rlft import catalog
+from rlft.keys import catalog
 
 PACKAGE = Path(rlft.__file__).parent
 TESTS = Path(__file__).parent
 MODULES = sorted(f.relative_to(PACKAGE).with_suffix("") for f in PACKAGE.rglob("*.py"))
 
-# What the folders stand on, lowest first: a folder imports these, itself, and of its siblings only what is said here.
-GROUND = ("types", "fields", "seeds", "hub", "catalog", "suggest", "sampling_keys", "targets", "collate")
-FOLDERS = {
-    "ops": (),
-    "algorithm": ("ops",),
-    "data": (),
-    "reward": (),
-    "generation": (),
-    "model": (),
-    "trainer": (),
-    "logger": (),
-}
+# The rooms of rlft/ (a package, or a module at its root), lowest first. A room imports only from rooms of lower levels
+# and from itself; rooms of one level do not import each other. Every module is in one of them.
+LEVELS = (
+    ("types", "seeds"),
+    ("keys", "system", "ops", "batch"),
+    ("algorithm", "data", "generation", "logger", "model", "sandbox", "scoring"),
+    ("trainer",),
+    ("cluster",),
+    ("config", "reward"),
+    ("checks", "prepare", "run"),
+    ("planning", "export", "watch"),
+    ("loop",),
+    ("train", "supervised", "doctor"),
+    ("verbs",),
+    ("cli",),
+    ("entry",),
+)
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+MOST_ROOMS, MOST_ROOT_MODULES = 30, 8
+
 # Modules whose tests have another name than theirs: what they are for is seen where they are used.
 TESTED_ELSEWHERE = {
     "algorithm/protocol": "algorithm/test_grpo.py",
+    "checks/adapters": "test_refusals.py",
+    "checks/device_memory": "test_refusals.py",
+    "checks/files": "test_refusals.py",
+    "checks/ranks": "test_refusals.py",
+    "checks/rm": "test_refusals.py",
+    "checks/roles": "test_refusals.py",
+    "checks/rules": "test_refusals.py",
+    "checks/sample": "test_refusals.py",
+    "checks/servers": "planning/test_tried_servers.py",
+    "checks/sft": "test_refusals.py",
+    "checks/train": "test_refusals.py",
+    "data/lines": "data/test_jsonl.py",
+    "cluster/config": "config/test_compose.py",
+    "cluster/member": "cluster/test_processes.py",
+    "cluster/launcher": "whole_runs/test_engines_apart.py",
+    "cluster/ray_host": "cluster/test_ray_actors.py",
+    "cluster/ray_keeper": "cluster/test_ray_actors.py",
+    "cluster/ray_own_card": "cluster/test_ray_actors.py",
+    "cluster/ray_session": "cluster/test_ray_actors.py",
+    "cluster/serve": "cluster/test_processes.py",
+    "config/schema": "config/test_compose.py",
     "data/records": "data/test_jsonl.py",
-    "generation/config": "test_config.py",
-    "model/config": "test_config.py",
-    "model/whole": "test_sft.py",
-    "trainer/config": "test_config.py",
-    "reward/sandbox_launch": "reward/test_escapes.py",
-    "reward/spec": "reward/test_reward_spec.py",
-    "reward/pool": "reward/test_reward_workers.py",
-    "reward/worker": "reward/test_reward_workers.py",
+    "doctor/arithmetic": "test_bench_scripts.py",
+    "doctor/checks": "verbs/test_doctor.py",
+    "doctor/engine": "verbs/test_doctor.py",
+    "doctor/kernels": "verbs/test_doctor.py",
+    "doctor/machine": "verbs/test_doctor.py",
+    "doctor/row": "verbs/test_doctor.py",
+    "doctor/settings": "verbs/test_doctor.py",
+    "doctor/speed": "verbs/test_doctor.py",
+    "doctor/supervise": "verbs/test_doctor.py",
+    "doctor/trial": "verbs/test_doctor.py",
+    "doctor/versions": "verbs/test_doctor.py",
+    "doctor/work": "test_bench_scripts.py",
+    "entry": "whole_runs/test_interrupts.py",
+    "export/model_card": "verbs/test_export.py",
+    "generation/config": "config/test_compose.py",
+    "generation/engine": "generation/test_outside_engine.py",
+    "generation/memory": "planning/test_memory_parts.py",
+    "generation/vllm_generator": "generation/test_vllm.py",
+    "generation/vllm_guest": "generation/test_vllm.py",
+    "generation/vllm_memory": "generation/test_vllm_sharing.py",
+    "keys/bounds": "config/test_compose.py",
+    "keys/catalog": "test_recipes.py",
+    "keys/instantiate": "config/test_compose.py",
+    "keys/verbs": "verbs/test_outside_verb.py",
+    "loop/engine_members": "loop/test_engine_worker.py",
+    "loop/outcome": "verbs/test_launch.py",
+    "loop/rank_worker": "cluster/test_ranked_trainer.py",
+    "loop/ranks": "whole_runs/test_ranks.py",
+    "loop/saving": "whole_runs/test_giving_up_a_step.py",
+    "loop/sampling": "loop/test_dynamic_sampling.py",
+    "loop/session": "loop/test_schedule_of_snapshots.py",
+    "loop/shell": "whole_runs/test_interrupts.py",
+    "model/config": "config/test_compose.py",
+    "model/kernels/families": "model/kernels/test_selection.py",
+    "model/full_weights": "verbs/test_sft.py",
+    "planning/memory_demand": "planning/test_memory_parts.py",
+    "planning/rm_plan": "verbs/test_rm.py",
+    "planning/run_plan": "verbs/test_plan.py",
+    "planning/sample_plan": "verbs/test_sample.py",
+    "planning/sampling_shapes": "planning/test_memory_parts.py",
+    "planning/sft_plan": "verbs/test_sft.py",
+    "planning/startup_table": "verbs/test_plan.py",
+    "planning/train_plan": "verbs/test_plan.py",
+    "run/config_file": "run/test_damaged_files.py",
+    "run/find": "verbs/test_export.py",
+    "run/like": "verbs/test_sample.py",
+    "run/paths": "run/test_moved.py",
+    "run/run_folder": "run/test_damaged_files.py",
+    "sandbox/launch": "sandbox/test_escapes.py",
+    "scoring/worker": "scoring/test_pool.py",
+    "supervised": "verbs/test_sft.py",
+    "system/children": "scoring/test_pool.py",
+    "system/hub": "data/test_hub.py",
+    "system/running_time": "scoring/test_signals_to_a_job.py",
+    "system/signals": "scoring/test_signals_to_a_job.py",
+    "system/terminal": "test_doctests.py",
+    "train": "loop/test_schedule_of_snapshots.py",
+    "trainer/config": "config/test_compose.py",
+    "trainer/protocol": "trainer/test_local.py",
+    "types": "test_batch.py",
+    "verbs/doctor_page": "verbs/test_doctor.py",
+    "verbs/job_process": "verbs/test_sweep_jobs.py",
+    "verbs/plan_page": "verbs/test_plan.py",
+    "verbs/sweep": "whole_runs/test_sweeps.py",
+    "verbs/train": "test_cli.py",
+    "verbs/arguments": "test_refusals.py",
+    "verbs/begin": "test_cli.py",
+    "verbs/own": "config/test_compose.py",
+    "verbs/plan_command": "verbs/test_plan.py",
+    "verbs/recipes": "test_recipes.py",
+    "verbs/resume": "whole_runs/test_resume_refusals.py",
+    "watch/arguments": "config/test_overrides.py",
+    "watch/diff": "watch/test_runs.py",
+    "watch/report_completions": "watch/test_report.py",
+    "watch/report_data": "watch/test_report.py",
+    "watch/watch": "watch/test_runs.py",
 }
 
 
@@ -84,15 +181,25 @@ def libraries(module: Path, *, typing: bool = True) -> set[str]:
     return {name.split(".")[0] for name in imports(module, typing=typing)} - {"rlft"}
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
+@pytest.mark.parametrize("module", [m for m in MODULES if m != Path("__init__")], ids=str)
 def test_imports_run_one_way(module: Path) -> None:
-    place = module.parts[0]
-    if place in FOLDERS:
-        allowed = {*GROUND, place, *FOLDERS[place]}
-        assert {m.parts[0] for m in ours(module)} <= allowed, f"{module} stands on {sorted(allowed)} only"
-    elif place in GROUND:
-        below = GROUND[: GROUND.index(place)]
-        assert {m.parts[0] for m in ours(module)} <= set(below), f"{module} is ground: it stands on {below} only"
+    """Those for type checkers, too. rlft/__init__.py alone, the address of load_algorithm, fetches from above."""
+    room = module.parts[0]
+    assert room in LEVEL_OF, f"{module} stands in no room that LEVELS names"
+    above = {m for m in ours(module) if m.parts[0] != room and LEVEL_OF[m.parts[0]] >= LEVEL_OF[room]}
+    assert not above, f"{module} is on level {LEVEL_OF[room]} and imports from its own or a higher one"
+
+
+def test_the_first_floor_can_be_seen_at_a_glance() -> None:
+    rooms = {module.parts[0] for module in MODULES} - {"__init__"}
+    assert rooms == set(LEVEL_OF)
+    assert len(rooms) <= MOST_ROOMS
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_MODULES
+
+
+@pytest.mark.parametrize("package", sorted({m.parent for m in MODULES if m.parent != Path()}), ids=str)
+def test_every_package_says_what_it_is_for(package: Path) -> None:
+    assert ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text()))
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -105,16 +212,19 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_the_command_line_is_on_top() -> None:
-    assert [str(m) for m in MODULES if Path("cli") in ours(m)] == []
+    assert [str(m) for m in MODULES if Path("cli") in ours(m)] == ["entry"], "which only handles signals before it"
 
 
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("vllm", {"generation/vllm"}),
-        ("hydra", {"cli", "config", "multirun"}),
-        ("omegaconf", {"cli", "config"}),
-        ("wandb", {"logger/wandb"}),
+        ("vllm", {"generation/vllm_generator", "generation/vllm_guest"}),
+        ("hydra", {"cli", "config/compose", "verbs/sweep"}),
+        ("omegaconf", {"cli", "config/compose"}),
+        ("wandb", set()),  # trackers are imported by name, in logger/scalars.py
+        ("tensorboard", set()),
+        ("mlflow", set()),
+        ("trackio", {"logger/trackio"}),
         ("reasoning_gym", {"data/reasoning_gym", "reward/reasoning_gym"}),
         ("math_verify", {"reward/math"}),
         ("datasets", {"data/hub"}),
@@ -126,6 +236,15 @@ def test_a_library_is_imported_in_its_place_only(library: str, places: set[str])
     assert {str(m) for m in MODULES if library in libraries(m)} <= places
 
 
+def test_the_kernels_stand_behind_one_door() -> None:
+    """Whoever is not of the model asks rlft/model/kernels/selection.py alone which kernels there are."""
+    kernels = Path("model/kernels")
+    for module in MODULES:
+        if module.parts[0] != "model":
+            asked = {m for m in ours(module) if kernels in m.parents}
+            assert asked <= {kernels / "selection"}, module
+
+
 def test_ops_and_algorithms_are_pure_functions_of_tensors() -> None:
     """No model, tokenizer or config: nothing but torch, the standard library and what checks a field's bounds."""
     allowed = {*sys.stdlib_module_names, "torch", "annotated_types"}
@@ -134,17 +253,33 @@ def test_ops_and_algorithms_are_pure_functions_of_tensors() -> None:
             assert libraries(module) <= allowed, module
 
 
+LIGHT_VERBS = (
+    "own",
+    "arguments",
+    "begin",
+    "launch",
+    "sweep",
+    "resume",
+    "recipes",
+    "algorithms",
+    "plan_command",
+    "doctor",
+    "chat",
+    "eval",
+    "export",
+)
 LIGHT = [
-    module
-    for module in MODULES
-    if module.parts[0] in ("data", "reward", "checks", *GROUND, "prompts", "arguments", "config", "cli")
-    and module != Path("collate")
+    m
+    for m in MODULES
+    if m.parts[0]
+    in ("types", "seeds", "keys", "data", "reward", "scoring", "sandbox", "checks", "config", "run", "watch")
+    or str(m) in ("cli", "entry", "prepare/prompts", "algorithm/formula")
+    or (m.parts[0] == "verbs" and m.name in LIGHT_VERBS)
 ]
 
 
-@pytest.mark.parametrize("module", [m for m in LIGHT if m != Path("reward/scorer")], ids=str)
-def test_data_rule_rewards_and_the_command_line_know_no_torch(module: Path) -> None:
-    """The scorer alone, which runs in the trainer, makes tensors."""
+@pytest.mark.parametrize("module", [m for m in MODULES if m.parts[0] in ("data", "reward", "sandbox")], ids=str)
+def test_data_and_rewards_know_no_torch(module: Path) -> None:
     assert "torch" not in libraries(module, typing=False)
 
 
@@ -201,16 +336,15 @@ def test_every_engine_has_its_yaml_and_its_code() -> None:
     assert {m.name for m in MODULES if m.parent == Path("generation")} >= engines
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.parts[0] in FOLDERS and m.name != "__init__"], ids=str)
+@pytest.mark.parametrize("module", [m for m in MODULES if m.name != "__init__"], ids=str)
 def test_tests_mirror_the_tree(module: Path) -> None:
     expected = TESTED_ELSEWHERE.get(str(module), f"{module.parent}/test_{module.name}.py")
     assert (TESTS / expected).is_file()
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_no_module_is_a_drawer_for_odds_and_ends(folder: str) -> None:
+def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
     names = {m.name for m in MODULES}
-    assert not names & {"utils", "util", "helpers", "helper", "misc", "common", "manager", "base"}, folder
+    assert not names & {"utils", "util", "helpers", "helper", "misc", "common", "manager", "base"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)

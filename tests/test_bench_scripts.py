@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -14,29 +15,22 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlft.doctor.arithmetic import Shape, step_flops
+from rlft.doctor.work import Size, Work, make_model, write_prompts
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts' modules can be imported, as when one of them runs."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-
-
-@pytest.fixture
-def small(scripts: None) -> Any:
-    from bench_work import Size
-
+def small() -> Size:
     return Size(hidden=32, layers=2, heads=4, key_heads=2, intermediate=48, vocabulary=300)
 
 
-def test_the_operations_of_a_step_are_those_of_its_layers_and_scores(small: Any, tmp_path: Path) -> None:
-    from bench_flops import step_flops
-    from bench_work import Work, make_model
-
+def test_the_operations_of_a_step_are_those_of_its_layers_and_scores(small: Size, tmp_path: Path) -> None:
     work = Work(prompts=3, group=2, prompt_tokens=5, completion_tokens=4, rank=2)
-    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", small, "float32"))
-    model = get_peft_model(model, LoraConfig(r=work.rank, target_modules="all-linear"))
+    base = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", small, "float32"))
+    bare = copy.deepcopy(base)
+    model = get_peft_model(base, LoraConfig(r=work.rank, target_modules="all-linear"))
     tokens = work.prompt_tokens + work.group * work.completion_tokens  # of one group, packed
     count = 0
 
@@ -60,12 +54,12 @@ def test_the_operations_of_a_step_are_those_of_its_layers_and_scores(small: Any,
             pairs += sum(work.prompt_tokens + place + 1 for place in range(work.completion_tokens))
         # Scores and their product with the values, once forward and twice backward.
         count += pairs * small.layers * small.hidden * 2 * 2 * 3
-    assert step_flops(small, work) == count
+    shape = Shape.of_size(small, work.rank)
+    assert step_flops(shape, work) == count
+    assert Shape.of_model(bare, model.num_parameters(only_trainable=True)) == shape
 
 
-def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small: Any, tmp_path: Path) -> None:
-    from bench_work import Work, make_model, write_prompts
-
+def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small: Size, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", small, "float32")
     work = Work(prompts=2, group=2, prompt_tokens=17, completion_tokens=4)
     rows = write_prompts(tmp_path / "prompts.jsonl", work, steps=3).read_text().splitlines()
@@ -92,24 +86,34 @@ def test_a_step_is_measured_and_told(tmp_path: Path) -> None:
     told = (tmp_path / "step.md").read_text()
     assert told.strip() in done.stdout
     assert "| tiny G2 | rlft |" in told
-    assert "of 1 processes x 2 steps." in told
+    assert "of 1 processes x 2 steps, engine transformers." in told
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words", "file", "told"),
     [
-        ("bench_limit", ["--shapes", "8+8", "--group", "2", "--rounds", "1", "--steps", "1"], "limit.md", "| 8+8 G2 |"),
-        ("bench_scaling", ["--axes", "group", "--groups", "2", "--steps", "1"], "scaling.md", "group"),
-        ("check_plan", ["--only", "tiny 32+48 G8"], "plan.md", "| tiny 32+48 G8 |"),
+        ("bench_limit", "--size 1m --shapes 8+8 --group 2 --rounds 1 --steps 1", "limit.md", "| 8+8 G2 |"),
+        ("bench_scaling", "--size 1m --axes group --groups 2 --steps 1", "scaling.md", "group"),
+        ("check_plan", "--only=1m 8+8 G2", "plan.md", "| 1m 8+8 G2 |"),
     ],
 )
 def test_the_other_scripts_of_the_page_run_and_leave_their_table(
-    script: str, words: list[str], file: str, told: str, tmp_path: Path
+    script: str, words: str, file: str, told: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, SCRIPTS / f"{script}.py", *words, "--out", tmp_path]
+    options = words.split() if script != "check_plan" else [words]
+    command = [sys.executable, SCRIPTS / f"{script}.py", *options, "--out", tmp_path]
     subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert told in (tmp_path / file).read_text()
+
+
+def test_the_overlap_is_measured_in_turn(tmp_path: Path) -> None:
+    sizes = ["prompts_per_step=2", "group_size=2", "generation.max_tokens=8", "data.size=32"]
+    words = ["--rounds", "1", "--steps", "4", "--out", tmp_path, "--override", *sizes]
+    subprocess.run([sys.executable, SCRIPTS / "bench_overlap.py", *words], capture_output=True, check=True, timeout=300)
+    table = (tmp_path / "overlap.md").read_text()
+    assert [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:] == ["---", "0", "1"]
+    assert "times as long as with it" in table
 
 
 def test_every_script_that_a_page_names_is_run_by_a_test() -> None:

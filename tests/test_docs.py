@@ -15,17 +15,26 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from packages import install
 
-from rlft import cli, runfolder
-from rlft.config import compose
+from rlft import cli
+from rlft.checks.train import check_config
+from rlft.config.compose import build, compose
+from rlft.generation.config import free_keys
+from rlft.keys import catalog, verbs
+from rlft.run import run_folder
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ANY_BLOCK = re.compile(r"^```(\w*)(?: \S+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)")
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
 
@@ -34,6 +43,9 @@ SMALL = {
     "eval.num_prompts": "4", "checkpoint.every": "1", "generation.max_tokens": "16", "generation": "transformers",
     "model.device": "cpu", "scoring.workers": "0",
 }  # fmt: skip
+FEWER = {"steps=80": "steps=4", "step_000078": "step_000002", "steps=84": "steps=6"}
+"""What a page's continued run becomes when the run before it has SMALL's two steps."""
+
 TEACHES = {"data": "sums"}
 """Pages whose example is a run, of this name, that learns."""
 
@@ -57,6 +69,8 @@ def commands(text: str) -> Iterator[tuple[str, bool]]:
 
 def filled(command: str, model: Path) -> str:
     """With the newest run for <time>, and what is here for what is not."""
+    for steps, fewer in FEWER.items():
+        command = command.replace(steps, fewer)
     for folder in re.findall(r"runs/[a-z0-9_]+/<time>", command):
         newest = max(Path(folder).parent.iterdir(), key=lambda found: found.stat().st_mtime)
         command = command.replace(folder, str(newest))
@@ -72,7 +86,8 @@ def smaller(words: list[str], model: Path) -> list[str]:
     if "run" in given:
         names = [name for name in names if not name.startswith(("lora.", "model."))]
     if verb == "plan":  # of the sizes that it says itself
-        names = [name for name in names if name in ("model.device", "generation")]
+        groups = catalog.groups(words[1] if words[1] in verbs.names() else "train")
+        names = [name for name in names if name == "model.device" or name in {*groups} & {"generation"}]
     added = [f"{name}={SMALL[name]}" for name in names]
     recipe = next((word for word in words if word.startswith("+recipe=")), "")
     if "gsm8k" in recipe:
@@ -113,11 +128,16 @@ def test_every_command_of_a_page_does_what_it_says(
         if file:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text(text)
+            if file == "pyproject.toml":
+                project = tomllib.loads(text)["project"]
+                install(tmp_path, project["name"], project["entry-points"][verbs.GROUP])
+                verbs.brought.cache_clear()
         elif language == "sh":
             for command, refused in commands(text):
                 code = run(filled(command, long_context_path), long_context_path)
                 told = capfd.readouterr()
                 assert code == (2 if refused else 0), f"{command}\n{told.out[-2000:]}{told.err[-2000:]}"
+    verbs.brought.cache_clear()
     if page.stem in TEACHES:
         assert_it_teaches(Path("runs") / TEACHES[page.stem])
 
@@ -144,7 +164,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_keys_that_may_change_on_resume_are_those_of_the_page() -> None:
     page = (REPOSITORY / "docs" / "resume-and-sweeps.md").read_text()
     paragraph = page.partition("Keys that change no number may differ:")[2].partition("Any other is refused")[0]
-    assert set(re.findall(r"`([a-z_.]+)`", paragraph)) == set(runfolder.FREE) - {"resume"}
+    of_engines = free_keys(compose([])["generation"])
+    of_verbs = [key for verb in verbs.OWN for key in verbs.named(verb).free_keys]
+    assert set(re.findall(r"`([a-z_.]+)`", paragraph)) == {*run_folder.FREE, *of_verbs, *of_engines} - {"resume"}
 
 
 def test_sizes_of_the_demo_are_the_recipes() -> None:
@@ -171,3 +193,94 @@ def test_what_commands_of_the_pages_write_is_ignored_by_git() -> None:
 def test_the_index_names_every_page() -> None:
     linked = {place for place, _ in LINK.findall((REPOSITORY / "docs" / "README.md").read_text())}
     assert linked == {page.name for page in PAGES} - {"README.md"}
+
+
+def files_of(page: str) -> dict[str, str]:
+    return {file: text for _, file, text in blocks(REPOSITORY / "docs" / page) if file}
+
+
+def commands_shown(page: str) -> Iterator[list[str]]:
+    """The words of every `rlft train` on a page that no test runs, also those inside of files and scripts."""
+    for match in ANY_BLOCK.finditer((REPOSITORY / "docs" / page).read_text()):
+        language, text = match[1], match[2]
+        if language == "sh":
+            continue
+        if language == "yaml" and "entrypoint" in text:
+            text = yaml.safe_load(text)["spec"]["entrypoint"]
+        text = text.replace("\\\n", " ").replace('"$first:$port"', "10.0.0.1:6379")
+        for line in re.findall(r"\brlft train (\+[^#&\n]*)", text):
+            yield [word for word in shlex.split(line) if not word.startswith(("hydra.", "resume="))]
+
+
+def test_files_for_clusters_are_sound(tmp_path: Path) -> None:
+    """A batch script that a shell can read, with the options of Slurm that signals need, and a RayJob."""
+    files = files_of("cluster.md")
+    script = files["rlft.sbatch"]
+    (tmp_path / "rlft.sbatch").write_text(script)
+    subprocess.run(["bash", "-n", tmp_path / "rlft.sbatch"], check=True)
+    assert {"--signal=B:TERM@900", "--requeue"} <= set(re.findall(r"^#SBATCH (\S+)", script, re.MULTILINE))
+    job = yaml.safe_load(files["rayjob.yaml"])
+    assert (job["apiVersion"], job["kind"], job["spec"]["entrypointNumGpus"]) == ("ray.io/v1", "RayJob", 1)
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = cluster["workerGroupSpecs"]
+    pods = [
+        cluster["headGroupSpec"]["template"],
+        *(group["template"] for group in groups for _ in range(group["replicas"])),
+    ]
+    cards = [pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods]
+    [words] = [
+        words
+        for words in commands_shown("cluster.md")
+        if "cluster.address=auto" in words and "cluster.engines=24" in words
+    ]
+    config = build(compose(words)).cluster
+    assert sum(cards) == config.engines * config.gpus_per_engine + config.ranks
+    volumes = {volume["name"] for volume in pods[-1]["spec"]["volumes"]}
+    assert {mount["name"] for mount in pods[0]["spec"]["containers"][0]["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize(("page", "at_least"), [("cluster.md", 6), ("signals.md", 2)])
+def test_commands_that_no_machine_here_can_run_are_sound(page: str, at_least: int) -> None:
+    shown = list(commands_shown(page))
+    assert len(shown) >= at_least
+    for words in shown:
+        check_config(compose(words))
+
+
+def run_script(tmp_path: Path, rlft: str) -> tuple[int, list[str]]:
+    """(exit code, what was called) of the batch script, with stand-ins for Slurm, Ray and rlft."""
+    calls = tmp_path / "calls"
+    for name, text in {
+        "hostname": 'echo "10.0.0.1 fe80::1"', "srun": 'echo "srun $*" >> calls',
+        "scontrol": 'echo "scontrol $*" >> calls',
+        "ray": 'echo "ray $*" >> calls; for i in 1 2 3 4; do echo " 1 node_$i"; done', "rlft": rlft,
+    }.items():  # fmt: skip
+        program = tmp_path / name
+        program.write_text(f"#!/bin/bash\n{text}\n")
+        program.chmod(0o755)
+    (tmp_path / "rlft.sbatch").write_text(files_of("cluster.md")["rlft.sbatch"])
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_NNODES": "4"}
+    with subprocess.Popen(["bash", "rlft.sbatch"], cwd=tmp_path, env=environment) as job:
+        if "trap" in rlft:
+            deadline = time.monotonic() + 20
+            while not (calls.exists() and "rlft began" in calls.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            job.terminate()
+        code = job.wait(20)
+    return code, calls.read_text().splitlines()
+
+
+def test_the_batch_script_lets_a_run_save_and_puts_the_job_back_into_the_queue(tmp_path: Path) -> None:
+    saves = 'trap "sleep 0.3; echo saved >> calls; exit 130" TERM; echo "rlft began $*" >> calls\n'
+    saves += "while :; do sleep 0.05; done"
+    code, calls = run_script(tmp_path, saves)
+    assert code == 130
+    assert calls[-3:] == ["saved", "ray stop", "scontrol requeue 7"]
+    assert "ray start --head --node-ip-address=10.0.0.1 --port=20007" in calls
+    assert any("cluster.address=10.0.0.1:20007" in call for call in calls)
+
+
+def test_the_batch_script_ends_with_the_runs_own_code(tmp_path: Path) -> None:
+    code, calls = run_script(tmp_path, "exit 2")
+    assert code == 2
+    assert calls[-1] == "ray stop"

@@ -6,20 +6,20 @@ import itertools
 
 import pytest
 
-from rlft import catalog
-from rlft.arguments import parse
-from rlft.config import build, build_sft, compose, named_choices
-from rlft.multirun import ask
-from rlft.roots import Verb
+from rlft.config.compose import build, compose, named_choices
+from rlft.config.overrides import parse
+from rlft.config.schema import SftConfig
+from rlft.keys import catalog, verbs
 from rlft.types import UserError
+from rlft.verbs.sweep import ask
 
-GROUPS = [(verb, group) for verb in Verb for group in catalog.groups(verb)]
+GROUPS = [(verb, group) for verb in verbs.OWN for group in catalog.groups(verb)]
 NO_NAMES = [
     "1", "-1", "1.5", "true", "nan", "inf", "''", "[[x]]", "[null]", "[1]", "[nan]", "[inf]", "[true]", "[{}]",
     "[{a: 1}]", "[exact_match,1]", "[exact_match,null]", "[exact_match,[]]", "9" * 5000,
 ]  # fmt: skip
 NO_CHOICES = ["x", "a/b", "../x", "[..]", "???"]
-MAY_BE_NULL = {(verb, group) for verb, group in GROUPS if group in ("reward", "logger")} | {(Verb.sft, "data")}
+MAY_BE_NULL = {(verb, group) for verb, group in GROUPS if group in ("reward", "logger")} | {("sft", "data")}
 
 
 def override(group: str, value: str) -> str:
@@ -27,7 +27,7 @@ def override(group: str, value: str) -> str:
 
 
 @pytest.mark.parametrize(("verb", "group"), GROUPS)
-def test_what_is_no_name_is_refused_by_the_groups_key(verb: Verb, group: str) -> None:
+def test_what_is_no_name_is_refused_by_the_groups_key(verb: str, group: str) -> None:
     for value in NO_NAMES:
         with pytest.raises(UserError) as refused:
             compose([override(group, value)], verb=verb)
@@ -36,14 +36,14 @@ def test_what_is_no_name_is_refused_by_the_groups_key(verb: Verb, group: str) ->
 
 
 @pytest.mark.parametrize(("verb", "group"), GROUPS)
-def test_what_is_no_choice_is_refused(verb: Verb, group: str) -> None:
+def test_what_is_no_choice_is_refused(verb: str, group: str) -> None:
     for value in NO_CHOICES:
         with pytest.raises(UserError):
             compose([override(group, value)], verb=verb)
 
 
 @pytest.mark.parametrize(("verb", "group"), [pair for pair in GROUPS if pair not in MAY_BE_NULL])
-def test_null_is_refused_where_something_must_be_chosen(verb: Verb, group: str) -> None:
+def test_null_is_refused_where_something_must_be_chosen(verb: str, group: str) -> None:
     with pytest.raises(UserError, match="something must be chosen, got null; "):
         compose([override(group, "null")], verb=verb)
 
@@ -60,22 +60,22 @@ def test_a_run_without_loggers_still_writes_its_own_files() -> None:
     usual = compose([])["logger"]
     assert compose(["logger=null"])["logger"] == {"jsonl": usual["jsonl"]}
     assert compose(["+recipe=grpo_arithmetic", "logger=null"])["logger"].keys() == {"jsonl"}
-    assert compose(["+recipe=rm_arithmetic", "logger=null"], verb=Verb.rm)["logger"].keys() == {"jsonl"}
+    assert compose(["+recipe=rm_arithmetic", "logger=null"], verb="rm")["logger"].keys() == {"jsonl"}
 
 
 def test_no_data_may_be_said_where_there_need_be_none() -> None:
-    assert build_sft(compose(["+recipe=sft_arithmetic", "data=null"], verb=Verb.sft)).data == {}
+    assert build(compose(["+recipe=sft_arithmetic", "data=null"], verb="sft"), SftConfig, "sft").data == {}
     assert build(compose(["reward=null"])).reward == {}
 
 
 def test_null_among_the_values_of_a_sweep_means_the_same() -> None:
     words = ["logger=null,console", "reward=format,null", "seed=null,1", "trainer.lr=null"]
     written = ["logger=[jsonl],console", "reward=format,[]", "seed=null,1", "trainer.lr=null"]
-    assert named_choices(words, Verb.train) == written
+    assert named_choices(words, "train") == written
     with pytest.raises(UserError, match="algorithm: something must be chosen"):
-        named_choices(["algorithm=grpo,null"], Verb.train)
+        named_choices(["algorithm=grpo,null"], "train")
 
 
 def test_the_config_is_printed_with_what_null_means(capsys: pytest.CaptureFixture[str]) -> None:
-    ask(Verb.train, parse(["--cfg", "job", "--package", "logger", "logger=null"]))
+    ask("train", parse(["--cfg", "job", "--package", "logger", "logger=null"]))
     assert capsys.readouterr().out.splitlines()[1:3] == ["jsonl:", "  _target_: rlft.logger.jsonl.Jsonl"]

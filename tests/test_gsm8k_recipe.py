@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
 
@@ -18,10 +21,26 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.fixture
+def brief_path(long_context_path: Path, tmp_path: Path) -> Path:
+    """The same model, more likely to end at every token: the recipe's 768 tokens a completion take minutes on a CPU."""
+    folder = tmp_path / "brief"
+    shutil.copytree(long_context_path, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    token_ids = tokenizer((PROBLEMS / "train.jsonl").read_text()[:1000], return_tensors="pt").input_ids
+    with torch.no_grad():
+        mean = model.model(token_ids).last_hidden_state[0].mean(0)
+        # Input and output embeddings are one matrix: the logit of the end rises by 6 where the state is the mean one.
+        model.get_input_embeddings().weight[tokenizer.eos_token_id] += 6 * mean / mean.norm() ** 2
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path: Path, long_context_path: Path) -> None:
+def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path: Path, brief_path: Path) -> None:
     assert len((PROBLEMS / "train.jsonl").read_text().splitlines()) >= 20
-    result = run(tmp_path, f"model.path={long_context_path}", f"data.path={PROBLEMS}", "steps=1")
+    result = run(tmp_path, f"model.path={brief_path}", f"data.path={PROBLEMS}", "steps=1")
     assert result.returncode == 0, result.stderr
     (folder,) = (tmp_path / "runs" / "grpo_gsm8k").iterdir()
     metrics = json.loads((folder / "metrics.jsonl").read_text())
@@ -35,12 +54,12 @@ def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path: Path
 
 
 def test_without_network_and_files_it_stops_at_once_and_names_both_paths(tmp_path: Path) -> None:
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = run(tmp_path)
-    seconds = time.monotonic() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 2
     assert "model.path" in result.stderr
     assert "data.path" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
-    assert seconds < 15
+    assert after.ru_utime - before.ru_utime < 15, "seconds of processor time"
     assert not (tmp_path / "runs").exists()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlft import cli
-from rlft.interrupt import Interrupt
+from rlft.system.interrupt import Interrupt
 
 REPOSITORY = Path(__file__).parents[1]
 SMALL = {"train": ("steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16", "data.size=16",

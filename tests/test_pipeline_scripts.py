@@ -19,18 +19,18 @@ import pytest
 import torch
 import yaml
 
-from rlft.config import build, build_rm, build_sample, build_sft, compose
-from rlft.rm import make_plan, open_lesson
-from rlft.roots import Verb
+from rlft.config.compose import build, compose
+from rlft.keys import verbs
+from rlft.planning.rm_plan import make_plan
 from rlft.trainer.config import Schedule, TrainerConfig
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
+from rlft.verbs.rm import open_lesson
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 PIPELINES = ("rlhf_arithmetic", "r1_arithmetic")
 # What a recipe must be given before it composes: here things that are there.
 NAMED = {"rlhf_rm_arithmetic": ["preferences.path=embedded:arithmetic-preferences"]}
-BUILD = {Verb.train: build, Verb.sft: build_sft, Verb.rm: build_rm, Verb.sample: build_sample}
 
 Recorded = Callable[[], list[list[str]]]
 
@@ -72,16 +72,16 @@ def start(script: Path, *words: str, path: str = "/usr/bin:/bin", **variables: s
     )
 
 
-def stages(calls: Sequence[Sequence[str]]) -> dict[str, tuple[Verb, list[str]]]:
+def stages(calls: Sequence[Sequence[str]]) -> dict[str, tuple[str, list[str]]]:
     """{name of its folder: (verb, words)} of each command."""
     made = {}
     for verb, *words in calls:
         folder = next(word.partition("=")[2] for word in words if word.startswith("hydra.run.dir="))
-        made[Path(folder).name] = Verb(verb), words
+        made[Path(folder).name] = verb, words
     return made
 
 
-def composed(verb: Verb, words: Sequence[str]) -> dict:
+def composed(verb: str, words: Sequence[str]) -> dict:
     """The stage's config. A run that a stage names stands for what it made, which is not there: its place is kept."""
     return compose([word for word in words if not word.startswith(("resume=", "run="))], verb=verb)
 
@@ -95,7 +95,7 @@ def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(
     found = stages(recorder())
     assert len(found) == len(recorder()) == {"rlhf_arithmetic": 4, "r1_arithmetic": 11}[pipeline]
     for name, (verb, words) in found.items():
-        config = BUILD[verb](composed(verb, words))
+        config = build(composed(verb, words), verbs.named(verb).root, verb)
         assert config.seed == 3, name
         assert "resume=auto" in words, name
 
@@ -256,21 +256,25 @@ def test_a_script_that_is_not_there_is_refused(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_ends_the_stage_that_runs(tmp_path: Path, number: int) -> None:
-    """The stage is told by SIGTERM, as a run that saves and exits wants it, and nothing goes on without the command."""
-    slow = 'trap "echo ended > $1/end; exit 130" TERM; touch "$1/begun"; sleep 60 & wait\n'
-    script = program(tmp_path / "slow.sh", slow)
+def test_an_interruption_waits_for_the_stage_that_runs_and_starts_no_other(tmp_path: Path, number: int) -> None:
+    """A stage that is told to stop finishes its step and saves: repeated at once, the command must not meet it."""
+    folder = tmp_path / "seed_1-threads_1"
+    saves = f'trap "sleep 1; echo saved > {folder}/saved; exit 130" TERM\ntouch "{folder}/begun"; sleep 60 & wait\n'
+    stage = program(tmp_path / "stage", "#!/bin/bash\n" + saves)
+    stages = f'set -e; out=$1; . {SCRIPTS / "pipeline.sh"}\nlearn train 1-first\ntouch "$out/second"\n'
+    script = program(tmp_path / "slow.sh", stages)
     command = [sys.executable, str(SCRIPTS / "repeat_pipeline.py"), str(script), "--seeds", "1", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "RLFT": str(stage), "PYTHON": sys.executable}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    folder, deadline = tmp_path / "seed_1-threads_1", time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not (folder / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "the same command goes on from here" in errors
-    assert (folder / "end").read_text() == "ended\n"
+    assert (folder / "saved").exists()
+    assert not (folder / "second").exists()
 
 
 # -- results that last bits do not decide ------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ def test_an_interruption_ends_the_stage_that_runs(tmp_path: Path, number: int) -
 def test_a_stage_whose_updates_amplify_differences_ends_at_a_rate_of_almost_zero(recipe: str) -> None:
     """At a constant rate the result would be wherever the last update threw it; recipes built on these inherit it."""
     config = yaml.safe_load((SCRIPTS.parent / "recipes" / f"{recipe}.yaml").read_text())
-    trainer = composed(Verb(config.get("verb", "train")), [f"+recipe={recipe}", *NAMED.get(recipe, ())])["trainer"]
+    trainer = composed(config.get("verb", "train"), [f"+recipe={recipe}", *NAMED.get(recipe, ())])["trainer"]
     last = learning_rate(TrainerConfig(**{**trainer, "schedule": Schedule(trainer["schedule"])}), 199, 200)
     assert 0 < last < 1e-3 * trainer["lr"]
 
@@ -286,10 +290,10 @@ def test_a_stage_whose_updates_amplify_differences_ends_at_a_rate_of_almost_zero
 @pytest.mark.slow
 def test_a_reward_models_first_updates_keep_a_last_bit_small() -> None:
     """Weights that differ by 1e-7 of themselves, as after sums in another order, give scores that differ by less than
-    1e-5 of their deviation after ten updates: 1.6e-6 was measured; at five times the rate 1.6e-5, at 25 times 1.4e-2.
+    2e-6 of their deviation after ten updates: 9e-7 was measured; at five times the rate 2.8e-6, at 25 times 1.3e-3.
     """
     words = ["+recipe=rlhf_rm_arithmetic", "preferences.path=embedded:arithmetic-preferences", "rankings_per_step=8"]
-    plan = make_plan(composed(Verb.rm, [*words, "model.device=cpu"]))
+    plan = make_plan(composed("rm", [*words, "model.device=cpu"]))
 
     def scores(perturbation: float) -> torch.Tensor:
         with ExitStack() as stack:
@@ -305,4 +309,4 @@ def test_a_reward_models_first_updates_keep_a_last_bit_small() -> None:
             return torch.cat(list(lesson._scores(plan.held_out.rankings[:20])))
 
     one, other = scores(0.0), scores(1e-7)
-    assert 0 < (one - other).abs().max() < 1e-5 * one.std()
+    assert 0 < (one - other).abs().max() < 2e-6 * one.std()

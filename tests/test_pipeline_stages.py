@@ -57,7 +57,7 @@ def test_finished_stages_are_left_as_they_are(pipeline: Path, capsys: pytest.Cap
     before = files(pipeline)
     assert stage(pipeline / "1-sft", *TEACH) == 0
     assert stage(pipeline / "2-sample", *SAMPLE, f"adapter={pipeline / '1-sft'}") == 0
-    assert capsys.readouterr().err.count("finished already, and made from the same") == 2
+    assert capsys.readouterr().err.count("finished already, with the same config and inputs") == 2
     assert files(pipeline) == before
 
 

@@ -23,20 +23,25 @@ COMPARING = [
     f"{DECODING}whatever_is_multiplied_with_it_samples_the_policy",
     "tests/model/test_roles.py::test_a_published_adapter_is_what_peft_itself_reads",
     "tests/model/test_roles.py::test_passes_made_together_give_what_each_gives_alone",
-    *(f"tests/model/test_{name}.py" for name in ("branches", "lora_linear", "fused", "head", "prefix_cache")),
+    *(
+        f"tests/model/kernels/test_{name}.py"
+        for name in ("layer_branches", "lora_linear", "norm_and_mlp", "lm_head", "prefix_cache")
+    ),
 ]
 """Where two ways to the same number are compared, and quick."""
+PINNED = "tests/whole_runs/test_pinned_numbers.py"
+"""Numbers of runs that hold everywhere."""
 
 PROCESSORS = {
-    "without vector extensions, two threads": ("default", "SSE4_2", "2"),
-    "with AVX2, one thread": ("avx2", "AVX2", "1"),
+    "without vector extensions, two threads": ("default", "SSE4_2", "2", [*COMPARING, PINNED]),
+    "with AVX2, one thread": ("avx2", "AVX2", "1", COMPARING),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_comparisons_hold_as_another_processor_computes(processor):
-    capability, instructions, threads = PROCESSORS[processor]
+    capability, instructions, threads, tests = PROCESSORS[processor]
     environment = os.environ | {
         "ATEN_CPU_CAPABILITY": capability,
         "MKL_ENABLE_INSTRUCTIONS": instructions,
@@ -44,7 +49,7 @@ def test_comparisons_hold_as_another_processor_computes(processor):
         "OMP_WAIT_POLICY": "PASSIVE",  # two threads that wait by spinning take minutes on a machine with other work
     }
     environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *COMPARING]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlft import cli
-from rlft import config as configs
-from rlft.launch import work_of
-from rlft.roots import Verb
-from rlft.suggest import known_keys
-from rlft.targets import instantiate
+from rlft.checks import check_early, rules
+from rlft.config import compose as configs
+from rlft.keys import verbs
+from rlft.keys.instantiate import instantiate
+from rlft.keys.suggest import known_keys
 from rlft.types import UserError
 
 EXAMPLES = int(os.environ.get("RLFT_RANDOM_CONFIGS", "1000"))
@@ -27,10 +27,10 @@ SEEDED = "RLFT_RANDOM_CONFIGS" not in os.environ
 """With more examples asked for, they are other ones each time."""
 
 BASE = {
-    Verb.train: ["+recipe=grpo_arithmetic"],
-    Verb.sft: ["+recipe=sft_arithmetic"],
-    Verb.rm: ["+recipe=rm_arithmetic"],
-    Verb.sample: ["generation.max_tokens=48"],
+    "train": ["+recipe=grpo_arithmetic"],
+    "sft": ["+recipe=sft_arithmetic"],
+    "rm": ["+recipe=rm_arithmetic"],
+    "sample": ["generation.max_tokens=48"],
 }
 OUTSIDE = ("hydra.run.dir", "verb", "name", "resume", "model.path", "data.path")
 """Keys that decide what the other examples are read from: they have their own tests."""
@@ -63,14 +63,14 @@ SIGNS = st.sampled_from(["", "", "", "+", "++", "~"])
 
 
 @cache
-def composed(verb: Verb) -> dict[str, Any]:
+def composed(verb: str) -> dict[str, Any]:
     return configs.compose(BASE[verb], verb=verb)
 
 
 @st.composite
-def changed_configs(draw: st.DrawFn) -> tuple[Verb, list[tuple[str, Any]]]:
+def changed_configs(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
     """A verb, and one to three of its keys with values of any kind."""
-    verb = draw(st.sampled_from(list(Verb)))
+    verb = draw(st.sampled_from(verbs.OWN))
     keys = [key for key in flat(composed(verb)) if key not in OUTSIDE and not key.endswith("_target_")]
     changes = draw(st.lists(st.tuples(st.sampled_from(keys), VALUES), min_size=1, max_size=3))
     return verb, changes
@@ -92,10 +92,11 @@ def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return {**config, name: changed(inner, rest, value)} if isinstance(inner, dict) else config
 
 
-def refusal(verb: Verb, plain: dict[str, Any]) -> UserError | None:
+def refusal(verb: str, plain: dict[str, Any]) -> UserError | None:
     """What is said of a config before any file is read; also of the parts that read data, which are made."""
     try:
-        work_of(verb).check(plain)
+        check_early(plain, verb)
+        rules.check_machine(configs.build(plain, verbs.named(verb).root, verb).model)
         for section in ("data", "demonstrations", "preferences"):
             if plain.get(section):
                 instantiate(plain[section], section)
@@ -104,7 +105,7 @@ def refusal(verb: Verb, plain: dict[str, Any]) -> UserError | None:
     return None
 
 
-def planned(verb: Verb, plain: dict[str, Any]) -> None:
+def planned(verb: str, plain: dict[str, Any]) -> None:
     if refused := refusal(verb, plain):
         raise refused
 
@@ -116,14 +117,14 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Any:
         place = tmp_path_factory.mktemp("nowhere")
         patch.chdir(place)
         patch.setattr(sys, "path", list(sys.path))
-        patch.setattr("rlft.run.crash.tempfile.tempdir", str(place))
+        patch.setattr("rlft.system.crash.tempfile.tempdir", str(place))
         yield place
 
 
 @settings(max_examples=EXAMPLES, derandomize=SEEDED, database=None, deadline=None,
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(changed_configs())
-def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, example: tuple[Verb, Any]) -> None:
+def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, example: tuple[str, Any]) -> None:
     verb, changes = example
     plain = composed(verb)
     for key, value in changes:
@@ -136,7 +137,7 @@ def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, e
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(data=st.data())
 def test_random_words_are_refused_in_one_line_or_composed(nowhere: Path, data: st.DataObject) -> None:
-    verb = data.draw(st.sampled_from(list(Verb)))
+    verb = data.draw(st.sampled_from(verbs.OWN))
     keys = st.sampled_from([key for key in known_keys(verb) if key not in OUTSIDE])
     words = data.draw(
         st.lists(st.tuples(st.sampled_from(["", "", "", "+", "++", "~"]), keys, WORDS), min_size=1, max_size=2)
@@ -144,7 +145,7 @@ def test_random_words_are_refused_in_one_line_or_composed(nowhere: Path, data: s
     typed = [f"{sign}{key}={value}" for sign, key, value in words]
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(cli, "_launch", lambda plain, folder: planned(verb, plain))
+        patch.setattr("rlft.verbs.begin.begin", lambda plain, folder: planned(verb, plain))
         code = cli.run([str(verb), *BASE[verb], *typed])
     assert code in (0, 2), err.getvalue()
     assert err.getvalue().count("\n") == (1 if code else 0), err.getvalue()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from rlft import catalog, rm, sft
+from rlft.checks import rm, sft
 from rlft.checks.train import check_components
-from rlft.config import build, build_rm, build_sft, compose
-from rlft.roots import Verb
+from rlft.config.compose import build, compose
+from rlft.keys import catalog, verbs
 
 RECIPES = catalog.choices("recipe")
-BUILD = {Verb.train: build, Verb.sft: build_sft, Verb.rm: build_rm}
 CHECK = {
-    Verb.train: lambda plain: check_components(build(plain)),
-    Verb.sft: sft.check_config,
-    Verb.rm: rm.check_config,
+    "train": lambda plain: check_components(build(plain)),
+    "sft": sft.check_config,
+    "rm": rm.check_config,
 }
 
 # What a stage of a pipeline is told on the command line: what an earlier stage has made.
@@ -29,8 +28,8 @@ TOLD = {
 }
 
 
-def verb_of(recipe: str) -> Verb:
-    return Verb(catalog.verb_of(recipe))
+def verb_of(recipe: str) -> str:
+    return catalog.verb_of(recipe)
 
 
 def composed(recipe: str, *words: str):
@@ -55,20 +54,21 @@ def test_a_recipe_is_named_as_its_file(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_composes_builds_and_passes_the_checks(recipe: str) -> None:
     plain = composed(recipe)
-    config = BUILD[verb_of(recipe)](plain)
+    config = build(plain, verbs.named(verb_of(recipe)).root, verb_of(recipe))
     _, loggers = CHECK[verb_of(recipe)](plain)
     assert len(loggers) == len(config.logger)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_command_line_goes_before_a_recipe(recipe: str) -> None:
-    config = BUILD[verb_of(recipe)](composed(recipe, "trainer.lr=0.25", "steps=7"))
+    verb = verb_of(recipe)
+    config = build(composed(recipe, "trainer.lr=0.25", "steps=7"), verbs.named(verb).root, verb)
     assert (config.trainer.lr, config.steps) == (0.25, 7)
 
 
 def test_a_recipe_of_another_verb_says_which() -> None:
     own = {recipe: yaml.safe_load((catalog.recipe_folder() / f"{recipe}.yaml").read_text()) for recipe in RECIPES}
-    assert {recipe for recipe in RECIPES if verb_of(recipe) is Verb.train} == {
+    assert {recipe for recipe in RECIPES if verb_of(recipe) == "train"} == {
         recipe for recipe in RECIPES if "verb" not in own[recipe]
     }
 

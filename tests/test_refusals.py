@@ -1,4 +1,4 @@
-"""Every mistake a user can mend is refused with exit code 2, in a line that helps, before any weight is loaded."""
+"""Every mistake a user can fix is refused with exit code 2, in a line that helps, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,16 @@ from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from rlft import cli, runfolder
-from rlft.config import build, compose
+from rlft import cli
+from rlft.config.compose import build, compose
 from rlft.data.sampled import sampled_line
-from rlft.hub import hub_answers
-from rlft.launch import work_of
+from rlft.keys import verbs
 from rlft.model import adapter_folder
 from rlft.model.backbone import Backbone, fingerprint
 from rlft.model.roles import Roles
-from rlft.plan import make_plan
-from rlft.roots import Verb
+from rlft.planning.train_plan import make_plan
+from rlft.run import run_folder
+from rlft.system.hub import hub_answers
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import Completion, FinishReason, Prompt, Rollout
@@ -68,9 +69,16 @@ TABLE = [
     ("rm +verb=train", "verb", "this is rlft rm, got train"),
     (f"{SFT} verb=train", "verb", "this is rlft sft, got train; leave it as it is"),
     ("trian +recipe=grpo_arithmetic", "trian", "did you mean rlft train?"),
-    ("recipes gsm8k", "recipes", "takes no more words, got gsm8k"),
+    ("recipes gsm8k", "recipes", "takes no further words, got gsm8k"),
+    ("algorithms grpoo", "algorithms", "there is no such algorithm, got grpoo; did you mean grpo? All: a2c, cispo, "),
+    ("algorithms +recipe=grpo_arithmetic", "recipe", "is not a key of rlft algorithms, got +recipe=grpo_arithmetic"),
     # Misspelt groups, choices and keys
     ("train algorithm=grpoo", "algorithm", "got grpoo; did you mean grpo? All: a2c, cispo, dapo, dr_grpo, grpo"),
+    ("train algorithm=GRPO", "algorithm", "got GRPO; did you mean grpo? All: a2c"),
+    ("train logger=none", "logger", "got none; write logger=null for none"),
+    ("train data=foo.jsonl", "data", "not as a file, got foo.jsonl; write data=jsonl data.path=foo.jsonl"),
+    ("sft demonstrations=mine/foo.jsonl", "demonstrations", "write demonstrations=jsonl demonstrations.path=mine"),
+    ("train generation.n=4", "generation.n", "there is no such key; did you mean group_size?"),
     ("train algoritm=grpo", "algoritm", "did you mean algorithm?"),
     ("train generation=vlm", "generation", "did you mean vllm?"),
     ("train data=arithmatic", "data", "did you mean arithmetic?"),
@@ -90,8 +98,8 @@ TABLE = [
     # A key of a choice that wasn't made
     ("train data.path=x", "data.path", "it belongs to data=gsm8k and data=jsonl"),
     ("train data=gsm8k data.pth=x", "data.pth", "did you mean data.path?"),
-    ("train reward.math.weight=1", "reward.math.weight", "reward has no math here; put it in: reward=[...,math]"),
-    ("train logger.wandb.mode=offline", "logger.wandb.mode", "put it in: logger=[...,wandb]"),
+    ("train reward.math.weight=1", "reward.math.weight", "reward has no math here; add it: reward=[...,math]"),
+    ("train logger.wandb.mode=offline", "logger.wandb.mode", "add it: logger=[...,wandb]"),
     # Values of groups that are no names (all groups: tests/test_group_values.py)
     ("train reward=1", "reward", "must be a name or a list of names, got 1; choose one of choice, "),
     ("train reward=[exact_match,1]", "reward", "must be a name or a list of names, got [exact_match,1]"),
@@ -107,6 +115,13 @@ TABLE = [
     ("resume run data=null", "data", "something must be chosen, got null"),
     ("chat model.path=renamed generation=nan", "generation", "must be a name, got nan"),
     # Recipes
+    ("train +recipe=[grpo_arithmetic,ppo_arithmetic]", "+recipe",
+     "takes one name, got [grpo_arithmetic,ppo_arithmetic]; write +recipe=grpo_arithmetic, or for a run of each"),
+    ("train algorithm=[grpo,ppo]", "algorithm", "takes one name, got [grpo,ppo]; write algorithm=grpo, or for a run"),
+    ("train algorithm=[grpo,grpo]", "algorithm", "takes one name, got [grpo,grpo]; write algorithm=grpo"),
+    ("train data=[arithmetic]", "data", "takes one name, got [arithmetic]; write data=arithmetic"),
+    ("resume run generation=[auto,vllm]", "generation", "takes one name, got [auto,vllm]"),
+    ("sft demonstrations=[jsonl,hub]", "demonstrations", "takes one name, got [jsonl,hub]"),
     ("train recipe=grpo_arithmetic", "recipe", "it takes a plus, got recipe=grpo_arithmetic; write +recipe=grpo"),
     ("train ++recipe=grpo_arithmetic", "recipe", "write +recipe=grpo_arithmetic"),
     ("train -m recipe=grpo_arithmetic", "recipe", "write +recipe=grpo_arithmetic"),
@@ -120,7 +135,9 @@ TABLE = [
     ("train --recipe grpo_arithmetic", "command line", "did you mean +recipe=grpo_arithmetic?"),
     ("train --config-dir mine +recipe=no_package", "+recipe", "make `# @package _global_` the first line"),
     ("train --config-dir mine +recipe=bad_yaml", "mine/recipe/bad_yaml.yaml", "line 4 is not YAML"),
-    ("train --config-dir mine +recipe=dangling", "seed", "refers to a key that is not there, ${nothing}"),
+    ("train --config-dir mine +recipe=lines", "recipe/lines.yaml", "must hold a section of keys"),
+    ("train --config-dir latin +recipe=old", "latin/recipe/old.yaml", "is not UTF-8 text (invalid start byte);"),
+    ("train --config-dir mine +recipe=dangling", "seed", "refers to a key that does not exist, ${nothing}"),
     ("train +recipe=recipes/grpo_arithmetic.yaml", "+recipe", "not as a file, got +recipe=recipes/grpo"),
     ("train +recipe=grpo_arithmetic.yaml", "+recipe", "write +recipe=grpo_arithmetic"),
     ("train +recipe=./recipes/grpo_arithmetic", "+recipe", "write +recipe=grpo_arithmetic"),
@@ -162,11 +179,17 @@ TABLE = [
     ("train reward=exact_match,format", "reward", "or write a list as '[a,b]'"),
     ("train reward=[exact_match, format]", "reward", "its bracket is not closed, got [exact_match,"),
     ("train +algorithm=gspo", "+algorithm", "write algorithm=<choice>"),
-    ("train trainer.lr=1e-3,", "trainer.lr", "the value cannot be read, got 1e-3,"),
+    ("train trainer.lr=1e-3,", "trainer.lr", "ends with a comma, got 1e-3,; write trainer.lr=1e-3, with no comma betw"),
+    ("train +recipe=grpo_arithmetic, steps=2", "+recipe", "ends with a comma, got grpo_arithmetic,; write +recipe="),
+    ("train '+recipe=grpo_arithmetic steps=2'", "command line",
+     "several words are in one pair of quotes, got +recipe=grpo_arithmetic steps=2; write +recipe=grpo_arit"),
+    ("train 'steps=2 +recipe=grpo_arithmetic'", "command line", "several words are in one pair of quotes"),
+    ("train reward.exact_match.answer_in=pattern \"reward.exact_match.pattern='(['\"",
+     "reward.exact_match.pattern", "is not a regular expression"),
     ("train 'name=my run; first'", "name", "quote it twice"),
-    ("train 'seed=${nothing}'", "seed", "refers to a key that is not there, ${nothing}"),
+    ("train 'seed=${nothing}'", "seed", "refers to a key that does not exist, ${nothing}"),
     ("train hydra.mode=MULTIRUN", "hydra.mode", "sweep with rlft train -m"),
-    ("train hydra/launcher=joblib", "hydra/launcher", "is not the user's to set"),
+    ("train hydra/launcher=joblib", "hydra/launcher", "cannot be set by the user"),
     # Types and bounds
     ("train steps=1e3", "steps", "must be a whole number, got 1000.0; write 1000"),
     ("train steps=10.5", "steps", "must be a whole number, got 10.5; for instance 100 (turns of the loop"),
@@ -174,6 +197,8 @@ TABLE = [
     ("train steps=0", "steps", "must be greater than 0, got 0; for instance 100 (turns of the loop"),
     ("train steps=-1", "steps", "must be greater than 0, got -1"),
     ("train seed=-1", "seed", "must be greater than or equal to 0, got -1"),
+    ("train seed=99999999999999999999999", "seed", "must be at most 2**63-1, got 99999999999999999999999"),
+    ("train data.seed=9223372036854775808", "data.seed", "must be at most 2**63-1"),
     ("train seed=null", "seed", "must be a whole number, got null"),
     ("train group_size=", "group_size", "must be a whole number, got ''"),
     ("train group_size=true", "group_size", "must be a whole number, got true"),
@@ -186,12 +211,15 @@ TABLE = [
     ("train trainer.lr=inf", "trainer.lr", "must be finite, got inf"),
     ("train trainer.schedule=exponential", "trainer.schedule", "choose one of constant, linear, cosine"),
     ("train trainer=3", "trainer", "must be a section of keys, got 3; set one of trainer.lr, "),
-    ("train model=gpt2", "model", "set one of model.path, "),
+    ("train model=Qwen/Qwen3-0.6B", "model", "section of keys, got 'Qwen/Qwen3-0.6B'; write model.path=Qwen"),
+    ("train model=3", "model", "set one of model.path, "),
     ("train eval=false", "eval", "must be a section of keys, got false"),
     ("train eval.num_samples=0", "eval.num_samples", "must be greater than 0"),
     ("train eval.temperature=-1", "eval.temperature", "must not be negative"),
     ("train eval.temperature=hot", "eval.temperature", "must be a number, got 'hot'"),
     ("train checkpoint.keep=0", "checkpoint.keep", "must be greater than 0"),
+    ("train checkpoint.on_signal=0", "checkpoint.on_signal", "must be greater than 0"),
+    (f"{RM} checkpoint.on_signal=soon", "checkpoint.on_signal", "use step or now or a number"),
     ("train lora.rank=0", "lora.rank", "must be greater than 0"),
     ("train lora.dropout=1", "lora.dropout", "must be less than 1"),
     ("train prompts.over_limit=droop", "prompts.over_limit", "use drop or refuse"),
@@ -200,6 +228,7 @@ TABLE = [
     ("train scoring.timeout=0", "scoring.timeout", "must be greater than 0"),
     ("train generation.vllm.gpu_memory_utilization=90", "generation.vllm.gpu_memory_utilization", "equal to 1"),
     ("train algorithm.std=smaple", "algorithm.std", "choose one of"),
+    ("train algorithm.clip_low=1.5", "algorithm.clip_low", "must be less than or equal to 1, got 1.5"),
     ("train algorithm.kl_coef=-1", "algorithm.kl_coef", "must be greater than or equal to 0"),
     ("train model.revision=3", "model.revision", """quote it twice: "model.revision='3'\""""),
     ("train model.trust_remote_code=1", "model.trust_remote_code", "must be true or false, got 1"),
@@ -213,11 +242,38 @@ TABLE = [
     ("train group_size=1", "group_size", "compares siblings and needs at least 2, got 1"),
     ("train minibatches=64", "minibatches", "a step has only prompts_per_step=16 groups, got 64"),
     ("train minibatches=3", "minibatches", "use one of 1, 2, 4, 8, 16"),
+    ("train cluster.ranks=3 cluster.lanes=4", "cluster.ranks", "does not divide cluster.lanes=4, which a run keeps"),
+    ("train cluster.ranks=2 cluster.lanes=1", "cluster.ranks", "got 2; use one of 1, or begin a run with other lanes"),
     ("train token_budget=10", "token_budget", "set token_budget=512 or more"),
     ("train algorithm.kl_coef=0.1", "snapshot.reference", "algorithm.kl_coef is above 0"),
     ("train algorithm.dual_clip=1", "algorithm.dual_clip", "must lie above the clip range"),
     ("train algorithm.mismatch_low=2", "algorithm.mismatch_low", "must have 1"),
     ("train snapshot.old=never", "snapshot.old", "choose one of auto, sampled, recompute"),
+    ("train -m seed=0,1 cluster.jobs=1,2", "cluster.jobs", "is one for all jobs of a sweep"),
+    ("train -m seed=0,1 cluster.jobs=2 cluster.engines=1", "cluster.engines", "is one process"),
+    ("train cluster.engines=2 cluster.address=auto", "cluster.address", "is of a Ray cluster, got auto; set clus"),
+    ("train cluster.scoring=true scoring.workers=0", "cluster.scoring", "scores in the run's own process, got true"),
+    ("train -m seed=0,1 cluster.jobs=2 cluster.scoring=true", "cluster.scoring", "is one process, got"),
+    ("train cluster.gpus_per_engine=2", "cluster.gpus_per_engine", "of engines in processes of their own, and"),
+    ("train generation=transformers cluster.engines=1 cluster.gpus_per_engine=2",
+     "cluster.gpus_per_engine", "the transformers engine computes on one card, got 2"),
+    ("train generation=vllm generation.vllm.weights=merged cluster.engines=1",
+     "generation.vllm.weights", "adds the policy to the base that engine and trainer share, and cluster.engines"),
+    ("train cluster=ray cluster.engines=1 cluster.address=head", "cluster.address", "is no address, got head; use"),
+    ("train cluster=ray cluster.engines=1 cluster.address=ray://head:10001", "cluster.address", "is one of Ray Client"),
+    ("train cluster=ray cluster.engines=1 cluster.address=127.0.0.1:1", "cluster.address", "no Ray answers there (C"),
+    ("plan cluster.engines=4 cluster.ranks=4 cluster.placement=pairs model.device=cuda device_memory=1GiB",
+     "cluster.placement", "an engine and a rank do not fit on one card"),
+    ("train overlap.lag=1", "overlap.lag", "an earlier policy sampled"),
+    ("train overlap.lag=1 algorithm=kimi", "overlap.lag", "Kimi has no such weights"),
+    ("train overlap.lag=2", "overlap.lag", "must be 0 or 1"),
+    ("train overlap.lag=1 algorithm.mismatch=token_mask snapshot.old=sampled", "snapshot.old", "overlap.lag=1"),
+    ("train algorithm=kimi algorithm.off_policy_limit=0.1", "algorithm.off_policy_limit", "of a whole completion"),
+    ("train algorithm.credit_span=turn", "algorithm.credit_span", "has one score for all turns of a completion"),
+    ("train algorithm.credit_span=token", "algorithm.credit_span", "choose one of trajectory, turn"),
+    ("train algorithm=ppo algorithm.credit_span=step", "algorithm.credit_span", "choose one of trajectory, turn"),
+    ("train algorithm=rloo algorithm.credit_span=turn", "algorithm.credit_span", "algorithm=grpo and algorithm=ppo"),
+    ("train algorithm.off_policy_limit=-1", "algorithm.off_policy_limit", "greater than 0"),
     ("train generation.top_p=0.9 algorithm.mismatch=token_mask", "generation.top_p", "undistorted sampling, got 0.9"),
     ("train generation.top_k=5 algorithm.mismatch=token_truncate", "generation.top_k", "undistorted sampling, got 5"),
     ("train generation.top_k=5 snapshot.old=sampled", "generation.top_k", "snapshot.old=sampled compares"),
@@ -251,10 +307,10 @@ TABLE = [
     ("train critic.kind=adapter", "critic.kind", "has no use for a critic's values, got adapter; set critic.kind=none"),
     ("train algorithm=rloo critic.kind=shared", "critic.kind", "has no use for a critic's values, got shared"),
     ("train critic.kind=own", "critic.kind", "choose one of none, adapter, shared"),
-    ("train critic.init=critic", "critic.init", "critic.kind=none has none, got critic; set critic.kind=adapter or sh"),
-    ("train critic.init=reward", "critic.init", "critic.kind=none has none, got reward"),
-    ("train critic.warmup_steps=5", "critic.warmup_steps", "critic.kind=none has none, got 5"),
-    ("train critic.normalize_values=true", "critic.normalize_values", "critic.kind=none has none, got true"),
+    ("train critic.init=critic", "critic.init", "with critic.kind=none, got critic; set critic.kind=adapter or sh"),
+    ("train critic.init=reward", "critic.init", "with critic.kind=none, got reward"),
+    ("train critic.warmup_steps=5", "critic.warmup_steps", "with critic.kind=none, got 5"),
+    ("train critic.normalize_values=true", "critic.normalize_values", "with critic.kind=none, got true"),
     (f"{PPO} steps=10 critic.warmup_steps=10", "critic.warmup_steps", "would never learn, the run has steps=10, got 1"),
     (f"{PPO} critic.init=reward", "critic.init", "the one learned reward, and there are 0, got reward; set reward=[.."),
     (f"{PPO} {LEARNED} {TWO_LEARNED} critic.init=reward", "critic.init", "and there are 2, got reward"),
@@ -279,7 +335,7 @@ TABLE = [
     ("train algorithm=grpo_process", "reward", "gives any, got [exact_match,format]; add one, for instance reward=[e"),
     ("train algorithm.supervision=process", "reward", "learns from scores of single steps"),
     ("train algorithm=grpo_process reward=[exact_match,equations] reward.equations.weight=0", "reward", "gives any, g"),
-    (PTX, "pretrain.path", "mixes pretraining text in, and there is none, got null; set pretrain.path=<JSONL"),
+    (PTX, "pretrain.path", "mixes pretraining text in, and none is given, got null; set pretrain.path=<JSONL"),
     (f"{PTX} pretrain.path=nowhere.jsonl", "pretrain.path", "got nowhere.jsonl"),
     (f"{PTX} {TEXT} pretrain.max_tokens=600", "pretrain.max_tokens", "the model's context of 512 tokens, got 600; use"),
     (
@@ -287,7 +343,7 @@ TABLE = [
         "may have pretrain.max_tokens=20000 tokens, got 16384",
     ),
     # Learned rewards
-    (f"train {LEARNED}", "reward.learned.path", "says 0 of every completion, and reward_model.refresh_every=0 never t"),
+    (f"train {LEARNED}", "reward.learned.path", "scores every completion 0, and reward_model.refresh_every=0 never t"),
     (f"train {LEARNED} reward.learned.path=nowhere", "reward.learned.path", "the reward model cannot be read"),
     (f"train {LEARNED} reward.learned.path=mine", "reward.learned.path", "the reward model cannot be read"),
     (f"train {LEARNED} reward.learned.path=three_labels", "reward.learned.path", "another num_labels, got 3; point it"),
@@ -342,13 +398,13 @@ TABLE = [
      "lora.use_dora", "vLLM serves no DoRA adapters, got true; use generation=transformers, or lora.use_rslora=true"),
     (f"{SFT} generation=vllm lora.use_dora=true data=arithmetic", "lora.use_dora", "vLLM serves no DoRA adapters"),
     ("sample data=arithmetic generation=vllm adapter=half_dora",
-     "adapter", "is a DoRA adapter, and vLLM serves none, got half_dora; use generation=transformers"),
-    (f"{PPO} {SMALL} critic.init=critic_patterns", "critic.init", "adapters with alpha_pattern are not served"),
+     "adapter", "is a DoRA adapter, which vLLM cannot serve, got half_dora; use generation=transformers"),
+    (f"{PPO} {SMALL} critic.init=critic_patterns", "critic.init", "adapters with alpha_pattern are not supported"),
     (f"train {SMALL} lora.path=biased", "lora.path", "its bias changes the base, which all roles share"),
     (f"train {SMALL} snapshot.reference=biased", "snapshot.reference", "its bias changes the base"),
     (f"train {SMALL} snapshot.reference=loha", "snapshot.reference", "an adapter of the kind LOHA"),
-    (f"train {SMALL} lora.path=critic", "lora.path", "holds the adapter of the role critic, which is no policy"),
-    (f"train {SMALL} snapshot.reference=critic", "snapshot.reference", "the role critic, which is no policy, got crit"),
+    (f"train {SMALL} lora.path=critic", "lora.path", "holds the adapter of the role critic, which is not a policy"),
+    (f"train {SMALL} snapshot.reference=critic", "snapshot.reference", "the role critic, which is not a policy, got"),
     (f"{PPO} {SMALL} critic.init=policy", "critic.init", "there is no head.safetensors in that folder, got policy"),
     (f"{PPO_SHARED} critic.init=policy", "critic.init", "there is no head.safetensors in that folder"),
     (f"{PPO} {SMALL} critic.init=shared", "critic.init", "there is no adapter_config.json in that folder, got shared"),
@@ -357,10 +413,12 @@ TABLE = [
     (f"train {SMALL} lora.path=torn_config", "lora.path", "adapter_config.json cannot be read"),
     # Exports that are pushed or converted
     ("export run=run out=new push=mine", "push", "names no user or organisation, got mine; write push=<user>/<name>"),
-    ("export run=run out=new push=a/b/c", "push", "is no id of a repository on the Hugging Face hub"),
-    ("export run=run out=new push=", "push", "is no id of a repository on the Hugging Face hub"),
+    ("export run=run out=new push=a/b/c", "push", "is not a repository id of the Hugging Face hub"),
+    ("export run=run ot=new", "ot", "changes nothing of what was trained; did you mean out=new?"),
+    ("export run exports/x", "export", "got exports/x; write out=exports/x"),
+    ("export run=run out=new push=", "push", "is not a repository id of the Hugging Face hub"),
     ("export run=run out=new push=me/mine private=maybe", "private", "must be true or false, got maybe"),
-    ("export run=run out=new private=true", "private", "nothing is pushed, got true; add push=<user>/<name>"),
+    ("export run=run out=new private=true", "private", "no effect without push=, got true; add push=<user>/<name>"),
     ("export run=run out=new as=gguf", "as", "use as=model, then `python llama.cpp/convert_hf_to_gguf.py new --outf"),
     # Sampling that the trainer's log-probs are not of, and stops that never come
     ("train generation.min_p=0.1", "generation.min_p", "leaves out tokens that the trainer's log-probs count"),
@@ -380,13 +438,13 @@ TABLE = [
     ("train generation.stop=word", "generation.stop", "must be a list, got 'word'; write generation.stop=['word']"),
     ("train generation.stop=7", "generation.stop", "must be a list, got 7; write generation.stop=[7]"),
     ("train generation.stop=null", "generation.stop", "must be a list, got null; write generation.stop=[]"),
-    ("train generation.stop=[1.5]", "generation.stop", "must be a text; must be a whole number, got [1.5]; for"),
-    ("train generation.stop=[true]", "generation.stop", "must be a text; must be a whole number, got [True]; for"),
-    ("train \"generation.stop=['']\"", "generation.stop", "holds an empty text, which is in every completion"),
+    ("train generation.stop=[1.5]", "generation.stop", "must be a string or a whole number, got [1.5]; for"),
+    ("train generation.stop=[true]", "generation.stop", "must be a string or a whole number, got [True]; for"),
+    ("train \"generation.stop=['']\"", "generation.stop", "holds an empty string, which is in every completion"),
     ("train generation.stop=[-1]", "generation.stop", "holds a token id below 0, got -1"),
-    ("train generation.stop=[272]", "generation.stop", "is no token id of the model, which has 272, got 272; use 0 to"),
-    ("sample data=arithmetic generation.stop=[272]", "generation.stop", "is no token id of the model"),
-    (f"{SFT} data=arithmetic generation.stop=[272]", "generation.stop", "is no token id of the model"),
+    ("train generation.stop=[272]", "generation.stop", "is not a token id of the model, which has 272, got 272; use 0"),
+    ("sample data=arithmetic generation.stop=[272]", "generation.stop", "is not a token id of the model"),
+    (f"{SFT} data=arithmetic generation.stop=[272]", "generation.stop", "is not a token id of the model"),
     ("train \"generation.stop=['<|im_start|>']\"", "generation.stop", "holds the special token <|im_start|>, which"),
     ("train \"generation.stop=['</answer>']\"",
      "generation.stop", "is cut off the text, in which reward.exact_match looks for </answer>, got </answer>; set gen"),
@@ -395,17 +453,43 @@ TABLE = [
     ("sample data=arithmetic \"generation.stop=['</answer>']\"", "generation.stop", "looks for </answer>"),
     # The machine
     ("train generation=vllm lora.rank=600", "lora.rank", "vLLM takes adapters up to rank 512, got 600"),
+    ("train generation=vllm generation.vllm.share_base=true",
+     "generation.vllm.share_base", "cannot hold one copy: vLLM lays out weights in its own way on cpu, got true; set"),
+    ("sample data=arithmetic generation=vllm generation.vllm.share_base=true", "generation.vllm.share_base", "got tr"),
+    (f"{SFT} data=arithmetic generation=vllm generation.vllm.weights=merged", "generation.vllm.weights", "got merged"),
+    ("train generation=vllm generation.vllm.weights=merged",
+     "generation.vllm.weights", "and they hold one each: vLLM lays out weights in its own way on cpu, got merged; set"),
+    ("train generation=vllm generation.vllm.weights=both", "generation.vllm.weights", "got 'both'; "),
+    ("train generation=vllm generation.vllm.batch_invariant=true",
+     "generation.vllm.batch_invariant", "on CUDA only, and model.device is cpu, got true; set it to false"),
+    ("plan generation=vllm model.dtype=float32 model.device=cuda device_memory=24GiB generation.vllm.share_base=true",
+     "generation.vllm.share_base", "the base has 32 bits, not 16, got true; set it to auto"),
     ("train model.dtype=float8", "model.dtype", "is not a known dtype, got float8"),
     ("train model.device=gpu", "model.device", "is not a device, got gpu"),
     ("train model.device=cuda", "model.device", "there is no CUDA device here, got cuda"),
     ("train model.quantization=4bit", "model.quantization", "4-bit weights need a CUDA device"),
+    ("train model.quantization=4bit model.device=cpu", "model.quantization", "4-bit weights need a CUDA device, got"),
     ("train model.quantization=8bit", "model.quantization", "choose one of 4bit, null"),
+    ("train model.kernels=fast", "model.kernels", "choose one of auto, plain"),
+    ("train model.kernels=plain generation.transformers.weights=merged_bfloat16",
+     "generation.transformers.weights", "needs rlft's LoRA layers, which model.kernels=plain does without"),
     ("train model.attn_implementation=flash", "model.attn_implementation", "is not known to transformers"),
     ("train lora.target_modules=[q_proj,k_prj]", "lora.target_modules", "got k_prj; use all-linear, or a list of d"),
     ("train lora.target_modules=qproj", "lora.target_modules", "the model has no linear layer of that name, got qproj"),
     # Packages that are not installed (the last column)
     ("train generation=vllm", "generation.engine", "vLLM is not installed", "vllm"),
+    ("train model.attn_implementation=flash_attention_2",
+     "model.attn_implementation", "flash-attn is not installed, got flash_attention_2; use auto or sdpa", "flash_attn",
+     "kernels"),
+    ("train model.attn_implementation=flash_attention_3",
+     "model.attn_implementation", "flash-attn-3 is not installed", "flash_attn_interface", "kernels"),
     ("train logger=[console,wandb]", "logger.wandb", "pip install 'rlft[wandb]'", "wandb"),
+    ("train logger=[console,tensorboard]", "logger.tensorboard", "pip install 'rlft[tensorboard]'", "tensorboard"),
+    ("train logger=[console,mlflow]", "logger.mlflow", "pip install 'rlft[mlflow]'", "mlflow"),
+    ("train logger=[console,trackio]", "logger.trackio", "pip install 'rlft[trackio]'", "trackio"),
+    ("train rollouts=false", "rollouts", "must be a section of keys, got false; set one of rollouts.every, rollout"),
+    ("train rollouts.every=-1", "rollouts.every", "must be greater than or equal to 0, got -1; for instance 1"),
+    ("train rollouts.keep=0", "rollouts.keep", "must be greater than 0, got 0; "),
     ("train data=reasoning_gym reward=reasoning_gym", "data", "pip install 'rlft[reasoning-gym]'", "reasoning_gym"),
     (f"train {LEARNED} reward.learned.path=renamed", "reward.learned.path", "holds a causal language model (Qwen2Fo"),
     # Paths
@@ -417,17 +501,22 @@ TABLE = [
     ("train lora.path=nowhere", "lora.path", "there is no such folder, got nowhere; point it at a PEFT adapter folder"),
     ("train lora.path=mine", "lora.path", "there is no adapter_config.json in that folder, got mine"),
     ("train lora.path=", "lora.path", "there is no such folder, got nothing"),
-    ("train snapshot.reference=bas", "snapshot.reference", "is neither none, base, copy or ema nor a folder"),
-    (f"{PPO} critic.init=rewad", "critic.init", "is neither base or reward nor a folder that is there, got rewad"),
+    ("train snapshot.reference=bas", "snapshot.reference", "is neither none, base, copy or ema nor an existing"),
+    (f"{PPO} critic.init=rewad", "critic.init", "is neither base or reward nor an existing folder, got rewad"),
     (f"{PPO} critic.init=mine", "critic.init", "there is no adapter_config.json in that folder, got mine"),
     ("train snapshot.reference=mine", "snapshot.reference", "there is no adapter_config.json in that folder"),
     ("train hydra.run.dir=file/run", "hydra.run.dir", "cannot be written (Not a directory)"),
+    ("train hydra.run.dir=file", "hydra.run.dir", "cannot be written (Not a directory), got file; choose"),
+    ("train hydra.sweep.dir=jobs", "hydra.sweep.dir", "belongs to a sweep, and this is one run, got jobs;"),
+    ("train model.gradient_checkpointing=maybe", "model.gradient_checkpointing", "must be true or false or 'auto',"),
     ("train hydra.run.dir=", "hydra.run.dir", "is empty"),
     # Data
     ("train data=jsonl", "data.path", "has no value yet; give data.path=<value>"),
     ("train data=jsonl data.path=nowhere.jsonl", "data.path", "there is no such file, got nowhere.jsonl"),
     ("train data=jsonl data.path=mine", "data.path", "is a folder, not a JSONL file"),
     ("train data=jsonl data.path=empty.jsonl", "data.path", "holds no data"),
+    ("train data=jsonl data.path=good.jsonl.gz", "data.path", "is compressed, got good.jsonl.gz; unpack it with gun"),
+    ("train data=jsonl data.path=array.json", "data.path", "is a JSON array, got array.json; write one object a line"),
     ("train data=jsonl data.path=broken.jsonl", "data.path", "broken.jsonl:2: is not JSON"),
     ("train data=jsonl data.path=other.jsonl", "data.path", "other.jsonl:1: there is no field 'prompt', only"),
     ("train data=gsm8k data.path=nowhere.jsonl", "data.path", "there is no such file or folder"),
@@ -435,11 +524,14 @@ TABLE = [
     ("train reward=exactmatch", "reward", "did you mean exact_match?"),
     ("train reward=[exact_match,formt]", "reward", "did you mean format?"),
     ("train reward=[]", "reward", "is empty: nothing would be learned"),
+    ("train reward=[exact_match,format] reward.exact_match.weight=0 reward.format.weight=0",
+     "reward", "has no weight but 0: nothing would be learned, got [exact_match,format]; set for instance reward"),
     ("train reward.format.weight=abc", "reward.format.weight", "must be a finite number, got 'abc'"),
     ("train reward.format.mode=lax", "reward.format.mode", "got 'lax'; choose one of strict, soft"),
     ("train reward.exact_match=1", "reward.exact_match", "has no _target_, got 1"),
     ("train reward=reasoning_gym", "reward.reasoning_gym", "scores prompts of data=reasoning_gym only"),
     ("train --config-dir mine reward=[exact_match,mine]", "reward.mine._target_", "current folder, in --config-dir"),
+    ("train --config-dir mine reward=[flat]", "reward", "got mine.flat; begin that YAML with `flat:` and indent"),
     ("train algorithm._target_=no.such.Thing", "algorithm._target_", "No module named 'no'), got no.such.Thing"),
     ("train algorithm._target_=rlft.algorithm.grpo.GPRO", "algorithm._target_", "has no attribute 'GPRO'"),
     ("train logger.console._target_=Console", "logger.console._target_", "must be module.Name"),
@@ -447,14 +539,17 @@ TABLE = [
     # Resuming
     ("train resume=nowhere", "resume", "there is no run in that folder (config.yaml is missing), got nowhere"),
     ("train resume=file", "resume", "there is no run in that folder"),
-    ("train resume=run hydra.run.dir=elsewhere", "resume", "take hydra.run.dir out"),
+    ("train resume=run hydra.run.dir=elsewhere", "resume", "leave hydra.run.dir out"),
     ("train resume=run trainer.lr=3", "resume", "trainer.lr: 1e-05 -> 3"),
     ("train resume=run data=jsonl data.path=good.jsonl", "resume", "data._target_: rlft.data.arithmetic.Arithmetic ->"),
-    ("train hydra.run.dir=run", "hydra.run.dir", "go on with it by `rlft resume run`"),
+    ("train hydra.run.dir=run", "hydra.run.dir", "continue it with `rlft resume run`"),
     ("resume", "resume", "names no run; write rlft resume runs/<name>/<time>"),
     ("resume run=", "resume", "names no run"),
     ("resume nowhere", "resume", "there is no run in that folder"),
     ("resume mine", "resume", "there is no run in that folder"),
+    ("resume saved_run/checkpoints/step_000099", "resume",
+     "the run has no such checkpoint, got saved_run/checkpoints/step_000099; name one of step_000001, step_000002"),
+    ("eval run=saved_run/checkpoints/step_000099", "run", "the run has no such checkpoint"),
     ("resume run seed=3", "resume", "seed: 0 -> 3"),
     ("resume run stepz=3", "stepz", "did you mean steps?"),
     ("resume run steps", "command line", "got steps"),
@@ -472,7 +567,7 @@ TABLE = [
     ("train -m generation.max_tokens=100,300", "generation.max_tokens", "context of 512 tokens (job 1: "),
     ("train -m --cfg jobs", "--cfg", "got jobs"),
     # More than the model takes
-    ("train prompts.max_tokens=600", "prompts.max_tokens", "nothing of the model's context of 512 tokens, got 600"),
+    ("train prompts.max_tokens=600", "prompts.max_tokens", "context of 512 tokens, got 600"),
     ("train prompts.max_tokens=512", "prompts.max_tokens", "for instance to 256, and generation.max_tokens to 256"),
     # Supervised fine-tuning
     ("sft", "demonstrations.path", '"completion": "2"}; to try it without one: rlft sft +recipe='),
@@ -481,7 +576,7 @@ TABLE = [
     ("sft", "demonstrations.path", "has no value yet; give demonstrations.path=<value>"),
     ("sft demonstrations.path=no.jsonl max_completion_tokens=64", "demonstrations.path", "there is no such file, got"),
     ("sft demonstrations.path=empty.jsonl max_completion_tokens=64", "demonstrations.path", "holds no data"),
-    ("sft demonstrations.path=other.jsonl max_completion_tokens=64", "demonstrations.path", "other.jsonl:1: is no ch"),
+    ("sft demonstrations.path=other.jsonl max_completion_tokens=64", "demonstrations.path", "jsonl:1: is not a ch"),
     ("sft demonstrations.path=foreign.jsonl max_completion_tokens=64", "demonstrations", "another tokenizer (0123)"),
     (f"{SFT} token_budget=100", "token_budget", "may have 512 tokens (prompts.max_tokens and a completion), got 100;"),
     (f"{SFT} max_completion_tokens=300", "max_completion_tokens", "is given twice"),
@@ -494,16 +589,17 @@ TABLE = [
     (f"{SFT} lora=null model.dtype=bfloat16", "model.dtype", "updates of AdamW are lost in the rounding of bfloat16"),
     (f"{SFT} steps=0", "steps", "for instance null (optimizer updates;"),
     ("train steps=0", "steps", "for instance 100 (turns of the loop:"),
+    (f"{SFT} lora=null checkpoint.on_signal=now", "checkpoint.on_signal", "no copy of all weights is kept that could"),
     (f"{SFT} lora=null eval.kl_base=true", "eval.kl_base", "lora=null changes the base itself"),
     (f"{SFT} lora=null data=arithmetic {LEARNED} reward.learned.path=critic", "reward", "stand on a frozen base, wh"),
     (f"{SFT} lora=null lora.rank=4", "lora.rank", "there is no such key"),
     (f"{SFT} lora=none", "lora", "must be a section of keys, got 'none'"),
-    (f"{SFT} {SMALL} lora.path=critic", "lora.path", "holds the adapter of the role critic, which is no policy"),
+    (f"{SFT} {SMALL} lora.path=critic", "lora.path", "holds the adapter of the role critic, which is not a policy"),
     (f"{SFT} {SMALL} lora.path=elsewhere", "lora.path", "it was made for base 0123"),
     (f"{SFT} lora.path=policy", "lora.rank", "the adapter at lora.path has rank 4, got 32; set lora.rank=4"),
     (f"{SFT} lora.path=run", "lora.path", "that run has no checkpoint, got run; let it reach one first"),
     (f"{SFT} data=arithmetic data.difficulty=10", "data.difficulty", "must be 1 to 9 digits"),
-    (f"{SFT} data=arithmetic {LEARNED}", "reward.learned.path", "says 0 of every completion"),
+    (f"{SFT} data=arithmetic {LEARNED}", "reward.learned.path", "scores every completion 0"),
     (f"{SFT} data=arithmetic {LEARNED} reward.learned.path=renamed", "reward.learned.path", "causal language model"),
     (f"{SFT} resume=nowhere", "resume", "there is no run in that folder"),
     ("resume sft_run demonstrations.path=demonstrations.jsonl", "demonstrations.path", "changed since the run began"),
@@ -533,6 +629,10 @@ TABLE = [
     (f"{RM} lora=null", "lora", "must be a section of keys, got null"),
     # Planning
     ("plan +recipe=grpo_arithmetic device_memory=lots", "device_memory", "must be a size, got lots; write it as 24GiB"),
+    ("plan device_memory=24", "device_memory", "has no unit, and no device has so few bytes, got 24; write 24GiB"),
+    ("chat run=run generation.top_p=5", "generation.top_p", "must be less than or equal to 1, got 5"),
+    ("chat run=sft_run prompts.max_tokens=0", "prompts.max_tokens", "must be greater than 0"),
+    ("plan device_memory=24B", "device_memory", "no device has so little memory, got 24B; write 24GiB"),
     ("plan +recipe=grpo_arithmetik", "+recipe", "did you mean grpo_arithmetic?"),
     ("plan +recipe=rm_arithmetic margin=-1", "margin", "must be greater than or equal to 0"),
     ("plan -m +recipe=grpo_arithmetic seed=0,1", "command line", "this verb has no such option, got -m"),
@@ -543,22 +643,22 @@ TABLE = [
     ("sample keep=best min_reward=0", "min_reward", "is read by keep=above only, and keep=best, got 0.0"),
     ("sample keep=worst", "keep", "choose one of all, best, above"),
     ("sample keep=best max_per_prompt=2", "max_per_prompt", "keep=best keeps one completion of each prompt, got 2"),
-    ("sample resume=auto", "resume", "goes on with the run in hydra.run.dir, and none is named"),
-    ("sample run=run resume=auto", "resume", "goes on with the run in hydra.run.dir, and none is named"),
+    ("sample resume=auto", "resume", "starts or continues the run in hydra.run.dir, which is not given"),
+    ("sample run=run resume=auto", "resume", "starts or continues the run in hydra.run.dir, which is not given"),
     ("sample reward=http reward.http.group_timeout=30", "reward.http.group_timeout", "exceeds scoring.timeout=10"),
     ("train reward=code scoring.timeout=1", "reward.code.group_timeout", "set scoring.timeout=10"),
     ("train reward=code reward.code.isolation=loose", "reward.code.isolation", "choose one of standard, strict"),
     ("train +recipe=grpo_arithmetic reward=code", "reward.code.tests_field", "holds no tests, got null; fix these"),
     ("sample split=test", "split", "use train or held_out"),
     ("sample n=0", "n", "must be greater than 0"),
-    ("sample adapter=critic", "adapter", "holds the adapter of the role critic, which is no policy"),
+    ("sample adapter=critic", "adapter", "holds the adapter of the role critic, which is not a policy"),
     ("sample adapter=nowhere", "adapter", "there is no such folder, got nowhere"),
     ("sample adapter=", "adapter", "there is no such folder, got nothing"),
     ("sample adapter=elsewhere", "adapter", "it was made for base 0123"),
     ("sample adapter=run", "adapter", "that run has no checkpoint"),
     ("sample adapter=torn", "adapter", "cannot be read"),
     ("sample reward=[]", "reward", "is empty"),
-    (f"sample {LEARNED}", "reward.learned.path", "says 0 of every completion"),
+    (f"sample {LEARNED}", "reward.learned.path", "scores every completion 0"),
     ("sample generation.max_tokens=300", "generation.max_tokens", "exceeds the model's context of 512 tokens, got 300"),
     ("sample run=nowhere", "run", "there is no run in that folder"),
     ("sample run=run", "adapter", "that run has no checkpoint"),
@@ -572,6 +672,8 @@ TABLE = [
     ("eval nothing", "run", "there is no run in that folder"),
     ("eval run=mine", "run", "there is no run in that folder"),
     ("eval run=run", "run", "there is no checkpoint in that run yet"),
+    ("eval run=done", "run", "no checkpoint in that run, which is finished, got done; name another run, or train it"),
+    ("report damaged", "report", "metrics.jsonl cannot be read (Is a directory), got damaged; restore it from a copy"),
     ("eval run=run eval.num_sample=2", "eval.num_sample", "did you mean eval.num_samples?"),
     ("eval run=run data=gsm8kk", "data", "did you mean gsm8k?"),
     ("eval -m run=run", "command line", "this verb has no such option, got -m"),
@@ -591,6 +693,8 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
         "file": "not a folder",
         "good.jsonl": "\n".join(rows),
         "empty.jsonl": "\n",
+        "good.jsonl.gz": "packed",
+        "array.json": json.dumps([row], indent=1),
         "broken.jsonl": f"{rows[0]}\n{{oops",
         "other.jsonl": json.dumps({"question": "1 + 1?", "answer": "2"}),
         "demonstrations.jsonl": lines({"prompt": f"{i} + 1?", "completion": f"{i + 1}"} for i in range(40)),
@@ -598,28 +702,38 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
         "foreign.jsonl": lines(sampled(i, reward) for i in range(40) for reward in (0.0, 1.0)),
         "loose.yaml": "# @package _global_\n# In no folder named recipe.\nseed: 1\n",
         "mine/reward/mine.yaml": "# Not there.\nmine:\n  _target_: not_there.reward\n  weight: 1.0\n",
+        "mine/reward/flat.yaml": "# No name.\n_target_: mine.flat\nweight: 1.0\n",
         "mine/recipe/no_package.yaml": "# Forgot the package.\nseed: 1\n",
         "mine/recipe/bad_yaml.yaml": "# @package _global_\n# Unfinished.\nseed: [1\n",
+        "mine/recipe/lines.yaml": "# @package _global_\n# A list.\n- seed\n",
         "mine/recipe/dangling.yaml": "# @package _global_\n# Refers to nothing.\nseed: ${nothing}\n",
         "hiding/reward/format.yaml": "# Would never be read.\nformat:\n  weight: 3.0\n",
     }
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    (folder / "latin" / "recipe").mkdir(parents=True)
+    (folder / "latin" / "recipe" / "old.yaml").write_bytes(b"# @package _global_\n# \xff.\nseed: 1\n")
     demonstrations = "max_completion_tokens=64 examples_per_step=4 demonstrations.path="
-    begun: dict[str, tuple[Verb, str]] = {
-        "run": (Verb.train, ""),
-        "changed": (Verb.train, f"data=jsonl data.path={folder}/good.jsonl"),
-        "sft_run": (Verb.sft, f"{demonstrations}embedded:arithmetic-demonstrations"),
-        "sft_changed": (Verb.sft, f"{demonstrations}{folder}/demonstrations.jsonl"),
-        "rm_run": (Verb.rm, RM.removeprefix("rm ")),
+    begun: dict[str, tuple[str, str]] = {
+        "run": ("train", ""),
+        "changed": ("train", f"data=jsonl data.path={folder}/good.jsonl"),
+        "sft_run": ("sft", f"{demonstrations}embedded:arithmetic-demonstrations"),
+        "sft_changed": ("sft", f"{demonstrations}{folder}/demonstrations.jsonl"),
+        "rm_run": ("rm", RM.removeprefix("rm ")),
     }
     for name, (verb, overrides) in begun.items():
         plain = compose(overrides.split(), verb=verb)
         (folder / name).mkdir()
-        runfolder.start(folder / name, plain, work_of(verb).make_plan(plain).fingerprints)
+        run_folder.start(folder / name, plain, verbs.named(verb).make_plan(plain).fingerprints)
     for name in ("good.jsonl", "demonstrations.jsonl"):
         (folder / name).write_text((folder / name).read_text().partition("\n")[2])
+    for name in ("done", "damaged", "saved_run"):
+        shutil.copytree(folder / "run", folder / name)
+    (folder / "done" / "status.json").write_text(json.dumps({"status": "finished", "steps": 2}))
+    (folder / "damaged" / "metrics.jsonl").mkdir()
+    for step in (1, 2):
+        (folder / "saved_run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     save_adapters(folder, backbone)
     shutil.copytree(tiny_path, folder / "renamed")
     classifier = LlamaConfig()
@@ -740,6 +854,7 @@ def test_a_mistake_is_refused_in_a_line_that_helps(
 
 
 ACCEPTED = [
+    "reward.exact_match.answer_in=pattern \"reward.exact_match.pattern='Answer: \\\\[([0-9]+)'\"",
     "algorithm=ppo critic.kind=adapter group_size=1",
     "algorithm=a2c critic.kind=shared group_size=1",
     "algorithm=reinforce algorithm.baseline=none group_size=1",
@@ -770,14 +885,14 @@ ACCEPTED = [
 
 @pytest.mark.parametrize("typed", ACCEPTED)
 def test_what_only_looks_like_a_mistake_is_planned(typed: str, workplace: Path) -> None:
-    assert make_plan(compose(shlex.split(typed))).warnings == ()
+    assert make_plan(compose(shlex.split(typed))).notes == ()
 
 
 @pytest.mark.parametrize(
     ("typed", "fragment"),
     [
         ("algorithm=gspo algorithm.clip_high=0.2", "the paper's are clip_low=3e-4 clip_high=4e-4"),
-        ("algorithm=ppo_penalty critic.kind=adapter", "algorithm.kl_to: in the one update of a step"),
+        ("algorithm=ppo_penalty critic.kind=adapter", "algorithm.kl_to: with one update per step"),
         (
             "generation.top_p=0.9",
             "generation.top_p: leaves out unlikely tokens that the trained policy could",
@@ -788,12 +903,12 @@ def test_what_only_looks_like_a_mistake_is_planned(typed: str, workplace: Path) 
     ],
 )
 def test_what_is_hardly_ever_meant_is_said_and_goes_on(typed: str, fragment: str, workplace: Path) -> None:
-    [warning] = make_plan(compose(shlex.split(typed))).warnings
+    [warning] = make_plan(compose(shlex.split(typed))).notes
     assert fragment in warning
 
 
 def test_a_penalty_on_the_old_policy_is_at_work_with_several_updates(workplace: Path) -> None:
-    assert make_plan(compose(["algorithm=ppo_penalty", "critic.kind=adapter", "minibatches=2"])).warnings == ()
+    assert make_plan(compose(["algorithm=ppo_penalty", "critic.kind=adapter", "minibatches=2"])).notes == ()
 
 
 # -- before torch is imported ------------------------------------------------------------------------------------------
@@ -840,19 +955,22 @@ READ_BY_LIBRARIES = (
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",
-    "holds no data", "is not JSON", "there is no field", "is no ch", "another tokenizer", "to train on", "exceed pro",
-    "without a margin", "gives the replay none", "distinct train problems", "scores prompts of",
+    "is a JSON array", "holds no tests",
+    "holds no data", "is not JSON", "there is no field", "is not a ch", "another tokenizer", "to train on",
+    "exceed pro", "without a margin", "gives the replay none", "distinct train problems", "scores prompts of",
     "changed since the run began",
     # tensors, and the base that an adapter was made for
     "made for base", "this base", "its tensor", "its head has", "it lacks the tensor", "it has the tensor",
-    "cannot be read", "policy,wider", "critic,critic_wider", "vLLM serves none",
+    "cannot be read", "policy,wider", "critic,critic_wider", "vLLM cannot serve",
     # devices
-    "no CUDA device", "need a CUDA device", "(job 1: model.device=cuda)", "cannot be written",
+    "no CUDA device", "need a CUDA device", "(job 1: model.device=cuda)",
+    "share_base=true", "weights=merged", "batch_invariant=true", "fit on one card", "no Ray answers",
 )  # fmt: skip
 
 
 def test_what_the_config_alone_can_tell_is_refused_before_a_library_is_imported(templates: Path) -> None:
-    rows = {row[0]: row for row in TABLE[::2] if len(row) == 3}  # every other one: a minute less on a busy machine
+    # Half of them, a minute less on a busy machine; a new row does not change which.
+    rows = {row[0]: row for row in TABLE if len(row) == 3 and zlib.crc32(row[0].encode()) % 2}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_LIBRARIES],
         cwd=templates,

@@ -3,9 +3,66 @@
 Dr. GRPO, GSPO, GSPO-token, DAPO, CISPO and GRPO with process rewards are the same class with other keys: see
 configs/algorithm/.
 
+The whole loss of an update, in the keys of configs/algorithm/grpo.yaml; a line counts where the keys are as its
+`if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
+
+    L = agg(w * m * S)
+      + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
+      - entropy_coef * agg(H)                                       if entropy_coef > 0
+
+    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
+    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
+    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
+    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
+
+    S = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)       if surrogate=clipped and dual_clip=null
+    S = -max(C, dual_clip * min(A, 0))                              if surrogate=clipped and dual_clip!=null
+    S = -r * A                                                      if surrogate=importance
+    S = -A * lp                                                     if surrogate=policy_gradient
+    S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
+    C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+    r = exp(lp - lp_old)                                            if ratio=token
+    r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
+    r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
+
+    w = 1                                                           if mismatch=off
+    w = min(v, mismatch_high)                                       if mismatch=token_truncate|sequence_truncate
+    w = v * within(v, mismatch_low, mismatch_high)                  if mismatch=token_mask|sequence_mask
+    v = exp(lp_old - lp_smp)                                        if mismatch=token_truncate|token_mask
+    v = exp(mean_t(lp_old - lp_smp))                                if mismatch=sequence_truncate|sequence_mask
+    m = 1                                                           if off_policy_limit=null
+    m = max(A >= 0, mean_t(lp_smp - lp) <= off_policy_limit)        if off_policy_limit!=null
+
+    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
+    KL = d                                                          if kl_estimator=k1
+    KL = d ** 2 / 2                                                 if kl_estimator=k2
+    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
+    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
+    d = lp - lp_ref
+
+Credit: the advantage A of a completion's tokens is its score among those of its siblings, exactly 0 in a group of
+equal scores. With process rewards, or rewards of turns, a token has the normalised scores of the steps that end at or
+after it, in its turn or in the whole trajectory.
+
+    A = z(R)                                                        if supervision=outcome
+    A = z(reward) + to_go(z(step), 1)                               if supervision=process and credit_span=trajectory
+    A = z(reward) + to_go_in_turn(z(step), 1)                       if supervision=process and credit_span=turn
+    z(x) = (x - mean_group(x)) / (std_group(x, 1) + eps)            if std=sample
+    z(x) = (x - mean_group(x)) / (std_group(x, 0) + eps)            if std=population
+    z(x) = (x - mean_group(x)) / (std_all(x) + eps)                 if std=batch
+    z(x) = x - mean_group(x)                                        if std=none
+
+    R = reward + sum_t(step)
+      - kl_coef * sum_t(KL_old)                                     if kl_coef > 0 and kl_in=reward
+
+    KL_old = d_old                                                  if kl_estimator=auto|k1
+    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
+    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
+    d_old = lp_old - lp_ref
+
 Differences from the paper: the KL coefficient is 0 by default (the paper: 0.04), the standard deviation is the sample
-one (the paper does not say), a correction for the generator/trainer gap can be switched on, and rewards of whole
-completions count beside those of steps.
+one, with eps added (the paper does not say), a correction for the generator/trainer gap can be switched on, and rewards
+of whole completions count beside those of steps.
 """
 
 from __future__ import annotations
@@ -14,8 +71,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rlft.algorithm.objective import RatioObjective, there
-from rlft.fields import NonNegativeFloat
+from rlft.algorithm.objective import CreditSpan, RatioObjective, required
+from rlft.keys.bounds import NonNegativeFloat
 from rlft.ops.advantage import Std, group_is_equal, group_zscore, process_advantages, steps_are_equal
 from rlft.ops.lazy import no_grad
 from rlft.ops.mask import keep
@@ -39,6 +96,7 @@ class GRPO(RatioObjective):
     supervision: Supervision
     std: Std
     eps: NonNegativeFloat
+    credit_span: CreditSpan = CreditSpan.trajectory  # as in runs begun before this key existed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +106,13 @@ class GRPO(RatioObjective):
                 "algorithm.supervision=process has no one score of a completion that the KL could be a part of",
                 got=self.kl_in,
                 remedy="use algorithm.kl_in=loss, or algorithm.supervision=outcome",
+            )
+        if self.supervision == Supervision.outcome and self.credit_span == CreditSpan.turn:
+            raise UserError(
+                "algorithm.credit_span",
+                "algorithm.supervision=outcome has one score for all turns of a completion",
+                got=self.credit_span,
+                remedy="use algorithm.supervision=process, or algorithm.credit_span=trajectory",
             )
 
     @property
@@ -79,7 +144,8 @@ class GRPO(RatioObjective):
         outcome: the group z-score of the completion's score on each of its tokens; a KL in the reward is part of the
         score, so it goes in *before* normalisation. process: the z-scores of the steps that end at or after the token,
         each among all steps of the group (section 4.1.3); rewards of whole completions are normalised on their own and
-        added on every token (without any they add exactly 0, which is the paper's).
+        added on every token (without any they add exactly 0, which is the paper's). A turn that has a reward is a step.
+        credit_span=turn: of those steps only the ones in the token's own turn.
         """
         mask, ids = batch.loss_mask, batch.group_ids
         match self.supervision:
@@ -89,11 +155,14 @@ class GRPO(RatioObjective):
             case Supervision.process:
                 token_rewards, step_ends = _steps(batch)
                 scores_B = batch.rewards.to(batch.sampled_logprobs.dtype)
-                steps_BT = process_advantages(token_rewards.to(scores_B), step_ends, mask, ids, self.std, self.eps)
+                ends = self.credit_span.ends(batch)
+                steps_BT = process_advantages(
+                    token_rewards.to(scores_B), step_ends, mask, ids, self.std, self.eps, ends
+                )
         outcome_B = group_zscore(scores_B, ids, self.std, self.eps)
         return replace(batch, advantages=keep(outcome_B.unsqueeze(-1) + steps_BT, mask))
 
 
 def _steps(batch: Batch) -> tuple[Tensor, Tensor]:
     why = "supervision=process (a reward that scores steps)"
-    return there(batch.token_rewards, "token_rewards", why), there(batch.step_ends, "step_ends", why)
+    return required(batch.token_rewards, "token_rewards", why), required(batch.step_ends, "step_ends", why)

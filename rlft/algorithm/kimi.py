@@ -1,5 +1,45 @@
 """Kimi k1.5: mirror descent, a squared log-ratio in place of a clip. arXiv 2501.12599, section 2.3.
 
+The whole loss of an update, in the keys of configs/algorithm/kimi.yaml; a line counts where the keys are as its
+`if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
+
+    L = agg(S)
+      + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
+      - entropy_coef * agg(H)                                       if entropy_coef > 0
+
+    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
+    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
+    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
+    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
+
+    S = -A * lp + tau / 2 * sum_t(lp - lp_old) ** 2 / n
+
+    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
+    KL = d                                                          if kl_estimator=k1
+    KL = d ** 2 / 2                                                 if kl_estimator=k2
+    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
+    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
+    d = lp - lp_ref
+
+Credit: the advantage A of all of a completion's tokens is its score less its group's baseline. Over a completion S
+then sums to -(R - b) log pi(o) + tau / 2 (log pi / pi_old (o))^2.
+
+    A = R - b
+    b = mean_group(R)                                               if baseline=mean
+    b = tau * log(mean_group(exp(R / tau)))                         if baseline=soft
+
+    R = reward + sum_t(step)
+      - kl_coef * sum_t(KL_old)                                     if kl_coef > 0 and kl_in=reward
+
+    KL_old = d_old                                                  if kl_estimator=auto|k1
+    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
+    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
+    d_old = lp_old - lp_ref
+
+Symbols of this family:
+
+    n: the number of the completion's tokens
+
 Differences from the paper: the loss is the paper's surrogate (R - b - tau log pi/pi_old)^2 over 2 tau, up to a
 constant, so that its scale does not move with tau; its gradient is the paper's update. The baseline is by default the
 group's mean, as in the paper's update; its tau log Z is `baseline: soft`. That the optimizer starts anew each iteration
@@ -13,7 +53,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
-from rlft.fields import NonNegativeFloat
+from rlft.keys.bounds import NonNegativeFloat
 from rlft.ops.advantage import Std, group_is_equal, group_mean, group_zscore
 from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep
@@ -26,7 +66,7 @@ if TYPE_CHECKING:
 
 
 class Baseline(StrEnum):
-    """What is taken off a score: the group's mean, or tau log mean exp(R / tau)."""
+    """What is subtracted from a score: the group's mean, or tau log mean exp(R / tau)."""
 
     mean = "mean"
     soft = "soft"
@@ -47,6 +87,13 @@ class Kimi(Objective):
                 "weighs the policy gradient of single tokens, and the squared log-ratio is of a whole completion",
                 got=self.mismatch,
                 remedy="use algorithm.mismatch=off",
+            )
+        if self.off_policy_limit is not None:
+            raise UserError(
+                "algorithm.off_policy_limit",
+                "drops tokens of a policy gradient, and the squared log-ratio is of a whole completion",
+                got=self.off_policy_limit,
+                remedy="use algorithm.off_policy_limit=null",
             )
         if self.baseline == Baseline.soft and self.tau == 0:
             raise UserError(
@@ -92,5 +139,5 @@ def soft_mean(scores: Tensor, group_ids: Tensor, tau: float) -> Tensor:
     """tau log mean exp(R / tau) over each entry's group, `[B]`: the mean for large tau, the maximum for small."""
     groups, index = group_ids.unique(return_inverse=True)
     best_B = scores.new_zeros(len(groups)).scatter_reduce(0, index, scores, "amax", include_self=False)[index]
-    # With the maximum taken out no exp overflows, their mean is at least 1 / G, and of equal scores it is exactly 1.
+    # With the maximum subtracted no exp overflows, their mean is at least 1 / G, and of equal scores it is exactly 1.
     return best_B + tau * group_mean(((scores - best_B) / tau).exp(), group_ids).log()

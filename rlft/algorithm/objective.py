@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
-from rlft.fields import NonNegativeFloat, PositiveFloat, PositiveFraction
-from rlft.ops.advantage import place_at_last_token
+from rlft.keys.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveFraction
+from rlft.ops.advantage import last_of_turns, place_at_last_token
 from rlft.ops.aggregate import Aggregate, aggregate
 from rlft.ops.controller import KLController, next_coefficient
 from rlft.ops.kl import KLEstimator, KLPlace, k3, kl
 from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep, max_abs, row_sum
-from rlft.ops.mismatch import Correction, Mismatch, mismatch_correction
-from rlft.ops.ratio import RatioLevel, ratio
+from rlft.ops.mismatch import Correction, Mismatch, far_off_policy, mismatch_correction
+from rlft.ops.ratio import RatioLevel, ratio, token_ratio
 from rlft.ops.surrogate import Surrogate, SurrogateKind, cispo, clipped_surrogate, importance, policy_gradient
 from rlft.types import Batch, Loss, LossScale, Outputs, UserError
 
@@ -30,6 +30,21 @@ if TYPE_CHECKING:
 
 SMALLEST_COEF, LARGEST_COEF = 1e-12, 1e12
 """Between these a controller moves the KL coefficient: one that has become 0 or inf could never come back."""
+
+WEIGHT, WEIGHT_SQUARED = "sampler/weight", "sampler/weight_squared"
+"""Means over tokens of the uncut importance weight and of its square, which give the effective sample size."""
+
+
+class CreditSpan(StrEnum):
+    """How far back a reward counts: to the first token of the trajectory, or of the turn that earned it."""
+
+    trajectory = "trajectory"
+    turn = "turn"
+
+    def ends(self, batch: Batch) -> Tensor | None:
+        """The tokens after which nothing counts at a token before, bool `[B, T]`; None: the last ones alone."""
+        return last_of_turns(batch.turn_ends, batch.loss_mask) if self is CreditSpan.turn else None
+
 
 SEQUENCE_CLIP_LIMIT = 0.05
 """A clip range above this hardly ever binds on a length-normalised ratio (GSPO's ranges are 3e-4 and 4e-4)."""
@@ -58,6 +73,7 @@ class Objective(ABC):
     mismatch: Mismatch
     mismatch_low: NonNegativeFloat
     mismatch_high: PositiveFloat
+    off_policy_limit: PositiveFloat | None = None  # runs begun before this key existed have none
 
     def __post_init__(self) -> None:
         if not self.mismatch_low <= 1 <= self.mismatch_high:
@@ -95,7 +111,7 @@ class Objective(ABC):
                 remedy="start for instance with algorithm.kl_coef=1, or set algorithm.kl_controller=fixed",
             )
 
-    # -- what it asks for ----------------------------------------------------------------------------------------------
+    # -- what it needs -------------------------------------------------------------------------------------------------
     @property
     def needs_values(self) -> bool:
         """Whether `Batch.old_values` and `Outputs.values` must be there."""
@@ -138,7 +154,7 @@ class Objective(ABC):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed and hardly ever meant."""
+        """Settings that are allowed and hardly ever intended, in words."""
         if self.kl_coef > 0 and self.kl_in == KLPlace.loss and self.kl_estimator == KLEstimator.k1:
             return ("algorithm.kl_estimator: k1 has zero expected gradient as a loss, got k1; use k2 or k3_unbiased",)
         return ()
@@ -163,7 +179,7 @@ class Objective(ABC):
     def completion_scores(self, batch: Batch) -> Tensor:
         """What each completion earned in all, `[B]`: R_i, plus the scores of its steps, minus beta sum_t KL_t.
 
-        The KL is there where it acts in the reward, with the log-probs at sampling time.
+        The KL is subtracted where it acts in the reward; it is that of the log-probs at sampling time.
         """
         dtype, mask = batch.sampled_logprobs.dtype, batch.loss_mask
         scores_B = batch.rewards.to(dtype)
@@ -174,13 +190,14 @@ class Objective(ABC):
             scores_B = scores_B - self.kl_coef * row_sum(self._kl_at_sampling(batch), mask)
         return scores_B
 
-    def token_scores(self, batch: Batch) -> Tensor:
+    def token_scores(self, batch: Batch, ends: Tensor | None = None) -> Tensor:
         """The reward r_t of each token, `[B, T]`: R_i on the last one, the steps' scores, and -beta KL_t on each.
 
-        Like `completion_scores`, which they add up to; an empty completion has no token to hold its reward.
+        Like `completion_scores`, which they add up to; an empty completion has no token to hold its reward. With `ends`
+        (`ops.advantage.last_of_turns`) R_i is on the last token of each turn.
         """
         dtype, mask = batch.sampled_logprobs.dtype, batch.loss_mask
-        scores_BT = place_at_last_token(batch.rewards.to(dtype), mask)
+        scores_BT = place_at_last_token(batch.rewards.to(dtype), mask, ends)
         if batch.token_rewards is not None:
             scores_BT = scores_BT + keep(batch.token_rewards.to(dtype), mask)
         if self.needs_old_in_credit:
@@ -188,8 +205,8 @@ class Objective(ABC):
         return scores_BT
 
     def _kl_at_sampling(self, batch: Batch) -> Tensor:
-        old = there(batch.old_logprobs, "old_logprobs", "the KL in the reward")
-        reference = there(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0")
+        old = required(batch.old_logprobs, "old_logprobs", "the KL in the reward")
+        reference = required(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0")
         return kl(old, reference, old, self._kl_estimator)
 
     @property
@@ -201,7 +218,7 @@ class Objective(ABC):
     # -- loss ----------------------------------------------------------------------------------------------------------
     @abstractmethod
     def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        """What each token adds to the loss for its advantage, `[B, T]`; inputs are 0 outside the mask."""
+        """Each token's policy loss `[B, T]`, made of its advantage; the inputs are 0 outside the mask."""
 
     def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
         """The loss of any subset of the optimizer batch's rows, divided by the whole batch's sizes (`scale`).
@@ -214,22 +231,29 @@ class Objective(ABC):
         logprobs = keep(outputs.logprobs, mask)
         old = logprobs.detach() if batch.old_logprobs is None else keep(batch.old_logprobs.detach(), mask)
         sampled = keep(batch.sampled_logprobs.detach(), mask)
-        advantages = keep(there(batch.advantages, "advantages", "loss (call credit first)"), mask)
+        advantages = keep(required(batch.advantages, "advantages", "loss (call credit first)"), mask)
 
         correction = mismatch_correction(
             old, sampled, mask, self.mismatch, low=self.mismatch_low, high=self.mismatch_high
         )
         surrogate = self.policy_term(logprobs, old, advantages, mask)
-        terms = {"loss/policy": aggregate(correction.weight * surrogate.loss, mask, scale, self.aggregate)}
+        policy_BT, off_policy = correction.weight * surrogate.loss, None
+        if self.off_policy_limit is not None:
+            off_policy = far_off_policy(logprobs, sampled, advantages, mask, self.off_policy_limit)
+            policy_BT = keep(policy_BT, ~off_policy)
+        terms = {"loss/policy": aggregate(policy_BT, mask, scale, self.aggregate)}
         if self.kl_coef > 0 and self.kl_in == KLPlace.loss:
             kl_BT = self._kl_loss(logprobs, old, batch)
             terms["loss/kl"] = self.kl_coef * aggregate(kl_BT, mask, scale, self.aggregate)
         if self.needs_entropy:
-            entropy = there(outputs.entropy, "entropy", "entropy_coef > 0")
+            entropy = required(outputs.entropy, "entropy", "entropy_coef > 0")
             terms["loss/entropy"] = -self.entropy_coef * aggregate(entropy, mask, scale, self.aggregate)
 
         total = torch.stack(list(terms.values())).sum()
         metrics = {"loss/total": total.detach()} | {name: term.detach() for name, term in terms.items()}
+        if off_policy is not None:
+            dropped = aggregate(off_policy.to(logprobs.dtype), mask, scale, Aggregate.token_mean)
+            metrics["waste/off_policy_dropped_fraction"] = dropped
         return Loss(total=total, metrics=metrics | self._diagnostics(outputs, batch, scale, old, surrogate, correction))
 
     def value_loss(self, values: Tensor, batch: Batch, scale: LossScale) -> Tensor:
@@ -246,7 +270,7 @@ class Objective(ABC):
                 # The tokens are old's, so this is KL(old || policy), with its true gradient: E_old[(r - 1) grad lp].
                 return k3(old, logprobs)
             case KLAnchor.reference:
-                reference = there(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0").detach()
+                reference = required(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0").detach()
                 return kl(logprobs, keep(reference, batch.loss_mask), old, self._kl_estimator)
 
     @no_grad
@@ -268,6 +292,9 @@ class Objective(ABC):
         }
         if self.mismatch in (Mismatch.token_truncate, Mismatch.sequence_truncate):
             means["sampler/importance_capped_fraction"] = correction.capped
+        if self.corrects_mismatch:
+            ratio_BT = token_ratio(old, batch.sampled_logprobs)
+            means |= {"sampler/kl": k3(batch.sampled_logprobs, old), WEIGHT: ratio_BT, WEIGHT_SQUARED: ratio_BT**2}
         if batch.reference_logprobs is not None:
             means["kl/reference"] = k3(logprobs, batch.reference_logprobs)
         if outputs.entropy is not None:
@@ -296,11 +323,11 @@ class Objective(ABC):
         return replace(self, kl_coef=min(max(coef, SMALLEST_COEF), LARGEST_COEF))
 
     def state(self) -> dict[str, float]:
-        """What `adapt` has moved."""
+        """The values that `adapt` has changed, for a checkpoint."""
         return {} if self.kl_controller == KLController.fixed else {"kl_coef": self.kl_coef}
 
     def restored(self, state: Mapping[str, float]) -> Self:
-        """The algorithm with what `state` gave to a checkpoint."""
+        """The algorithm with the values that `state` returned."""
         return replace(self, **state)
 
 
@@ -310,7 +337,7 @@ class RatioObjective(Objective):
 
     surrogate: SurrogateKind
     ratio: RatioLevel
-    clip_low: NonNegativeFloat
+    clip_low: Fraction
     clip_high: NonNegativeFloat
     dual_clip: PositiveFloat | None
 
@@ -333,16 +360,16 @@ class RatioObjective(Objective):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed and hardly ever meant."""
-        told = super().warnings
+        """Settings that are allowed and hardly ever intended, in words."""
+        problems = super().warnings
         if self.surrogate == SurrogateKind.clipped and self.ratio != RatioLevel.token:
-            told += tuple(
+            problems += tuple(
                 f"algorithm.{key}: {value:g} never binds with algorithm.ratio={self.ratio}, whose ratio is normalised "
                 "by length; the paper's are clip_low=3e-4 clip_high=4e-4"
                 for key, value in (("clip_low", self.clip_low), ("clip_high", self.clip_high))
                 if value > SEQUENCE_CLIP_LIMIT
             )
-        return told
+        return problems
 
     def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         """The chosen surrogate `[B, T]` of ratios at the chosen level."""
@@ -364,8 +391,8 @@ class RatioObjective(Objective):
         return super().clip_fractions(surrogate) | dual
 
 
-def there(tensor: Tensor | None, name: str, why: str) -> Tensor:
-    """The tensor.
+def required(tensor: Tensor | None, name: str, why: str) -> Tensor:
+    """The tensor, which must be there; name, why: for the error.
 
     Raises:
         ValueError: it is None.

@@ -3,18 +3,105 @@
 PPO with a penalty instead of the clip, PPO with pretraining text, and A2C (arXiv 1602.01783) are the same class with
 other keys: see configs/algorithm/.
 
+The whole loss of an update, in the keys of configs/algorithm/ppo.yaml; a line counts where the keys are as its
+`if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
+
+    L = agg(w * m * S)
+      + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
+      - entropy_coef * agg(H)                                       if entropy_coef > 0
+      + value_coef * agg(E)
+      - ptx_coef * mean_text(lp_text)                               if ptx_coef > 0
+
+    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
+    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
+    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
+    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
+
+    S = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)       if surrogate=clipped and dual_clip=null
+    S = -max(C, dual_clip * min(A, 0))                              if surrogate=clipped and dual_clip!=null
+    S = -r * A                                                      if surrogate=importance
+    S = -A * lp                                                     if surrogate=policy_gradient
+    S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
+    C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+    r = exp(lp - lp_old)                                            if ratio=token
+    r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
+    r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
+
+    w = 1                                                           if mismatch=off
+    w = min(v, mismatch_high)                                       if mismatch=token_truncate|sequence_truncate
+    w = v * within(v, mismatch_low, mismatch_high)                  if mismatch=token_mask|sequence_mask
+    v = exp(lp_old - lp_smp)                                        if mismatch=token_truncate|token_mask
+    v = exp(mean_t(lp_old - lp_smp))                                if mismatch=sequence_truncate|sequence_mask
+    m = 1                                                           if off_policy_limit=null
+    m = max(A >= 0, mean_t(lp_smp - lp) <= off_policy_limit)        if off_policy_limit!=null
+
+    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
+    KL = d                                                          if kl_estimator=k1
+    KL = d ** 2 / 2                                                 if kl_estimator=k2
+    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
+    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
+    d = lp - lp_ref
+
+    E = (V - G) ** 2 / (2 * s ** 2)                                 if value_clip=null
+    E = max((V - G) ** 2, (V_clipped - G) ** 2) / (2 * s ** 2)      if value_clip!=null
+    V_clipped = clip(V, V_old - value_clip * s, V_old + value_clip * s)
+
+Credit: the advantage A of a token is how much more came of it than the critic had expected: rewards up to the end or
+for n_steps tokens, and then the critic's value. G is what the critic learns. With credit_span=turn each turn is an
+episode of its own, which ends with the reward of the completion and those of its own steps.
+
+    A = A_raw                                                       if whiten=false
+    A = (A_raw - mean_tokens(A_raw)) / (std_tokens(A_raw) + 1e-8)   if whiten=true
+
+    A_raw = to_go(delta, gamma * lam)                               if estimator=gae and credit_span=trajectory
+    A_raw = to_go(delta, gamma, n_steps)                            if estimator=n_step and credit_span=trajectory
+    A_raw = to_go_in_turn(delta, gamma * lam)                       if estimator=gae and credit_span=turn
+    A_raw = to_go_in_turn(delta, gamma, n_steps)                    if estimator=n_step and credit_span=turn
+    G = A_raw + V_old
+    delta = reward_t + gamma * V_next - V_old
+    V_next = next_token(V_old, past)                                if credit_span=trajectory
+    V_next = next_in_turn(V_old, past)                              if credit_span=turn
+    past = 0                                                        if bootstrap_truncated=false
+    past = truncated * last_token(V_old)                            if bootstrap_truncated=true
+
+    reward_t = at_last(reward) + step
+      - kl_coef * KL_old                                            if kl_coef > 0 and kl_in=reward
+    at_last(x) = at_last_token(x)                                   if credit_span=trajectory
+    at_last(x) = at_turn_ends(x)                                    if credit_span=turn
+
+    KL_old = d_old                                                  if kl_estimator=auto|k1
+    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
+    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
+    d_old = lp_old - lp_ref
+
+Symbols of this family:
+
+    V: value of the critic at a token, before it is drawn
+    V_old: the same when the batch was sampled, without gradient
+    s: 1, or the deviation of the returns with critic.normalize_values
+    truncated: 1 for a completion that the length limit ended, else 0
+    next_token(x, end): x of the completion's next token, `end` at its last
+    next_in_turn(x, end): x of the turn's next token, `end` at the completion's last, 0 at other turns' last
+    at_turn_ends: x on the last token of each turn, 0 on the others
+    last_token(x): x of the completion's last token
+    lp_text: log-prob of a token of pretraining text
+    mean_text: mean over the tokens of pretraining text in the update
+
+A critic with an adapter of its own learns value_coef * agg(E) alone, at critic.lr; the other terms do not move it.
+
 Differences from the paper: values and policy share no parameters unless `critic.kind=shared` says so, errors of values
-are clipped (as in the reference implementation), and V past the end of a truncated completion is the last one known.
+are clipped and advantages whitened over the batch (as in the reference implementation), there is no entropy bonus by
+default, and past the end of a truncated completion a value is 0 unless `bootstrap_truncated` says so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlft.algorithm.objective import RatioObjective, there
-from rlft.fields import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
+from rlft.algorithm.objective import CreditSpan, RatioObjective, required
+from rlft.keys.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.ops.advantage import gae, n_step, whiten
 from rlft.ops.aggregate import Aggregate, aggregate
 from rlft.ops.lazy import no_grad
@@ -47,6 +134,7 @@ class PPO(RatioObjective):
     value_coef: NonNegativeFloat
     value_clip: PositiveFloat | None
     ptx_coef: NonNegativeFloat
+    credit_span: CreditSpan = CreditSpan.trajectory  # as in runs begun before this key existed
 
     @property
     def needs_values(self) -> bool:
@@ -62,37 +150,37 @@ class PPO(RatioObjective):
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages and returns `[B, T]`, 0 outside the completions.
 
-        Advantages are whitened over the whole batch if asked; the returns, A + V, never.
+        Advantages are whitened over the whole batch where `whiten` says so; the returns, A + V, never.
         """
-        mask, rewards_BT = batch.loss_mask, self.token_scores(batch)
-        values_BT = there(batch.old_values, "old_values", "a critic's advantage").to(rewards_BT)
-        gamma, truncated, bootstrap = self.gamma, batch.truncated, self.bootstrap_truncated
+        mask, ends = batch.loss_mask, self.credit_span.ends(batch)
+        rewards_BT = self.token_scores(batch, ends)
+        values_BT = required(batch.old_values, "old_values", "a critic's advantage").to(rewards_BT)
+        shared: dict[str, Any] = {"gamma": self.gamma, "truncated": batch.truncated, "ends": ends}
+        shared["bootstrap"] = self.bootstrap_truncated
         match self.estimator:
             case AdvantageEstimator.gae:
-                advantages_BT, returns_BT = gae(
-                    rewards_BT, values_BT, mask, gamma=gamma, lam=self.lam, truncated=truncated, bootstrap=bootstrap
-                )
+                advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask, lam=self.lam, **shared)
             case AdvantageEstimator.n_step:
-                advantages_BT, returns_BT = n_step(
-                    rewards_BT, values_BT, mask, gamma=gamma, n=self.n_steps, truncated=truncated, bootstrap=bootstrap
-                )
+                advantages_BT, returns_BT = n_step(rewards_BT, values_BT, mask, n=self.n_steps, **shared)
         advantages_BT = whiten(advantages_BT, mask) if self.whiten else advantages_BT
         return replace(batch, advantages=advantages_BT, returns=returns_BT)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed and hardly ever meant."""
-        found = super().warnings
+        """Settings that are allowed and hardly ever intended, in words."""
+        problems = super().warnings
         if self.bootstrap_truncated and self.gamma == 1:
             # At the last token d = R + V - V: its advantage is R whatever V is, and its target V + R.
             problem = "with algorithm.gamma=1 the value of a truncated completion's last token is its own target plus R"
-            found += (f"algorithm.bootstrap_truncated: {problem}, got true; use false, or a gamma below 1",)
-        return found
+            problems += (f"algorithm.bootstrap_truncated: {problem}, got true; use false, or a gamma below 1",)
+        return problems
 
     def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
         """The shared loss plus c_v agg[0.5 (V - return)^2], with `loss/value` and `value/clip_fraction`."""
         others = super().loss(outputs, batch, scale)
-        losses_BT, clipped_BT = self._value_errors(there(outputs.values, "values", "the critic's loss"), batch, scale)
+        losses_BT, clipped_BT = self._value_errors(
+            required(outputs.values, "values", "the critic's loss"), batch, scale
+        )
         term = self.value_coef * aggregate(losses_BT, batch.loss_mask, scale, self.aggregate)
         total = others.total + term
         metrics = {**others.metrics, "loss/total": total.detach(), "loss/value": term.detach()}
@@ -102,7 +190,7 @@ class PPO(RatioObjective):
         return Loss(total=total, metrics=metrics)
 
     def value_loss(self, values: Tensor, batch: Batch, scale: LossScale) -> Tensor:
-        """The critic's term of the loss, `[]`: c_v agg[0.5 (V - return)^2], clipped if asked."""
+        """The critic's term of the loss, `[]`: c_v agg[0.5 (V - return)^2], clipped where value_clip is set."""
         losses_BT, _ = self._value_errors(values, batch, scale)
         return self.value_coef * aggregate(losses_BT, batch.loss_mask, scale, self.aggregate)
 
@@ -112,6 +200,6 @@ class PPO(RatioObjective):
 
     def _value_errors(self, values: Tensor, batch: Batch, scale: LossScale) -> tuple[Tensor, Tensor]:
         mask = batch.loss_mask
-        returns = keep(there(batch.returns, "returns", "the critic's loss (call credit first)"), mask)
+        returns = keep(required(batch.returns, "returns", "the critic's loss (call credit first)"), mask)
         old_values = None if batch.old_values is None else keep(batch.old_values, mask)
         return value_loss(keep(values, mask), returns, old_values, self.value_clip, scale.value_scale)

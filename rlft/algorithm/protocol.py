@@ -1,4 +1,4 @@
-"""What the loop asks of an algorithm. A frozen dataclass whose fields are its YAML keys and that has these is one."""
+"""The interface between the loop and an algorithm: a frozen dataclass whose fields are the keys of its YAML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Algorithm(Protocol):
 
     @property
     def needs_steps(self) -> bool:
-        """Whether a reward must score steps (`token_rewards`, `step_ends`)."""
+        """Whether a reward must score steps, or an engine turns (`token_rewards`, `step_ends`)."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Algorithm(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed and hardly ever meant, in words for the person watching."""
+        """Settings that are allowed and hardly ever intended, in words for the person watching."""
         ...
 
     def inert(self, batch: Batch) -> Tensor:
@@ -64,11 +64,11 @@ class Algorithm(Protocol):
         ...
 
     def value_loss(self, values: Tensor, batch: Batch, scale: LossScale) -> Tensor:
-        """The critic's term of that loss alone, `[]`; asked of algorithms that need values."""
+        """The critic's term of that loss alone, `[]`; called where `needs_values`."""
         ...
 
     def text_loss(self, logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-        """The term `[]` that pretraining text adds, from its log-probs `[B, T]`; of algorithms that need text."""
+        """The term `[]` that pretraining text adds, from its log-probs `[B, T]`; called where `needs_text`."""
         ...
 
     def adapt(self, metrics: Mapping[str, float]) -> Self:
@@ -76,9 +76,9 @@ class Algorithm(Protocol):
         ...
 
     def state(self) -> dict[str, float]:
-        """What `adapt` has moved, for the checkpoint."""
+        """The values that `adapt` has changed, for the checkpoint."""
         ...
 
     def restored(self, state: Mapping[str, float]) -> Self:
-        """The algorithm with what a checkpoint held."""
+        """The algorithm with the values that a checkpoint holds."""
         ...

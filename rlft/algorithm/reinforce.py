@@ -1,9 +1,73 @@
-"""REINFORCE: -lp * (return - baseline), no critic. R. J. Williams, Machine Learning 8 (1992).
+"""REINFORCE: -A lp with A = return - baseline, no critic. R. J. Williams, Machine Learning 8 (1992).
 
 RLOO and REINFORCE++ are the same class with other keys: see configs/algorithm/.
 
-Differences from the paper: a baseline may look at the batch or at siblings, and a KL to the reference may be part of
-the reward.
+The whole loss of an update, in the keys of configs/algorithm/reinforce.yaml; a line counts where the keys are as its
+`if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
+
+    L = agg(w * m * S)
+      + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
+      - entropy_coef * agg(H)                                       if entropy_coef > 0
+
+    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
+    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
+    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
+    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
+
+    S = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)       if surrogate=clipped and dual_clip=null
+    S = -max(C, dual_clip * min(A, 0))                              if surrogate=clipped and dual_clip!=null
+    S = -r * A                                                      if surrogate=importance
+    S = -A * lp                                                     if surrogate=policy_gradient
+    S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
+    C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+    r = exp(lp - lp_old)                                            if ratio=token
+    r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
+    r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
+
+    w = 1                                                           if mismatch=off
+    w = min(v, mismatch_high)                                       if mismatch=token_truncate|sequence_truncate
+    w = v * within(v, mismatch_low, mismatch_high)                  if mismatch=token_mask|sequence_mask
+    v = exp(lp_old - lp_smp)                                        if mismatch=token_truncate|token_mask
+    v = exp(mean_t(lp_old - lp_smp))                                if mismatch=sequence_truncate|sequence_mask
+    m = 1                                                           if off_policy_limit=null
+    m = max(A >= 0, mean_t(lp_smp - lp) <= off_policy_limit)        if off_policy_limit!=null
+
+    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
+    KL = d                                                          if kl_estimator=k1
+    KL = d ** 2 / 2                                                 if kl_estimator=k2
+    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
+    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
+    d = lp - lp_ref
+
+Credit: the advantage A of a token is the return that is still to come, or the score of the whole completion, less a
+baseline, which is the mean return of whole completions.
+
+    A = A_raw                                                       if whiten=false
+    A = (A_raw - mean_tokens(A_raw)) / (std_tokens(A_raw) + 1e-8)   if whiten=true
+
+    A_raw = G - b
+    G = to_go(reward_t, gamma)                                      if reward_to_go=true
+    G = R                                                           if reward_to_go=false
+    b = 0                                                           if baseline=none
+    b = mean_all(G_first)                                           if baseline=batch
+    b = mean_group(G_first)                                         if baseline=group
+    b = mean_siblings(G_first)                                      if baseline=leave_one_out
+    G_first = first_token(G)                                        if reward_to_go=true
+    G_first = R                                                     if reward_to_go=false
+
+    reward_t = at_last_token(reward) + step
+      - kl_coef * KL_old                                            if kl_coef > 0 and kl_in=reward
+
+    R = reward + sum_t(step)
+      - kl_coef * sum_t(KL_old)                                     if kl_coef > 0 and kl_in=reward
+
+    KL_old = d_old                                                  if kl_estimator=auto|k1
+    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
+    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
+    d_old = lp_old - lp_ref
+
+Differences from the paper: a baseline may look at the batch or at siblings, a KL to the reference may be part of the
+reward, and the loss of REINFORCE++ has PPO's clip.
 """
 
 from __future__ import annotations
@@ -13,7 +77,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import RatioObjective
-from rlft.fields import Fraction
+from rlft.keys.bounds import Fraction
 from rlft.ops.advantage import Std, group_zscore, leave_one_out, reward_to_go, whiten
 from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep, row_sum
@@ -24,7 +88,7 @@ if TYPE_CHECKING:
 
 
 class Baseline(StrEnum):
-    """What is taken off a return: nothing, or the mean return of the batch, of the group, or of the siblings."""
+    """What is subtracted from a return: nothing, or the mean return of the batch, of the group, or of the siblings."""
 
     none = "none"
     batch = "batch"
@@ -56,7 +120,7 @@ class Reinforce(RatioObjective):
 
     @no_grad
     def credit(self, batch: Batch) -> Batch:
-        """The batch with advantages `[B, T]`: G_t - b, whitened over the batch if asked; 0 outside the completions.
+        """The batch with advantages `[B, T]`: G_t - b, with `whiten` whitened over the batch; 0 outside completions.
 
         G_t = sum_{k>=t} gamma^(k-t) r_k; or, without reward_to_go, the completion is one action and each of its tokens
         has the plain sum of all r_t. b: the mean of returns of whole completions, over those that `baseline` names.

@@ -1,33 +1,27 @@
-"""What a config alone can tell is refused in less than a second: nothing here imports torch or what stands on it.
+"""Checks of a config by itself, which refuse within a second: nothing here imports torch or a library that needs it.
 
-The same checks are made again, first of all, when the run is planned.
+The same checks run again at the start of a run's plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rlft.auto import resolved
-from rlft.roots import Verb
+from rlft.checks import rules
+from rlft.config.compose import build
+from rlft.config.token_budget import resolved
+from rlft.keys import verbs
 
 
-def check_early(plain: Mapping[str, Any], verb: Verb, *, trains: bool = True) -> None:
-    """Refuses what is wrong with a verb's plain config by itself, and local files that it names and that are not there.
-
-    trains: False where a config of `rlft train` is only evaluated.
+def check_early(plain: Mapping[str, Any], verb: str) -> None:
+    """Refuses a plain config that is wrong by itself, or that names local files which do not exist.
 
     Raises:
         UserError: with the key, what is wrong and what to do.
     """
-    from functools import partial
-
-    from rlft.checks import rm, sample, sft, train
-
-    checks: Mapping[Verb, Callable[[Mapping[str, Any]], object]] = {
-        Verb.train: partial(train.check_config, trains=trains),
-        Verb.sft: sft.check_config,
-        Verb.rm: rm.check_config,
-        Verb.sample: sample.check_config,
-    }
-    checks[verb](resolved(plain, gpu=False))  # `auto` is never too small, wherever the base will be
+    chosen = verbs.named(verb)
+    plain = resolved(plain, gpu=False)  # `auto` is never too small, wherever the base will be
+    chosen.check(plain) if chosen.check is not None else build(plain, chosen.root, verb)
+    if isinstance(model := plain.get("model"), Mapping):  # checked as written: a plan for another machine changes it
+        rules.check_quantized_on(model.get("quantization"), str(model.get("device")))

@@ -1,18 +1,18 @@
-"""What components can say of themselves before anything is read: above all that the files they name are there."""
+"""Checks that components make themselves before anything is read, mainly that the files they name exist."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlft.targets import instantiate
+from rlft.keys.instantiate import instantiate
 
 
 def check_data(section: Mapping[str, Any], key: str = "data") -> None:
-    """The component that a section describes can be made, and its own `check()`, if it has one, finds nothing wrong.
+    """Makes the component that a section describes, and calls its `check()` if it has one.
 
     Raises:
-        UserError: of a key of the component.
+        UserError: a key of the component is wrong.
     """
     check = getattr(instantiate(section, key), "check", None)
     if callable(check):

@@ -1,17 +1,17 @@
-"""What of an `rlft rm` config is wrong by itself; needs neither torch nor the model nor the data."""
+"""Checks of an `rlft rm` config by itself, without torch, the model or the data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlft import check
-from rlft.check_adapters import Use, Wanted, check_folders
+from rlft.checks import rules
+from rlft.checks.adapters import AdapterUse, Use, check_folders
 from rlft.checks.files import check_data
-from rlft.config import build_rm
+from rlft.config.compose import build
+from rlft.config.schema import RmConfig
+from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import has_head
-from rlft.roots import RmConfig
-from rlft.targets import instantiate
 from rlft.types import Logger, UserError
 
 
@@ -21,11 +21,11 @@ def check_config(plain: Mapping[str, Any]) -> tuple[RmConfig, tuple[Logger, ...]
     Raises:
         UserError: with the key, what is wrong and what to do.
     """
-    config = build_rm(plain)
-    check.check_name(config.name)
-    check.check_model(config.model)
+    config = build(plain, RmConfig, "rm")
+    rules.check_name(config.name)
+    rules.check_model(config.model)
     longest = config.prompts.max_tokens + config.max_completion_tokens + 1
-    check.check_budget(config.token_budget, longest, "prompts.max_tokens, max_completion_tokens and an ending")
+    rules.check_budget(config.token_budget, longest, "prompts.max_tokens, max_completion_tokens and an ending")
     check_folders(uses_of(config), config.lora)
     check_data(config.preferences, "preferences")
     if config.replay.path is not None:
@@ -33,15 +33,15 @@ def check_config(plain: Mapping[str, Any]) -> tuple[RmConfig, tuple[Logger, ...]
             check_data(replayed(config), "preferences")
         except UserError as error:
             raise UserError("replay.path", error.problem, got=error.got, remedy=error.remedy) from None
-    return config, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
+    return config, loggers_of(config.logger)
 
 
 def uses_of(config: RmConfig) -> list[Use]:
-    """The adapter folder that the run begins with, if it names one."""
+    """The adapter folder that the run starts from, if it names one."""
     path = config.lora.path
     if path is None:
         return []
-    return [Use(key="lora.path", path=path, wanted=Wanted.scalar if has_head(path) else Wanted.any)]
+    return [Use(key="lora.path", path=path, accepts=AdapterUse.scalar if has_head(path) else AdapterUse.any)]
 
 
 def replayed(config: RmConfig) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What of an `rlft sample` config is wrong by itself; needs neither torch nor the model nor the data."""
+"""Checks of an `rlft sample` config by itself, without torch, the model or the data."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft import check
-from rlft.check_adapters import Use, Wanted, check_folders, check_learned, uses_of_rewards
+from rlft.checks import rules
+from rlft.checks.adapters import AdapterUse, Use, check_folders, check_learned, uses_of_rewards
 from rlft.checks.files import check_data
-from rlft.config import build_sample
+from rlft.config.compose import build
+from rlft.config.schema import Keep, SampleConfig
 from rlft.model.adapter_folder import check_adapter_folder
 from rlft.model.config import LoraSettings
-from rlft.reward.spec import specs
-from rlft.roots import Keep, SampleConfig
+from rlft.scoring.reward_spec import specs
 from rlft.types import UserError
 
 
@@ -23,11 +23,11 @@ def check_config(plain: Mapping[str, Any]) -> SampleConfig:
     Raises:
         UserError: with the key, what is wrong and what to do.
     """
-    config = build_sample(plain)
-    check.check_name(config.name)
-    check.check_model(config.model)
-    check.check_engine(config.generation)
-    check.check_time_limits(config.reward, config.scoring)
+    config = build(plain, SampleConfig, "sample")
+    rules.check_name(config.name)
+    rules.check_model(config.model)
+    rules.check_engine(config.generation, config.model)
+    rules.check_time_limits(config.reward, config.scoring)
     if config.keep is Keep.best and config.max_per_prompt is not None:
         problem = "keep=best keeps one completion of each prompt"
         raise UserError("max_per_prompt", problem, got=config.max_per_prompt, remedy="leave it out, or set keep=all")
@@ -36,7 +36,7 @@ def check_config(plain: Mapping[str, Any]) -> SampleConfig:
     if config.keep is not Keep.above and config.min_reward is not None:
         problem = f"is read by keep=above only, and keep={config.keep}"
         raise UserError("min_reward", problem, got=config.min_reward, remedy="set keep=above, or leave it out")
-    check.check_stops_and_rewards(config.generation, specs(config.reward))
+    rules.check_stops_and_rewards(config.generation, specs(config.reward))
     check_learned(specs(config.reward))
     check_folders(uses_of(config), lora_of(config))
     check_data(config.data)
@@ -45,14 +45,14 @@ def check_config(plain: Mapping[str, Any]) -> SampleConfig:
 
 def uses_of(config: SampleConfig) -> list[Use]:
     """The adapter folders that the config names: the policy's, and those of learned rewards."""
-    used = [] if config.adapter is None else [Use(key="adapter", path=config.adapter, wanted=Wanted.policy)]
+    used = [] if config.adapter is None else [Use(key="adapter", path=config.adapter, accepts=AdapterUse.policy)]
     return [*used, *uses_of_rewards(specs(config.reward))]
 
 
 def lora_of(config: SampleConfig) -> LoraSettings:
-    """That of the adapters that are named: the policy's, or a reward's; of none: the smallest there is."""
+    """The shape of the named adapter, of the policy or of a reward; the smallest shape if none is named."""
     for use in uses_of(config):
-        if use.path and Path(use.path).expanduser().is_dir():  # else `check_folders` says what is wrong
+        if use.path and Path(use.path).expanduser().is_dir():  # otherwise `check_folders` says what is wrong
             fields = check_adapter_folder(use.path, use.key)
             for name in (name for name in ("r", "lora_alpha", "target_modules") if fields.get(name) is None):
                 problem = f"adapter_config.json has no {name}"

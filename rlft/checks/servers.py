@@ -1,4 +1,4 @@
-"""Servers that score completions are asked once before a model is loaded: one that is away is a mistake to fix then."""
+"""Asks each server that scores completions once before a model is loaded, so that a missing one is refused early."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any, cast
 
 from rlft.reward.remote import ServerKeys, shown_url
-from rlft.reward.spec import RewardSpec
+from rlft.scoring.reward_spec import RewardSpec
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Unscored, UserError
 
 TIME_LIMIT_S = 10.0
-"""Of the one attempt, in seconds, where the reward's own timeout is longer."""
+"""Time limit of that attempt in seconds, if the reward's own timeout is longer."""
 
 
 def check_servers(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
-    """Asks each reward's server for the score of one completion of this prompt, its reference answer, without retries.
+    """Asks each reward's server to score one completion of this prompt, its reference answer, without retries.
 
     Raises:
-        UserError: reward.<name>.url: no answer, no score, or not in time.
+        UserError: at reward.<name>.url: there was no answer in time, or no score.
     """
     said = Completion(text=prompt.answer, token_ids=(), logprobs=(), finish_reason=FinishReason.stop)
     group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=None),))

@@ -1,20 +1,22 @@
-"""What of an `rlft train` config is wrong by itself; needs neither torch nor the model nor the data."""
+"""Checks of an `rlft train` config by itself, without torch, the model or the data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlft import check
 from rlft.algorithm.protocol import Algorithm
-from rlft.check_adapters import check_folders, uses
-from rlft.check_roles import check_roles
+from rlft.checks import rules
+from rlft.checks.adapters import check_folders, uses
 from rlft.checks.files import check_data
-from rlft.config import build
+from rlft.checks.ranks import check_ranks
+from rlft.checks.roles import check_roles
+from rlft.config.compose import build
+from rlft.config.schema import RunConfig
 from rlft.data.jsonl import existing_file
-from rlft.reward.spec import specs
-from rlft.roots import RunConfig
-from rlft.targets import instantiate
+from rlft.keys.instantiate import instantiate
+from rlft.logger.loggers import loggers_of
+from rlft.scoring.reward_spec import specs
 from rlft.types import Logger
 
 
@@ -36,9 +38,11 @@ def check_config(plain: Mapping[str, Any], *, trains: bool = True) -> tuple[RunC
 def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Algorithm, tuple[Logger, ...]]:
     """The algorithm and the loggers, after every rule that needs neither model nor data."""
     algorithm = instantiate(config.algorithm, "algorithm")
-    check.check(config, algorithm, trains=trains)
+    rules.check(config, algorithm, trains=trains)
+    if trains:
+        check_ranks(config.cluster)
     rewards = specs(config.reward)
     check_roles(config, algorithm, rewards)
-    check.check_stops_and_rewards(config.generation, rewards)
+    rules.check_stops_and_rewards(config.generation, rewards)
     check_folders(uses(config, rewards), config.lora)
-    return algorithm, tuple(instantiate(logger, f"logger.{name}") for name, logger in config.logger.items())
+    return algorithm, loggers_of(config.logger)

@@ -1,0 +1,1 @@
+"""Where prompts, demonstrations, preferences and texts come from."""

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlft.fields import NonNegativeInt, PositiveInt
+from rlft.keys.bounds import PositiveInt, Seed
 from rlft.types import Prompt, Split, UserError
 
 HELD_OUT_SHARE = 0.1
@@ -27,21 +27,22 @@ def question(a: int, operation: str, b: int) -> str:
 class Arithmetic:
     """Problems such as "What is 47 + 85?", answer "132".
 
-    difficulty: digits of the numbers, 1 to 9. The embedded model was taught 1 and 2.
-    operations: any of "+" and "-" (a difference is never negative).
-    size, held_out_size: prompts in each split; a split that has fewer distinct problems than asked is refused.
-    seed: order and choice of the problems, not their split.
+    Args:
+        difficulty: digits of the numbers, 1 to 9. The embedded model was taught 1 and 2.
+        operations: any of "+" and "-" (a difference is never negative).
+        size, held_out_size: prompts in each split; a split that has fewer distinct problems than asked is refused.
+        seed: order and choice of the problems, not their split.
     """
 
     difficulty: PositiveInt
     operations: Sequence[str]
     size: PositiveInt
     held_out_size: PositiveInt
-    seed: NonNegativeInt
+    seed: Seed
 
     def load(self, split: Split) -> list[Prompt]:
         self.check()
-        wanted = self.size if split is Split.train else self.held_out_size
+        count = self.size if split is Split.train else self.held_out_size
         prompts: dict[str, Prompt] = {}
         for draws, (a, operation, b) in enumerate(self._problems(split), 1):
             identity = f"{a}{operation}{b}"
@@ -49,15 +50,15 @@ class Arithmetic:
                 answer = a + b if operation == "+" else a - b
                 messages = ({"role": "user", "content": question(a, operation, b)},)
                 prompts[identity] = Prompt(id=identity, messages=messages, answer=str(answer))
-            if len(prompts) == wanted:
+            if len(prompts) == count:
                 return list(prompts.values())
-            if draws > min(200 * wanted, 20 * self._num_problems) + 10_000:
+            if draws > min(200 * count, 20 * self._num_problems) + 10_000:
                 break
         key = "data.size" if split is Split.train else "data.held_out_size"
         raise UserError(
             key,
             f"there are not that many distinct {split} problems of difficulty {self.difficulty}",
-            got=wanted,
+            got=count,
             remedy=f"use {f'at most {len(prompts)}, or ' if prompts else ''}a higher data.difficulty",
         )
 

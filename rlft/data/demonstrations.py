@@ -80,8 +80,8 @@ class DemonstrationKeys:
             made = self._demonstration(turns, completion_of(fields, self.completion_field), row_id)
             return [Row(identity=identity(turns), made=made)]
         raise RowError(
-            f"is no chat (field {self.messages_field!r}), no prompt with its completion (fields {self.prompt_field!r}, "
-            f"{self.completion_field!r}) and no line of rlft sample; it has {only(fields)}"
+            f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
+            f"{self.prompt_field!r}, {self.completion_field!r}) and not a line of rlft sample; it has {only(fields)}"
         )
 
     def _chat(self, turns: tuple[Message, ...], row_id: str) -> list[Row[Demonstration | None]]:
@@ -90,14 +90,14 @@ class DemonstrationKeys:
         if not learned:
             raise RowError(f"field {self.messages_field!r} holds no assistant message to learn")
         end = learned[0] if self.turns == "all" else learned[-1]
-        found: list[Row[Demonstration | None]] = []
+        rows: list[Row[Demonstration | None]] = []
         for i in learned if self.turns == "all" else learned[-1:]:
             if i == 0 or turns[i - 1]["role"] != "user":
                 raise RowError(f"message {i} of field {self.messages_field!r} answers no user message")
             name = row_id if i == learned[-1] else f"{row_id}:{i}"
             made = self._demonstration(turns[:i], turns[i]["content"], name)
-            found.append(Row(identity=identity(turns[:end]), made=made))
-        return found
+            rows.append(Row(identity=identity(turns[:end]), made=made))
+        return rows
 
     def _demonstration(self, turns: tuple[Message, ...], completion: str, prompt_id: str) -> Demonstration:
         if not completion.strip():

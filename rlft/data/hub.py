@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlft.data.jsonl import hash_split, rows, training
 from rlft.data.records import Made, Parse, RecordKeys, Row, RowError
-from rlft.fields import PositiveFraction
-from rlft.hub import hub_answers
+from rlft.keys.bounds import PositiveFraction
+from rlft.system.hub import hub_answers
 from rlft.types import Prompt, Split, UserError
 
 
@@ -19,14 +19,16 @@ from rlft.types import Prompt, Split, UserError
 class HubSet:
     """The config keys that name a hub set, or local files in its format, of any component that reads one.
 
-    section: of the config, that the keys belong to.
-    path: a hub id; or a folder with <train_split>.jsonl and <held_out_split>.jsonl (or the set's own parquet files, as
-        `hf download` leaves them); or one .jsonl file. What exists locally, or looks like a path (starts with / . ~ or
-        ends with .jsonl), is local.
-    subset: the set's configuration, None if it has one only. revision: branch, tag or commit on the hub.
-    train_split, held_out_split: names of the set's splits; questions that are in both are left out of training.
-    held_out_fraction: share held out by a hash of the question where held_out_split is None, and of a single .jsonl
-        file.
+    Args:
+        section: of the config, that the keys belong to.
+        path: a hub id; or a folder with <train_split>.jsonl and <held_out_split>.jsonl (or the set's own parquet files,
+            as `hf download` leaves them); or one .jsonl file. What exists locally, or looks like a path (starts with /
+            . ~ or ends with .jsonl), is local.
+        subset: the set's configuration, None if it has one only.
+        revision: branch, tag or commit on the hub.
+        train_split, held_out_split: names of the set's splits; questions that are in both are left out of training.
+        held_out_fraction: share held out by a hash of the question where held_out_split is None, and of a single .jsonl
+            file.
     """
 
     __slots__ = ()  # the slots are the component's, which also inherits the keys of its rows
@@ -43,21 +45,21 @@ class HubSet:
         """A local file or folder that is named is there; a hub id is not looked up. Raises UserError."""
         local_path(self.path, f"{self.section}.path")
 
-    def read(self, split: Split, parse: Parse[Made]) -> list[Row[Made]]:
+    def read(self, split: Split, parse: Parse[Made]) -> Sequence[Row[Made]]:
         """The split's rows, in the order of the set. Raises UserError."""
         key = f"{self.section}.path"
         local = local_path(self.path, key)
         if local is not None and local.is_file():
             return hash_split(rows(local, parse, key), split, self.held_out_fraction, local, self.section)
         if self.held_out_split is None:
-            found = self._rows(self.train_split, "train_split", local, parse)
-            return hash_split(found, split, self.held_out_fraction, self.path, self.section)
+            train_rows = self._rows(self.train_split, "train_split", local, parse)
+            return hash_split(train_rows, split, self.held_out_fraction, self.path, self.section)
         held_out = self._rows(self.held_out_split, "held_out_split", local, parse)
         if split is Split.held_out:
             return held_out
         return training(self._rows(self.train_split, "train_split", local, parse), held_out, self.path, key)
 
-    def _rows(self, name: str, named_by: str, folder: Path | None, parse: Parse[Made]) -> list[Row[Made]]:
+    def _rows(self, name: str, named_by: str, folder: Path | None, parse: Parse[Made]) -> Sequence[Row[Made]]:
         """named_by: the key that gives the split its name."""
         if folder is None:
             return self._parsed(self._download(name, f"{self.section}.{named_by}"), name, self.path, parse)
@@ -74,18 +76,18 @@ class HubSet:
             remedy=f"put {self._files()} there, or give a .jsonl file",
         )
 
-    def _parsed(self, records: Any, name: str, where: str, parse: Parse[Made]) -> list[Row[Made]]:
+    def _parsed(self, records: Any, name: str, where: str, parse: Parse[Made]) -> Sequence[Row[Made]]:
         key, other_fields = f"{self.section}.path", f"name other fields ({self.section}.*_field)"
-        found: list[Row[Made]] = []
+        rows: list[Row[Made]] = []
         for number, fields in enumerate(records):
             try:
-                found += parse(fields, f"{name}:{number}")
+                rows += parse(fields, f"{name}:{number}")
             except RowError as error:
                 problem = f"{where}, {name}, row {number}: {error}"
                 raise UserError(key, problem, remedy=error.remedy or other_fields) from None
-        if not found:
+        if not rows:
             raise UserError(key, f"the split {name} is empty", got=where, remedy="choose another set or split")
-        return found
+        return rows
 
     def _download(self, name: str, key: str) -> Any:
         with offline_unless(hub_answers()) as online:
@@ -98,7 +100,7 @@ class HubSet:
                 if online:
                     raise UserError(
                         f"{self.section}.path",
-                        "is no local path and not on the hub, or not yours to read",
+                        "is neither a local path nor a set on the hub that you may read",
                         got=self.path,
                         remedy=self._local_remedy(),
                     ) from error
@@ -140,7 +142,7 @@ class Hub(HubSet, RecordKeys):
 
     section: ClassVar[str] = "data"
 
-    def load(self, split: Split) -> list[Prompt]:
+    def load(self, split: Split) -> Sequence[Prompt]:
         """The split's prompts, in the order of the set. Raises UserError."""
         return self.prompts(self.read, split)
 
@@ -166,10 +168,10 @@ def local_path(path: str, key: str) -> Path | None:
 
 def parquet_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     """A split's parquet files where hub repositories have them: <split>-*.parquet in <subset>/, data/ or at the top."""
-    for place in (folder / (subset or "."), folder / "data", folder):
-        found = sorted([*place.glob(f"{split}-*.parquet"), *place.glob(f"{split}.parquet")])
-        if found:
-            return found
+    for subfolder in (folder / (subset or "."), folder / "data", folder):
+        files = sorted([*subfolder.glob(f"{split}-*.parquet"), *subfolder.glob(f"{split}.parquet")])
+        if files:
+            return files
     return []
 
 

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import rlft
-from rlft.data.records import Made, Parse, RecordKeys, Row, RowError, split_of, without
-from rlft.fields import PositiveFraction
-from rlft.types import Prompt, Split, UserError, lone_surrogate
+from rlft.data import streamed
+from rlft.data.lines import bad_row, objects
+from rlft.data.records import Made, Parse, RecordKeys, Row, RowError, split_of, warn_of_held_out, without
+from rlft.data.streamed import StreamedRows
+from rlft.keys.bounds import PositiveFraction
+from rlft.types import Prompt, Split, UserError
 
-MEND = "mend or remove that line"
 EMBEDDED = "embedded:"
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+UNPACK = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
+"""{ending of a compressed file: the command that unpacks it}."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlFiles:
     """The config keys that name JSONL files, of any component that reads them; the ids of rows are `<file>:<line>`.
 
-    section: of the config, that the keys belong to.
-    path: the file. held_out_path: a second file to evaluate on (questions it shares with `path` are left out of
-    training), or None: the share `held_out_fraction` of `path`, chosen by a hash of the question.
+    Args:
+        section: of the config, that the keys belong to.
+        path: the file.
+        held_out_path: a second file to evaluate on (questions it shares with `path` are left out of training), or None:
+            the share `held_out_fraction` of `path`, chosen by a hash of the question.
     """
 
     __slots__ = ()  # the slots are the component's, which also inherits the keys of its rows
@@ -41,7 +45,7 @@ class JsonlFiles:
         if self.held_out_path is not None:
             existing_file(self.held_out_path, f"{self.section}.held_out_path")
 
-    def read(self, split: Split, parse: Parse[Made]) -> list[Row[Made]]:
+    def read(self, split: Split, parse: Parse[Made]) -> Sequence[Row[Made]]:
         """The split's rows in file order. Raises UserError naming `file:line` for the first bad line."""
         key, held_out_key = f"{self.section}.path", f"{self.section}.held_out_path"
         file = existing_file(self.path, key)
@@ -67,7 +71,7 @@ class Jsonl(JsonlFiles, RecordKeys):
 
     section: ClassVar[str] = "data"
 
-    def load(self, split: Split) -> list[Prompt]:
+    def load(self, split: Split) -> Sequence[Prompt]:
         """The split's prompts in file order. Raises UserError naming `file:line` for the first bad line."""
         return self.prompts(self.read, split)
 
@@ -83,6 +87,8 @@ def existing_file(path: str, key: str) -> Path:
         )
     if not file.is_file():
         raise UserError(key, "there is no such file", got=path, remedy="give the path of a JSONL file")
+    if unpack := UNPACK.get(file.suffix):
+        raise UserError(key, "is compressed", got=path, remedy=f"unpack it with {unpack} {file.name}")
     return file
 
 
@@ -94,39 +100,44 @@ def _embedded(path: str, key: str) -> Path:
     return known[path]
 
 
-def rows(file: Path, parse: Parse[Made], key: str) -> list[Row[Made]]:
-    """Every row of the JSONL file that config key `key` names. Raises UserError: unreadable, empty, malformed."""
-    other_fields = f"{MEND}, or name other fields ({key.partition('.')[0]}.*_field)"
-    found: list[Row[Made]] = []
+def rows(file: Path, parse: Parse[Made], key: str) -> Sequence[Row[Made]]:
+    """Every row of the JSONL file that config key `key` names, streamed where it is large (rlft/data/streamed.py).
+
+    Raises:
+        UserError: unreadable, empty, malformed.
+    """
+    parsed_rows: Sequence[Row[Made]]
+    if file.stat().st_size > streamed.STREAMED_BYTES:
+        parsed_rows = streamed.streamed_file(file, parse, key)
+    else:
+        parsed_rows = held_rows(file, parse, key)
+    if not len(parsed_rows):
+        raise UserError(key, "holds no data", got=file, remedy="give a file with one JSON object a line")
+    return parsed_rows
+
+
+def held_rows(file: Path, parse: Parse[Made], key: str) -> list[Row[Made]]:
+    """Every row, held in memory. Raises UserError: unreadable or malformed."""
+    parsed_rows: list[Row[Made]] = []
     for number, fields in objects(file, key):
         try:
-            found += parse(fields, f"{file.name}:{number}")
+            parsed_rows += parse(fields, f"{file.name}:{number}")
         except RowError as error:
-            raise UserError(key, f"{file}:{number}: {error}", remedy=error.remedy or other_fields) from None
-    if not found:
-        raise UserError(key, "holds no data", got=file, remedy="give a file with one JSON object a line")
-    return found
-
-
-def objects(file: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of each line that is not blank."""
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _object(line, file, number, key)
-    except OSError as error:
-        raise UserError(
-            key, f"cannot be read ({error.strerror})", got=file, remedy="give a readable JSONL file"
-        ) from None
+            raise bad_row(file, number, error, key) from None
+    return parsed_rows
 
 
 def hash_split(
-    rows: list[Row[Made]], split: Split, held_out_fraction: float, where: object, section: str
-) -> list[Row[Made]]:
+    rows: Sequence[Row[Made]], split: Split, held_out_fraction: float, where: object, section: str
+) -> Sequence[Row[Made]]:
     """The rows of one split by the hash of their question, so that the two are disjoint by construction."""
-    chosen = [row for row in rows if split_of(row.identity, held_out_fraction) is split]
-    if not chosen:
+    chosen: Sequence[Row[Made]]
+    if isinstance(rows, StreamedRows):
+        limit, held_out = held_out_fraction * 2**64, split is Split.held_out  # as in split_of
+        chosen = rows.where([(identity < limit) is held_out for identity in rows.identities])
+    else:
+        chosen = [row for row in rows if split_of(row.identity, held_out_fraction) is split]
+    if not len(chosen):
         raise UserError(
             f"{section}.held_out_fraction",
             f"leaves no {split} prompts of the {len(rows)} in {where}",
@@ -136,10 +147,17 @@ def hash_split(
     return chosen
 
 
-def training(rows: list[Row[Made]], held_out: list[Row[Made]], where: object, key: str) -> list[Row[Made]]:
+def training(rows: Sequence[Row[Made]], held_out: Sequence[Row[Made]], where: object, key: str) -> Sequence[Row[Made]]:
     """The rows whose questions are not held out; key: the config key that names the data."""
-    kept = without(rows, held_out, where)
-    if not kept:
+    kept: Sequence[Row[Made]]
+    if isinstance(rows, StreamedRows) or isinstance(held_out, StreamedRows):
+        taken = set(streamed.identities_of(held_out))
+        keep = [identity not in taken for identity in streamed.identities_of(rows)]
+        kept = rows.where(keep) if isinstance(rows, StreamedRows) else list(compress(rows, keep))
+        warn_of_held_out(where, len(rows) - len(kept))
+    else:
+        kept = without(rows, held_out, where)
+    if not len(kept):
         raise UserError(
             key,
             "every training question is also held out, which leaves nothing to train on",
@@ -147,22 +165,3 @@ def training(rows: list[Row[Made]], held_out: list[Row[Made]], where: object, ke
             remedy="give other data",
         )
     return kept
-
-
-def _bad_line(file: Path, number: int, problem: str, key: str) -> UserError:
-    return UserError(key, f"{file}:{number}: {problem}", remedy=MEND)
-
-
-def _object(line: bytes, file: Path, number: int, key: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except UnicodeDecodeError:
-        raise _bad_line(file, number, "is not UTF-8 text", key) from None
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise _bad_line(file, number, f"is not JSON ({reason})", key) from None
-    if not isinstance(value, dict):
-        raise _bad_line(file, number, f"must be a JSON object, it is {type(value).__name__}", key)
-    if _SURROGATE.search(line) and (found := lone_surrogate(json.dumps(value, ensure_ascii=False))):
-        raise _bad_line(file, number, f"holds half a character, the lone surrogate {found}, which is no text", key)
-    return value

@@ -51,7 +51,9 @@ class Candidates:
 class RankingSet:
     """The rankings of a split, and how many prompts are not among them because there is nothing to learn from them.
 
-    num_identical: all completions are the same. num_tied: none scores higher than another (or there is only one).
+    Args:
+        num_identical: all completions are the same.
+        num_tied: none scores higher than another (or there is only one).
     """
 
     rankings: list[Ranking]
@@ -115,15 +117,15 @@ class PreferenceKeys:
         for made in rows:
             together.setdefault(made.prompt.id, []).extend(made.candidates)
         prompts = {made.prompt.id: made.prompt for made in rows}
-        found = ranking_set([(prompts[name], candidates) for name, candidates in together.items()])
-        if not found.rankings:
+        rankings = ranking_set([(prompts[name], candidates) for name, candidates in together.items()])
+        if not rankings.rankings:
             raise UserError(
                 "preferences.path",
                 f"preference data without a margin of difference: of {len(prompts)} {split} prompts "
-                f"{found.num_identical} have the same completion throughout, and {found.num_tied} the same score",
+                f"{rankings.num_identical} have the same completion throughout, and {rankings.num_tied} the same score",
                 remedy="give data with better and worse completions, or sample more of each prompt",
             )
-        return found
+        return rankings
 
     def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Candidates]]:
         """The row's completions with their scores. Raises RowError."""
@@ -137,8 +139,8 @@ class PreferenceKeys:
             turns, scored = self._prompt(fields), self._list(fields)
         else:
             raise RowError(
-                f"is no pair (fields {self.chosen_field!r}, {self.rejected_field!r}), no list of completions (field "
-                f"{self.completions_field!r}) and no line of rlft sample; it has {only(fields)}"
+                f"is not a pair (fields {self.chosen_field!r}, {self.rejected_field!r}), not a list of completions "
+                f"(field {self.completions_field!r}) and not a line of rlft sample; it has {only(fields)}"
             )
         prompt = Prompt(id=row_id, messages=chat(turns, self.system_prompt, self.prompt_template), answer="")
         candidates = tuple(Candidate(completion=completion, score=score) for completion, score in scored)
@@ -167,7 +169,7 @@ class PreferenceKeys:
     def _list(self, fields: Mapping[str, Any]) -> list[tuple[str, float]]:
         texts = fields[self.completions_field]
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts) or not texts:
-            raise RowError(f"field {self.completions_field!r} must be a list of texts, it is {kind(texts)}")
+            raise RowError(f"field {self.completions_field!r} must be a list of strings, it is {kind(texts)}")
         if not has(fields, self.scores_field):
             if not self.ranked:
                 problem = f"there are no scores (field {self.scores_field!r})"

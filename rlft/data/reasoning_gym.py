@@ -15,7 +15,6 @@ import json
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,8 @@ from functools import lru_cache
 from typing import Any, BinaryIO
 
 from rlft.data.records import chat, check_template, identity, split_of
-from rlft.fields import NonNegativeInt, PositiveInt
+from rlft.keys.bounds import PositiveInt, Seed
+from rlft.system import signals
 from rlft.types import Prompt, Split, UserError
 
 HELD_OUT_SHARE = 0.1
@@ -41,18 +41,20 @@ Entry = dict[str, Any]
 class ReasoningGym:
     """Questions of one task of reasoning-gym; `metadata["reasoning_gym"]` holds what its verifier needs.
 
-    task: the task's name; `composite` mixes several, listed in options.datasets as {name, weight, config}.
-    options: the task's own options, None for its defaults; `seed` and `size` are not among them.
-    size, held_out_size: prompts in each split; a task that has fewer distinct questions than asked is refused.
-    seed: choice and order of the questions, not their split: that is decided by the question's hash.
-    system_prompt: the first message, None for none. prompt_template: the user's message, {question} is the task's text.
+    Args:
+        task: the task's name; `composite` mixes several, listed in options.datasets as {name, weight, config}.
+        options: the task's own options, None for its defaults; `seed` and `size` are not among them.
+        size, held_out_size: prompts in each split; a task that has fewer distinct questions than asked is refused.
+        seed: choice and order of the questions, not their split: that is decided by the question's hash.
+        system_prompt: the first message, None for none.
+        prompt_template: the user's message, {question} is the task's text.
     """
 
     task: str
     options: Mapping[str, Any] | None
     size: PositiveInt
     held_out_size: PositiveInt
-    seed: NonNegativeInt
+    seed: Seed
     system_prompt: str | None
     prompt_template: str
 
@@ -93,7 +95,7 @@ def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> M
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # it died at once: told below
+            with contextlib.suppress(BrokenPipeError):  # it died at once, which is reported below
                 child.stdin.write(json.dumps(request).encode())
                 child.stdin.close()
             for kind, value in _received(child.stdout):
@@ -111,23 +113,23 @@ def draw(
     task: str, options: Mapping[str, Any], size: int, held_out_size: int, seed: int
 ) -> Iterator[tuple[Split, tuple[int, Entry]]]:
     """(split, (draw, entry)) of every question that is new and still wanted, until both splits are full."""
-    wanted = {Split.train: size, Split.held_out: held_out_size}
-    found = dict.fromkeys(Split, 0)
+    sizes = {Split.train: size, Split.held_out: held_out_size}
+    counts = dict.fromkeys(Split, 0)
     seen: set[str] = set()
     useless = 0
     for number, entry in entries(task, options, seed):
         name = identity([{"role": "user", "content": entry["question"]}])
         split = split_of(name, HELD_OUT_SHARE)
         useless += 1
-        if name not in seen and found[split] < wanted[split]:
+        if name not in seen and counts[split] < sizes[split]:
             seen.add(name)
-            found[split] += 1
+            counts[split] += 1
             useless = 0
             yield split, (number, entry)
-        if found == wanted:
+        if counts == sizes:
             return
         if useless > PATIENCE:
-            raise _too_few(task, wanted, found)
+            raise _too_few(task, sizes, counts)
 
 
 def entries(task: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[int, Entry]]:
@@ -155,7 +157,7 @@ def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, n=3)
         remedy = f"did you mean {', '.join(close)}?" if close else f"choose one of {', '.join(sorted(DATASETS))}"
-        raise UserError("data.task", "is no task of reasoning-gym", got=task, remedy=remedy)
+        raise UserError("data.task", "is not a task of reasoning-gym", got=task, remedy=remedy)
     ours = sorted({"seed", "size"} & set(options))
     if ours:
         raise UserError(
@@ -177,16 +179,16 @@ def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
 
 def main() -> None:
     """Reads a request (JSON) from stdin, and writes pickled (split, (draw, entry)) or ("refused", error) to stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends this process.
+    signals.outlive()  # they are the parent's to handle; it ends this process
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as out:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the library prints must not get between the pickles
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the library's own output must not get between the pickles
         try:
             for split, value in draw(**request):
                 _send(out, str(split), value)
         except UserError as error:
-            told = {"key": error.key, "problem": error.problem, "got": error.got, "remedy": error.remedy}
-            _send(out, "refused", told)
+            error_fields = {"key": error.key, "problem": error.problem, "got": error.got, "remedy": error.remedy}
+            _send(out, "refused", error_fields)
 
 
 def _send(out: BinaryIO, kind: str, value: Any) -> None:
@@ -202,13 +204,13 @@ def _received(stream: Any) -> Iterator[tuple[str, Any]]:
             return
 
 
-def _too_few(task: str, wanted: Mapping[Split, int], found: Mapping[Split, int]) -> UserError:
-    split = Split.train if found[Split.train] < wanted[Split.train] else Split.held_out
+def _too_few(task: str, sizes: Mapping[Split, int], counts: Mapping[Split, int]) -> UserError:
+    split = Split.train if counts[Split.train] < sizes[Split.train] else Split.held_out
     key = "data.size" if split is Split.train else "data.held_out_size"
-    at_most = f"use at most {found[split]}, or " if found[split] else "use "
+    at_most = f"use at most {counts[split]}, or " if counts[split] else "use "
     remedy = f"{at_most}options with more variety"
     return UserError(
-        key, f"there are not that many distinct {split} questions of {task}", got=wanted[split], remedy=remedy
+        key, f"there are not that many distinct {split} questions of {task}", got=sizes[split], remedy=remedy
     )
 
 

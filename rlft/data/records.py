@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rlft.fields import NonNegativeInt
+from rlft.data.lazy import mapped
+from rlft.keys.bounds import NonNegativeInt
 from rlft.types import Message, Prompt, Split, UserError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Row(Generic[Made]):
 Parse = Callable[[Mapping[str, Any], str], Sequence[Row[Made]]]
 """(fields, id) of a row to what is made of it, all with one identity. Raises RowError."""
 
-Read = Callable[[Split, Parse[Made]], list[Row[Made]]]
+Read = Callable[[Split, Parse[Made]], Sequence[Row[Made]]]
 """The rows of a split, in the order of the data. Raises UserError."""
 
 
@@ -63,18 +64,20 @@ class Question:
 class RecordKeys:
     """The config keys that say how a row becomes a prompt.
 
-    prompt_field: the field of the question, a text; not used where messages_field is set.
-    messages_field: the field of a chat, a list of {"role", "content"}. The prompt ends before a last assistant message.
-    answer_field: the field of the answer, a text or number; None: the chat's last assistant message.
-    answer_pattern: regular expression; its last match in the answer's text (the first group, if any) is the answer.
-    answer_remove: characters taken out of the answer, such as the commas of "1,000".
-    system_prompt: put first in a prompt that has no system message of its own.
-    prompt_template: the (last) user message, with {question} standing for the row's own text.
-    few_shot: worked examples before each question, as user and assistant turns: the training questions whose hashes
-        come first, never the question itself.
-    few_shot_template: an example's assistant turn, with {answer} standing for the whole text of the answer's field and
-        {final} for what answer_pattern takes of it.
-    metadata_fields: fields that go with the prompt as they are, for rewards that read them.
+    Args:
+        prompt_field: the field of the question, a text; not used where messages_field is set.
+        messages_field: the field of a chat, a list of {"role", "content"}. The prompt ends before a last assistant
+            message.
+        answer_field: the field of the answer, a text or number; None: the chat's last assistant message.
+        answer_pattern: regular expression; its last match in the answer's text (the first group, if any) is the answer.
+        answer_remove: characters taken out of the answer, such as the commas of "1,000".
+        system_prompt: put first in a prompt that has no system message of its own.
+        prompt_template: the (last) user message, with {question} standing for the row's own text.
+        few_shot: worked examples before each question, as user and assistant turns: the training questions whose hashes
+            come first, never the question itself.
+        few_shot_template: an example's assistant turn, with {answer} standing for the whole text of the answer's field
+            and {final} for what answer_pattern takes of it.
+        metadata_fields: fields that go with the prompt as they are, for rewards that read them.
     """
 
     prompt_field: str
@@ -108,20 +111,20 @@ class RecordKeys:
         except re.error as error:
             raise UserError(
                 "data.answer_pattern",
-                f"is no regular expression ({error})",
+                f"is not a regular expression ({error})",
                 got=self.answer_pattern,
-                remedy="mend it, or use null",
+                remedy="fix it, or use null",
             ) from None
 
-    def prompts(self, read: Read[Question], split: Split) -> list[Prompt]:
+    def prompts(self, read: Read[Question], split: Split) -> Sequence[Prompt]:
         """The split's prompts in the order of the data."""
         rows = read(split, self.parse)
         if not self.few_shot:
-            return [self._prompt(row.made, ()) for row in rows]
+            return mapped(rows, lambda row: self._prompt(row.made, ()))
         training = rows if split is Split.train else read(Split.train, self.parse)
         # One more than is shown: a question that is among them is left out of its own examples.
-        first = sorted({row.identity: row for row in training}.items())[: self.few_shot + 1]
-        return [self._prompt(row.made, self._examples(row, [example for _, example in first])) for row in rows]
+        first = first_by_identity(training, self.few_shot + 1)
+        return mapped(rows, lambda row: self._prompt(row.made, self._examples(row, first)))
 
     def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Question]]:
         """The row's question. Raises RowError."""
@@ -223,16 +226,32 @@ def split_of(question_identity: str, held_out_fraction: float) -> Split:
     return Split.held_out if int(question_identity[:16], 16) < held_out_fraction * 2**64 else Split.train
 
 
+def first_by_identity(rows: Iterable[Row[Made]], number: int) -> list[Row[Made]]:
+    """So many rows whose identities come first in order, of equal questions the last; no more are held at a time."""
+    first: dict[str, Row[Made]] = {}
+    last = ""  # the largest identity in `first`
+    for row in rows:
+        if len(first) < number or row.identity <= last:
+            first[row.identity] = row
+            if len(first) > number:
+                del first[last]
+            last = max(first)
+    return [first[identity] for identity in sorted(first)]
+
+
 def without(rows: Iterable[Row[Made]], held_out: Iterable[Row[Made]], where: object) -> list[Row[Made]]:
     """The rows whose questions are not held out; a warning says how many were."""
     taken = {row.identity for row in held_out}
     rows = list(rows)
     kept = [row for row in rows if row.identity not in taken]
-    if len(kept) < len(rows):
-        logger.warning(
-            "%s: %d training questions are also held out; they are left out of training", where, len(rows) - len(kept)
-        )
+    warn_of_held_out(where, len(rows) - len(kept))
     return kept
+
+
+def warn_of_held_out(where: object, number: int) -> None:
+    """Says how many training questions are left out, if any are."""
+    if number:
+        logger.warning("%s: %d training questions are also held out; they are left out of training", where, number)
 
 
 def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blank: bool = False) -> str:
@@ -241,7 +260,7 @@ def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blan
     if numbers and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise RowError(f"field {name!r} must be a text{' or number' if numbers else ''}, it is {kind(value)}")
+        raise RowError(f"field {name!r} must be a string{' or number' if numbers else ''}, it is {kind(value)}")
     if not blank and not value.strip():
         raise RowError(f"field {name!r} is empty")
     return value
@@ -270,7 +289,7 @@ def turns_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
         return ({"role": "user", "content": text_of(fields, name)},)
     turns = messages_of(fields, name)
     if turns[-1]["role"] != "user":
-        raise RowError(f"the last message of field {name!r} is no user message")
+        raise RowError(f"the last message of field {name!r} is not a user message")
     return turns
 
 
@@ -280,7 +299,7 @@ def completion_of(fields: Mapping[str, Any], name: str) -> str:
         return text_of(fields, name, blank=True)
     turns = messages_of(fields, name)
     if [turn["role"] for turn in turns] != ["assistant"]:
-        raise RowError(f"field {name!r} must be a text or one assistant message")
+        raise RowError(f"field {name!r} must be a string or one assistant message")
     return turns[0]["content"]
 
 
@@ -291,7 +310,7 @@ def has(fields: Mapping[str, Any], *names: str) -> bool:
 
 def kind(value: Any) -> str:
     """What a JSON value is, in words."""
-    names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     if isinstance(value, list) and not value:
         return "an empty list"
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

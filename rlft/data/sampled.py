@@ -1,9 +1,9 @@
-"""A line of the files that `rlft sample` writes: one completion, its prompt, and what it was worth; both sides of it.
+"""A line of the files that `rlft sample` writes: one completion, its prompt and its rewards, as it is written and read.
 
 Keys: prompt_id, index (among the completions of its prompt, from 0), prompt (its messages, as the model was asked),
 answer (the reference, "" where there is none), completion (text), token_ids (as sampled, the end token included),
 finish_reason, rewards (each unweighted, by name), reward (their weighted total), model (what sampled it, in words),
-tokenizer (12 hex digits, `rlft.prompts.tokenizer_fingerprint`).
+tokenizer (12 hex digits, `rlft.prepare.prompts.tokenizer_fingerprint`).
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ def _number(value: Any, name: str) -> float | None:
     return None if value is None else _finite(value)
 
 
-def _of(fields: Mapping[str, Any], name: str, wanted: type) -> Any:
+def _of(fields: Mapping[str, Any], name: str, expected_type: type) -> Any:
     value = fields.get(name)
-    if not isinstance(value, wanted):
-        names = {list: "a list", dict: "an object", str: "a text"}
-        raise _foreign(f"field {name!r} of a sampled line must be {names[wanted]}, it is {kind(value)}")
+    if not isinstance(value, expected_type):
+        names = {list: "a list", dict: "an object", str: "a string"}
+        raise _foreign(f"field {name!r} of a sampled line must be {names[expected_type]}, it is {kind(value)}")
     return value
 
 
 def _foreign(problem: str) -> RowError:
-    return RowError(problem, remedy="mend or remove that line, or sample again")
+    return RowError(problem, remedy="fix or remove that line, or sample again")

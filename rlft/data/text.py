@@ -6,23 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlft.data.jsonl import existing_file, objects
+from rlft.data.jsonl import existing_file
+from rlft.data.lines import objects
 from rlft.types import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A text to learn and what stands before it, which is given and not learned; "" where nothing does."""
+    """A text to learn, and its context: what stands before it and is not learned ("" where nothing does)."""
 
-    given: str
+    context: str
     text: str
 
 
 def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
     """The texts of every line, in file order and as they stand, white space included.
 
-    path: a JSONL file, or embedded:<name>, which ships with rlft.
-    field: the key of the text. given_field: the key of what stands before it, or None: nothing does.
+    Args:
+        path: a JSONL file, or embedded:<name>, which ships with rlft.
+        field: the key of the text.
+        given_field: the key of its context; None: it has none.
 
     Raises:
         UserError: the file is not there, cannot be read or is empty; a line is no JSON object, one of its two parts is
@@ -39,18 +42,18 @@ def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
     texts = []
     for number, fields in objects(file, "pretrain.path"):
         where = f"{file}:{number}"
-        given = "" if given_field is None else _string(fields, "pretrain.given_field", given_field, where)
+        context = "" if given_field is None else _string(fields, "pretrain.given_field", given_field, where)
         text = _string(fields, "pretrain.field", field, where)
         if not text.strip():
-            raise UserError("pretrain.path", f"{where}: the text is empty", remedy="mend or remove that line")
-        texts.append(Text(given=given, text=text))
+            raise UserError("pretrain.path", f"{where}: the text is empty", remedy="fix or remove that line")
+        texts.append(Text(context=context, text=text))
     if not texts:
         raise UserError("pretrain.path", "holds no texts", got=file, remedy="give a file with one JSON object a line")
     return texts
 
 
 def _string(fields: Mapping[str, Any], key: str, field: str, where: str) -> str:
-    """What `field` holds; key: the config key that names it."""
+    """The text in `field`; key: the config key that names it."""
     meant = "the text" if key == "pretrain.field" else "what stands before the text"
     if field not in fields:
         raise UserError(
@@ -63,8 +66,8 @@ def _string(fields: Mapping[str, Any], key: str, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(
             key,
-            f"{where}: it must hold a text, it holds {type(value).__name__}",
+            f"{where}: it must hold a string, it holds {type(value).__name__}",
             got=field,
-            remedy=f"name the field that holds {meant}, or mend that line",
+            remedy=f"name the field that holds {meant}, or fix that line",
         )
     return value

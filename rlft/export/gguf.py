@@ -1,6 +1,6 @@
-"""The commands with which llama.cpp makes a GGUF file of an exported folder; rlft itself writes none.
+"""The commands with which llama.cpp converts an exported folder into a GGUF file; rlft itself writes none.
 
-Both scripts lie in llama.cpp's repository, which each command expects in the folder `llama.cpp`.
+Both scripts are in llama.cpp's repository, which each command expects in the folder `llama.cpp`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft.work import command_line
+from rlft.system.terminal import command_line
 
 REPOSITORY = "https://github.com/ggml-org/llama.cpp"
 MODEL_SCRIPT, ADAPTER_SCRIPT = "llama.cpp/convert_hf_to_gguf.py", "llama.cpp/convert_lora_to_gguf.py"
 
 
 def model_command(folder: str) -> str:
-    """Converts a model folder into <folder>.gguf, in its own 16-bit format.
+    """The command that converts a model folder into <folder>.gguf, in its own 16-bit format.
 
     >>> model_command("exports/mine")
     'python llama.cpp/convert_hf_to_gguf.py exports/mine --outfile exports/mine.gguf --outtype auto'
@@ -25,7 +25,9 @@ def model_command(folder: str) -> str:
 
 
 def adapter_command(folder: str, base: str, *, base_is_folder: bool) -> str:
-    """Converts an adapter folder into <folder>.gguf; base: a folder with the base's config, or its hub id.
+    """The command that converts an adapter folder into <folder>.gguf.
+
+    `base` is a folder with the base's config, or its hub id.
 
     >>> adapter_command("mine", "Qwen/Qwen2.5-0.5B", base_is_folder=False)  # doctest: +ELLIPSIS
     'python llama.cpp/convert_lora_to_gguf.py mine --base-model-id Qwen/Qwen2.5-0.5B --outfile mine.gguf --outtype f32'
@@ -37,9 +39,9 @@ def adapter_command(folder: str, base: str, *, base_is_folder: bool) -> str:
 
 
 def why_no_adapter(adapter: Mapping[str, Any]) -> str | None:
-    """Why the converter cannot take an adapter with this adapter_config.json; None where it can.
+    """Why the converter cannot take an adapter with this adapter_config.json; None if it can.
 
-    It keeps `lora_alpha` alone, and llama.cpp scales every adapter by alpha / rank; of tensors it knows A and B.
+    The converter stores only `lora_alpha`, because llama.cpp scales every adapter by alpha / rank, and only A and B.
     """
     if adapter.get("use_dora"):
         return "llama.cpp has no DoRA"
@@ -49,7 +51,7 @@ def why_no_adapter(adapter: Mapping[str, Any]) -> str | None:
 
 
 def instructions(folder: Path, adapter: Mapping[str, Any] | None) -> str:
-    """The line that is printed after an export; adapter: the adapter_config.json in the folder, None for a model."""
+    """The line printed after an export; `adapter` is the folder's adapter_config.json, or None for a model."""
     if adapter is None:
         return f"as GGUF, with {REPOSITORY}: {model_command(str(folder))}"
     if (problem := why_no_adapter(adapter)) is not None:
@@ -59,7 +61,13 @@ def instructions(folder: Path, adapter: Mapping[str, Any] | None) -> str:
 
 
 def card_section(folder: str, adapter: Mapping[str, Any] | None, base_id: str | None) -> str:
-    """The section of a model card; folder: by its name. base_id: of an adapter whose base is on the hub."""
+    """The section of a model card about GGUF.
+
+    Args:
+        folder: the exported folder's name.
+        adapter: its adapter_config.json, or None for a model.
+        base_id: the base's hub id; None if the base is a folder.
+    """
     if adapter is None:
         command = model_command(folder)
         note = "`--outtype q8_0` makes it half as large."

@@ -1,7 +1,7 @@
-"""`rlft export push=<user>/<name>`: the exported folder as a model repository on the Hugging Face hub.
+"""`rlft export push=<user>/<name>`: pushes the exported folder to a model repository on the Hugging Face hub.
 
-What the hub would refuse is asked before the base is loaded. Where nothing can be pushed, offline or without a token,
-the folder is exported all the same, and the error says what would have been uploaded, and by which command it is.
+Whatever the hub would refuse is found before the base is loaded. If nothing can be pushed, offline or without a token,
+the folder is still exported, and the error says what would have been uploaded and which command uploads it.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft import interrupt
-from rlft.hub import hub_answers
+from rlft.system import interrupt
+from rlft.system.hub import hub_answers
+from rlft.system.terminal import command_line
 from rlft.types import UserError
-from rlft.work import command_line
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 QUESTION_SECONDS = 15.0
-"""How long the hub may take for any part of an answer, before the export. huggingface_hub alone would wait for ever."""
+"""Time limit of each wait for the hub before the export; huggingface_hub alone would wait for ever."""
 UPLOAD_SECONDS = 300.0
-"""The same while files are uploaded: the hub may check gigabytes before it answers."""
+"""Time limit of each wait during the upload: the hub may check gigabytes before it answers."""
 LOG_IN = "hf auth login"
 NO_ACCESS = (401, 403)
 
 
 class PushError(RuntimeError):
-    """The folder was exported and not, or not all, pushed; the message says why and which command does it."""
+    """The folder was exported but not, or not completely, pushed; the message says why and which command does it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where the folder goes: `user/name` or `organisation/name`, and who may see it if the repository is new."""
+    """The repository to push to: `user/name` or `organisation/name`, and who may see it if it is new."""
 
     repo_id: str
     private: bool
@@ -45,7 +45,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """api: None where nothing can be pushed; problem: why; fix: what to do before the command that uploads."""
+    """A prepared push.
+
+    Args:
+        target: the repository.
+        api: None if nothing can be pushed.
+        problem: why nothing can be pushed.
+        fix: the command to run before the one that uploads.
+    """
 
     target: Target
     api: HfApi | None
@@ -58,21 +65,21 @@ def read_target(repo_id: str | None, private: str | None) -> Target | None:
     """The target that the words push= and private= name; None without them.
 
     Raises:
-        UserError: no id of a repository, or no truth value.
+        UserError: push= is no repository id, or private= is neither true nor false.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     if repo_id is None:
         if private is not None:
-            problem = "is about a repository on the hub, and nothing is pushed"
+            problem = "has no effect without push="
             raise UserError("private", problem, got=private, remedy="add push=<user>/<name>, or leave it out")
         return None
     remedy = "write push=<user>/<name> or push=<organisation>/<name>"
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
-        problem = "is no id of a repository on the Hugging Face hub (letters, digits, '-', '_' and '.', one '/')"
+        problem = "is not a repository id of the Hugging Face hub (letters, digits, '-', '_' and '.', one '/')"
         raise UserError("push", problem, got=repo_id or "nothing", remedy=remedy) from None
     if "/" not in repo_id:
         raise UserError("push", "names no user or organisation", got=repo_id, remedy=remedy)
@@ -83,10 +90,10 @@ def read_target(repo_id: str | None, private: str | None) -> Target | None:
 
 
 def prepare_push(target: Target) -> Push:
-    """Asks the hub whether the push will be taken, before anything is computed.
+    """Asks the hub whether it will accept the push, before anything is computed.
 
     Raises:
-        UserError: the hub refuses the token, or the repository exists and others see it than the target says.
+        UserError: the hub refuses the token, or the repository exists with another visibility.
     """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -108,23 +115,23 @@ def prepare_push(target: Target) -> Push:
         if error.response.status_code not in NO_ACCESS:
             return Push(target=target, api=None, problem=short(error))
         problem = f"the hub refuses the token ({error.response.status_code})"
-        remedy = f"make one that may write at {constants.ENDPOINT}/settings/tokens, then `{LOG_IN}` (or set HF_TOKEN)"
+        remedy = f"create one that may write at {constants.ENDPOINT}/settings/tokens, then `{LOG_IN}` (or set HF_TOKEN)"
         raise UserError("push", problem, got=target.repo_id, remedy=remedy) from None
-    except Exception as error:  # of the HTTP library, which differs between versions of huggingface_hub
+    except Exception as error:  # errors of the HTTP library differ between versions of huggingface_hub
         return Push(target=target, api=None, problem=short(error))
     return Push(target=target, api=api)
 
 
 def check_token(account: Any, target: Target) -> None:
-    """account: what the hub's whoami answers."""
+    """Refuses a token without write access; `account` is the hub's answer to whoami."""
     token = account.get("auth", {}).get("accessToken", {})
     if token.get("role") == "read":
-        remedy = f"make one that may write, then `{LOG_IN}` (or set HF_TOKEN)"
+        remedy = f"create one that may write, then `{LOG_IN}` (or set HF_TOKEN)"
         raise UserError("push", "the token may only read", got=target.repo_id, remedy=remedy)
 
 
 def check_visibility(api: HfApi, target: Target) -> None:
-    """A repository that exists keeps its visibility whatever is asked of the hub: so it has to be the one asked for."""
+    """Refuses an existing repository with another visibility, because the hub would silently keep it."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
@@ -140,7 +147,7 @@ def check_visibility(api: HfApi, target: Target) -> None:
 
 @contextmanager
 def limited_waits(seconds: float) -> Iterator[None]:
-    """Inside, no request of huggingface_hub waits longer than this for the network."""
+    """Limits the time that a request of huggingface_hub waits for the network."""
     from huggingface_hub import get_session
 
     client = get_session()
@@ -156,10 +163,10 @@ def limited_waits(seconds: float) -> Iterator[None]:
 def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
     """Uploads the files of the folder, and returns the address of the repository.
 
-    Files of the same name are replaced in a repository that exists, others stay; its history keeps all.
+    In an existing repository, files of the same name are replaced and others stay; its history keeps all.
 
     Raises:
-        PushError: nothing was, or not all of it.
+        PushError: nothing, or not everything, was uploaded.
     """
     files = [file for file in folder.rglob("*") if file.is_file()]
     size = f"{len(files)} files ({sum(file.stat().st_size for file in files):,} bytes)"
@@ -174,14 +181,14 @@ def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
         with limited_waits(UPLOAD_SECONDS):
             address = request.api.create_repo(target.repo_id, private=target.private, exist_ok=True)
             request.api.upload_folder(repo_id=target.repo_id, folder_path=folder, commit_message="Exported by rlft")
-    except Exception as error:  # whatever it is, the folder stands and the command is known
+    except Exception as error:  # whatever went wrong, the folder is complete and the command is known
         raise PushError(f"not pushed to {target}: {short(error)}; {folder} is kept; try `{command}`") from error
     interrupt.keeps(f"{folder} is exported and pushed to {target.repo_id}")
     return str(address)
 
 
 def upload_command(target: Target, folder: Path) -> str:
-    """What does the same by hand.
+    """The command that does the same by hand.
 
     >>> upload_command(Target(repo_id="me/mine", private=True), Path("exports/mine"))
     'hf upload me/mine exports/mine --private'
@@ -190,6 +197,6 @@ def upload_command(target: Target, folder: Path) -> str:
 
 
 def short(error: Exception) -> str:
-    """An error's class and its first line."""
+    """An error's class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

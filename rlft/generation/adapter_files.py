@@ -1,11 +1,10 @@
 """Published adapters as folders, for engines that read files: a fresh folder a version, in memory where possible.
 
-A folder is never written twice: an engine that has seen a path may answer from what it remembers of it.
+A folder is never written twice: an engine that has seen a path may answer from what it has cached.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -14,6 +13,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from rlft.system import locks
+from rlft.system.disk import BLOCK, writing
 from rlft.types import Adapter
 
 PREFIX = "rlft-adapters-"
@@ -24,16 +25,17 @@ class AdapterFiles:
     """Writes adapter versions into one private folder and removes it on close, at exit, or (after a crash) next time.
 
     parent: where the private folder is made. None: `/dev/shm` where it is a writable memory file system, else the
-    system's temporary folder. The folder's name holds the process id for a person who looks. Whether its owner lives is
-    told by a file lock: the kernel drops that with the process, `kill -9` included, and no reused id can fool it.
+    system's temporary folder. The folder's name holds the process id, for people. A file lock tells
+    whether its owner is alive: the kernel drops it with the process, `kill -9` included, and no reused id can fool it.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = memory_folder() if parent is None else parent
         remove_abandoned(parent)
         self.root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
-        lock = _lock(self.root)
-        assert lock is not None, "a folder that was just made is locked by nobody"
+        lock, taken = _lock(self.root)
+        assert lock is not None, "a folder that was just made is there"
+        assert taken is not locks.Taken.no, "a folder that was just made is locked by nobody"
         self._finalizer = weakref.finalize(self, _remove, self.root, lock, os.getpid())
         self._count = 0
 
@@ -43,11 +45,13 @@ class AdapterFiles:
 
         self._count += 1
         folder = self.root / f"{self._count}-v{adapter.version}"
-        folder.mkdir()
         # A clone each: the file format refuses tensors that share storage, and the trainer's may be views.
         weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in adapter.weights.items()}
-        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(dict(adapter.config), default=_plain), encoding="utf-8")
+        config = json.dumps(dict(adapter.config), default=_plain)
+        with writing(folder, sum(w.numel() * w.element_size() for w in weights.values()) + 3 * BLOCK):
+            folder.mkdir()
+            save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            (folder / "adapter_config.json").write_text(config, encoding="utf-8")
         return folder
 
     def remove(self, folder: Path) -> None:
@@ -74,26 +78,23 @@ def remove_abandoned(parent: Path) -> list[Path]:
         # No lock file yet: its owner is just making it.
         if not (folder / LOCK).exists() or folder.stat().st_uid != os.getuid():
             continue
-        lock = _lock(folder)
-        if lock is not None:
+        lock, taken = _lock(folder)
+        if lock is None:
+            continue
+        if taken is locks.Taken.yes:  # where there are no locks, its owner may be alive
             shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
             removed.append(folder)
+        os.close(lock)
     return removed
 
 
-def _lock(folder: Path) -> int | None:
-    """The descriptor that holds the folder's lock; None if a live process has it or the folder is gone."""
+def _lock(folder: Path) -> tuple[int | None, locks.Taken]:
+    """(the lock's descriptor, whether it was taken); no descriptor where the folder is gone."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        return None, locks.Taken.no
+    return descriptor, locks.take(descriptor)
 
 
 def _remove(root: Path, lock: int, owner: int) -> None:

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import PreTrainedTokenizerBase
-
+from rlft.generation.engine import Engine, Opening
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scripted(Engine):
+    """`generation.scripted`; meanings and defaults are in configs/generation/auto.yaml."""
+
+    title: ClassVar[str] = "the scripted engine"
+    serves_whole_models: ClassVar[bool] = True
+
+    answers: Mapping[str, Any]
+
+    def check(self, *, plain_kernels: bool) -> None:
+        if not (self.answers and all(isinstance(texts, list) and texts for texts in self.answers.values())):
+            raise UserError(
+                "answers",
+                "must give a list of strings for prompt ids, or for * (every other prompt)",
+                got=dict(self.answers),
+                remedy="give for instance {*: [yes, no]}",
+            )
+
+    def open(self, opening: Opening) -> ScriptedGenerator:
+        return ScriptedGenerator(self.answers, opening.tokenizer)
 
 
 class ScriptedGenerator:
     """answers: {prompt id, or "*" for every other prompt: texts}.
 
-    Completion i says the text number (seed + i) modulo how many there are. In a text, `{answer}` stands for the
-    prompt's reference answer. Log-probs are 0: nobody sampled anything.
+    Completion i is the text number (seed + i) modulo their number. In a text, `{answer}` stands for the
+    prompt's reference answer. Log-probs are 0: nothing is sampled.
     """
 
     def __init__(self, answers: Mapping[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -33,6 +59,9 @@ class ScriptedGenerator:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Nothing: there are no weights that could be stale."""
         return []
+
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        """Nothing: it takes no memory."""
 
     def sleep(self) -> None:
         """Nothing to free."""

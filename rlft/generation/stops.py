@@ -1,6 +1,6 @@
-"""Stop strings and stop tokens: with which token a completion ends, and what text is shown of it.
+"""Stop strings and stop tokens: the token with which a completion ends, and its text.
 
-A stop string is looked for in the completion's own text as it grows, as vLLM does: it may begin inside one token and
+A stop string is searched in the completion's own text as it grows, as vLLM does: it may begin inside one token and
 end inside another, and the bytes of one character may come in several tokens. The completion ends with the token that
 completes the string, and keeps all of its tokens. Its text ends before the string, unless
 `include_stop_str_in_output` is set.
@@ -28,7 +28,7 @@ class GrowingText:
     """The text of one completion, token by token.
 
     A token that ends inside a character is held back until the character is whole, also what stands before it in the
-    token: so does vLLM, and both engines are to stop at the same token.
+    token: vLLM does so, and both engines are to stop at the same token.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ class GrowingText:
 class StopStrings:
     """Watches the completions of a batch for stop strings. rows: the prompt of each completion, as token ids.
 
-    stopped: the rows that have said one.
+    stopped: the rows whose text contains one.
     """
 
     def __init__(self, strings: Sequence[str], decode: Decode, rows: Sequence[Sequence[int]]) -> None:
@@ -65,7 +65,7 @@ class StopStrings:
         self._num_kept = max(map(len, self.strings)) - 1  # of a tail: what may be the beginning of a stop string
 
     def completes(self, row: int, token: int) -> bool:
-        """Takes the next token of this row; whether the row's text now has a stop string, and the row has ended."""
+        """Adds the row's next token; returns whether its text now contains a stop string, which ends the row."""
         new = self._texts[row].add(token)
         if not new:
             return False
@@ -95,7 +95,7 @@ def shown_texts(
 
 
 def cut(text: str, sampling: Sampling) -> str:
-    """The text up to its first stop string, which stays only where that is asked for.
+    """The text up to its first stop string, which stays only with include_stop_str_in_output.
 
     >>> cut("a;b.", Sampling(max_tokens=9, temperature=1.0, stop=(".", ";")))
     'a'
@@ -109,16 +109,16 @@ def cut(text: str, sampling: Sampling) -> str:
 
 
 def check_stops(generation: GenerationConfig, tokenizer: Any, vocabulary: int) -> None:
-    """Every stop can happen with this tokenizer. vocabulary: how many tokens the model can say.
+    """Every stop can happen with this tokenizer. vocabulary: number of tokens that the model can produce.
 
     Raises:
-        UserError: a token id that the model never says, or a text that no completion shows.
+        UserError: a token id that the model never produces, or a string that no completion contains.
     """
     sampling = generation.sampling
     for token in sampling.stop_token_ids:
         if token >= vocabulary:
-            problem = f"is no token id of the model, which has {vocabulary:,}"
-            raise UserError("generation.stop", problem, got=token, remedy=f"use 0 to {vocabulary - 1}, or a text")
+            problem = f"is not a token id of the model, which has {vocabulary:,}"
+            raise UserError("generation.stop", problem, got=token, remedy=f"use 0 to {vocabulary - 1}, or a string")
     special = {str(added): token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for string in sampling.stop:
         for token in (token for token in special if token in string):

@@ -1,26 +1,31 @@
 """Sampling with the trainer's own copy of the base: no second model, no server, any machine.
 
 Each prompt is prefilled once per group. Where the model's attention is rlft's own, its keys and
-values are there once for its G completions; else they are repeated. Finished rows leave the batch. Every completion
-has its own stream of random numbers, so what it says depends on its seed alone.
+values are kept once for its G completions; else they are repeated. Finished rows leave the batch. Every completion
+has its own stream of random numbers, so it depends on its seed alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
-
-from rlft.generation.config import Weights
+from rlft.generation.engine import Engine, Opening
+from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling
+from rlft.keys.bounds import PositiveInt
+from rlft.ops.lazy import torch
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+FLOAT32 = 4  # bytes
 
 BLOCK = 64
 """Tokens of a vocabulary whose probabilities are added up first when one is drawn."""
@@ -30,6 +35,90 @@ AT_ONCE = 2**17
 
 COMPACT_AT = 0.25
 """Finished rows are dropped from the cache when they are this share of it: dropping copies what stays."""
+
+
+class Weights(StrEnum):
+    """What is multiplied with while decoding."""
+
+    merged = "merged"
+    merged_bfloat16 = "merged_bfloat16"
+    apart = "apart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformers(Engine):
+    """`generation.transformers`; meanings and defaults are in configs/generation/auto.yaml."""
+
+    title: ClassVar[str] = "the transformers engine"
+    on_trainers_base: ClassVar[bool] = True
+    serves_whole_models: ClassVar[bool] = True
+    divisible: ClassVar[bool] = False  # products of other shapes may be other ones in their last bits
+    may_change: ClassVar[tuple[str, ...]] = ("batch_size",)
+    grows: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "sample": ("keys and values of the completions", "batch_size"),
+        "publish": ("the engine's sum of base and adapter", "weights"),
+    }
+
+    batch_size: PositiveInt
+    weights: Weights
+
+    def check(self, *, plain_kernels: bool) -> None:
+        """Without rlft's LoRA layers there are no sums of base and adapter, so none that could be rounded."""
+        if plain_kernels and self.rounds:
+            problem = "needs rlft's LoRA layers, which model.kernels=plain does without"
+            raise UserError("weights", problem, got=self.weights, remedy="use apart, or model.kernels=auto")
+
+    @property
+    def rounds(self) -> bool:
+        return self.weights == Weights.merged_bfloat16
+
+    @property
+    def at_once(self) -> int:
+        return self.batch_size
+
+    def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
+        """Sums of base and adapter, keys and values, logits, of the decoding that takes most."""
+        if not load.decodings:
+            return EngineMemory()
+        most = max(load.decodings, key=lambda one: sum(part.bytes for part in self._parts(model, load, one)))
+        rows = self._prompts_at_once(most) * most.samples
+        # A layer's keys, or its values.
+        freed = rows * load.max_tokens * model.key_size * model.itemsize // (2 * model.config.num_hidden_layers)
+        return EngineMemory(parts=tuple(self._parts(model, load, most)), freed_block=freed)
+
+    def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
+        if load.decodings and self.weights is Weights.merged:
+            yield replace(self, weights=Weights.apart)
+        group = max((decoding.samples for decoding in load.decodings), default=self.batch_size)
+        if group < self.batch_size and any(self._prompts_at_once(decoding) > 1 for decoding in load.decodings):
+            yield replace(self, batch_size=group)
+
+    def open(self, opening: Opening) -> TransformersGenerator:
+        return TransformersGenerator(
+            opening.slot, opening.tokenizer, opening.device, self.batch_size, weights=self.weights
+        )
+
+    def _prompts_at_once(self, decoding: Decoding) -> int:
+        return min(decoding.num_prompts, max(1, self.batch_size // decoding.samples))
+
+    def _parts(self, model: ModelSizes, load: Load, decoding: Decoding) -> list[Part]:
+        size = {"merged": model.itemsize if model.itemsize > 2 else 0, "merged_bfloat16": 2, "apart": 0}[self.weights]
+        sums = 0 if model.plain else model.adapted * size
+        prompts, longest = self._prompts_at_once(decoding), len(decoding.longest)
+        rows = prompts * decoding.samples
+        tokens = prompts * longest + rows * load.max_tokens
+        prefill = prompts * longest * model.layer_width * model.itemsize
+        logits = rows * model.vocabulary * FLOAT32 * 3 + AT_ONCE * 8
+        return [
+            Part(name="base and policy added up", bytes=sums, when=When.always, key="weights"),
+            Part(
+                name="keys and values",
+                bytes=tokens * model.key_size * model.itemsize,
+                when=When.sampling,
+                key="batch_size",
+            ),
+            Part(name="decoding", bytes=max(prefill, logits), when=When.sampling, key="batch_size"),
+        ]
 
 
 class Decoder(Protocol):
@@ -177,6 +266,8 @@ class RepeatedCache:
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
         self.ids = torch.tensor(ids, device=device)
         self.mask = torch.tensor(mask, device=device)
+        from transformers import DynamicCache
+
         self.cache = DynamicCache(config=model.config)
 
     def prefill(self, n: int) -> Tensor:
@@ -199,6 +290,8 @@ class RepeatedCache:
 
     def fill(self) -> None:
         """As `PrefixCache.fill`; layers with a sliding window hold no more than that."""
+        from transformers.cache_utils import DynamicLayer
+
         for layer in self.cache.layers:
             if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
                 layer.keys, layer.values = (
@@ -244,7 +337,7 @@ def _decode(
         tokens_RT[live, t], logprobs_RT[live, t] = token[going].cpu(), logprob[going].cpu()
         going = going & ~torch.isin(token, end_ids)
         if watch is not None:
-            going = going & ~_said(watch, rows, token, going)
+            going = going & ~_complete_a_stop(watch, rows, token, going)
         if t + 1 == sampling.max_tokens or not going.any():
             break
         if (~going).float().mean() >= COMPACT_AT:
@@ -255,7 +348,7 @@ def _decode(
     return tokens_RT, logprobs_RT
 
 
-def _said(watch: StopStrings, rows_R: Tensor, token_R: Tensor, going_R: Tensor) -> Tensor:
+def _complete_a_stop(watch: StopStrings, rows_R: Tensor, token_R: Tensor, going_R: Tensor) -> Tensor:
     """bool `[R]`: which of the rows that are going on complete a stop string with this token."""
     steps = zip(rows_R.tolist(), token_R.tolist(), going_R.tolist(), strict=True)
     return torch.tensor([going and watch.completes(row, token) for row, token, going in steps], device=going_R.device)
@@ -280,13 +373,13 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
 
 
 def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """(the first place whose cumulative weight exceeds the uniform's share of the total `[R, 1]`, the totals `[R, 1]`).
+    """(the first index whose cumulative weight exceeds the uniform's share of the total `[R, 1]`, the totals `[R, 1]`).
 
     First among sums of 64 weights, then inside one: a plain sum goes over the vocabulary, not a running one. Those
     sums are in float64, because float32 loses the tail of a vocabulary of 150,000; a few rows at a time, because torch
     makes a float64 copy for them, which is to stay in the processor's cache.
     """
-    blocks_RKB = F.pad(weights_RV, (0, -weights_RV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocks_RKB = torch.nn.functional.pad(weights_RV, (0, -weights_RV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     rows = max(1, AT_ONCE // weights_RV.shape[-1])
     sums_RK = torch.cat([part.sum(-1, dtype=torch.float64) for part in blocks_RKB.split(rows)])
     until_RK = sums_RK.cumsum(-1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from rlft.fields import Fraction, PositiveFloat, PositiveInt
+from rlft.keys.bounds import Fraction, PositiveFloat, PositiveInt
 
 WINDOW = 20
 """Steps that a new one is held against."""
@@ -41,6 +41,8 @@ class AlarmsConfig:
     value_loss: PositiveFloat | None
     grad_norm: PositiveFloat | None
     constant_reward: PositiveInt | None
+    sampler_kl: PositiveFloat | None = 0.1  # runs begun before this key and the next existed have neither
+    effective_samples: Fraction | None = 0.3
 
 
 class Alarms:
@@ -80,9 +82,10 @@ class Alarms:
         varied: the rewards that were not the same for all of the step's completions.
         """
         rules = (
-            self._kl, self._gap, self._clipped, self._groups, self._length, self._value, self._gradient,
+            self._kl, self._gap, self._sampler_kl, self._effective_samples, self._clipped, self._groups, self._length,
+            self._value, self._gradient,
         )  # fmt: skip
-        found = {name: text for rule in rules for name, text in rule(metrics)} | dict(self._constant(metrics, varied))
+        raised = {name: text for rule in rules for name, text in rule(metrics)} | dict(self._constant(metrics, varied))
         self._reward = metrics.get("reward/mean", math.nan)
         for name in WATCHED:
             if name in metrics:
@@ -90,34 +93,34 @@ class Alarms:
                 if len(first) < FIRST:
                     first.append(metrics[name])
                 self._series[name] = [*self._series.get(name, []), metrics[name]][-WINDOW:]
-        return self._due(found, step)
+        return self._due(raised, step)
 
     def evaluation(self, step: int, accuracy: float | None, error: float | None) -> dict[str, str]:
         """As `step`, after an evaluation: whether accuracy falls while the reward rises."""
         drop = self.settings.accuracy_drop
         if accuracy is None or drop is None:
             return {}
-        found = {}
+        raised = {}
         if self._best is not None and not math.isnan(self._reward):
             best, best_error, reward = self._best
             noise = math.hypot(best_error, error or 0.0)
             if accuracy < best - drop * noise and noise > 0 and (reward is None or self._reward > reward):
                 rose = "is" if reward is None else f"rose from {reward:.3f} to"
-                found["accuracy_falls"] = (
+                raised["accuracy_falls"] = (
                     f"held-out accuracy fell from {best:.3f} to {accuracy:.3f} while reward/mean {rose}"
                     f" {self._reward:.3f}: the reward is being gamed, or the training prompts are learned by heart."
-                    " Read completions that score high; tie the policy to its start (algorithm.kl_coef), mend the"
+                    " Read completions that score high; tie the policy to its start (algorithm.kl_coef), fix the"
                     " reward, or take the checkpoint of the best accuracy"
                 )
         if self._best is None or accuracy > self._best[0]:
             known = None if math.isnan(self._reward) else self._reward
             self._best = None if known is None and step else (accuracy, error or 0.0, known)
-        return self._due(found, step)
+        return self._due(raised, step)
 
-    def _due(self, found: Mapping[str, str], step: int) -> dict[str, str]:
+    def _due(self, raised: Mapping[str, str], step: int) -> dict[str, str]:
         due = {
             name: text
-            for name, text in found.items()
+            for name, text in raised.items()
             if name not in self._said or step - self._said[name] >= REPEAT_STEPS
         }
         self._said |= dict.fromkeys(due, step)
@@ -149,6 +152,28 @@ class Alarms:
                 f"engine and trainer disagree by {gap:.3g} nats a token (alarms.logprob_gap={limit:g}): what is trained"
                 " is not what was sampled. Use model.dtype=float32, generation.transformers.weights=merged, or a"
                 " mismatch correction (algorithm.mismatch)",
+            )
+
+    def _sampler_kl(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit, kl = self.settings.sampler_kl, metrics.get("sampler/kl")
+        if self._exceeds("sampler_kl", kl, limit):
+            yield (
+                "sampler_kl",
+                f"the policy is {kl:.3g} nats a token from the version that sampled (alarms.sampler_kl={limit:g}): the"
+                " update is far off policy. Lower trainer.lr, epochs or minibatches, set"
+                " algorithm.off_policy_limit=0.1, or use overlap.lag=0",
+            )
+
+    def _effective_samples(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit, share = self.settings.effective_samples, metrics.get("sampler/effective_sample_size")
+        if limit is None or share is None:
+            return
+        if self._lasts("effective_samples", share < limit):
+            yield (
+                "effective_samples",
+                f"the step's tokens are worth {share:.0%} of as many on-policy ones"
+                f" (alarms.effective_samples={limit:g}): a few with large importance weights decide. Lower trainer.lr,"
+                " use algorithm.mismatch=token_mask, or overlap.lag=0",
             )
 
     def _clipped(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:

@@ -16,8 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlft.fields import NonNegativeFloat
+from rlft.keys.bounds import NonNegativeFloat
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
+from rlft.system.terminal import discard
 from rlft.types import Evaluation, RunInfo, StepRecord
 
 STAGES = ("sample", "score", "credit", "inspect", "update", "publish")
@@ -26,11 +27,22 @@ TREND_WIDTH = 24
 REFRESHES_PER_SECOND = 4
 
 
+class StandardOutput(Terminal):
+    """A console that prints nothing more once nobody reads its pipe; rich's own ends the process then."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        discard(sys.stdout)
+
+
 def open_terminal() -> Terminal:
-    """A console on stdout that survives text its encoding can't show, and reads no markup in what it prints."""
+    """A console on stdout that survives text its encoding can't show, and reads no markup in what it prints.
+
+    It also survives the end of whoever reads stdout, such as `head -1`.
+    """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    return Terminal(file=sys.stdout, markup=False, emoji=False, highlight=False)
+    return StandardOutput(file=sys.stdout, markup=False, emoji=False, highlight=False)
 
 
 @dataclass(kw_only=True)
@@ -40,6 +52,8 @@ class Console:
     live: False for plain lines on a terminal too. plain_seconds: least seconds between two plain step lines.
     Neither frozen nor slotted: it remembers what it has shown, which is no key.
     """
+
+    has_page = True
 
     live: bool
     plain_seconds: NonNegativeFloat

@@ -50,8 +50,8 @@ class Hints:
         if broken := not_finite(record):
             return [broken]
         rules = (self._no_signal, self._zero_loss, self._truncated, self._empty, self._untrained, self._entropy)
-        found = [hint for rule in rules for hint in rule(record)]
-        due = [(key, text) for key, text in found if self._due(key, record.step)]
+        hints = [hint for rule in rules for hint in rule(record)]
+        due = [(key, text) for key, text in hints if self._due(key, record.step)]
         self._said.update((key, record.step) for key, _ in due)
         alarms = ALARMS - ALWAYS_SO_AT_THE_END if self._is_solved(record) else ALARMS
         return [Hint(text=f"step {record.step}: {text}", alarm=key if key in alarms else None) for key, text in due]

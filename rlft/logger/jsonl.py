@@ -1,4 +1,4 @@
-"""The files a run leaves behind: metrics.jsonl, eval.jsonl, alarms.jsonl and rollouts/step_<n>.jsonl.
+"""The numbers a run leaves behind: metrics.jsonl, eval.jsonl and alarms.jsonl; and how such files are read.
 
 A resumed run leaves byte for byte the files of an uninterrupted one (times aside): what lies beyond the checkpoint,
 also a line torn by a kill, is cut before anything is appended.
@@ -10,62 +10,69 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+import string
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlft.fields import NonNegativeInt, PositiveInt
-from rlft.types import Evaluation, Prompt, RunInfo, StepRecord, TokenValues, UserError
+from rlft.logger.lines import Lost, complete_lines, lost_text
+from rlft.system.disk import writing
+from rlft.system.files import append, flush
+from rlft.system.terminal import Say
+from rlft.types import Evaluation, Prompt, RunInfo, StepRecord, UserError
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
 ALARMS = "alarms.jsonl"
-ROLLOUTS = "rollouts"
 
 # Legal inside a JSON string, yet able to break lines or reorder text for whoever prints the file.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-_ROLLOUT_NAME = re.compile(r"step_(\d+)\.jsonl(\.tmp)?")
+_OF_NAMES_AND_NUMBERS = (string.ascii_letters + string.digits + "_/@.+-").encode()
 
 
 @dataclass(kw_only=True)
 class Jsonl:
-    """Writes a line a step and a line an evaluation at once, and a step's completions as one file, all or nothing.
+    """Writes a line a step and a line an evaluation at once.
 
-    rollouts_every: steps between two rollout files, 0 for none. rollouts_max: newest files kept, None for all.
     Neither frozen nor slotted: it holds the open files, which are no keys.
     """
 
-    rollouts_every: NonNegativeInt
-    rollouts_max: PositiveInt | None
+    writes_metrics = True
 
     def __post_init__(self) -> None:
         self.folder = Path()
         self.files: dict[str, BinaryIO] = {}
+        self.evaluated = 0  # no line of eval.jsonl is of a later step
 
     def start(self, run: RunInfo) -> None:
-        self.folder = run.folder
+        self.folder, self.evaluated = run.folder, run.step
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, EVALUATIONS, ALARMS):
             self.files[name] = open_after(self.folder / name, run.step)
-        for path, step in rollout_files(self.folder):
-            if step > run.step or path.suffix == ".tmp":
-                path.unlink()
+        if missing := missing_at_the_end(self.folder / METRICS, run.step):
+            told_on_stderr(missing)
 
     def stage(self, name: str) -> None:
-        pass
+        """What a checkpoint comes after is on disk before it: a power cut leaves no gap behind a resume."""
+        if name == "checkpoint":
+            for file in self.files.values():
+                path = Path(file.name)
+                with writing(path):
+                    flush(path)
 
     def step(self, record: StepRecord) -> None:
-        # Rollouts first: a line in metrics.jsonl promises that the step's completions are there.
-        if record.groups and self.rollouts_every and record.step % self.rollouts_every == 0:
-            self._write_rollouts(record)
         self._append_alarms(record.step, record.alarms)
         self._append(METRICS, {"step": record.step, **numbers(record.metrics)})
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        # A run that starts again from this step evaluates again: the new line takes the old one's place.
-        self.files[EVALUATIONS].close()
-        self.files[EVALUATIONS] = open_after(self.folder / EVALUATIONS, evaluation.step - 1)
+        if evaluation.step <= self.evaluated:
+            # A run that starts again from this step evaluates again: the new line takes the old one's place.
+            self.files[EVALUATIONS].close()
+            self.files[EVALUATIONS] = open_after(self.folder / EVALUATIONS, evaluation.step - 1, silent)
+        self.evaluated = evaluation.step
         self._append_alarms(evaluation.step, evaluation.alarms)
         self._append(EVALUATIONS, evaluation_line(evaluation))
 
@@ -82,52 +89,7 @@ class Jsonl:
             self._append(ALARMS, {"step": step, "name": name, "text": text})
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        file = self.files[name]
-        file.write(encode(line))
-        file.flush()
-
-    def _write_rollouts(self, record: StepRecord) -> None:
-        path = self.folder / ROLLOUTS / f"step_{record.step:06d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_bytes(b"".join(map(encode, rollout_lines(record))))
-        temporary.replace(path)
-        if self.rollouts_max is not None:
-            for old, _ in rollout_files(self.folder)[: -self.rollouts_max]:
-                old.unlink()
-
-
-def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
-    """A line for each completion of a step, group by group; `index` counts the siblings of a group from 0."""
-    for p, group in enumerate(record.groups):
-        for i, rollout in enumerate(group.rollouts):
-            completion = rollout.completion
-            yield {
-                "step": record.step,
-                "prompt_id": rollout.prompt.id,
-                "index": i,
-                "prompt": [dict(message) for message in rollout.prompt.messages],
-                "answer": rollout.prompt.answer,
-                "completion": completion.text,
-                "token_ids": [int(token) for token in completion.token_ids],
-                "logprobs": [number(logprob) for logprob in completion.logprobs],
-                "rewards": {name: number(values[p][i]) for name, values in sorted(record.rewards.items())},
-                "reward": number(record.total_rewards[p][i]),
-                "advantage": number(record.advantages[p][i]),
-                "policy_version": rollout.policy_version,
-                "finish_reason": str(completion.finish_reason),
-                **(
-                    {"tokens": token_fields(values)}
-                    if (values := record.tokens.get(p * len(group.rollouts) + i))
-                    else {}
-                ),
-            }
-
-
-def token_fields(values: TokenValues) -> dict[str, list[Any]]:
-    """{"text": of each token, and its numbers by name}."""
-    numbers_of = {name: [number(v) for v in own] for name, own in asdict(values).items() if name != "text"}
-    return {"text": list(values.text), **numbers_of}
+        append(self.files[name], encode(line))
 
 
 def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
@@ -155,8 +117,8 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
 
 def question_of(prompt: Prompt) -> str:
     """What the user asked last."""
-    asked = [message["content"] for message in prompt.messages if message["role"] == "user"]
-    return asked[-1] if asked else ""
+    questions = [message["content"] for message in prompt.messages if message["role"] == "user"]
+    return questions[-1] if questions else ""
 
 
 def number(value: float) -> float | int | None:
@@ -179,53 +141,95 @@ def encode(line: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", errors="backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file, none where there is no file; a torn last line is left out.
+def told_on_stderr(text: str) -> None:
+    """A line for whoever reads the files of a run."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def silent(text: str) -> None:
+    """For a reader beside another one that says the same."""
+
+
+def read_lines(path: Path, say: Say = told_on_stderr) -> list[dict[str, Any]]:
+    """The whole lines of a JSONL file, none where there is no file; a torn last line is left out.
+
+    say: is told which lines are damaged, and of which steps they were.
 
     Raises:
         UserError: what is in the file's place cannot be read.
     """
+    lost: list[Lost] = []
     try:
         with path.open("rb") as file:
-            return [line for _, line in complete_lines(file)]
+            lines = [line for _, line in complete_lines(file, lost)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         problem, remedy = f"cannot be read ({error.strerror})", "make it a file that you may read, or remove it"
         raise UserError(path.name, problem, got=path, remedy=remedy) from None
+    if lost:
+        say(lost_text(path, lost))
+    return lines
 
 
-def complete_lines(file: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(bytes up to the line's end, line), as far as the lines are whole: objects with a `step`."""
-    end = 0
-    for raw in file:
-        end += len(raw)
-        if not raw.endswith(b"\n"):
-            return
-        try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError):
-            line = None
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
-            return  # torn by a crash of the machine, say: what comes after it can't be trusted either
-        yield end, line
+def last_line(path: Path, say: Say = told_on_stderr) -> dict[str, Any]:
+    """The last whole line of a JSONL file of numbers, {} where there is none.
+
+    say: is told which lines are damaged. Only the last line is read, and those whose quotes, colons, commas and braces
+    are not those of such a file: looking at these takes a tenth of the time.
+
+    Raises:
+        UserError: what is in the file's place cannot be read.
+    """
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError:
+        lines = []
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()  # it is still being written
+    if lines and all(map(holds_numbers, lines)):
+        with suppress(ValueError):
+            return json.loads(lines[-1])
+    return next(reversed(read_lines(path, say)), {})
 
 
-def open_after(path: Path, step: int) -> BinaryIO:
-    """The file opened to append, cut after the last whole line of this step or an earlier one."""
+def holds_numbers(line: bytes) -> bool:
+    """Whether a line has the marks of an object of numbers by name that begins with its step, and no others.
+
+    >>> holds_numbers(b'{"step": 1, "loss/total": -2.5e-3}\\n'), holds_numbers(b'{"step": 1, "loss 2.5}\\n')
+    (True, False)
+    """
+    marks = line.translate(None, _OF_NAMES_AND_NUMBERS)
+    return line.startswith(b'{"step": ') and marks == b"{" + b", ".join([b'"": '] * marks.count(b":")) + b"}\n"
+
+
+def open_after(path: Path, step: int, say: Say = told_on_stderr) -> BinaryIO:
+    """The file opened to append, unbuffered, cut after the last whole line of this step or an earlier one.
+
+    Damaged lines before that are left as they are. say: is told of them, and of those that are cut away and may have
+    been of this step or an earlier one.
+    """
     keep = 0
+    lost: list[Lost] = []
     if path.exists():
         with path.open("rb") as file:
-            for end, line in complete_lines(file):
+            for end, line in complete_lines(file, lost):
                 if line["step"] > step:
                     break
                 keep = end
+        lost = [part for part in lost if part.may_be_until(step)]
+        if lost:
+            say(lost_text(path, lost))
         os.truncate(path, keep)
-    return path.open("ab")
+    with writing(path):
+        return path.open("ab", buffering=0)
 
 
-def rollout_files(folder: Path) -> list[tuple[Path, int]]:
-    """The run's rollout files with their steps, oldest first; also temporary ones that a kill left behind."""
-    files = (path for path in (folder / ROLLOUTS).glob("step_*") if path.is_file())
-    found = [(path, _ROLLOUT_NAME.fullmatch(path.name)) for path in files]
-    return sorted(((path, int(match[1])) for path, match in found if match), key=lambda item: item[1])
+def missing_at_the_end(path: Path, step: int) -> str | None:
+    """That the lines of the last steps up to this one are not there, as a power cut may leave it; None if they are."""
+    lines = read_lines(path, silent)
+    last = lines[-1]["step"] if lines else 0
+    if last >= step:
+        return None
+    steps = f"step {step}" if step == last + 1 else f"steps {last + 1} to {step}"
+    return f"{path}: there is no line of {steps}"

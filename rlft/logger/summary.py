@@ -171,13 +171,13 @@ def print_examples(terminal: Terminal, first: Line, last: Line, glyphs: Glyphs) 
         table.add_column(heading, overflow="fold", ratio=1 if heading == "prompt" else 2 if heading else None)
     terminal.print(Text("held-out prompts" if len(headings) == 1 else "the same held-out prompts, before and after"))
     for before, after in pairs:
-        told = [example_text(example, glyphs) for example in ([before, after] if len(headings) == 2 else [after])]
+        texts = [example_text(example, glyphs) for example in ([before, after] if len(headings) == 2 else [after])]
         prompt = prompt_text(after)
         if wide:
-            table.add_row(prompt, *told)
+            table.add_row(prompt, *texts)
             continue
         table.add_row("", prompt)
-        for heading, text in zip(headings, told, strict=True):
+        for heading, text in zip(headings, texts, strict=True):
             table.add_row(Text(heading.split(" (")[0], style="dim"), text)
     terminal.print(table)
 

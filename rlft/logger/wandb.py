@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import netrc
 import os
 import secrets
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from rlft.fields import PositiveFloat
-from rlft.types import Evaluation, RunInfo, StepRecord, UserError
+from rlft.keys.bounds import PositiveFloat
+from rlft.logger.scalars import ScalarLogger, kept
+from rlft.types import RunInfo
 
 RUN_ID = "wandb_id.txt"
 
@@ -28,15 +27,18 @@ class WandbMode(StrEnum):
 
 
 @dataclass(kw_only=True)
-class Wandb:
+class Wandb(ScalarLogger):
     """Sends metrics to Weights & Biases; a resumed run continues the run id kept in its folder.
 
     Steps repeated after a resume are sent again and ignored by the server, which takes each step once; they hold the
-    same numbers. Trouble with the service is told once and never stops training.
+    same numbers.
 
     mode: `auto` is online where an account is set up, else offline. init_seconds, finish_seconds: longest waits.
-    Errors: UserError when the package is not installed, at construction.
     """
+
+    package = "wandb"
+    environment: ClassVar = {"WANDB_DISABLE_WEAVE": "true"}
+    """vLLM imports openai, which wandb would answer with an advertisement of another product."""
 
     mode: WandbMode
     project: str
@@ -44,68 +46,38 @@ class Wandb:
     init_seconds: PositiveFloat
     finish_seconds: PositiveFloat
 
-    def __post_init__(self) -> None:
-        self.run: Any = None
-        spec = importlib.util.find_spec("wandb")
-        # Offline runs leave a folder `wandb`, which Python takes for a package (without an origin) when it is near.
-        if spec is None or spec.origin is None:
-            remedy = "pip install 'rlft[wandb]', or leave wandb out of logger=[...]"
-            raise UserError("logger.wandb", "the package wandb is not installed", remedy=remedy)
-
-    def start(self, run: RunInfo) -> None:
-        import wandb
-
+    def open(self, run: RunInfo) -> tuple[Any, str]:
         mode, why = choose_mode(self.mode, os.environ)
         attempts = [(mode, why), (WandbMode.offline, "online did not work")] if mode == "online" else [(mode, why)]
         for mode, why in attempts:
             try:
-                self.run = self._open(run, mode)
-            except (wandb.Error, OSError) as error:
-                tell(f"could not start {mode} ({error})")
+                opened = self._open(run, mode)
+            except self.errors() as error:
+                self.tell(f"could not start {mode} ({error})")
                 continue
-            folder = Path(self.run.dir).parent
-            where = f"upload with `wandb sync {folder}`" if mode == "offline" else str(self.run.url)
-            tell(f"{mode}, {why}; {where}")
-            return
-        tell("going on without it")
+            folder = Path(opened.dir).parent
+            where = f"upload with `wandb sync {folder}`" if mode == "offline" else str(opened.url)
+            return opened, f"{mode}, {why}; {where}"
+        return None, "going on without it"
 
-    def stage(self, name: str) -> None:
-        pass
+    def send(self, metrics: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(metrics), step=step)
 
-    def step(self, record: StepRecord) -> None:
-        self._send(record.metrics, record.step)
+    def close(self, status: str) -> None:
+        self.run.finish(exit_code=0 if status == "finished" else 1)
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        headline = {"eval/accuracy": evaluation.accuracy, "eval/accuracy_se": evaluation.accuracy_se}
-        there = {name: value for name, value in headline.items() if value is not None}
-        self._send({**evaluation.metrics, **there}, evaluation.step)
-
-    def note(self, text: str) -> None:
-        pass
-
-    def finish(self, status: str) -> None:
-        if self.run is None:
-            return
-        import wandb
-
-        run, self.run = self.run, None
-        try:
-            run.finish(exit_code=0 if status == "finished" else 1)
-        except (wandb.Error, OSError) as error:
-            tell(f"could not close the run ({error}); the run's own files are complete")
+    def errors(self) -> tuple[type[Exception], ...]:
+        """The library has a base of its own errors, so that what else is raised is a bug of rlft's."""
+        return (self.library.Error, OSError)
 
     def _open(self, run: RunInfo, mode: Any) -> Any:
-        import wandb
-
-        # vLLM imports openai, which wandb would answer with an advertisement of another product.
-        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
-        settings = wandb.Settings(
+        settings = self.library.Settings(
             console="off",  # it would wrap stdout, which the live view draws on
             silent=True,
             init_timeout=self.init_seconds,
             finish_timeout=self.finish_seconds,
         )
-        return wandb.init(
+        return self.library.init(
             project=self.project,
             entity=self.entity,
             name=run.name,
@@ -117,38 +89,18 @@ class Wandb:
             settings=settings,
         )
 
-    def _send(self, metrics: Mapping[str, float], step: int) -> None:
-        if self.run is None:
-            return
-        import wandb
-
-        try:
-            self.run.log(dict(metrics), step=step)
-        except (wandb.Error, OSError) as error:
-            self.run = None  # once is enough: the service doesn't come back within a run
-            tell(f"stopped logging at step {step} ({error}); training goes on")
-
-
-def tell(text: str) -> None:
-    """Says it on stderr, where the live view lets lines through."""
-    print(f"wandb: {text}", file=sys.stderr, flush=True)
-
 
 def run_id(folder: Path) -> str:
     """The id kept in the run folder; made up and written down the first time."""
-    path = folder / RUN_ID
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+    return kept(folder, RUN_ID, lambda: secrets.token_hex(4))
 
 
 def choose_mode(mode: WandbMode, environ: Mapping[str, str]) -> tuple[str, str]:
     """(wandb's own word for the mode, why)."""
     if mode != WandbMode.auto:
         return str(mode), f"logger.wandb.mode={mode}"
-    if asked := environ.get("WANDB_MODE"):
-        return asked, f"WANDB_MODE={asked}"
+    if requested := environ.get("WANDB_MODE"):
+        return requested, f"WANDB_MODE={requested}"
     return ("online", "an account is set up") if has_account(environ) else ("offline", "no account is set up")
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
+
+LOGIT_CHUNK = {"cpu": 2**21, "cuda": 2**26}
+"""Logits alive at a time, in elements: 8 MiB in float32 stay near a CPU, 256 MiB keep a GPU busy."""
+
+ADAPTER_ITEM = 4
+"""Bytes of an adapter's weights, which are float32 whatever the base's are, and of what is computed with them."""
 
 
 def set_checkpointing(model: PreTrainedModel, on: bool) -> None:
@@ -22,11 +29,6 @@ def set_checkpointing(model: PreTrainedModel, on: bool) -> None:
 def _method(model: PreTrainedModel, verb: str) -> Callable[..., None]:
     """transformers 5.23 renamed gradient checkpointing to activation checkpointing; the first argument is the same."""
     return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
-
-
-def is_checkpointing(model: PreTrainedModel) -> bool:
-    """Whether any layer recomputes its activations."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 @contextmanager
@@ -47,24 +49,107 @@ def peft_reads_the_old_name() -> Iterator[None]:
         yield
 
 
-def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:
-    """Kept by rlft's packed forward of so many tokens through all layers; itemsize: bytes of an activation.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLayers:
+    """The linear layers that an adapter lies on, and what PEFT's layers keep of a token beside the base's own.
+
+    The joint functions of the fast kernels, which take an adapter without dropout and DoRA on a base that is not
+    quantised, keep a few numbers only.
+
+    Args:
+        inputs: input sizes of all these layers, summed.
+        shared_inputs: the same with what several layers of a module read counted once (queries, keys and values).
+        outputs: output sizes, summed.
+        largest: (input size, output size) of the largest of them.
+        dropout: whether inputs are dropped at random.
+        dora: whether outputs are scaled by learned magnitudes (DoRA, arXiv 2402.09353).
+        quantized: whether the base's weights have 4 bits, and its layers are PEFT's whatever the kernels are.
+    """
+
+    inputs: int = 0
+    shared_inputs: int = 0
+    outputs: int = 0
+    largest: tuple[int, int] = (0, 0)
+    dropout: bool = False
+    dora: bool = False
+    quantized: bool = False
+
+    @classmethod
+    def of(
+        cls, shapes: Mapping[str, tuple[int, ...]], *, dropout: bool, dora: bool, quantized: bool = False
+    ) -> AdapterLayers:
+        """shapes: of the adapter's tensors, by PEFT's names."""
+        inputs = {name.partition(".lora_A")[0]: shape[1] for name, shape in shapes.items() if ".lora_A" in name}
+        outputs = {name.partition(".lora_B")[0]: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
+        shared = {(name.rpartition(".")[0], size) for name, size in inputs.items()}
+        sizes = [(inputs[name], outputs[name]) for name in inputs]
+        return cls(
+            inputs=sum(inputs.values()),
+            shared_inputs=sum(size for _, size in shared),
+            outputs=sum(outputs.values()),
+            largest=max(sizes, key=lambda size: size[0] * size[1], default=(0, 0)),
+            dropout=dropout,
+            dora=dora,
+            quantized=quantized,
+        )
+
+    def bytes_of_a_token(self, itemsize: int, device: str, *, plain: bool) -> int:
+        """Kept in all layers for the backward. itemsize: bytes of the base's activations; device: "cpu" or "cuda"."""
+        if not (plain or self.dropout or self.dora or self.quantized):
+            return 0
+        kept = 0
+        if self.dropout or itemsize != ADAPTER_ITEM:
+            # Each layer keeps its own input, dropped or in float32, in place of the one that the base's layers share.
+            kept = ADAPTER_ITEM * self.inputs - itemsize * self.shared_inputs
+        if self.dropout:
+            kept += (ADAPTER_ITEM if device == "cpu" else 1) * self.inputs  # the noise; on a GPU a mask of booleans
+        if self.dora:  # the outputs of base and adapter apart; with dropout the base's are of the adapter's input
+            kept += (ADAPTER_ITEM + (ADAPTER_ITEM if self.dropout else itemsize)) * self.outputs
+        return kept
+
+    def bytes_of_a_norm(self, itemsize: int) -> int:
+        """Alive while PEFT takes the norm of the largest layer's weight with DoRA: an identity, and its weight thrice,
+        and once more where the base's is not float32."""
+        rows, columns = self.largest
+        weights = 3 + (itemsize != ADAPTER_ITEM)
+        return ADAPTER_ITEM * (rows * rows + weights * rows * columns) if self.dora else 0
+
+
+NO_ADAPTER = AdapterLayers()
+
+
+def activation_bytes(
+    config: Any, tokens: int, itemsize: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
+) -> int:
+    """Bytes that a forward of so many tokens keeps for its backward, in all layers.
 
     A layer keeps the inputs and outputs of its two norms, queries, keys, values and attention output, and of its gated
-    MLP gate, up and their product. Low-rank products and normalisers are left out (a few per cent), and so are logits,
-    which are alive for a chunk of tokens only. The last layer is counted as any other, though its MLP keeps fewer.
+    MLP gate, up and their product. In 16 bits the norms' inputs are kept in float32, but by the kernels of a CUDA card.
+    Low-rank products and normalisers are left out (a few per cent), and so are logits, which are alive for a chunk of
+    tokens only. The last layer is counted as any other, though its MLP keeps fewer.
+
+    Args:
+        config: transformers' config.
+        itemsize: bytes of an activation.
+        device: "cpu" or "cuda".
+        plain: transformers' own MLP keeps the gate's activation besides.
+        adapter: what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`).
     """
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     attention = 2 * head * text.num_attention_heads + 2 * head * key_heads
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    a_token = text.num_hidden_layers * (4 * text.hidden_size + attention + 3 * intermediate)
-    return tokens * a_token * itemsize
+    of_a_norm = itemsize if device != "cpu" and not plain else 4
+    norms = 2 * text.hidden_size * (itemsize + of_a_norm)
+    a_layer = norms + (attention + (4 if plain else 3) * intermediate) * itemsize
+    return tokens * (text.num_hidden_layers * a_layer + adapter)
 
 
-def checkpointed_bytes(config: Any, tokens: int, itemsize: int) -> int:
+def checkpointed_bytes(
+    config: Any, tokens: int, itemsize: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
+) -> int:
     """The same with gradient checkpointing: every layer's input, and one layer's activations at a time."""
     text = config.get_text_config()
-    one_layer = activation_bytes(config, tokens, itemsize) // text.num_hidden_layers
-    return tokens * text.hidden_size * text.num_hidden_layers * itemsize + one_layer
+    whole = activation_bytes(config, tokens, itemsize, device=device, plain=plain, adapter=adapter)
+    return tokens * text.hidden_size * text.num_hidden_layers * itemsize + whole // text.num_hidden_layers

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from rlft.types import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor  # not at run time: what the files lack is said before torch could be imported
+    from torch import Tensor  # not at run time: a bad folder is refused before torch is imported
 
 CONFIG, WEIGHTS, HEAD, RECORD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"
 
@@ -105,7 +105,7 @@ def content_fingerprint(path: str | Path) -> str:
 
 
 def read_record(path: str | Path, key: str) -> dict[str, Any]:
-    """The fields of rlft.json; none where the folder was made by something else."""
+    """The fields of rlft.json; none where rlft did not make the folder."""
     return _read_json(RECORD, path, key) if (Path(path).expanduser() / RECORD).is_file() else {}
 
 
@@ -124,7 +124,7 @@ def _read_json(name: str, path: str | Path, key: str) -> dict[str, Any]:
 
 @contextmanager
 def _readable(name: str, path: str | Path, key: str) -> Iterator[Path]:
-    """The file of that name in the folder; what goes wrong inside while it is read is a UserError."""
+    """The file of that name in the folder; an error inside the block, while it is read, becomes a UserError."""
     try:
         yield Path(path).expanduser() / name
     except (OSError, SafetensorError, ValueError) as error:

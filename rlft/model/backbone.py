@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlft.hub import hub_answers
-from rlft.model import attention, decoder_layer, fused, rotary
 from rlft.model.activations import set_checkpointing
 from rlft.model.config import DTYPES, ModelConfig
+from rlft.model.kernels import selection
+from rlft.model.kernels.selection import Kernels
 from rlft.model.paths import check_local, resolve_path
+from rlft.system.hub import hub_answers
 from rlft.types import UserError
 
 
@@ -56,7 +57,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def source(config: ModelConfig) -> dict[str, Any]:
-    """Where from and with what rights transformers may load: its keyword arguments for config, tokenizer and weights.
+    """transformers' keyword arguments for loading config, tokenizer and weights: path, revision, rights.
 
     Without a hub that answers, only its cache on this machine is looked at, instead of half a minute of retries.
     """
@@ -99,12 +100,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backbone:
-    """`path` is the config's model.path, as the user wrote it."""
+    """A loaded model. path: the config's model.path, as the user wrote it. kernels: what the model is computed with."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     path: str
+    kernels: Kernels = field(default_factory=Kernels)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text as `Completion.text` shows it, without special tokens."""
@@ -115,14 +117,21 @@ class Backbone:
         return self.tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
 
 
+Adopt = Callable[[PreTrainedModel, torch.device], None]
+"""Puts a model that was read into main memory on its device."""
+
+
 @functools.lru_cache(maxsize=1)  # a sweep over models must not hold them all
-def load_backbone(config: ModelConfig) -> Backbone:
-    """The base, never to be written to; jobs of a sweep that ask for the same one share it."""
-    return read_backbone(config)
+def load_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
+    """The base, never to be written to; jobs of a sweep with the same one share it."""
+    return read_backbone(config, adopt)
 
 
-def read_backbone(config: ModelConfig) -> Backbone:
-    """Loads a base of one's own."""
+def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
+    """Loads a base that nobody else uses.
+
+    adopt: called in the place of `model.to(device)`, as by an engine on whose storage the weights can lie.
+    """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     extra: dict[str, Any] = {}
@@ -144,15 +153,13 @@ def read_backbone(config: ModelConfig) -> Backbone:
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
         **extra,
     )
-    if config.attn_implementation == "auto":
-        attention.install(model)
-    if config.quantization is None:
-        model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
     model.requires_grad_(False).eval()
+    if config.quantization is None and adopt is not None:
+        adopt(model, device)
+    elif config.quantization is None:
+        model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
     _silence_dropout(model)
-    fused.install(model)
-    rotary.install(model)
-    decoder_layer.install(model)
+    kernels = selection.install(model, config.kernels, own_attention=config.attn_implementation == "auto")
     if config.gradient_checkpointing is True:
         set_checkpointing(model, True)
     return Backbone(
@@ -160,6 +167,7 @@ def read_backbone(config: ModelConfig) -> Backbone:
         tokenizer=load_tokenizer(config),
         device=device,
         path=config.path,
+        kernels=kernels,
     )
 
 
@@ -170,12 +178,12 @@ def _silence_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif hasattr(module, "attention_dropout"):
+        elif isinstance(getattr(module, "attention_dropout", None), float):  # of some it is a module
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def fingerprint(config: ModelConfig) -> str:
-    """16 hex digits for what base this is: its config and, for a folder, what is in its weight files.
+    """16 hex digits that identify the base: its config and, for a folder, what is in its weight files.
 
     Of each file its size and 64 places of 64 KiB, evenly spread: a model that was trained on differs in all of them,
     and gigabytes need not be read.
@@ -193,7 +201,7 @@ def fingerprint(config: ModelConfig) -> str:
 def _content(file: Path) -> str:
     size, digest = file.stat().st_size, hashlib.sha256()
     with file.open("rb") as stream:
-        for place in range(64):
-            stream.seek(max(0, size - 2**16) * place // 63)
+        for position in range(64):
+            stream.seek(max(0, size - 2**16) * position // 63)
             digest.update(stream.read(2**16))
     return f"{size}:{digest.hexdigest()}"

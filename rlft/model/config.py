@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from rlft.fields import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from rlft.keys.bounds import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 
 ALL_LINEAR = "all-linear"
 """The default of lora.target_modules."""
@@ -24,6 +24,13 @@ class Old(StrEnum):
     sampled = "sampled"
     recompute = "recompute"
     copy = "copy"
+
+
+class KernelChoice(StrEnum):
+    """What a model is computed with: rlft's functions where they are tested, or transformers and PEFT as they come."""
+
+    auto = "auto"
+    plain = "plain"
 
 
 class CriticKind(StrEnum):
@@ -48,6 +55,7 @@ class ModelConfig:
     gradient_checkpointing: bool | Literal["auto"]
     quantization: Quantization | None
     trust_remote_code: bool
+    kernels: KernelChoice = KernelChoice.auto  # runs begun before this key existed have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +65,12 @@ class LoraSettings:
     dropout: Decay
     target_modules: str | Sequence[str]
     path: str | None
-    use_rslora: bool = False  # runs begun before there were these two keys have neither
+    use_rslora: bool = False  # runs begun before these two keys existed have neither
     use_dora: bool = False
 
     @property
     def kind(self) -> str:
-        """The name of such an adapter, for people."""
+        """What messages call such an adapter."""
         if self.use_dora:
             return "DoRA with rsLoRA's scale" if self.use_rslora else "DoRA"
         return "rsLoRA" if self.use_rslora else "LoRA"

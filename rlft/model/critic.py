@@ -12,7 +12,7 @@ from rlft.model.scalar_head import ScalarHead
 
 CRITIC = "critic"
 MEMORY = 0.99
-"""Share of the old statistics of returns that a step leaves, once more than 1 / (1 - MEMORY) steps have been seen."""
+"""Weight of the earlier returns in the running statistics, once more than 1 / (1 - MEMORY) steps have been seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Critic:
         self.statistics = ReturnStatistics()
 
     def values(self, normalised: Tensor, mask: Tensor) -> Tensor:
-        """The head's numbers `[B, T]` in units of reward, 0 outside the mask."""
+        """The head's outputs `[B, T]` in units of reward, 0 outside the mask."""
         return (self.statistics.mean + self.statistics.std * normalised).where(mask, 0.0)
 
     @property
@@ -61,12 +61,12 @@ class Critic:
         return self.statistics.std if self.normalize else 1.0
 
     def observe(self, returns: Tensor, mask: Tensor) -> None:
-        """Takes a step's returns into the statistics; the values stay what they were."""
+        """Updates the statistics with a step's returns; no value changes."""
         if self.normalize:
             self._rescale(self.statistics.seen(returns, mask))
 
     def forget_statistics(self) -> None:
-        """Begins anew, as for a run that starts from this head: the values stay what they were."""
+        """Resets the statistics, for a run that starts from this head; no value changes."""
         self._rescale(ReturnStatistics())
 
     @torch.no_grad()

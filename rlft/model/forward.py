@@ -1,22 +1,22 @@
 """Log-probs, entropy and values of a Batch under whichever adapter is active.
 
-Two forwards with one meaning: `packed` (prompts once per group, no padding, the LM head on completion positions only,
-in chunks) and `padded` (the model's own forward on padded rows). A model the packed one cannot serve uses the padded
-one; `choose` says which and why.
+Two forwards that give the same numbers: `packed` (prompts once per group, no padding, the LM head on completion
+positions only, in chunks) and `padded` (the model's own forward on padded rows). A model that the packed one cannot
+serve uses the padded one; `choose` says which and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlft.model import decoder_layer
-from rlft.model.attention import NAME, obstacle
-from rlft.model.head import head_logprobs, widened
+from rlft.model.kernels import decoder_layer
+from rlft.model.kernels.attention import NAME, obstacle, on_this_device
+from rlft.model.kernels.lm_head import head_logprobs, widened
+from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches
 from rlft.model.scalar_head import ScalarHead
 from rlft.types import Batch, Outputs
@@ -44,8 +44,11 @@ class Forward:
     ) -> Outputs:
         """Outputs `[B, T]`, 0 outside the completions; logits are divided by `temperature` as in sampling.
 
-        They are float32 whatever the model's dtype is, but float64 when that is. head: adds the values it reads off the
-        same hidden states that predict the tokens. layout: of this batch, if it is there already.
+        They are float32 whatever the model's dtype is, but float64 when that is.
+
+        Args:
+            head: adds the values it reads off the same hidden states that predict the tokens.
+            layout: of this batch, where it exists already.
         """
         if self.packed:
             return packed_forward(self.model, batch, temperature, entropy, head, layout)
@@ -102,7 +105,7 @@ def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
 
 
 def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
-    """`[M, hidden]` of the places that predict the completion tokens, after the final norm."""
+    """`[M, hidden]` of the positions that predict the completion tokens, after the final norm."""
     # A 4-D mask is handed through untouched by every model; ours is never read, it only stops transformers from
     # building the N x N mask that restarting positions would call for.
     unread_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.token_ids.device)
@@ -120,7 +123,7 @@ def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
 def padded_forward(
     model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool, value_head: ScalarHead | None = None
 ) -> Outputs:
-    """The plain way, for models the packed forward cannot serve; also what it is tested against."""
+    """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two."""
     ids_BT, mask_BT = _narrowed(batch)
     with_values = value_head is not None
     output = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False, output_hidden_states=with_values)
@@ -149,7 +152,7 @@ def _narrowed(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _shifted(values: Tensor, batch: Batch) -> Tensor:
-    """What was read off positions 0 .. n - 2, at the tokens it speaks of, 1 .. n - 1, in the batch's width."""
+    """Values of positions 0 .. n - 2, moved to the tokens that these predict, 1 .. n - 1, in the batch's width."""
     return nn.functional.pad(values, (1, batch.token_ids.shape[1] - values.shape[1] - 1))
 
 
@@ -162,27 +165,44 @@ def _masked(logprobs_BT: Tensor, entropy_BT: Tensor | None, values_BT: Tensor | 
     )
 
 
-def choose(model: PreTrainedModel, say: Callable[[str], None] = lambda text: None) -> Forward:
+def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
     """The packed forward where this model gives the same log-probs with it, else the padded one with the reason.
 
-    Known obstacles go by their name. Beyond those the comparison is run, not assumed: scaled logits, layers that drop
-    what they do not know, and whatever the next architecture brings would change the numbers.
+    Known obstacles are recognised by name. For every other model the two are compared on a small batch, since scaled
+    logits, layers that drop what they do not know, or a new architecture may change the numbers. The comparison is
+    with the model's own modules; kernels that give other log-probs in padded rows too are removed.
+
+    Args:
+        model: with its kernels installed.
+        kernels: what it is computed with; None where nothing but its attention was replaced.
     """
-    reason = _refusal(model)
-    if reason is None:
-        with torch.no_grad():
-            batch = _probe(model)
-            gap = (
-                (packed_forward(model, batch, 1.0, False).logprobs - padded_forward(model, batch, 1.0, False).logprobs)
-                .abs()
-                .max()
-            )
-        tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.25
-        if gap.isfinite() and gap <= tolerance:
-            return Forward(model=model, packed=True, reason="packed rows, each prompt once per group")
-        reason = f"packed and padded log-probs differ by {gap:.1e} for {type(model).__name__}"
-    say(f"padded rows: {reason}")
+    kernels = kernels or Kernels()
+    if kernels.are_plain:
+        return _padded(model, f"kernels are plain ({kernels.decision.reason})")
+    reason, batch = _refusal(model), _probe(model)
+    with torch.no_grad():
+        with kernels.switched_off():
+            expected = padded_forward(model, batch, 1.0, False).logprobs
+        if reason is None:
+            gap = (packed_forward(model, batch, 1.0, False).logprobs - expected).abs().max()
+            if _agree(model, gap):
+                words = ("packed rows, each prompt once per group", on_this_device(model))
+                return Forward(model=model, packed=True, reason=", ".join(filter(None, words)))
+            reason = f"packed and padded log-probs differ by {gap:.1e} for {type(model).__name__}"
+        gap = (padded_forward(model, batch, 1.0, False).logprobs - expected).abs().max()
+    if not _agree(model, gap):
+        kernels.remove(f"log-probs differ by {gap:.1e} from those of transformers' modules for {type(model).__name__}")
+    return _padded(model, reason)
+
+
+def _padded(model: PreTrainedModel, reason: str) -> Forward:
     return Forward(model=model, packed=False, reason=f"padded rows: {reason}")
+
+
+def _agree(model: PreTrainedModel, gap: Tensor) -> bool:
+    """Whether two computations of the same log-probs agree as closely as the model's dtype allows; gap `[]` in nats."""
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.25
+    return bool(gap.isfinite() and gap <= tolerance)
 
 
 def _refusal(model: PreTrainedModel) -> str | None:

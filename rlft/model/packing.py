@@ -1,6 +1,7 @@
 """Rows of a Batch -> one packed row in which every group's prompt stands once and nothing is padded.
 
-Layout of the packed row, N tokens: prompt_1 completion_11 .. completion_1G prompt_2 completion_21 ..
+Layout of the packed row, N tokens: prompt_1 completion_11 .. completion_1G prompt_2 completion_21 .., or, for CUDA's
+kernel, prompt_1 prompt_2 .. completion_11 .. completion_1G completion_21 ..
 Positions of each completion go on from the end of its prompt. A completion's first token is predicted from the last
 prompt position, which all siblings share.
 """
@@ -14,17 +15,22 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rlft.model.blocks import Block, Span, make_blocks, padded_places
+from rlft.model.kernels.attention_blocks import Block, Span, make_blocks, padded_places
+from rlft.model.kernels.flash_attention import RowLengths, row_lengths
 from rlft.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """U distinct prompts, R completions, N packed tokens, M completion tokens.
+    """U distinct prompts, R completions, N packed tokens, M of them sampled: what an environment put in is only read.
 
-    token_ids, position_ids int64 `[1, N]`. prompts, completions: the run of tokens of each; owner: each completion's
-    prompt. predictor int64 `[M]`: the packed place whose hidden state predicts the token; target int64 `[M]`: that
-    token. rows, columns int64 `[M]`: the token's place in the Batch.
+    Args:
+        token_ids, position_ids: int64 `[1, N]`.
+        prompts, completions: the span of each in the packed row.
+        owner: index of each completion's prompt.
+        predictor: int64 `[M]`, the packed position whose hidden state predicts the token.
+        target: int64 `[M]`, that token.
+        rows, columns: int64 `[M]`, where the token stands in the Batch.
     """
 
     token_ids: Tensor
@@ -47,6 +53,11 @@ class PackedRows:
         return make_blocks(self.prompts, self.completions, self.owner, self.token_ids.device)
 
     @cached_property
+    def lengths(self) -> RowLengths | None:
+        """For `flash_attention`; None where it cannot take this row."""
+        return row_lengths(self.prompts, self.completions, self.owner, self.token_ids.device)
+
+    @cached_property
     def padded(self) -> PaddedRows:
         """For attention through a mask."""
         return pad_rows(self.prompts, self.completions, self.owner, self.token_ids.device)
@@ -56,9 +67,13 @@ class PackedRows:
 class PaddedRows:
     """Prompts and completions of a packed row as rows of their own.
 
-    prompt_index int64 `[U, Pmax]` and completion_index int64 `[R, Cmax]` are places in the packed row, 0 where padded;
-    the masks of the same shapes are True on real tokens. owner int64 `[R]` is each completion's prompt.
-    unpack int64 `[N]`: where each packed token stands in (prompts flattened, then completions flattened).
+    Args:
+        prompt_index: int64 `[U, Pmax]`, positions in the packed row, 0 where padded.
+        prompt_mask: bool of the same shape, True on real tokens.
+        completion_index: int64 `[R, Cmax]`, positions in the packed row, 0 where padded.
+        completion_mask: bool of the same shape, True on real tokens.
+        owner: int64 `[R]`, index of each completion's prompt.
+        unpack: int64 `[N]`, where each packed token stands in (prompts flattened, then completions flattened).
     """
 
     prompt_index: Tensor
@@ -84,6 +99,7 @@ def micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]
     prompts_B = prompt_lengths(batch).tolist()
     lengths_B = batch.attention_mask.sum(1).tolist()
     groups_B = batch.group_ids.tolist()
+    prefixes_B = _prefixes(batch.token_ids.cpu(), prompts_B)
     siblings_of: dict[int, list[int]] = {}
     for b in rows.tolist():
         siblings_of.setdefault(groups_B[b], []).append(b)
@@ -91,19 +107,20 @@ def micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]
     current: list[int] = []
     used = 0
     for siblings in siblings_of.values():
-        whole = prompts_B[siblings[0]] + sum(lengths_B[b] - prompts_B[b] for b in siblings)
+        distinct = {prefixes_B[b]: prompts_B[b] for b in siblings}
+        whole = sum(distinct.values()) + sum(lengths_B[b] - prompts_B[b] for b in siblings)
         if current and used + whole > token_budget:
             result.append(current)
             current, used = [], 0
-        prompt_is_in = False
+        present: set[bytes] = set()
         for b in siblings:
-            cost = lengths_B[b] - (prompts_B[b] if prompt_is_in else 0)
+            cost = lengths_B[b] - (prompts_B[b] if prefixes_B[b] in present else 0)
             if current and used + cost > token_budget:
                 result.append(current)
-                current, used, cost = [], 0, lengths_B[b]
+                current, used, cost, present = [], 0, lengths_B[b], set()
             current.append(b)
             used += cost
-            prompt_is_in = True
+            present.add(prefixes_B[b])
     if current:
         result.append(current)
     return [torch.tensor(part) for part in result]
@@ -124,39 +141,49 @@ def padded_micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[
     return [torch.tensor(part) for part in result]
 
 
-def pack(batch: Batch) -> PackedRows:
-    """The packed form of every row of the batch. Siblings share a prompt when the tokens are really the same."""
+def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
+    """The packed form of every row of the batch. Siblings share a prompt when the tokens are really the same.
+
+    prompts_first: all prompts stand before all completions; None: on a CUDA card.
+    """
+    if prompts_first is None:
+        prompts_first = batch.token_ids.device.type == "cuda"
     prompts_B = prompt_lengths(batch).tolist()
     lengths_B = batch.attention_mask.sum(1).tolist()
-    tokens = batch.token_ids.cpu()
+    tokens, sampled_BT = batch.token_ids.cpu(), batch.loss_mask.cpu()
     members = _sharing(tokens, prompts_B, batch.group_ids.tolist())
 
     ids, positions, predictor, target, rows, columns = [], [], [], [], [], []
     prompts: list[Span] = []
     completions: list[Span] = []
     owner: list[int] = []
+    pieces = [(unit, b) for unit, siblings in enumerate(members) for b in (None, *siblings)]  # None: the prompt
+    if prompts_first:
+        pieces.sort(key=lambda piece: piece[1] is not None)
     offset = 0
-    for unit, siblings in enumerate(members):
-        length = prompts_B[siblings[0]]
-        ids.append(tokens[siblings[0], :length])
-        positions.append(torch.arange(length))
-        prompts.append((offset, length))
-        last_prompt = offset + length - 1
-        offset += length
-        for b in siblings:
-            size = lengths_B[b] - length
-            completions.append((offset, size))
-            owner.append(unit)
-            if size:
-                ids.append(tokens[b, length : length + size])
-                place = torch.arange(length, length + size)
-                positions.append(place)
-                columns.append(place)
-                predictor.append(torch.arange(offset - 1, offset + size - 1))
-                predictor[-1][0] = last_prompt
-                target.append(ids[-1])
-                rows.append(torch.full((size,), b))
-            offset += size
+    for unit, b in pieces:
+        first = members[unit][0]
+        length = prompts_B[first]
+        if b is None:
+            ids.append(tokens[first, :length])
+            positions.append(torch.arange(length))
+            prompts.append((offset, length))
+            offset += length
+            continue
+        size = lengths_B[b] - length
+        completions.append((offset, size))
+        owner.append(unit)
+        if size:
+            ids.append(tokens[b, length : length + size])
+            positions.append(torch.arange(length, length + size))
+            before = torch.arange(offset - 1, offset + size - 1)
+            before[0] = sum(prompts[unit]) - 1  # the prompt's last token
+            sampled = sampled_BT[b, length : length + size]
+            columns.append(positions[-1][sampled])
+            predictor.append(before[sampled])
+            target.append(ids[-1][sampled])
+            rows.append(torch.full((len(target[-1]),), b))
+        offset += size
     device = batch.token_ids.device
     empty = torch.empty(0, dtype=torch.int64)
     return PackedRows(
@@ -183,9 +210,15 @@ def num_packed_tokens(batch: Batch) -> int:
 def _sharing(tokens_BT: Tensor, prompts_B: list[int], groups_B: list[int]) -> list[list[int]]:
     """Rows that share one prompt, in the order of their first row."""
     members: dict[tuple[int, bytes], list[int]] = {}
-    for b, length in enumerate(prompts_B):
-        members.setdefault((groups_B[b], tokens_BT[b, :length].numpy().tobytes()), []).append(b)
+    for b, prefix in enumerate(_prefixes(tokens_BT, prompts_B)):
+        members.setdefault((groups_B[b], prefix), []).append(b)
     return list(members.values())
+
+
+def _prefixes(tokens_BT: Tensor, prompts_B: list[int]) -> list[bytes]:
+    """Each row's tokens before the first sampled one, as bytes."""
+    ids_BT = tokens_BT.numpy()
+    return [ids_BT[b, :length].tobytes() for b, length in enumerate(prompts_B)]
 
 
 def pad_rows(

@@ -1,6 +1,6 @@
 """Learned rewards: completions scored by an adapter with a scalar head on the shared base, or by a network of its own.
 
-A score is scale x (what the head says - center). Both kinds put their rows through the network in micro-batches by
+A score is scale x (the head's output - center). Both kinds put their rows through the network in micro-batches by
 token budget, and give a completion the same score whatever else is in the step.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,22 +21,25 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlft.collate import select
-from rlft.hub import hub_answers
+from rlft.batch import select
 from rlft.model.adapter_folder import is_adapter
 from rlft.model.backbone import resolve_dtype
 from rlft.model.paths import looks_local
 from rlft.model.roles import Roles
+from rlft.system.hub import hub_answers
 from rlft.types import Batch, Completion, Group, Prompt, UserError
 
 Row = tuple[int, Sequence[int], Sequence[int]]
 """(group, prompt ids, completion ids). Rows of one group that have the same prompt share its pass where they can."""
 
+Tokens = tuple[int, ...]
+Item = TypeVar("Item")
+
 LearnedReward = Callable[[Sequence[Group]], list[list[float]]]
 """Scores of P groups, `[P, G]`. It runs in the trainer's process, beside the models, and takes a whole step at once."""
 
 ENDING = 0
-"""Stands after each row, so that there is a token that the row's last hidden state precedes; nothing attends to it."""
+"""The token added after each row, since a head is read before a token; nothing attends to it."""
 
 
 def reward_role(name: str) -> str:
@@ -56,7 +59,13 @@ def open_learned(
 ) -> LearnedReward:
     """The learned reward of this name: an adapter folder becomes a role on the base, anything else is a classifier.
 
-    path: None is a fresh adapter with a head of zeros, for rewards that the run itself trains. learns: it does.
+    Args:
+        name: of the reward.
+        path: an adapter folder, or a classifier's; None: a fresh adapter with a head of zeros, which the run trains.
+        roles: the adapters on the base.
+        token_budget: tokens in one forward.
+        center, scale: a score is scale x (the head's output - center).
+        learns: whether the run trains it.
 
     Raises:
         UserError: the folder cannot be read, does not fit, or has not exactly one label.
@@ -115,6 +124,43 @@ def scoring_batch(rows: Sequence[Row]) -> Batch:
     )
 
 
+def parts_within(
+    items: Sequence[Item],
+    texts_of: Callable[[Item], Sequence[tuple[Tokens, Tokens]]],
+    token_budget: int,
+    *,
+    packed: bool,
+) -> list[list[Item]]:
+    """The items in order, as many at a time as fit the token budget; one that exceeds it stands by itself.
+
+    Each item is measured once.
+
+    Args:
+        texts_of: the (prompt, completion) of an item's rows.
+        packed: a prompt counts once among the items of a part; otherwise every row counts as much as the longest.
+    """
+    parts: list[list[Item]] = []
+    prompts: set[Tokens] = set()
+    tokens = longest = num_rows = 0
+    for item in items:
+        texts = texts_of(item)
+        own = {prompt for prompt, _ in texts}
+        completions = sum(len(completion) + 1 for _, completion in texts)
+        length = max(len(prompt) + len(completion) + 1 for prompt, completion in texts)
+        together = tokens + completions + sum(map(len, own - prompts))
+        if not packed:
+            together = max(longest, length) * (num_rows + len(texts))
+        if parts and together <= token_budget:
+            parts[-1].append(item)
+        else:
+            parts.append([item])
+            prompts, tokens, longest, num_rows = set(), 0, 0, 0
+        tokens += completions + sum(map(len, own - prompts))
+        prompts |= own
+        longest, num_rows = max(longest, length), num_rows + len(texts)
+    return parts
+
+
 def last_scores(roles: Roles, role: str, batch: Batch) -> Tensor:
     """`[B]`: the role's head at the end of each row of a `scoring_batch`; the role must be the active one."""
     endings_B1 = batch.attention_mask.sum(1, keepdim=True) - 1
@@ -136,7 +182,7 @@ class ClassifierReward:
     """The one logit of a sequence classifier, on the conversation as its own tokenizer writes it.
 
     With a chat template: the prompt's messages and the completion as the assistant's turn. Without: their texts, a
-    line break between them. A text longer than the network can take loses its beginning; num_cut counts these.
+    line break between them. A text longer than the network can take loses its beginning; num_cut counts such texts.
     """
 
     def __init__(
@@ -277,7 +323,7 @@ def read_classifier(path: str, key: str) -> Any:
 
 
 def _source(path: str) -> dict[str, Any]:
-    """Where from transformers loads a classifier, without code of its own."""
+    """transformers' keyword arguments for loading a classifier, without code of its own."""
     folder = str(Path(path).expanduser()) if looks_local(path) else path
     return {
         "pretrained_model_name_or_path": folder,

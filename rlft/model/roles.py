@@ -18,17 +18,18 @@ from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict, se
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.collate import select, to_device
-from rlft.model import lora_linear
+from rlft.batch import select, to_device
 from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, SAMPLER, load_adapter, load_head, read_record
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
 from rlft.model.forward import Forward, choose
+from rlft.model.kernels import selection
+from rlft.model.kernels.decoding import open_prefix_cache
+from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.model.lora_config import lora_config
 from rlft.model.packing import PackedRows
-from rlft.model.prefix_cache import PrefixCache, open_prefix_cache
 from rlft.model.scalar_head import ScalarHead
 from rlft.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
@@ -57,13 +58,13 @@ class Roles:
         assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
         self.backbone, self.snapshot, self.seed = backbone, snapshot, seed
         self.temperature, self.token_budget = temperature, token_budget
-        self.forward: Forward = choose(backbone.model)
+        self.forward: Forward = choose(backbone.model, backbone.kernels)
         self.heads: dict[str, ScalarHead] = {}
         self.critic: Critic | None = None
         self._learning = {POLICY}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
         self.lora = lora_config(lora)
-        lora_linear.install(self.lora)
+        backbone.kernels.choose_layers(self.lora)
         with torch.random.fork_rng(devices=[]), peft_reads_the_old_name():
             torch.manual_seed(seed)
             self.model = PeftModel(backbone.model, self.lora, adapter_name=POLICY)
@@ -146,15 +147,15 @@ class Roles:
     # -- what learns -------------------------------------------------------------------------------------------------
     def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
         """The role's trainable parameters in a fixed order: its adapter, if it has one, and its head."""
-        # An adapter that is there is never taken away, only written into, as the optimizer needs it; to go through all
-        # modules for it after each micro-batch would take longer than to look at its gradients.
-        found = self._adapters.get(role)
-        if not found:
-            found = [(name, p) for name, p in self.model.named_parameters() if f".{role}." in name]
-            self._adapters[role] = found
+        # An adapter is never replaced, only written into, as the optimizer needs it: a search through all modules after
+        # each micro-batch would take longer than the check of its gradients.
+        parameters = self._adapters.get(role)
+        if not parameters:
+            parameters = [(name, p) for name, p in self.model.named_parameters() if f".{role}." in name]
+            self._adapters[role] = parameters
         if role in self.heads:
-            return found + [(f"{role}.head.{name}", p) for name, p in self.heads[role].named_parameters()]
-        return list(found)
+            return parameters + [(f"{role}.head.{name}", p) for name, p in self.heads[role].named_parameters()]
+        return list(parameters)
 
     def outputs(self, batch: Batch, entropy: bool, layout: PackedRows | None = None) -> Outputs:
         """The current policy on these rows, with grad; with values where the critic reads the policy's features."""
@@ -167,7 +168,7 @@ class Roles:
 
     def values(self, batch: Batch, layout: PackedRows | None = None) -> Tensor:
         """The critic's values of these rows `[B, T]` in units of reward, by the adapter that is active."""
-        assert self.critic is not None, "check.py refuses algorithms that need values without a critic"
+        assert self.critic is not None, "checks/rules.py refuses algorithms that need values without a critic"
         return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
 
     @contextmanager
@@ -209,7 +210,7 @@ class Roles:
             self.copy(POLICY, REFERENCE)
             due.append(REFERENCE)
         if self.snapshot.reference == "ema":
-            assert decay is not None, "check.py refuses ema without a decay"
+            assert decay is not None, "checks/rules.py refuses ema without a decay"
             policy = self.weights(POLICY)
             moved = {name: decay * old + (1 - decay) * policy[name] for name, old in self.weights(REFERENCE).items()}
             self.restore_role(REFERENCE, moved)
@@ -225,32 +226,41 @@ class Roles:
 
     # -- passes without gradient -------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, inert_B: Tensor, *, needs_old: bool) -> Batch:
-        """Adds old and reference log-probs and old values, one pass a role for all that it is asked.
+        """Adds old and reference log-probs and old values, one pass for each role, whatever is needed of it.
 
         Rows that are inert (bool `[B]`) teach nothing and stay 0: no forward. needs_old: whether `snapshot.old: auto`
         has to recompute; else old is the current policy, detached, at no cost.
         """
-        rows = (~inert_B).nonzero()[:, 0]
-        asked: dict[str | None, set[str]] = defaultdict(set)
+        parts = self.forward.micro_batches(batch, (~inert_B).nonzero()[:, 0], self.token_budget)
+        made = self.annotations(batch, parts, needs_old=needs_old)
+        return replace(batch, **made) if made else batch
+
+    def annotations(self, batch: Batch, micro_batches: Sequence[Tensor], *, needs_old: bool) -> dict[str, Tensor]:
+        """What `annotate` adds, {field: float32 `[B, T]`}, with these micro-batches forwarded and 0 in other rows.
+
+        micro_batches: int64 indices of rows.
+        """
+        made: dict[str, Tensor] = {}
+        fields_by_role: dict[str | None, set[str]] = defaultdict(set)
         old, reference = self.snapshot.old, self.snapshot.reference
         if old is Old.sampled:
-            batch = replace(batch, old_logprobs=batch.sampled_logprobs)
+            made["old_logprobs"] = batch.sampled_logprobs
         elif old is Old.copy:
-            asked[OLD].add("old_logprobs")
+            fields_by_role[OLD].add("old_logprobs")
         elif old is Old.recompute or needs_old:
-            asked[POLICY].add("old_logprobs")
+            fields_by_role[POLICY].add("old_logprobs")
         if reference != "none":
-            asked[self.reference_role].add("reference_logprobs")
+            fields_by_role[self.reference_role].add("reference_logprobs")
         if self.critic is not None:
-            asked[self.critic.role].add("old_values")
-        parts = list(self._parts(batch, rows)) if asked else []
-        for role, fields in asked.items():
-            batch = replace(batch, **self._without_gradient(batch, parts, role, fields))
-        return batch
+            fields_by_role[self.critic.role].add("old_values")
+        parts = list(self._parts(batch, micro_batches)) if fields_by_role else []
+        for role, fields in fields_by_role.items():
+            made |= self._without_gradient(batch, parts, role, fields)
+        return made
 
-    def _parts(self, batch: Batch, rows: Tensor) -> Iterator[Part]:
-        """The micro-batches of these rows, packed once for every role that passes over them."""
-        for part in self.forward.micro_batches(batch, rows, self.token_budget):
+    def _parts(self, batch: Batch, micro_batches: Sequence[Tensor]) -> Iterator[Part]:
+        """These micro-batches, packed once for every role that passes over them."""
+        for part in micro_batches:
             micro = self.to_device(select(batch, part))
             yield part, micro, self.forward.layout(micro)
 
@@ -258,7 +268,7 @@ class Roles:
         self, batch: Batch, parts: Sequence[Part], role: str | None, fields: set[str]
     ) -> dict[str, Tensor]:
         """{field: float32 `[B, T]` on the batch's device}: log-probs and values by this role, without dropout."""
-        found = {field: torch.zeros_like(batch.sampled_logprobs) for field in fields}
+        result = {field: torch.zeros_like(batch.sampled_logprobs) for field in fields}
         with torch.no_grad(), self.using(role):
             for part, micro, layout in parts:
                 if fields == {"old_values"}:
@@ -267,15 +277,16 @@ class Roles:
                     outputs = self.outputs(micro, entropy=False, layout=layout)
                 else:
                     outputs = self.forward(micro, self.temperature, layout=layout)
-                for field, values in found.items():
+                for field, values in result.items():
                     made = outputs.values if field == "old_values" else outputs.logprobs
-                    assert made is not None, "asked for, so made"
+                    assert made is not None, "the pass computes what is requested"
                     values[part] = made.to(values)
-        return found
+        return result
 
     def logprobs(self, batch: Batch, role: str | None) -> Tensor:
         """float32 `[B, T]` of every row by this role (None: the bare base), without gradient or dropout."""
-        parts = list(self._parts(batch, torch.arange(len(batch.rewards))))
+        every = torch.arange(len(batch.rewards))
+        parts = list(self._parts(batch, self.forward.micro_batches(batch, every, self.token_budget)))
         return self._without_gradient(batch, parts, role, {"old_logprobs"})["old_logprobs"]
 
     def scalars(self, role: str, batch: Batch) -> Tensor:
@@ -295,16 +306,15 @@ class Roles:
         """Copies a published version into the engine's own slot: what it samples with is what was published.
 
         weights: `merged` or `merged_bfloat16` also add it up with a copy of the base's linear weights, for faster
-        decoding (`LoraLinear.add_up`); `apart` does not.
+        decoding (`LoraLinear.add_up`); `apart` does not, and nothing does with plain kernels.
         """
         if SAMPLER not in self.model.peft_config:
             self.model.add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
             self._activate(POLICY)
             self.model.eval()
         self.restore_role(SAMPLER, adapter.weights)
-        for layer in self.model.modules():
-            if weights != "apart" and isinstance(layer, lora_linear.LoraLinear):
-                layer.add_up(SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
+        if weights != "apart":
+            selection.add_up(self.model, SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
 
     def lend_sums(self) -> None:
         """The policy learns on the sampler's sums while its weights are those of the sampler (`LoraLinear.lend`).
@@ -312,12 +322,10 @@ class Roles:
         Only after the freshness check, whose passes by the policy must not depend on what the sampler has.
         """
         if SAMPLER in self.model.peft_config:
-            for layer in self.model.modules():
-                if isinstance(layer, lora_linear.LoraLinear):
-                    layer.lend(SAMPLER, POLICY)
+            selection.lend(self.model, SAMPLER, POLICY)
 
     def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
-        """For decoding these prompts by whatever is active; None where the model cannot be decoded so."""
+        """For decoding these prompts by the role that is active; None where the model cannot be decoded so."""
         return open_prefix_cache(self.forward, prompts, max_tokens)
 
     @contextmanager
@@ -336,14 +344,16 @@ class Roles:
             self._activate(POLICY)
 
     def close(self) -> None:
-        """Takes every adapter off; the base is what it was before. Safe to call twice."""
+        """Removes every adapter; the base is as it was before. Safe to call twice."""
         self.tuner.unload()
 
     # -- roles with a head -------------------------------------------------------------------------------------------
     def add_scalar_role(self, role: str, path: str | None, key: str, *, learns: bool) -> None:
         """An adapter with a scalar head: from a folder (that of a reward or critic), or fresh with a head of zeros.
 
-        key: the config key that names the folder, for refusals. learns: its parameters are trained in this run.
+        Args:
+            key: the config key that names the folder, for refusals.
+            learns: its parameters are trained in this run.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.seed, 0, role))

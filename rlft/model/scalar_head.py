@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ScalarHead(nn.Module):
-    """`weight [1, H]` x hidden + `bias [1]`, both 0 at first, so that a new critic says 0 everywhere.
+    """`weight [1, H]` x hidden + `bias [1]`, both 0 at first, so that a new critic predicts 0 everywhere.
 
     At least float32 whatever the base's dtype is: a head is small, and it learns by small steps.
     """

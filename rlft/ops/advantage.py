@@ -3,6 +3,9 @@
 Siblings, completions of one prompt, share a group id (any integers, in any order). values[b, t] is the critic's V_t:
 what is still to come before token t is drawn. A row's masked tokens follow upon each other: what lies between them
 (another's turn, a tool's answer) is no step, earns nothing and is not discounted.
+
+Where `ends` (bool `[B, T]`, `last_of_turns`) is given, a row is several episodes, each up to a masked token where it is
+True: nothing that comes after such a token counts at it or before.
 """
 
 from __future__ import annotations
@@ -81,18 +84,26 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def process_advantages(
-    token_rewards: Tensor, step_ends: Tensor, mask: Tensor, group_ids: Tensor, std: Std, eps: float
+    token_rewards: Tensor,
+    step_ends: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    std: Std,
+    eps: float,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """The sum of the normalised scores of the steps that end with or after a token, `[B, T]`; 0 outside the mask.
 
     A step's score is normalised among all steps of its group, whichever sibling's: (r - mean) / (std + eps), as
     `group_zscore` does. So exactly 0 in a group with one step or with equal scores, and after a row's last step.
-    token_rewards `[B, T]`: scores at step ends (elsewhere not looked at). GRPO, arXiv 2402.03300, section 4.1.3.
+    token_rewards `[B, T]`: scores at step ends (elsewhere ignored). GRPO, arXiv 2402.03300, section 4.1.3.
     """
-    ends_BT = step_ends & mask
+    step_ends_BT = step_ends & mask
     ids_BT = group_ids.unsqueeze(-1).expand(mask.shape)
-    scores = group_zscore(token_rewards[ends_BT], ids_BT[ends_BT], std, eps)
-    return reward_to_go(torch.zeros_like(token_rewards).masked_scatter(ends_BT, scores), mask, gamma=1.0)
+    scores = group_zscore(token_rewards[step_ends_BT], ids_BT[step_ends_BT], std, eps)
+    return reward_to_go(
+        torch.zeros_like(token_rewards).masked_scatter(step_ends_BT, scores), mask, gamma=1.0, ends=ends
+    )
 
 
 def steps_are_equal(token_rewards: Tensor, step_ends: Tensor, group_ids: Tensor) -> Tensor:
@@ -104,17 +115,27 @@ def steps_are_equal(token_rewards: Tensor, step_ends: Tensor, group_ids: Tensor)
     return (low >= high)[index]  # without a step: inf >= -inf
 
 
-def place_at_last_token(values: Tensor, mask: Tensor) -> Tensor:
-    """`[B, T]` with values `[B]` on each row's last masked token and 0 elsewhere; nothing of an empty row's."""
-    return keep(values.unsqueeze(-1).expand(mask.shape), _is_last(mask))
+def place_at_last_token(values: Tensor, mask: Tensor, ends: Tensor | None = None) -> Tensor:
+    """`[B, T]` with values `[B]` on each row's last masked token and 0 elsewhere; nothing of an empty row's.
+
+    With `ends` on all of them: a row's value is that of each of its episodes.
+    """
+    return keep(values.unsqueeze(-1).expand(mask.shape), _is_last(mask) if ends is None else ends)
 
 
-def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+def last_of_turns(turn_ends: Tensor | None, mask: Tensor) -> Tensor:
+    """The masked tokens that end a turn, bool `[B, T]`: those that `turn_ends` names, and each row's last."""
+    return _is_last(mask) if turn_ends is None else (turn_ends & mask) | _is_last(mask)
+
+
+def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float, ends: Tensor | None = None) -> Tensor:
     """G_t = r_t + gamma G_{t+1} over each row's masked tokens, `[B, T]`; 0 outside the mask."""
     assert rewards.shape == mask.shape, (rewards.shape, mask.shape)
     rewards_BT = keep(rewards, mask)
     returns_BT, return_B = torch.zeros_like(rewards_BT), rewards_BT.new_zeros(len(mask))
     for t in reversed(range(mask.shape[1])):
+        if ends is not None:
+            return_B = return_B.masked_fill(ends[:, t], 0.0)
         return_B = torch.where(mask[:, t], rewards_BT[:, t] + gamma * return_B, return_B)
         returns_BT[:, t] = return_B
     return keep(returns_BT, mask)
@@ -129,6 +150,7 @@ def gae(
     lam: float,
     truncated: Tensor | None,
     bootstrap: bool,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantages and returns = A + V, both `[B, T]` and 0 outside the mask.
 
@@ -138,8 +160,8 @@ def gae(
     """
     rewards_BT, values_BT = keep(rewards, mask), keep(values, mask)
     past_B = _value_past_end(values_BT, mask, truncated, bootstrap)
-    errors_BT = rewards_BT + gamma * _successors(values_BT, mask, past_B) - values_BT
-    advantages_BT = reward_to_go(errors_BT, mask, gamma * lam)
+    errors_BT = rewards_BT + gamma * _successors(values_BT, mask, past_B, ends) - values_BT
+    advantages_BT = reward_to_go(errors_BT, mask, gamma * lam, ends)
     return advantages_BT, advantages_BT + values_BT
 
 
@@ -152,6 +174,7 @@ def n_step(
     n: int,
     truncated: Tensor | None,
     bootstrap: bool,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """n-step advantages and returns = A + V, both `[B, T]` and 0 outside the mask.
 
@@ -163,7 +186,7 @@ def n_step(
     past_B = _value_past_end(values_BT, mask, truncated, bootstrap)
     returns_BT = values_BT
     for _ in range(min(n, mask.shape[1])):  # beyond the longest row nothing changes any more
-        returns_BT = keep(rewards_BT + gamma * _successors(returns_BT, mask, past_B), mask)
+        returns_BT = keep(rewards_BT + gamma * _successors(returns_BT, mask, past_B, ends), mask)
     advantages_BT = returns_BT - values_BT
     return advantages_BT, advantages_BT + values_BT
 
@@ -189,13 +212,14 @@ def _value_past_end(values: Tensor, mask: Tensor, truncated: Tensor | None, boot
     return keep(row_sum(values, _is_last(mask)), truncated)
 
 
-def _successors(values: Tensor, mask: Tensor, past_B: Tensor) -> Tensor:
-    """At each token the value of the row's next masked token; `past_B` where there is none. `[B, T]`."""
+def _successors(values: Tensor, mask: Tensor, past_B: Tensor, ends: Tensor | None) -> Tensor:
+    """At each token the value of the row's next masked token, `[B, T]`; `past_B` if there is none, 0 at other ends."""
     num_tokens = mask.shape[1]
-    place_BT = torch.where(mask, torch.arange(num_tokens, device=mask.device), num_tokens)
-    at_or_after_BT = place_BT.flip(-1).cummin(-1).values.flip(-1)
+    index_BT = torch.where(mask, torch.arange(num_tokens, device=mask.device), num_tokens)
+    at_or_after_BT = index_BT.flip(-1).cummin(-1).values.flip(-1)
     after_BT = torch.cat([at_or_after_BT, at_or_after_BT.new_full((len(mask), 1), num_tokens)], 1)[:, 1:]
-    return torch.cat([values, past_B.unsqueeze(-1)], 1).gather(1, after_BT)
+    successors_BT = torch.cat([values, past_B.unsqueeze(-1)], 1).gather(1, after_BT)
+    return successors_BT if ends is None else keep(successors_BT, ~ends | _is_last(mask))
 
 
 def _zero_where_equal(advantages: Tensor, rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from rlft.ops.lazy import no_grad, torch
+from rlft.ops.mask import row_mean
 from rlft.ops.ratio import sequence_ratio, token_ratio
 
 if TYPE_CHECKING:
@@ -58,3 +59,16 @@ def mismatch_correction(
         case Mismatch.token_mask | Mismatch.sequence_mask:
             inside = (weight >= low) & (weight <= high)
             return Correction(weight=torch.where(inside, weight, 0.0), dropped=~inside & mask, capped=nowhere)
+
+
+@no_grad
+def far_off_policy(
+    logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, mask: Tensor, limit: float
+) -> Tensor:
+    """Tokens that DeepSeek-V3.2's off-policy sequence mask drops, bool `[B, T]`. arXiv 2512.02556, equation 9.
+
+    Those with A < 0 in completions with mean_t(lp_sampled - lp) > limit, nats a token: what the policy already finds
+    far less likely than its sampler did is not pushed down further. Tokens with A >= 0 stay.
+    """
+    distance_B = row_mean(sampled_logprobs - logprobs, mask)
+    return mask & (advantages < 0) & (distance_B > limit).unsqueeze(-1)

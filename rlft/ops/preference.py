@@ -30,7 +30,7 @@ def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def pairs_of_ranking(ranks: Sequence[float]) -> tuple[list[int], list[int]]:
-    """(better, worse): the two ends of every pair of unequal rank, as places in the ranking; a higher rank is better.
+    """(better, worse): the two ends of every pair of unequal rank, as indices in the ranking; a higher rank is better.
 
     >>> pairs_of_ranking([2.0, 1.0, 1.0])
     ([0, 0], [1, 2])
@@ -40,7 +40,7 @@ def pairs_of_ranking(ranks: Sequence[float]) -> tuple[list[int], list[int]]:
 
 
 def ranking_loss(scores: Tensor, ranks: Sequence[float], margin: float) -> Tensor:
-    """Mean of the Bradley-Terry loss over all pairs of one ranking, `[]`; scores `[K]`, ranks: what orders them.
+    """Mean of the Bradley-Terry loss over all pairs of one ranking, `[]`; scores `[K]`, ranks: which order them.
 
     K different ranks are K(K-1)/2 pairs, divided by their number, so that a prompt with many ranked completions weighs
     no more than one with a pair (arXiv 2203.02155, section 3.5). margin: how far apart two scores should be, per unit

@@ -15,7 +15,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 class RatioLevel(StrEnum):
-    """What one ratio speaks for: a token, or a whole completion."""
+    """What one ratio is taken over: a token, or a whole completion."""
 
     token = "token"
     sequence = "sequence"

@@ -24,7 +24,7 @@ class SurrogateKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """A surrogate, and where a clip *binds*: where it, not the ratio, makes what is trained on.
+    """A surrogate, and where a clip *binds*: where the loss is that of the clip, not of the ratio.
 
     loss `[B, T]`; low, high, dual: bool `[B, T]`. The gradient there is 0, except in CISPO.
     """

@@ -42,10 +42,12 @@ class Which(StrEnum):
 class AnswerKeys:
     """The config keys of every reward that looks for an answer.
 
-    answer_in: `tag` for <answer>18</answer>, `boxed` for \\boxed{18}, `hashes` for GSM8K's "#### 18", `text` for the
-        whole completion, `pattern` for the first group of a regular expression.
-    tag: name of the tag (answer_in: tag). pattern: the regular expression (answer_in: pattern), else None.
-    which: `only` takes an answer given once; `last` takes the last of several.
+    Args:
+        answer_in: `tag` for <answer>18</answer>, `boxed` for \\boxed{18}, `hashes` for GSM8K's "#### 18", `text` for
+            the whole completion, `pattern` for the first group of a regular expression.
+        tag: name of the tag (answer_in: tag).
+        pattern: the regular expression (answer_in: pattern), else None.
+        which: `only` takes an answer given once; `last` takes the last of several.
     """
 
     answer_in: AnswerIn
@@ -164,6 +166,6 @@ def _check_pattern(pattern: str | None) -> None:
     try:
         groups = re.compile(pattern or "").groups
     except re.error as error:
-        raise UserError("pattern", f"is no regular expression ({error})", got=pattern, remedy=remedy) from None
+        raise UserError("pattern", f"is not a regular expression ({error})", got=pattern, remedy=remedy) from None
     if groups == 0:
         raise UserError("pattern", "has no group for the answer", got=pattern, remedy=remedy)

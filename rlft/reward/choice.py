@@ -75,7 +75,7 @@ def choices_of(value: Any) -> dict[str, str]:
         labels, texts = [], []
     lettered = all(isinstance(label, str) and _LABEL.fullmatch(label) and len(label) == 1 for label in labels)
     if not labels or len(labels) != len(texts) or len(set(labels)) != len(labels) or not lettered:
-        raise ValueError(f"choices must be a list of texts or a mapping from letters to texts, got {value!r:.80}")
+        raise ValueError(f"choices must be a list of strings or a mapping from letters to strings, got {value!r:.80}")
     return dict(zip(labels, map(str, texts), strict=True))
 
 
@@ -83,10 +83,12 @@ def choices_of(value: Any) -> dict[str, str]:
 class Choice(AnswerKeys):
     """1.0 for each completion whose answer names the choice that the reference answer names, else 0.0.
 
-    ignore_case: letters and texts are compared without case.
-    choices_field: the key of the prompt's metadata that holds the choices (`choices_of`): then only their letters
-        count, and their texts do too. None: any letter, and no texts.
     The other keys say where the answer stands (AnswerKeys).
+
+    Args:
+        ignore_case: letters and texts are compared without case.
+        choices_field: the key of the prompt's metadata that holds the choices (`choices_of`): then only their letters
+            count, and their texts do too. None: any letter, and no texts.
     """
 
     metadata_keys: ClassVar[tuple[str, ...]] = ("choices_field",)

@@ -6,7 +6,7 @@ Two kinds of tests, from a field of the prompt's metadata or from its answer:
     ["assert add(2, 3) == 5", ...] or one text    Python code that calls the program (as in MBPP and HumanEval)
 
 Neither kind shares a process with the program, and what is expected never enters its sandbox: there is nothing that
-it could end, patch, print, overload or read to pass (rlft/reward/calls.py). HumanEval's `test` only defines a function:
+it could end, patch, print, overload or read to pass (sandbox/protocol.py). HumanEval's `test` only defines a function:
 append `check(<entry point>)` to it.
 """
 
@@ -19,7 +19,6 @@ import math
 import os
 import re
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,11 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlft.fields import PositiveFloat, PositiveInt
-from rlft.reward import calls, sandbox
+from rlft.keys.bounds import PositiveFloat, PositiveInt
 from rlft.reward.answer import tagged
 from rlft.reward.code_tests import REFUSED, Doubt, doubts
-from rlft.reward.sandbox import Isolation, Limits, Reason
+from rlft.sandbox import bubblewrap, protocol
+from rlft.sandbox.bubblewrap import Isolation, Limits, Reason
+from rlft.system.running_time import RunningTime
 from rlft.types import Group, Prompt, UserError
 
 SPARE_S = 1.0  # of the scorer's time limit, for what is not the programs' own time
@@ -84,15 +84,20 @@ Tests = list[Pair] | list[str]
 class Code:
     """1.0 (or the share of tests passed) for each completion whose program passes its tests, else 0.0.
 
-    program_in: `fence` for the last ```python block, `tag` for the last <tag> block, `text` for the whole completion.
-    tag: its name. tests_field: field of the prompt's metadata that holds the tests; None: the prompt's answer does.
-    score: `all` or `fraction`. workers: programs that run at the same time for one group.
-    seconds: wall time of one program with all its tests; less where a group is so large that its programs could not all
-        take as long within `group_timeout`, the scorer's limit for a group (seconds): then each has an equal share.
-    cpu_seconds, memory_bytes, output_bytes, processes, file_bytes: see sandbox.Limits. Of each test by stdin, or of all
-        other tests together.
-    isolation: `strict` also refuses where memory is not bounded, and goes before `allow_unsafe`.
-    allow_unsafe: run programs unisolated where no isolation works, with this user's rights.
+    Args:
+        program_in: `fence` for the last ```python block, `tag` for the last <tag> block, `text` for the whole
+            completion.
+        tag: its name.
+        tests_field: field of the prompt's metadata that holds the tests; None: the prompt's answer does.
+        score: `all` or `fraction`.
+        workers: programs that run at the same time for one group.
+        seconds: wall time of one program with all its tests; less where a group is so large that its programs could not
+            all take as long within `group_timeout`, the scorer's limit for a group (seconds): then each has an equal
+            share.
+        cpu_seconds, memory_bytes, output_bytes, processes, file_bytes: see sandbox.Limits. Of each test by stdin, or of
+            all other tests together.
+        isolation: `strict` also refuses where memory is not bounded, and goes before `allow_unsafe`.
+        allow_unsafe: run programs unisolated where no isolation works, with this user's rights.
 
     Raises:
         UserError: no isolation works here, and `allow_unsafe` is false; or less than `isolation` asks for.
@@ -120,7 +125,7 @@ class Code:
         if self.group_timeout <= SPARE_S:
             problem = f"must be more than {SPARE_S:g} s, which starting and comparing may take"
             raise UserError("group_timeout", problem, got=self.group_timeout, remedy="set scoring.timeout=10")
-        isolation, what = sandbox.available()
+        isolation, what = bubblewrap.available()
         strict = self.isolation is Required.strict
         if isolation is Isolation.none and (strict or not self.allow_unsafe):
             raise UserError(
@@ -132,7 +137,7 @@ class Code:
                 + ("isolation=standard and allow_unsafe=true" if strict else "it to true")
                 + " where nothing can be lost",
             )
-        if strict and not (bound := sandbox.memory_bound()):
+        if strict and not (bound := bubblewrap.memory_bound()):
             raise UserError(
                 "isolation",
                 bound.sentence,
@@ -142,15 +147,15 @@ class Code:
 
     def note(self) -> str:
         """Which isolation is active and what bounds memory, for the start of a run."""
-        isolation, what = sandbox.available()
+        isolation, what = bubblewrap.available()
         if isolation is Isolation.none:
             return f"programs are {isolation.sentence} ({what})"
-        return f"programs are {isolation.sentence}; {sandbox.memory_bound().sentence}"
+        return f"programs are {isolation.sentence}; {bubblewrap.memory_bound().sentence}"
 
     def __call__(self, group: Group) -> list[float]:
         tests = prompt_tests(group.prompt, self.tests_field)
         programs = [self.extract(rollout.completion.text) for rollout in group.rollouts]
-        judge = partial(num_passed, tests=tests, limits=self.limits(len(programs)), isolation=sandbox.available()[0])
+        judge = partial(num_passed, tests=tests, limits=self.limits(len(programs)), isolation=bubblewrap.available()[0])
         scores = partial(self._score, judge=judge, num_tests=len(tests))
         with ThreadPoolExecutor(self.workers) as threads:
             return list(threads.map(scores, programs))
@@ -176,19 +181,19 @@ class Code:
             raise UserError(
                 "tests_field", problem, got=self.tests_field or "null", remedy="fix these prompts or leave them out"
             )
-        found = [f"{len(ids)} {doubt.value} (the first: {ids[0]!r})" for doubt, ids in sorted(doubtful.items())]
-        return f"of {len(prompts)} prompts with tests, {'; '.join(found)}" if found else None
+        notes = [f"{len(ids)} {doubt.value} (the first: {ids[0]!r})" for doubt, ids in sorted(doubtful.items())]
+        return f"of {len(prompts)} prompts with tests, {'; '.join(notes)}" if notes else None
 
     def extract(self, text: str) -> str | None:
         """The program in a completion, or None where there is none."""
         match self.program_in:
             case ProgramIn.fence:
-                found = fenced(text)
+                program = fenced(text)
             case ProgramIn.tag:
-                found = next(reversed(list(tagged(text, self.tag))), None)
+                program = next(reversed(list(tagged(text, self.tag))), None)
             case _:
-                found = text
-        return found if found and found.strip() else None
+                program = text
+        return program if program and program.strip() else None
 
     def limits(self, num_programs: int) -> Limits:
         """The limits of each of so many programs."""
@@ -238,59 +243,59 @@ def same_output(printed: str, expected: str) -> bool:
 def prompt_tests(prompt: Prompt, field: str | None) -> Tests:
     """The prompt's tests. ValueError, with the prompt's id, where there are none or no program could pass them."""
     where = "answer" if field is None else f"metadata field {field!r}"
-    given = prompt.answer if field is None else prompt.metadata.get(field)
+    tests = prompt.answer if field is None else prompt.metadata.get(field)
     try:
-        return parse_tests(given)
+        return parse_tests(tests)
     except ValueError as error:
         raise ValueError(f"the {where} of prompt {prompt.id!r} {error}") from None
 
 
-def parse_tests(given: Any) -> Tests:
+def parse_tests(value: Any) -> Tests:
     """Tests from a list, or from text: JSON of such a list, or else a test in Python.
 
     >>> parse_tests('[{"input": "1", "output": 2}]'), parse_tests("assert f(1) == 2")
     ([Pair(input='1', output='2')], ['assert f(1) == 2'])
     """
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except (ValueError, RecursionError):
-            given = [given]
-    if not isinstance(given, list | tuple) or not given:
+            value = [value]
+    if not isinstance(value, list | tuple) or not value:
         raise ValueError("holds no tests")
-    if all(isinstance(test, str) for test in given):
-        for test in given:
+    if all(isinstance(test, str) for test in value):
+        for test in value:
             _check_python(test)
-        return list(given)
-    if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in given):
-        return [Pair(input=str(test["input"]), output=str(test["output"])) for test in given]
+        return list(value)
+    if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in value):
+        return [Pair(input=str(test["input"]), output=str(test["output"])) for test in value]
     raise ValueError('holds neither texts of Python nor {"input": ..., "output": ...} alone')
 
 
 def num_passed(program: str, tests: Tests, limits: Limits, isolation: Isolation) -> int:
     """How many tests the program passes within its limits."""
-    deadline = time.monotonic() + limits.seconds
+    clock = RunningTime()
     texts = [test for test in tests if isinstance(test, str)]
     if texts:
         return _num_calls_passed(program, texts, limits, isolation)
     passed = 0
     for test in tests:
-        left = deadline - time.monotonic()
+        left = limits.seconds - clock()
         if isinstance(test, Pair) and left > 0:
-            passed += _prints(program, test, replace(limits, seconds=left), isolation)
+            passed += _prints(program, test, replace(limits, seconds=left), isolation, clock)
     return passed
 
 
-def _prints(program: str, pair: Pair, limits: Limits, isolation: Isolation) -> bool:
-    result = sandbox.run({"program.py": program}, ["program.py"], limits, isolation, stdin=pair.input)
+def _prints(program: str, pair: Pair, limits: Limits, isolation: Isolation, clock: RunningTime) -> bool:
+    result = bubblewrap.run({"program.py": program}, ["program.py"], limits, isolation, stdin=pair.input, clock=clock)
     return result.reason is Reason.exited and result.exit_code == 0 and same_output(result.stdout, pair.output)
 
 
 def _num_calls_passed(program: str, tests: Sequence[str], limits: Limits, isolation: Isolation) -> int:
     """Program and tests in a sandbox each, joined by two pipes; the tests' stdout has the verdicts."""
-    source = Path(calls.__file__).read_text(encoding="utf-8")
-    theirs = {"calls.py": source, "program.py": program}
-    ours = {"calls.py": source, "tests.json": json.dumps(tests)}
+    source = Path(protocol.__file__).read_text(encoding="utf-8")
+    theirs = {"protocol.py": source, "program.py": program}
+    ours = {"protocol.py": source, "tests.json": json.dumps(tests)}
     requests, asking = os.pipe()
     answers, answering = os.pipe()
     open_here = [requests, asking, answers, answering]
@@ -302,17 +307,17 @@ def _num_calls_passed(program: str, tests: Sequence[str], limits: Limits, isolat
             os.close(descriptor)
 
     try:
-        arguments = ["calls.py", "program", "program.py"]
-        with sandbox.running(theirs, arguments, limits, isolation, stdin=requests, stdout=answering):
+        arguments = ["protocol.py", "program", "program.py"]
+        with bubblewrap.running(theirs, arguments, limits, isolation, stdin=requests, stdout=answering):
             hand_over(requests, answering)
-            arguments = ["calls.py", "tests", "tests.json", str(asking)]
+            arguments = ["protocol.py", "tests", "tests.json", str(asking)]
             streams: dict[str, Any] = {"stdin": answers, "stdout": subprocess.PIPE, "pass_fds": [asking]}
-            with sandbox.running(ours, arguments, limits, isolation, **streams) as process:
+            with bubblewrap.running(ours, arguments, limits, isolation, **streams) as process:
                 hand_over(answers, asking)
-                verdicts = sandbox.collect(process, limits).stdout
+                verdicts = bubblewrap.collect(process, limits).stdout
     finally:
         hand_over(*open_here)
-    return verdicts.split("\n").count(calls.PASSED)
+    return verdicts.split("\n").count(protocol.PASSED)
 
 
 def _lines(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """What is wrong with tests of programs, read from their source: some pay for nothing, some no program can pass.
 
-A test shares only plain data with the program (calls.py). So it pays for nothing where the program judges itself: where
-what decides an `assert` is a function of the program's that is handed the program's own answer, as in
+A test shares only plain data with the program (protocol.py). So it pays for nothing where the program judges itself:
+where what decides an `assert` is a function of the program's that is handed the program's own answer, as in
 `assert isclose(area(2), 12.566)` without an import of `isclose`. And no program can pass it where it needs an operator
 on one of the program's objects, hands the program a function, or looks for a change in place. Read without being run,
 the source does not say all: what is named here is there, and what is not named may still be.
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.reward.calls import missing_names
+from rlft.sandbox.protocol import missing_names
 
 PLAIN = (str, bytes, bytearray, int, float, complex, list, tuple, dict, set, frozenset, range)
 PLAIN_ATTRIBUTES = frozenset(name for kind in PLAIN for name in dir(kind))
@@ -53,11 +53,11 @@ def doubts(source: str) -> set[Doubt]:
     if not names:
         return {Doubt.nothing}
     reader = Reader.of(tree, names)
-    found = {doubt for node in ast.walk(tree) for doubt in reader.doubts_at(node)}
+    result = {doubt for node in ast.walk(tree) for doubt in reader.doubts_at(node)}
     verdicts = list(decisions(tree))
     if verdicts and all(reader.judges_itself(verdict) for verdict in verdicts):
-        found.add(Doubt.own_judge)
-    return found
+        result.add(Doubt.own_judge)
+    return result
 
 
 def decisions(tree: ast.AST) -> Iterator[ast.expr]:
@@ -74,9 +74,11 @@ def decisions(tree: ast.AST) -> Iterator[ast.expr]:
 class Reader:
     """What is known of a test's names.
 
-    callables: names of the program's, and of parameters that are called, which may hold one.
-    functions: names of functions that the test defines. answers: variables that hold what the program answered, with
-    the names of the callables it came from. objects: variables that hold an object of the program's.
+    Args:
+        callables: names of the program's, and of parameters that are called, which may hold one.
+        functions: names of functions that the test defines.
+        answers: variables that hold what the program answered, with the names of the callables it came from.
+        objects: variables that hold an object of the program's.
     """
 
     callables: frozenset[str]
@@ -137,14 +139,14 @@ class Reader:
 
     def sources(self, expression: ast.AST) -> frozenset[str]:
         """The program's names that an expression's value depends on; none where the test knows it by itself."""
-        found: set[str] = set()
+        names: set[str] = set()
         for node in ast.walk(expression):
             if isinstance(node, ast.Call):
-                found |= {name for name in [self.callee(node)] if name}
+                names |= {name for name in [self.callee(node)] if name}
             elif isinstance(node, ast.Name):
-                found |= self.answers.get(node.id, frozenset())
-                found |= {node.id} & self.callables
-        return frozenset(found)
+                names |= self.answers.get(node.id, frozenset())
+                names |= {node.id} & self.callables
+        return frozenset(names)
 
     def callee(self, call: ast.Call) -> str | None:
         """The name of what a call calls, where that is the program's: a function, a class or a method."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlft.fields import PositiveInt
+from rlft.keys.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
 from rlft.types import Completion, FinishReason, Group, UserError
@@ -29,10 +29,13 @@ def scaled(num_tokens: int, max_tokens: int, at_0: float, at_max: float) -> floa
 class Cosine(ExactMatch):
     """The reward of each completion by whether its answer is right and by its length in tokens, its end token included.
 
-    max_tokens: L_max. right_at_0, right_at_max, wrong_at_0, wrong_at_max: the values of right and wrong answers at no
-    tokens and at max_tokens (r_0^c, r_L^c, r_0^w, r_L^w). exceeded: the value of a completion that exceeds the limit,
-    right or wrong (r_e).
     The other keys are exact_match's and say which answers are right; a completion without an answer is wrong.
+
+    Args:
+        max_tokens: L_max.
+        right_at_0, right_at_max, wrong_at_0, wrong_at_max: the values of right and wrong answers at no tokens and at
+            max_tokens (r_0^c, r_L^c, r_0^w, r_L^w).
+        exceeded: the value of a completion that exceeds the limit, right or wrong (r_e).
     """
 
     max_tokens: PositiveInt
@@ -55,7 +58,7 @@ class Cosine(ExactMatch):
         return [self._value(r.completion, score == 1.0) for r, score in zip(group.rollouts, right, strict=True)]
 
     def _value(self, completion: Completion, is_right: bool) -> float:
-        num_tokens = len(completion.token_ids)
+        num_tokens = completion.num_sampled
         if num_tokens > self.max_tokens or completion.finish_reason == FinishReason.length:
             return self.exceeded
         at_0, at_max = (self.right_at_0, self.right_at_max) if is_right else (self.wrong_at_0, self.wrong_at_max)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from rlft.fields import PositiveInt
+from rlft.keys.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys, reference_answer
 from rlft.reward.exact_match import matches
 from rlft.types import Group, StepScores
@@ -73,8 +73,8 @@ class Equations(AnswerKeys):
         return [self._steps(rollout.completion.text, reference) for rollout in group.rollouts]
 
     def _steps(self, text: str, reference: str) -> StepScores:
-        found = islice(equations(text), self.max_equations)
-        by_end = {end: self.equation_weight * holds for end, holds in found}
+        steps = islice(equations(text), self.max_equations)
+        by_end = {end: self.equation_weight * holds for end, holds in steps}
         answer = self.extract(text)
         if answer is not None:
             right = matches(answer, reference, numeric=True, ignore_case=False)

@@ -26,9 +26,11 @@ def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) ->
 class ExactMatch(AnswerKeys):
     """1.0 for each completion whose answer is the reference answer, else 0.0.
 
-    numeric: plain decimal numbers are compared by value (1,000 = 1000.0).
-    ignore_case: letters are compared without case.
     The other keys say where the answer stands (AnswerKeys).
+
+    Args:
+        numeric: plain decimal numbers are compared by value (1,000 = 1000.0).
+        ignore_case: letters are compared without case.
     """
 
     numeric: bool

@@ -90,9 +90,11 @@ def follows_pattern(text: str, pattern: str) -> bool:
 class Format:
     """1.0 for each completion that keeps to the template; otherwise 0.0 (strict) or a part of 1 (soft).
 
-    mode: `strict` or `soft`. tags: names of the template's blocks, in order.
-    pattern: a regular expression for the whole completion, in place of the tags (mode strict only, which gives no
-        parts); None for the tags.
+    Args:
+        mode: `strict` or `soft`.
+        tags: names of the template's blocks, in order.
+        pattern: a regular expression for the whole completion, in place of the tags (mode strict only, which gives no
+            parts); None for the tags.
     """
 
     mode: Mode
@@ -121,5 +123,5 @@ def _check_pattern(pattern: str, mode: Mode) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        remedy = r"mend it, for instance '.*#### -?[0-9]+'"
-        raise UserError("pattern", f"is no regular expression ({error})", got=pattern, remedy=remedy) from None
+        remedy = r"fix it, for instance '.*#### -?[0-9]+'"
+        raise UserError("pattern", f"is not a regular expression ({error})", got=pattern, remedy=remedy) from None

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlft.fields import PositiveInt
+from rlft.keys.bounds import PositiveInt
 from rlft.reward.remote import Request, ServerKeys, scores_in
 from rlft.types import Group
 
@@ -29,8 +29,11 @@ from rlft.types import Group
 class Http(ServerKeys):
     """The server's score of each completion, as it is.
 
-    batch_size: completions in one request, at most; None for the whole group. send_metadata: send the prompt's metadata
-        along, which must be plain JSON then. The other keys say how the server is asked (ServerKeys).
+    The other keys say how the server is asked (ServerKeys).
+
+    Args:
+        batch_size: completions in one request, at most; None for the whole group.
+        send_metadata: send the prompt's metadata along, which must be plain JSON then.
     """
 
     batch_size: PositiveInt | None

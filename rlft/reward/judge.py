@@ -1,4 +1,4 @@
-"""What a language model thinks of completions, asked through any OpenAI-compatible server (/v1/chat/completions).
+"""A language model's ratings of completions, requested from any OpenAI-compatible server (/v1/chat/completions).
 
 Completions are hostile text: an optimiser writes them. They reach the judge as strings inside one JSON object, so none
 can pretend to be another completion, the question or the end of the list, and the judge is told that they are data.
@@ -58,13 +58,17 @@ class ResponseFormat(StrEnum):
 class Judge(ServerKeys):
     """The judge's rating of each completion, with lowest .. highest mapped to 0 .. 1.
 
-    model: the judge's name on its server; None sends none, for servers with one model. mode: `each` asks for each
-        completion alone, `group` for all siblings at once, which compares better and costs one request.
-    rubric: what is good and bad, in words; what the judge sees and how it has to reply is added.
-    show_reference: show the judge the prompt's reference answer, where it has one.
-    lowest, highest: the scale; a number outside of it is asked for again.
-    response_format: see ResponseFormat. options: further keys of the request, such as temperature.
     The other keys say how the server is asked (ServerKeys).
+
+    Args:
+        model: the judge's name on its server; None sends none, for servers with one model.
+        mode: `each` asks for each completion alone, `group` for all siblings at once, which compares better and costs
+            one request.
+        rubric: what is good and bad, in words; what the judge sees and how it has to reply is added.
+        show_reference: show the judge the prompt's reference answer, where it has one.
+        lowest, highest: the scale; a number outside of it is asked for again.
+        response_format: see ResponseFormat.
+        options: further keys of the request, such as temperature.
     """
 
     model: str | None
@@ -102,7 +106,7 @@ class Judge(ServerKeys):
         shown: dict[str, Any] = {"question": [dict(message) for message in prompt.messages]}
         if self.show_reference and prompt.answer:
             shown["reference"] = prompt.answer
-        shown["answers"] = [{"number": place, "text": text} for place, text in enumerate(texts, start=1)]
+        shown["answers"] = [{"number": number, "text": text} for number, text in enumerate(texts, start=1)]
         reference = REFERENCE if "reference" in shown else ""
         scale = {"num": len(texts), "lowest": self.lowest, "highest": self.highest}
         instructions = f"{self.rubric.strip()}\n\n{INSTRUCTIONS.format(reference=reference, **scale)}"
@@ -141,8 +145,8 @@ def reply(answer: Any) -> Any:
     try:
         content = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
-        raise ValueError("it answered no chat completion") from None
+        raise ValueError("its answer is not a chat completion") from None
     try:
         return json.loads(content)
     except (ValueError, TypeError):
-        raise ValueError("the judge replied no JSON") from None
+        raise ValueError("the judge's reply is not JSON") from None

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlft.fields import PositiveInt
+from rlft.keys.bounds import PositiveInt
 from rlft.types import Group, Prompt, UserError
 
 PROMPT = "prompt"
@@ -84,8 +84,8 @@ def windows(text: str, size: int) -> list[tuple[str, int]]:
         by_script.setdefault(name, []).append(word)
     return [
         (("" if re.match(f"[{_UNSPACED}]", run[0]) else " ").join(run), len(run))
-        for found in by_script.values()
-        for run in _runs(found, size)
+        for texts in by_script.values()
+        for run in _runs(texts, size)
     ]
 
 
@@ -95,10 +95,10 @@ def counts(text: str, detect: Callable[[str], str], size: int) -> Counter[str]:
     >>> counts("one two three ein zwei", lambda run: "de" if "ein" in run else "en", size=3)["en"]
     3
     """
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for run, num_words in windows(text, size):
-        found[detect(run)] += num_words
-    return found
+        result[detect(run)] += num_words
+    return result
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,11 +116,12 @@ def script(letter: str) -> str:
 class Language:
     """The share, 0 to 1, of each completion's words that are in the target language.
 
-    target: an ISO 639-1 code such as `de`, or `prompt` for the language of most words of the prompt's last user message
-        (an instruction in another language around the question counts too: then name the language).
-    window: words judged together; fewer notice a change of language sooner, and are judged wrong more often.
-    min_words: with fewer words than these there is too little to judge, in a completion or in the prompt.
-    too_little: the score then. Not above what a right language earns, so that saying nothing gains nothing.
+    Args:
+        target: an ISO 639-1 code such as `de`, or `prompt` for the language of most words of the prompt's last user
+            message (an instruction in another language around the question counts too: then name the language).
+        window: words judged together; fewer notice a change of language sooner, and are judged wrong more often.
+        min_words: with fewer words than these there is too little to judge, in a completion or in the prompt.
+        too_little: the score then. Not above what a right language earns, so that saying nothing gains nothing.
     """
 
     target: str
@@ -145,23 +146,23 @@ class Language:
         return [self._score(rollout.completion.text, target) for rollout in group.rollouts]
 
     def _score(self, text: str, target: str | None) -> float:
-        found = counts(text, _detect, self.window)
-        if target is None or found.total() < self.min_words:
+        by_language = counts(text, _detect, self.window)
+        if target is None or by_language.total() < self.min_words:
             return self.too_little
-        return found[target] / found.total()
+        return by_language[target] / by_language.total()
 
     def _of_prompt(self, prompt: Prompt) -> str | None:
         """The language of most words of the last user message, None where there are too few to judge."""
-        asked = next((m["content"] for m in reversed(prompt.messages) if m["role"] == "user"), "")
-        found = counts(asked, _detect, self.window)
-        return found.most_common(1)[0][0] if found.total() >= self.min_words else None
+        question = next((m["content"] for m in reversed(prompt.messages) if m["role"] == "user"), "")
+        by_language = counts(question, _detect, self.window)
+        return by_language.most_common(1)[0][0] if by_language.total() >= self.min_words else None
 
 
-def _runs(found: list[str], size: int) -> Iterator[list[str]]:
+def _runs(texts: list[str], size: int) -> Iterator[list[str]]:
     """The words in runs of `size`; a rest of less than half of that joins the last run."""
-    num_runs = max(1, (len(found) + (size - 1) // 2) // size)
+    num_runs = max(1, (len(texts) + (size - 1) // 2) // size)
     for index in range(num_runs):
-        yield found[index * size : (index + 1) * size if index + 1 < num_runs else None]
+        yield texts[index * size : (index + 1) * size if index + 1 < num_runs else None]
 
 
 @functools.lru_cache(maxsize=4096)

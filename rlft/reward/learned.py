@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlft.fields import PositiveInt
+from rlft.keys.bounds import PositiveInt
 from rlft.types import Group
 
 
@@ -16,9 +16,12 @@ from rlft.types import Group
 class Learned:
     """What the trainer needs to compute `scale * (score - center)` of each completion.
 
-    path: folder of a reward adapter made for this base, or folder or hub id of a sequence-classification model; None
-        for a fresh adapter whose head is zero, which says 0 of everything until it is refreshed.
-    token_budget: tokens in one forward. center: subtracted from each score. scale: multiplied with the difference.
+    Args:
+        path: folder of a reward adapter made for this base, or folder or hub id of a sequence-classification model;
+            None for a fresh adapter whose head is zero, which scores everything 0 until it is trained.
+        token_budget: tokens in one forward.
+        center: subtracted from each score.
+        scale: multiplied with the difference.
     """
 
     runs_in_trainer: ClassVar[bool] = True

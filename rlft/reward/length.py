@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.fields import PositiveFloat, PositiveInt
+from rlft.keys.bounds import PositiveFloat, PositiveInt
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
 from rlft.types import Group, UserError
@@ -56,11 +56,13 @@ def below_limit(num_tokens: int, limit: int, penalty: float) -> float:
 class Length(ExactMatch):
     """The length reward of each completion by its number of tokens, its end token included.
 
-    mode: `kimi` (among_siblings), `target` (near_target) or `limit` (below_limit).
-    target: the wished length in tokens (mode target). limit, penalty: tokens, and what each one over them costs
-        (mode limit).
     The other keys are exact_match's and say which answers are right, which only `kimi` asks; the other modes judge
     right and wrong answers alike and need no reference answer. A completion without an answer is wrong.
+
+    Args:
+        mode: `kimi` (among_siblings), `target` (near_target) or `limit` (below_limit).
+        target: the wished length in tokens (mode target).
+        limit, penalty: tokens, and what each one over them costs (mode limit).
     """
 
     mode: Mode
@@ -75,7 +77,7 @@ class Length(ExactMatch):
                 raise UserError(mode.value, f"is null, and mode={mode} needs it", remedy="give a number of tokens")
 
     def __call__(self, group: Group) -> list[float]:
-        lengths = [len(rollout.completion.token_ids) for rollout in group.rollouts]
+        lengths = [rollout.completion.num_sampled for rollout in group.rollouts]
         if self.mode == Mode.kimi:
             return among_siblings(lengths, [score == 1.0 for score in ExactMatch.__call__(self, group)])
         if self.mode == Mode.target:

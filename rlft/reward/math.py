@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from rlft.fields import PositiveInt
+from rlft.keys.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys, plain_number, reference_answer
 from rlft.types import Group
 
@@ -100,9 +100,11 @@ def digits(expression: Any) -> float:
 class Math(AnswerKeys):
     r"""1.0 for each completion whose answer is mathematically equal to the reference answer, else 0.0.
 
-    unevaluated: accept a sum still to be done, such as 6*3, where the reference is a number.
-    max_chars: a longer answer is wrong; bounds the parser's work.
     The other keys say where the answer stands (AnswerKeys).
+
+    Args:
+        unevaluated: accept a sum still to be done, such as 6*3, where the reference is a number.
+        max_chars: a longer answer is wrong; bounds the parser's work.
     """
 
     unevaluated: bool

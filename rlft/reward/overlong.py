@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlft.fields import PositiveInt
+from rlft.keys.bounds import PositiveInt
 from rlft.types import Group, UserError
 
 
@@ -22,8 +22,10 @@ def penalty(num_tokens: int, max_tokens: int, cache: int) -> float:
 class Overlong:
     """The penalty of each completion by its length in tokens, its end token included.
 
-    max_tokens: L_max, the limit of generation. cache: L_cache, the last tokens before it, over which the penalty grows;
-    None is the paper's share of L_max, a fifth.
+    Args:
+        max_tokens: L_max, the limit of generation.
+        cache: L_cache, the last tokens before it, over which the penalty grows; None is the paper's share of L_max, a
+            fifth.
     """
 
     max_tokens: PositiveInt
@@ -35,6 +37,6 @@ class Overlong:
             raise UserError("cache", problem, got=self.cache, remedy="try a fifth of max_tokens")
 
     def __call__(self, group: Group) -> list[float]:
-        lengths = [len(rollout.completion.token_ids) for rollout in group.rollouts]
+        lengths = [rollout.completion.num_sampled for rollout in group.rollouts]
         cache = max(1, round(self.max_tokens / 5)) if self.cache is None else self.cache
         return [penalty(length, self.max_tokens, cache) for length in lengths]

@@ -60,10 +60,10 @@ def _task(prompt: Prompt) -> Mapping[str, Any]:
 @lru_cache(maxsize=16)
 def _verifier(task: str, options: str) -> Any:
     library = _library()
-    given = json.loads(options)
+    parsed = json.loads(options)
     if task == "composite":
-        given["datasets"] = [library.composite.DatasetSpec(**part) for part in given["datasets"]]
-    return library.create_dataset(task, **given, seed=0, size=1)
+        parsed["datasets"] = [library.composite.DatasetSpec(**part) for part in parsed["datasets"]]
+    return library.create_dataset(task, **parsed, seed=0, size=1)
 
 
 def _library() -> Any:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rlft.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rlft.keys.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rlft.system.running_time import TICK_S, RunningTime
 from rlft.types import Unscored, UserError
 
 if TYPE_CHECKING:
@@ -55,14 +56,19 @@ class NoScores(Exception):
 class ServerKeys:
     """The config keys of every reward that asks a server.
 
-    url: what requests are posted to. token_variable: name of the environment variable whose value goes along as a
-        bearer token; None for no token. headers: further headers of each request.
-    timeout: seconds for one attempt. group_timeout: the scorer's limit for a group in seconds, of which nine tenths are
-        for requests, retries and pauses included. retries: further attempts where the server cannot be reached, says
-        408, 429 or 5xx, is too slow, or answers what it should not. backoff: seconds before the first further attempt,
-        doubled for each one after it, and shortened by up to a half at random; a server's Retry-After goes before it.
-    concurrency: requests under way at once, in each worker. try_first: whether the server is asked once before the run
-        loads its model.
+    Args:
+        url: what requests are posted to.
+        token_variable: name of the environment variable whose value goes along as a bearer token; None for no token.
+        headers: further headers of each request.
+        timeout: seconds for one attempt.
+        group_timeout: the scorer's limit for a group in seconds, of which nine tenths are for requests, retries and
+            pauses included.
+        retries: further attempts where the server cannot be reached, says 408, 429 or 5xx, is too slow, or answers what
+            it should not.
+        backoff: seconds before the first further attempt, doubled for each one after it, and shortened by up to a half
+            at random; a server's Retry-After goes before it.
+        concurrency: requests under way at once, in each worker.
+        try_first: whether the server is asked once before the run loads its model.
     """
 
     url: str
@@ -107,8 +113,8 @@ class ServerKeys:
         answers = asyncio.run_coroutine_threadsafe(self._ask_all(requests, read), _event_loop()).result()
         scores: dict[int, float | None] = {}
         for request, answer in zip(requests, answers, strict=True):
-            given = [None] * len(request.completions) if isinstance(answer, str) else answer
-            scores |= zip(request.completions, given, strict=True)
+            received = [None] * len(request.completions) if isinstance(answer, str) else answer
+            scores |= zip(request.completions, received, strict=True)
         problems = [answer for answer in answers if isinstance(answer, str)]
         ordered = tuple(scores[index] for index in sorted(scores))
         if problems:
@@ -119,7 +125,11 @@ class ServerKeys:
     async def _ask_all(self, requests: Sequence[Request], read: Read) -> list[list[float] | str]:
         end = asyncio.get_running_loop().time() + self.deadline_s
         gate = asyncio.Semaphore(self.concurrency)
-        return await asyncio.gather(*(self._ask(request, read, gate, end) for request in requests))
+        ticking = asyncio.create_task(_tick())
+        try:
+            return await asyncio.gather(*(self._ask(request, read, gate, end) for request in requests))
+        finally:
+            ticking.cancel()
 
     async def _ask(self, request: Request, read: Read, gate: asyncio.Semaphore, end: float) -> list[float] | str:
         """The scores one request brings, or why it brings none; at the latest at the loop's time `end`."""
@@ -161,7 +171,7 @@ class ServerKeys:
         try:
             return read(response.json(), len(request.completions))
         except ValueError as error:
-            what = "it answered no JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
+            what = "its answer is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
             raise NoScores(f"{what}, got {text}") from error
 
     def _client(self) -> AsyncClient:
@@ -222,18 +232,35 @@ def scores_in(answer: Any, num_completions: int) -> list[float]:
     """
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list):
-        raise ValueError('it answered no {"scores": [...]}')
+        raise ValueError('its answer is not {"scores": [...]}')
     if len(scores) != num_completions:
         raise ValueError(f"it answered {len(scores)} scores for {num_completions} completions")
     for score in scores:
         if isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) <= sys.float_info.max:
-            raise ValueError(f"it answered {score!r:.80}, which is no finite number")
+            raise ValueError(f"it answered {score!r:.80}, which is not a finite number")
     return [float(score) for score in scores]
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop by whose clock time passes only while the process runs: limits outlast a SIGSTOP."""
+
+    def __init__(self) -> None:
+        self._running_time = RunningTime()
+        super().__init__()
+
+    def time(self) -> float:
+        return self._running_time()
+
+
+async def _tick() -> None:
+    """Has the loop look at its clock, which counts no long waits."""
+    while True:
+        await asyncio.sleep(TICK_S)
 
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
+    loop = _Loop()
     threading.Thread(target=loop.run_forever, name="rlft-reward-requests", daemon=True).start()
     return loop
 

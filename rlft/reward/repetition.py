@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.fields import NonNegativeFloat, PositiveInt
+from rlft.keys.bounds import NonNegativeFloat, PositiveInt
 from rlft.types import Completion, Group
 
 
@@ -38,8 +38,10 @@ def repeated_share(items: Sequence[Hashable], n: int) -> float:
 class Repetition:
     """-max_penalty times the share of repeated n-grams of each completion: 0 where nothing is repeated.
 
-    unit: `words` (between white space, without case) or `tokens` (the completion's token ids), which also serve
-        languages that are written without spaces. ngram: n, in units.
+    Args:
+        unit: `words` (between white space, without case) or `tokens` (the completion's token ids), which also serve
+            languages that are written without spaces.
+        ngram: n, in units.
     """
 
     unit: Unit

@@ -1,0 +1,1 @@
+"""Run folders: their files, status and names, and forks of a run."""

@@ -1,18 +1,18 @@
-"""How far a run has come, against how far it is to go."""
+"""The steps that a run has done, against the steps that it is to have."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from rlft import runfolder
+from rlft.run import run_folder
+from rlft.system.terminal import resuming
 from rlft.trainer import checkpoint
 from rlft.types import UserError
-from rlft.work import resuming
 
 
 def steps_done(folder: Path, plan: Any) -> int:
-    """The step that the run in this folder goes on from: of its newest whole checkpoint, 0 if there is none.
+    """The step of the newest undamaged checkpoint, from which a resume continues; 0 if there is none.
 
     Args:
         folder: the run's folder.
@@ -21,19 +21,30 @@ def steps_done(folder: Path, plan: Any) -> int:
     Raises:
         UserError: the plan has fewer steps than that.
     """
-    done, num_steps = runfolder.steps_done(folder), plan.num_steps
+    return check_steps(folder, plan.num_steps, plan.config.trainer.schedule)
+
+
+def check_steps(folder: Path, num_steps: int, schedule: str) -> int:
+    """As `steps_done`, for a run that is to have this many steps.
+
+    Args:
+        folder: the run's folder.
+        num_steps: the steps of the whole run.
+        schedule: the schedule of the learning rate; with `constant` a run may get more steps.
+    """
+    done = run_folder.steps_done(folder)
     if num_steps < done:
         problem = f"the run has done {done} steps already, and none can be undone"
-        raise UserError("steps", problem, got=num_steps, remedy=_remedy(folder, plan, done))
+        raise UserError("steps", problem, got=num_steps, remedy=_remedy(folder, num_steps, schedule, done))
     return done
 
 
-def _remedy(folder: Path, plan: Any, done: int) -> str:
-    """What is possible instead of resuming to an earlier step."""
-    ways = []
-    if plan.config.trainer.schedule == "constant":
-        ways.append(f"raise it ({resuming(folder)} steps={2 * done})")
-    earlier = [f for f in checkpoint.finished(runfolder.checkpoints(folder)) if checkpoint.step_of(f) < plan.num_steps]
+def _remedy(folder: Path, num_steps: int, schedule: str, done: int) -> str:
+    """What to do instead of resuming to an earlier step."""
+    remedies = []
+    if schedule == "constant":
+        remedies.append(f"raise it ({resuming(folder)} steps={2 * done})")
+    earlier = [f for f in checkpoint.finished(run_folder.checkpoints(folder)) if checkpoint.step_of(f) < num_steps]
     if earlier:
-        ways.append(f"start a new run from an earlier checkpoint ({resuming(earlier[-1])} steps={plan.num_steps})")
-    return ", or ".join(ways) or "leave it as it was"
+        remedies.append(f"start a new run from an earlier checkpoint ({resuming(earlier[-1])} steps={num_steps})")
+    return ", or ".join(remedies) or "leave it as it was"

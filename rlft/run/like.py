@@ -1,20 +1,39 @@
-"""The config of `rlft sample run=<run>`: what the run was trained on and with, and its policy as what samples."""
+"""The config of `rlft sample run=<run>`: the run's model, data, rewards and sampling, sampled by its policy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlft.place import Place
+from rlft.config import compose as configs
+from rlft.config.compose import Composed
+from rlft.config.overrides import Arguments, check_no_options
+from rlft.run.find import NamedRun, find
+from rlft.run.naming import one_run
+from rlft.system.terminal import say
 
 SHARED_WITH_RUNS = ("model", "prompts", "generation", "data", "reward", "scoring", "freshness", "token_budget")
 
 
-def like_run(plain: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """The config with what the run was trained on and with, and its policy as what samples."""
-    shared = {key: place.config[key] for key in SHARED_WITH_RUNS if key in place.config}
-    shared.setdefault("data", {})  # a run without a task has no prompts: they must be named
-    policy = str(place.checkpoint or place.run)
-    if place.config.get("lora", {}) is None:  # the policy is the model itself
-        return {**plain, **shared, "model": {**place.config["model"], "path": policy}}
+def like_run(plain: Mapping[str, Any], source: NamedRun) -> dict[str, Any]:
+    """The config with the run's model, data, rewards and sampling, and its policy as the sampler."""
+    shared = {key: source.config[key] for key in SHARED_WITH_RUNS if key in source.config}
+    shared.setdefault("data", {})  # a run without a task has no prompts: the user must name some
+    policy = str(source.checkpoint or source.run)
+    if source.config.get("lora", {}) is None:  # the policy is the model itself
+        return {**plain, **shared, "model": {**source.config["model"], "path": policy}}
     return {**plain, **shared, "adapter": policy}
+
+
+def composed_like_a_run(parsed: Arguments) -> Composed | None:
+    """The config of `rlft sample run=<run>`; None if no run is named."""
+    named = parsed.value("run")
+    if named is None:
+        return None
+    check_no_options(parsed)
+    source = find(one_run(named, "run", say))
+    of_the_folder = [o for o in parsed.overrides if o.startswith(("hydra.", "resume=", "name="))]
+    run = configs.compose_run(of_the_folder, parsed.config_dir, "sample")
+    changes = [o for o in parsed.overrides if not o.startswith(("hydra.", "run="))]
+    plain = configs.changed(like_run(run.plain, source), changes, parsed.config_dir, "sample")
+    return Composed(plain=plain, folder=run.folder)

@@ -1,63 +1,69 @@
-"""Runs as people name them: a run's folder, a folder that runs lie below, or `latest`.
+"""Names of runs: a run's folder, a folder with one run below it, or `latest`.
 
-`latest` is the run below `runs/` that was worked in last: started, resumed or trained. A folder of that name in the
-working directory goes first.
+`latest` is the run below `runs/` that was started, resumed or trained last. A folder of that name in the working
+directory takes precedence.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rlft.keys.verbs import UnknownVerbError
 from rlft.logger.jsonl import METRICS
-from rlft.run_status import FILE as STATUS
-from rlft.runfolder import CONFIG, whole_config
+from rlft.run.run_folder import CONFIG, whole_config
+from rlft.run.run_status import FILE as STATUS
+from rlft.run.run_status import PROGRESS
+from rlft.system.terminal import Say
 from rlft.trainer import checkpoint
 from rlft.types import UserError
 
 LATEST = "latest"
 RUNS = Path("runs")
-WRITTEN_BY_RUNS = (CONFIG, STATUS, METRICS, "progress.json")
-"""Files that only the run itself writes: an evaluation or a report of an older run doesn't make it the latest."""
-INSIDE = ("checkpoints", "rollouts", "evaluations")
+WRITTEN_BY_RUNS = (CONFIG, STATUS, METRICS, PROGRESS)
+"""Files that only the run itself writes, so that evaluating or reporting an older run does not make it the latest."""
+CHECKPOINTS = "checkpoints"
+INSIDE = (CHECKPOINTS, "rollouts", "evaluations")
 """Folders of a run that hold no other run."""
 MAX_LISTED = 5
 
-Say = Callable[[str], None]
-
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """Folders below `root`, or itself, that hold a config.yaml; jobs of sweeps included."""
+    """Folders with a config.yaml, `root` itself and jobs of sweeps included."""
     for folder, below, files in os.walk(root):
         below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
-        if CONFIG in (*files, *below):  # a folder in its place is damage
+        if CONFIG in (*files, *below):  # a folder of that name is a damaged run
             yield Path(folder)
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The runs in this folder and below it, in the order in which they were last worked in."""
+    """The runs in this folder and below it, those that were worked in last at the end."""
     runs = [run for run in run_folders(folder) if _is_run(run)]
     return sorted(runs, key=lambda run: (_last_worked_in(run), str(run)))
 
 
 def one_run(name: str, key: str, say: Say) -> Path:
-    """The folder that a verb of one run takes: of the run, or a checkpoint, or what is no run and will be refused.
+    """The folder of the named run or checkpoint; a path that is neither is returned unchanged, to be refused later.
 
     Args:
         name: as it was typed; `latest` may also begin a path, such as `latest/checkpoints/step_000040`.
-        key: what the name was given as, for errors: `run`, `resume`, a verb.
-        say: is told which run was taken, where the name doesn't say it.
+        key: the key of the name, for errors: `run`, `resume`, a verb.
+        say: prints which run was taken, if the name does not show it.
 
     Raises:
         UserError: `latest` without any run, or a folder with several runs below it.
     """
     path = named_folder(name, key, say)
+    if path.parent.name == CHECKPOINTS and path.parent.is_dir() and not path.exists():
+        saved = [folder.name for folder in checkpoint.finished(path.parent)]
+        remedy = f"name one of {', '.join(saved)}" if saved else "it has none; name another run"
+        raise UserError(key, "the run has no such checkpoint", got=name, remedy=remedy)
     if not path.is_dir() or (path / CONFIG).is_file() or (path / checkpoint.STATE).is_file():
         return path
     runs = runs_below(path)
     if len(runs) == 1:
-        say(f"{name}: {runs[0]}, the one run there")
+        say(f"{name}: {runs[0]}, the only run there")
         return runs[0]
     if runs:
         raise UserError(key, f"there are {len(runs)} runs in that folder", got=name, remedy=_choice(runs))
@@ -65,7 +71,7 @@ def one_run(name: str, key: str, say: Say) -> Path:
 
 
 def named_folder(name: str, key: str, say: Say) -> Path:
-    """The path that was typed, with `latest` replaced by the run that it stands for."""
+    """The typed path with `latest` replaced by the latest run."""
     path = Path(name)
     if not path.parts or path.parts[0] != LATEST or Path(LATEST).exists():
         return path
@@ -79,7 +85,7 @@ def named_folder(name: str, key: str, say: Say) -> Path:
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """The last part of each key, and all of it where two end alike.
+    """The last part of each key, or the whole key if two end alike.
 
     >>> short_names(["trainer.lr", "seed"]), short_names(["trainer.lr", "critic.lr"])
     (['lr', 'seed'], ['trainer.lr', 'critic.lr'])
@@ -89,9 +95,11 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether the config.yaml there is one of a run."""
+    """Whether the folder's config.yaml is that of a run, even of a verb that no longer exists."""
     try:
         whole_config(folder)
+    except UnknownVerbError:
+        return True  # so that it is refused for its verb, and not skipped
     except (OSError, ValueError):
         return False
     return True
@@ -108,7 +116,7 @@ def _last_worked_in(run: Path) -> float:
 
 
 def _choice(runs: Sequence[Path]) -> str:
-    """Names the runs, the newest first."""
+    """A remedy that names the runs, the newest first."""
     newest = [str(run) for run in reversed(runs)]
     more = f" and {len(newest) - MAX_LISTED} more, which rlft runs lists" if len(newest) > MAX_LISTED else ""
     return f"name one of them; the newest is {newest[0]}, before it came {', '.join(newest[1:MAX_LISTED])}{more}"

@@ -4,6 +4,8 @@
       policy/ reference/ old/ critic/ ..   PEFT adapters: adapter_config.json, adapter_model.safetensors;
                               head.safetensors where the role has a scalar head; rlft.json: role, base, step
       model/                  a complete Hugging Face model, where its own weights are trained
+      sampled.safetensors     token ids and log-probs of the groups that are sampled ahead (overlap.lag=1), whose texts
+                              are in state.json; or sampler.safetensors: the adapter that samples them
       optimizer.safetensors   moments by parameter name, of every role that learns; the reward model's pairs of tokens
       state.json              step and everything else that moves
       MANIFEST                sha256 of each file above, one a line, as `sha256sum -c` reads it
@@ -16,17 +18,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlft.system.disk import BLOCK, writing
+from rlft.system.files import becoming
+from rlft.system.versions import FORMAT, KEY, problem_of_format
 from rlft.types import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor  # not at run time: what only looks at a run, or refuses one, answers before torch could
+    from torch import Tensor  # not at run time: commands that only read a run, or refuse one, do not wait for torch
 
 MANIFEST = "MANIFEST"
 STATE = "state.json"
@@ -39,10 +43,15 @@ WRITING = ".writing_"
 class Checkpoint:
     """What moves in a run, all of it.
 
-    adapters: {role: {PEFT name: tensor}}; adapter_config: the fields of adapter_config.json, of all of them. heads:
-    {role: {name: tensor}}; a role may have a head without an adapter. state: plain values, saved as JSON. records: more
-    fields of a role's rlft.json, for who starts another run from its folder; they are not read on resume.
-    write_folders: {name: what writes the folder of that name}, a whole model's. folder: where it was loaded from.
+    Args:
+        adapters: {role: {PEFT name: tensor}}.
+        adapter_config: the fields of adapter_config.json, of all of them. heads: {role: {name: tensor}}; a role may
+            have a head without an adapter.
+        state: plain values, saved as JSON.
+        records: more fields of a role's rlft.json, for runs that start from its folder; a resume does not read them.
+        tensors: {name: {tensor's name: tensor}}, each saved as <name>.safetensors.
+        write_folders: {name: what writes the folder of that name}, a whole model's.
+        folder: where it was loaded from.
     """
 
     step: int
@@ -52,6 +61,7 @@ class Checkpoint:
     state: Mapping[str, Any]
     heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     write_folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
     folder: Path | None = None
 
@@ -71,12 +81,38 @@ def step_of(folder: Path) -> int:
 
 def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Writes `root/step_N`, which is then the newest; of the others the newest `keep` - 1 stay. Returns the folder."""
-    root.mkdir(parents=True, exist_ok=True)
     final = root / folder_name(checkpoint.step)
-    for left_by_a_kill in root.glob(f"{WRITING}*"):
-        shutil.rmtree(left_by_a_kill)
-    temporary = root / f"{WRITING}{final.name}"
-    temporary.mkdir()
+    with writing(final, num_bytes(checkpoint)):
+        root.mkdir(parents=True, exist_ok=True)
+        for left_by_a_kill in root.glob(f"{WRITING}*"):
+            shutil.rmtree(left_by_a_kill)
+        # A step that is being done again (its checkpoint was found damaged) takes the old one's place.
+        with becoming(final, root / f"{WRITING}{final.name}", replaces=True) as temporary:
+            _write(temporary, checkpoint)
+    others = [folder for folder in finished(root) if folder != final]
+    before = [folder for folder in others if step_of(folder) < checkpoint.step]
+    beyond = [folder for folder in others if step_of(folder) > checkpoint.step]
+    # Beyond this step lies only what was found damaged when the run went back to here: it must not push out a good one.
+    for old in [*beyond, *before[: max(0, len(before) - keep + 1)]]:
+        shutil.rmtree(old, ignore_errors=True)  # one that can't be removed (NFS, while it is read) goes the next time
+    return final
+
+
+def num_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of its tensors, and of a few blocks for each file; not of folders that others write."""
+    roles = {*checkpoint.adapters, *checkpoint.heads}
+    groups = [
+        *checkpoint.adapters.values(),
+        *checkpoint.heads.values(),
+        *checkpoint.tensors.values(),
+        checkpoint.optimizer,
+    ]
+    tensors = sum(tensor.numel() * tensor.element_size() for group in groups for tensor in group.values())
+    return tensors + BLOCK * (4 * len(groups) + 3 * len(roles) + 3)
+
+
+def _write(temporary: Path, checkpoint: Checkpoint) -> None:
+    """The checkpoint's files, into an empty folder."""
     for role in sorted({*checkpoint.adapters, *checkpoint.heads}):
         (temporary / role).mkdir()
         if role in checkpoint.adapters:
@@ -88,22 +124,11 @@ def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
         _write_json(temporary / role / "rlft.json", {**belongs, **checkpoint.records.get(role, {})})
     for name, write in checkpoint.write_folders.items():
         write(temporary / name)
+    for name, tensors in checkpoint.tensors.items():
+        _write_tensors(temporary / f"{name}.safetensors", tensors)
     _write_tensors(temporary / OPTIMIZER, checkpoint.optimizer)
-    _write_json(temporary / STATE, {"step": checkpoint.step, **checkpoint.state})
+    _write_json(temporary / STATE, {KEY: FORMAT, "step": checkpoint.step, **checkpoint.state})
     _write_manifest(temporary)
-    for path in [*temporary.rglob("*"), temporary]:
-        _flush(path)
-    if final.exists():
-        # Only a step that is being done again (its checkpoint was found damaged) gets here.
-        shutil.rmtree(final)
-    temporary.rename(final)
-    _flush(root)
-    others = [folder for folder in finished(root) if folder != final]
-    before, beyond = [f for f in others if f < final], [f for f in others if f > final]
-    # Beyond this step lies only what was found damaged when the run went back to here: it must not push out a good one.
-    for old in [*beyond, *before[: max(0, len(before) - keep + 1)]]:
-        shutil.rmtree(old)
-    return final
 
 
 def change_state(folder: Path, values: Mapping[str, Any]) -> None:
@@ -120,7 +145,8 @@ def _write_manifest(folder: Path) -> None:
 
 def finished(root: Path) -> list[Path]:
     """Checkpoint folders by step, oldest first. What a kill left half written is not among them."""
-    return sorted(p for p in root.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdecimal())
+    folders = (p for p in root.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdecimal())
+    return sorted(folders, key=step_of)  # by number: from a million steps on, names have a digit more
 
 
 def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
@@ -129,12 +155,21 @@ def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
     Raises:
         UserError: there are checkpoints and every one is damaged.
     """
+    folder = newest_to_resume(root, say)
+    return None if folder is None else load(folder)
+
+
+def newest_to_resume(root: Path, say: Callable[[str], None]) -> Path | None:
+    """As `newest_whole`, where a run with checkpoints of which none is whole does not begin again at step 0.
+
+    Raises:
+        UserError: there are checkpoints and every one is damaged.
+    """
     folder = newest_whole(root, say)
     if folder is None and finished(root):
-        raise UserError(
-            "resume", "every checkpoint of this run is damaged", got=root, remedy="start the run again in a new folder"
-        )
-    return None if folder is None else load(folder)
+        remedy = "start the run again in a new folder"
+        raise UserError("resume", "every checkpoint of this run is damaged", got=root, remedy=remedy)
+    return folder
 
 
 def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
@@ -148,7 +183,11 @@ def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None if its manifest holds."""
+    """What is wrong with a checkpoint, in words; None if its manifest holds.
+
+    Raises:
+        UserError: it is whole, and was written by a newer rlft: going back to one before would lose it.
+    """
     try:
         lines = (folder / MANIFEST).read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -167,6 +206,12 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} does not match its checksum"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
+    try:
+        newer = problem_of_format(json.loads((folder / STATE).read_bytes()))
+    except (ValueError, RecursionError):
+        return f"{STATE} is not JSON"
+    if newer:
+        raise UserError("checkpoint", f"its {STATE} {newer}", got=folder, remedy="update rlft")
     return None
 
 
@@ -174,6 +219,7 @@ def load(folder: Path) -> Checkpoint:
     from safetensors.torch import load_file
 
     state = json.loads((folder / STATE).read_text())
+    state.pop(KEY, None)
 
     def tensors(name: str) -> dict[str, dict[str, Tensor]]:
         return {file.parent.name: load_file(file) for file in sorted(folder.glob(f"*/{name}"))}
@@ -186,21 +232,9 @@ def load(folder: Path) -> Checkpoint:
         optimizer=load_file(folder / OPTIMIZER),
         state=state,
         heads=tensors(HEAD),
+        tensors={file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors")) if file.name != OPTIMIZER},
         folder=folder,
     )
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """The file holds either what it held before or all of `text`."""
-    temporary = file.with_name(f".{file.name}.writing")
-    try:
-        temporary.write_text(text)
-        _flush(temporary)
-        temporary.replace(file)
-    except BaseException:  # an interruption, or a full disk
-        temporary.unlink(missing_ok=True)
-        raise
-    _flush(file.parent)
 
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -230,12 +264,3 @@ def _files(folder: Path) -> list[Path]:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Waits until the file, or the names in the folder, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

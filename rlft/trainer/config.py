@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.fields import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rlft.keys.bounds import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class Schedule(StrEnum):
@@ -31,3 +32,4 @@ class TrainerConfig:
 class CheckpointConfig:
     every: NonNegativeInt
     keep: PositiveInt
+    on_signal: PositiveFloat | typing.Literal["step", "now"]

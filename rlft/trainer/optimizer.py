@@ -19,7 +19,7 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class Optimizer:
-    """Gradients start at zero, not at None: an update in which nothing taught anything still counts as one."""
+    """Gradients start at zero, not at None: an update without any gradient still counts as one."""
 
     def __init__(
         self, parameters: Sequence[tuple[str, Parameter]], config: TrainerConfig, role: str = "policy"
@@ -37,7 +37,7 @@ class Optimizer:
         )
 
     def update(self, lr: float) -> float:
-        """One step at this rate with the gradients that are there; returns their norm before clipping.
+        """One step at this rate with the gradients so far; returns their norm before clipping.
 
         Raises:
             NonFiniteGradientError: before any parameter is touched.
@@ -58,11 +58,11 @@ class Optimizer:
         return norm
 
     def discard(self) -> None:
-        """Forgets the gradients that are there."""
+        """Drops the gradients so far."""
         self.adamw.zero_grad(set_to_none=True)
 
     def reset(self) -> None:
-        """Forgets all moments: the next update is as a fresh optimizer's first."""
+        """Drops all moments: the next update is as the first of a new optimizer."""
         self.adamw.state.clear()
 
     def state(self) -> dict[str, Tensor]:

@@ -110,7 +110,7 @@ def rows_of():
 
 @pytest.fixture(scope="session")
 def full_step(random_step):
-    """Builds (outputs, batch) as `random_step` does, with a critic's values, scored steps and cut-off completions.
+    """Builds (outputs, batch) as `random_step` does, with a critic's values, scored steps, turns and who was cut off.
 
     The steps of the equal group and of the row alone differ in nothing: the one step of each has the same score.
     """
@@ -119,7 +119,8 @@ def full_step(random_step):
         outputs, batch = random_step(seed)
         generator = torch.Generator().manual_seed(100 + seed)
         shape, mask = batch.loss_mask.shape, batch.loss_mask
-        ends = torch.zeros(shape, dtype=torch.bool)
+        ends, turn_ends = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        turn_ends[[0, 0, 3, 5, 7, 9], [1, 3, 2, 5, 1, 3]] = True  # rows of three turns, two or one
         # Row: the completion's tokens (from 1) that a step ends with; row 6 has no tokens.
         for row, tokens in enumerate([[2, 5], [1], [1, 3], [4], [2], [5], [], [1, 2], [3], [4]]):
             ends[row, tokens] = True
@@ -131,6 +132,7 @@ def full_step(random_step):
             batch,
             token_rewards=scores * (ends & mask),
             step_ends=ends & mask,
+            turn_ends=turn_ends & mask,
             truncated=torch.tensor([True, False] * 5),
             old_values=old_values,
         )

@@ -129,18 +129,21 @@ def test_two_samplings_whose_ids_clash_are_refused(learned, sample) -> None:
 BROKEN = {
     "another shape": (
         {"text": "x", "id": 3},
-        "is no chat (field 'messages'), no prompt with its completion (fields 'prompt', 'completion') and no line of "
-        "rlft sample; it has only 'text', 'id'",
+        "is not a chat (field 'messages'), not a prompt with its completion (fields 'prompt', 'completion') and not a "
+        "line of rlft sample; it has only 'text', 'id'",
     ),
-    "no completion": ({"prompt": "1?"}, "is no chat"),
-    "null": ({"prompt": "1?", "completion": None}, "is no chat"),
+    "no completion": ({"prompt": "1?"}, "is not a chat"),
+    "null": ({"prompt": "1?", "completion": None}, "is not a chat"),
     "an empty completion": ({"prompt": "1?", "completion": " "}, "the completion is empty"),
     "an empty assistant message": ({"messages": [user("a"), says("")]}, "the completion is empty"),
     "a completion of two messages": (
         {"prompt": "1?", "completion": [says("a"), says("b")]},
-        "must be a text or one assistant message",
+        "must be a string or one assistant message",
     ),
-    "a prompt that ends with an answer": ({"prompt": [user("a"), says("b")], "completion": "c"}, "is no user message"),
+    "a prompt that ends with an answer": (
+        {"prompt": [user("a"), says("b")], "completion": "c"},
+        "is not a user message",
+    ),
     "a chat without an answer": ({"messages": [user("a")]}, "holds no assistant message to learn"),
     "a chat without a question": ({"messages": [says("a")]}, "message 0 of field 'messages' answers no user message"),
     "two answers": ({"messages": [user("a"), says("b"), says("c")]}, "message 2 of field 'messages' answers no user"),
@@ -209,5 +212,5 @@ def test_a_bad_row_of_a_hub_set_is_named_by_its_number(make_demonstrations, monk
     monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **keys: [json.loads('{"text": "a"}')])
     with pytest.raises(UserError) as refusal:
         make_demonstrations("hub", path="some/set").load(Split.train)
-    assert str(refusal.value).startswith("demonstrations.path: some/set, train, row 0: is no chat")
+    assert str(refusal.value).startswith("demonstrations.path: some/set, train, row 0: is not a chat")
     assert str(refusal.value).endswith("; name other fields (demonstrations.*_field)")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import rlft
-from rlft.config import compose
+from rlft.config.compose import compose
 from rlft.data import hub
 from rlft.data.hub import local_path, parquet_files
-from rlft.hub import PROBE_SECONDS
-from rlft.targets import instantiate
+from rlft.keys.instantiate import instantiate
+from rlft.system.hub import PROBE_SECONDS
 from rlft.types import Split, UserError
 
 NOBODY_LISTENS = "http://127.0.0.1:9"
@@ -25,7 +25,8 @@ def load_in_a_fresh_process(folder: Path, endpoint: str, **keys: object) -> tupl
     """Seconds and result of loading data=gsm8k as a new program would, with an empty cache below `folder`."""
     code = f"""
 import yaml
-from rlft.config import config_folder, instantiate
+from rlft.config.compose import instantiate
+from rlft.keys.catalog import config_folder
 from rlft.types import Split
 keys = yaml.safe_load((config_folder() / "data/gsm8k.yaml").read_text()) | {keys!r}
 prompts = instantiate(keys, "data").load(Split.train)
@@ -173,7 +174,7 @@ def test_a_cached_set_works_offline(gsm8k_mini: Path, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("error", "key", "problem"),
     [
-        ("DatasetNotFoundError", "data.path", "not on the hub"),
+        ("DatasetNotFoundError", "data.path", "neither a local path nor a set on the hub"),
         ("DataFilesNotFoundError", "data.path", "cannot be loaded"),
         ("ConnectionError", "data.path", "cannot be reached"),
         (ValueError("BuilderConfig 'man' not found. Available: ['main']"), "data.subset", "Available: ['main']"),

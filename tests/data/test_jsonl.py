@@ -101,15 +101,15 @@ BROKEN = {
     "not UTF-8": (b'{"prompt": "\xff", "answer": "1"}', {}, UNREADABLE[2]),
     "no prompt": (b'{"question": "1?", "answer": "1"}', {}, "there is no field 'prompt', only 'question', 'answer'"),
     "no answer": (b'{"prompt": "1?"}', {}, "there is no field 'answer', only 'prompt'"),
-    "prompt of another type": (b'{"prompt": 1, "answer": "1"}', {}, "field 'prompt' must be a text, it is a number"),
-    "prompt null": (b'{"prompt": null, "answer": "1"}', {}, "field 'prompt' must be a text, it is null"),
+    "prompt of another type": (b'{"prompt": 1, "answer": "1"}', {}, "field 'prompt' must be a string, it is a number"),
+    "prompt null": (b'{"prompt": null, "answer": "1"}', {}, "field 'prompt' must be a string, it is null"),
     "prompt empty": (b'{"prompt": " ", "answer": "1"}', {}, "field 'prompt' is empty"),
-    "answer of another type": (b'{"prompt": "1?", "answer": ["1"]}', {}, "must be a text or number, it is a list"),
-    "answer a boolean": (b'{"prompt": "1?", "answer": true}', {}, "must be a text or number, it is a boolean"),
+    "answer of another type": (b'{"prompt": "1?", "answer": ["1"]}', {}, "must be a string or number, it is a list"),
+    "answer a boolean": (b'{"prompt": "1?", "answer": true}', {}, "must be a string or number, it is a boolean"),
     "answer empty": (b'{"prompt": "1?", "answer": ""}', {}, "field 'answer' is empty"),
     "answer without the pattern": (b'{"prompt": "1?", "answer": "one"}', {"answer_pattern": "[0-9]+"}, "has no match"),
     "answer emptied": (b'{"prompt": "1?", "answer": ",,"}', {"answer_remove": ","}, "the answer is empty"),
-    "chat not a list": (b'{"m": "hello"}', MESSAGES, "field 'm' must be a list of messages, it is a text"),
+    "chat not a list": (b'{"m": "hello"}', MESSAGES, "field 'm' must be a list of messages, it is a string"),
     "chat empty": (b'{"m": []}', MESSAGES, "it is an empty list"),
     "chat with a strange role": (b'{"m": [{"role": "bot", "content": "a"}]}', MESSAGES, "message 0 of field 'm'"),
     "chat without content": (b'{"m": [{"role": "user"}]}', MESSAGES, "message 0 of field 'm'"),
@@ -133,7 +133,7 @@ def test_a_broken_line_is_named_by_file_and_line(make_data, tmp_path: Path, line
     assert f"{file}:3: " in str(refusal.value)
     assert problem in str(refusal.value)
     # Other fields can only help where there are fields.
-    assert str(refusal.value).endswith("; mend or remove that line") is (problem in UNREADABLE)
+    assert str(refusal.value).endswith("; fix or remove that line") is (problem in UNREADABLE)
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(make_data, tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from rlft import cli
-from rlft.config import build, compose
+from rlft.config.compose import build, compose
 from rlft.data.text import load_texts
-from rlft.roots import Verb
-from rlft.targets import instantiate
+from rlft.keys.instantiate import instantiate
 from rlft.types import Split, UserError
 
 HALF = "\ud800"
@@ -35,7 +34,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"prompt": "x", "chosen": "a", "rejected": HALF},
     ],
 }
-VERBS = {"data": Verb.train, "demonstrations": Verb.sft, "preferences": Verb.rm}
+VERBS = {"data": "train", "demonstrations": "sft", "preferences": "rm"}
 GOOD: dict[str, dict[str, Any]] = {
     "data": {"prompt": f"a {WHOLE}", "answer": "1"},
     "demonstrations": {"prompt": f"a {WHOLE}", "completion": "1"},
@@ -57,7 +56,7 @@ def test_a_row_with_half_a_character_is_refused_by_file_and_line(section: str, k
         with pytest.raises(UserError) as refused:
             loader.load(Split.train)
         assert refused.value.key == f"{section}.path"
-        assert f"{file}:2: holds half a character, the lone surrogate \\ud800, which is no text" in str(refused.value)
+        assert f"{file}:2: holds half a character, the lone surrogate \\ud800, which is not text" in str(refused.value)
 
 
 @pytest.mark.parametrize("row", [{"text": HALF}, {"text": "x", "given": HALF}])

@@ -172,10 +172,10 @@ def test_no_question_is_in_both_splits(make_preferences, write, sample, tmp_path
 BROKEN = {
     "another shape": (
         {"text": "x"},
-        "is no pair (fields 'chosen', 'rejected'), no list of completions (field 'completions') and no line of rlft "
-        "sample; it has only 'text'",
+        "is not a pair (fields 'chosen', 'rejected'), not a list of completions (field 'completions') and not a line "
+        "of rlft sample; it has only 'text'",
     ),
-    "no rejected one": ({"prompt": "1?", "chosen": "a"}, "is no pair"),
+    "no rejected one": ({"prompt": "1?", "chosen": "a"}, "is not a pair"),
     "no prompt": (
         {"chosen": "a", "rejected": "b"},
         "has no prompt, neither field 'messages' nor 'prompt'; it has only",
@@ -194,13 +194,13 @@ BROKEN = {
     ),
     "a chat and a text": (
         {"chosen": [user("a"), says("b")], "rejected": "c"},
-        "must be a text or one assistant message",
+        "must be a string or one assistant message",
     ),
-    "a prompt that ends with an answer": (PAIR | {"messages": [user("a"), says("b")]}, "is no user message"),
+    "a prompt that ends with an answer": (PAIR | {"messages": [user("a"), says("b")]}, "is not a user message"),
     "no margin": (PAIR, "field 'by', by how much"),
     "a margin below 0": (PAIR | {"by": -1}, "field 'by', by how much"),
-    "completions of another type": ({"prompt": "1?", "completions": "a"}, "must be a list of texts, it is a text"),
-    "no completions": ({"prompt": "1?", "completions": []}, "must be a list of texts, it is an empty list"),
+    "completions of another type": ({"prompt": "1?", "completions": "a"}, "must be a list of strings, it is a string"),
+    "no completions": ({"prompt": "1?", "completions": []}, "must be a list of strings, it is an empty list"),
     "too few scores": ({"prompt": "1?", "completions": ["a", "b"], "scores": [1]}, "must be a list of 2 numbers"),
     "a score that is no number": (
         {"prompt": "1?", "completions": ["a"], "scores": [float("nan")]},
@@ -215,7 +215,7 @@ def test_a_line_of_another_shape_is_named_by_file_and_line(scan, tmp_path: Path,
         scan(PAIR | {"by": 1}, line, margin_field="by")
     assert str(refusal.value).startswith(f"preferences.path: {tmp_path / 'mine.jsonl'}:2: ")
     assert problem in str(refusal.value)
-    assert str(refusal.value).endswith("; mend or remove that line, or name other fields (preferences.*_field)")
+    assert str(refusal.value).endswith("; fix or remove that line, or name other fields (preferences.*_field)")
 
 
 @pytest.mark.parametrize(

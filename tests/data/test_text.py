@@ -10,7 +10,7 @@ import rlft
 from rlft.data.arithmetic import question, split_of
 from rlft.data.jsonl import existing_file
 from rlft.data.text import Text, load_texts
-from rlft.pretrain import scan_texts
+from rlft.prepare.texts import scan_texts
 from rlft.types import Split, UserError
 
 ASSETS = Path(rlft.__file__).parent / "assets"
@@ -26,13 +26,13 @@ def write(path: Path, *rows) -> str:
 def test_texts_come_in_file_order_and_as_they_stand(tmp_path: Path) -> None:
     rows = [{"body": " a\n", "id": 7}, {"body": "é <|im_end|>"}, {"body": "a"}, {"body": "a"}]
     found = load_texts(write(tmp_path / "a.jsonl", *rows), "body", None)
-    assert found == [Text(given="", text=text) for text in (" a\n", "é <|im_end|>", "a", "a")]
+    assert found == [Text(context="", text=text) for text in (" a\n", "é <|im_end|>", "a", "a")]
 
 
 def test_what_stands_before_a_text_is_read_from_its_own_field_and_may_be_empty(tmp_path: Path) -> None:
     rows = [{"before": " q\n", "body": "a "}, {"body": "b", "before": ""}, {"before": " ", "body": "c"}]
     found = load_texts(write(tmp_path / "a.jsonl", *rows), "body", "before")
-    assert [(text.given, text.text) for text in found] == [(" q\n", "a "), ("", "b"), (" ", "c")]
+    assert [(text.context, text.text) for text in found] == [(" q\n", "a "), ("", "b"), (" ", "c")]
 
 
 REFUSALS = {
@@ -50,17 +50,17 @@ REFUSALS = {
     ),
     "not a text": (
         b'{"text": ["a"]}',
-        "pretrain.field: {file}:1: it must hold a text, it holds list, got text; "
-        "name the field that holds the text, or mend that line",
+        "pretrain.field: {file}:1: it must hold a string, it holds list, got text; "
+        "name the field that holds the text, or fix that line",
     ),
     "null": (
         b'{"text": null}',
-        "pretrain.field: {file}:1: it must hold a text, it holds NoneType, got text; "
-        "name the field that holds the text, or mend that line",
+        "pretrain.field: {file}:1: it must hold a string, it holds NoneType, got text; "
+        "name the field that holds the text, or fix that line",
     ),
     "empty": (
         b'{"text": "a"}\n{"text": " \\n"}',
-        "pretrain.path: {file}:2: the text is empty; mend or remove that line",
+        "pretrain.path: {file}:2: the text is empty; fix or remove that line",
     ),
 }
 
@@ -83,12 +83,12 @@ GIVEN_REFUSALS = {
     ),
     "null": (
         b'{"given": null, "text": "a"}',
-        "pretrain.given_field: {file}:1: it must hold a text, it holds NoneType, got given; "
-        "name the field that holds what stands before the text, or mend that line",
+        "pretrain.given_field: {file}:1: it must hold a string, it holds NoneType, got given; "
+        "name the field that holds what stands before the text, or fix that line",
     ),
     "nothing after it": (
         b'{"given": "q", "text": ""}',
-        "pretrain.path: {file}:1: the text is empty; mend or remove that line",
+        "pretrain.path: {file}:1: the text is empty; fix or remove that line",
     ),
 }
 
@@ -118,7 +118,7 @@ def test_a_line_that_is_not_json_is_refused_under_the_key_of_the_text(tmp_path: 
     file.write_text("plain text\n")
     with pytest.raises(UserError) as refusal:
         load_texts(str(file), "text", None)
-    assert str(refusal.value) == (f"pretrain.path: {file}:1: is not JSON (Expecting value); mend or remove that line")
+    assert str(refusal.value) == (f"pretrain.path: {file}:1: is not JSON (Expecting value); fix or remove that line")
 
 
 def test_an_embedded_text_that_is_not_there_is_refused_with_those_that_are() -> None:
@@ -158,7 +158,7 @@ START, TURN = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 
 def parts(text: Text) -> tuple[int, str, int, str]:
     """(47, "+", 85, answer) of a chat about 47 + 85."""
-    asked = text.given.removeprefix(START).removesuffix(TURN)
+    asked = text.context.removeprefix(START).removesuffix(TURN)
     a, operation, b = asked.removeprefix("What is ").removesuffix("?").split()
     return int(a), operation, int(b), text.text.removesuffix("<|im_end|>")
 
@@ -177,7 +177,7 @@ def test_its_tokens_are_those_the_model_was_taught(maker, tokenizer, texts) -> N
     keys = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
     for text in texts:
         # One text of two is held out: a second, which is not of the file, leaves this one somewhere.
-        found = scan_texts([text, Text(given="", text="ab")], tokenizer, **keys)
+        found = scan_texts([text, Text(context="", text="ab")], tokenizer, **keys)
         (tokens,) = (t for t in (*found.train_texts, *found.held_out_texts) if len(t.ids) > 2)
         ids = tokens.ids.tolist()
         a, operation, b, answer = parts(text)
@@ -192,7 +192,7 @@ def test_its_tokens_are_those_the_model_was_taught(maker, tokenizer, texts) -> N
     # By hand: 3 tokens are special, then come the bytes in the order of their signs, of which "!" is the first.
     byte = {sign: 3 + ord(sign) - ord("!") for sign in "Wh?1"}
     user, *_ = tokenizer("user\n")["input_ids"]
-    first = tokenizer(texts[0].given + texts[0].text, add_special_tokens=False)["input_ids"]
+    first = tokenizer(texts[0].context + texts[0].text, add_special_tokens=False)["input_ids"]
     assert first[:4] == [1, user, byte["W"], byte["h"]]
     assert first[-1] == 2
 

@@ -1,5 +1,6 @@
 """Adapter folders: what is written, and that nothing stays behind."""
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlft.generation.adapter_files import PREFIX, AdapterFiles, memory_folder, remove_abandoned
+from rlft.system.disk import DiskError
 from rlft.types import Adapter
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -93,6 +95,35 @@ def test_folders_are_made_in_memory_where_there_is_a_memory_file_system() -> Non
     files = AdapterFiles()
     assert files.root.parent == memory_folder()
     assert files.root.name.startswith(f"{PREFIX}{os.getpid()}-")
+    files.close()
+
+
+def test_without_locks_adapters_are_written_and_nobody_elses_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = AdapterFiles(tmp_path)
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    files = AdapterFiles(tmp_path)
+    assert load_file(files.write(adapter(1, 1.0)) / "adapter_model.safetensors")[NAME].sum() == 6
+    assert (remove_abandoned(tmp_path), other.root.is_dir()) == ([], True)
+    files.close()
+    other.close()
+
+
+def test_a_full_memory_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's /dev/shm has 64 MB if nobody asks for more."""
+
+    def full(*args: object, **keywords: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = AdapterFiles(tmp_path)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(DiskError, match=f"the disk is full .*: {files.root} needs 13 kB for 1-v1 and has"):
+        files.write(adapter(1, 1.0))  # 6 numbers and three blocks
     files.close()
 
 

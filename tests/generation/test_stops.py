@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from rlft.generation.config import GenerationConfig
 from rlft.generation.stops import GrowingText, StopStrings, check_stops, cut, plain_decoder, shown_texts
 from rlft.generation.transformers import TransformersGenerator
-from rlft.targets import from_mapping
+from rlft.keys.instantiate import from_mapping
 from rlft.types import Sampling, UserError
 
 
@@ -203,7 +203,9 @@ def generation(**keys):
     fixed = {
         "engine": "auto", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
         "transformers": {"batch_size": 8, "weights": "merged"},
-        "vllm": {"gpu_memory_utilization": 0.4, "max_num_seqs": 8, "sleep": False, "enforce_eager": False},
+        "vllm": {
+            "gpu_memory_utilization": 0.4, "max_num_seqs": 8, "sleep": False, "enforce_eager": False, "options": {}
+        },
         "scripted": {"answers": {}},
     }  # fmt: skip
     return from_mapping(GenerationConfig, fixed | keys, "generation")

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from rlft.generation.config import Weights
-from rlft.generation.transformers import TransformersGenerator, draw, end_tokens
+from rlft.generation.transformers import TransformersGenerator, Weights, draw, end_tokens
 from rlft.model.backbone import read_backbone
-from rlft.model.lora_linear import LoraLinear
+from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.types import FinishReason, Sampling
 
 HOT = Sampling(max_tokens=24, temperature=1.0)

@@ -29,17 +29,22 @@ from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlft
-from rlft.generation import vllm as vllm_generation
 from rlft.generation.adapter_files import AdapterFiles, remove_abandoned
+from rlft.generation.shared_base import Rows, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.generation.transformers import _keep_likeliest
-from rlft.generation.vllm import VLLMGenerator, available, engine_rank
+from rlft.generation.vllm import VLLM
+from rlft.generation.vllm_generator import VLLMGenerator, _start
+from rlft.generation.vllm_options import engine_rank
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
 
 MODEL = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 HOT = Sampling(max_tokens=24, temperature=1.0)
 TOLERANCE = 1e-4
 """Natural log. Both sides compute in float32 with other kernels; seen: 1e-5."""
+
+
+ENGINE = VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options={})
 
 
 # -- without an engine -----------------------------------------------------------------------------------------------
@@ -55,13 +60,16 @@ def test_a_rank_above_512_is_refused() -> None:
 
 def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not available()
-    with pytest.raises(UserError, match=r"^generation\.engine: vLLM is not installed, got vllm; pip install"):
-        new_generator()
+    missing = ENGINE.missing()
+    assert missing is not None
+    assert missing.problem == "vLLM is not installed"
+    assert missing.remedy.startswith("pip install 'rlft[vllm]'")
 
 
 def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch() -> None:
-    code = "import sys; from rlft.generation.vllm import available, engine_rank; engine_rank(8), available(); "
+    code = "import sys; from rlft.generation.vllm import VLLM; "
+    code += "from rlft.generation.vllm_options import engine_rank; engine_rank(8); "
+    code += "VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options={}).missing(); "
     code += "print({'vllm', 'torch'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
@@ -102,6 +110,7 @@ def new_generator() -> VLLMGenerator:
         sleep=True,
         enforce_eager=True,
         seed=0,
+        further={"disable_cascade_attn": True},
     )
 
 
@@ -199,6 +208,40 @@ def load(bench: Bench, version: int) -> None:
 def test_the_trainers_process_is_as_it_was_before_the_engine(bench: Bench) -> None:
     assert bench.after_start == bench.before
     assert bench.after_sampling == bench.before
+
+
+def test_further_arguments_reach_the_engine_and_none_that_is_set_for_this_machine(bench: Bench) -> None:
+    assert bench.generator._llm.llm_engine.vllm_config.model_config.disable_cascade_attn
+    with pytest.raises(
+        UserError, match=r"^generation\.vllm\.options\.block_size: is set to 32 on this machine, got 16; "
+    ):
+        _start({"block_size": 32}, {"block_size": 16})
+
+
+def test_the_engines_layers_are_those_that_a_shared_base_is_laid_on(bench: Bench) -> None:
+    """By name, and by shape where a CPU has not packed them; no value is compared."""
+    [engine] = bench.generator._llm.apply_model(lambda model: model)
+    base = bench.trainer.model.get_base_model()
+    own = {n.replace(".base_layer.", "."): tuple(p.shape) for n, p in base.named_parameters() if "lora_" not in n}
+    theirs = {name: tuple(p.shape) for name, p in engine.named_parameters(remove_duplicate=False)}
+    assert any(".qkv_proj.base_layer." in name for name in theirs)
+    assert not any(p.is_inference() for p in engine.parameters())
+    found = rows_of(own, theirs, engine.packed_modules_mapping)
+    repacked = {name for name, rows in found.items() if rows == "repacked by the engine"}
+    assert all(name.endswith("_proj.weight") for name in repacked)
+    assert all(isinstance(found[name], Rows) for name in own.keys() - repacked), found
+    # A GPU keeps what a CPU packs: the same names, with the rows that the layers say they hold.
+    layers = dict(engine.named_modules())
+    plain = {
+        name: (layers[name.removesuffix(".weight")].output_size, layers[name.removesuffix(".weight")].input_size)
+        if 0 in shape
+        else shape
+        for name, shape in theirs.items()
+    }
+    assert all(isinstance(rows, Rows) for rows in rows_of(own, plain, engine.packed_modules_mapping).values())
+    sizes = own["model.layers.0.self_attn.q_proj.weight"][0], own["model.layers.0.self_attn.k_proj.weight"][0]
+    v = rows_of(own, plain)["model.layers.3.self_attn.v_proj.bias"]
+    assert v == Rows("model.layers.3.self_attn.qkv_proj.base_layer.bias", sum(sizes), sizes[1])
 
 
 def test_torch_can_still_be_told_how_many_threads_to_use(bench: Bench) -> None:
@@ -474,10 +517,11 @@ def test_ctrl_c_reaches_the_program_and_a_kill_leaves_no_process(bench: Bench, t
         assert facts["stage"] == "ready"
         assert session_of(process.pid) == {process.pid}
         time.sleep(0.3)
-        # A KeyboardInterrupt that falls into a destructor or a callback from C is lost; a person presses again.
-        for _ in range(30):
+        # A KeyboardInterrupt that falls into a destructor or a callback from C is lost; a person presses again, but not
+        # before the first one has been heard: a second one would end the sampling that follows.
+        for _ in range(6):
             process.send_signal(signal.SIGINT)
-            heard = select.select([process.stdout], [], [], 2.0)[0]
+            heard = select.select([process.stdout], [], [], 10.0)[0]
             if heard:
                 break
         assert heard, "it answers within a minute"
@@ -492,6 +536,30 @@ def test_ctrl_c_reaches_the_program_and_a_kill_leaves_no_process(bench: Bench, t
     remove_abandoned(left.parent)
     assert not left.exists()
     files.close()
+
+
+def test_ctrl_c_waits_for_the_end_of_the_engines_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(bench, 1)
+    undisturbed = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
+    core = bench.generator._llm.llm_engine.engine_core.engine_core
+    update, finished_steps = core.scheduler._update_after_schedule, []
+
+    def press_ctrl_c(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        update(*args)
+        finished_steps.append(True)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(core.scheduler, "_update_after_schedule", press_ctrl_c)
+            with pytest.raises(KeyboardInterrupt):
+                bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert finished_steps == [True], "one step, which was not cut in the middle"
+    assert bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT) == undisturbed
 
 
 def test_closing_ends_the_engine_and_leaves_no_process_and_no_folder(bench: Bench) -> None:
@@ -515,7 +583,7 @@ def test_another_engine_can_be_started_after_the_first_is_closed(bench: Bench) -
         assert bench.trainer.gap(groups, 1.0) < TOLERANCE
     finally:
         second.close()
-    assert vllm_generation.available()
+    assert ENGINE.missing() is None
 
 
 def session_of(leader: int) -> set[int]:

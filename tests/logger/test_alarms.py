@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 from rlft import cli
-from rlft.config import build, compose
+from rlft.config.compose import build, compose
 from rlft.logger.alarms import Alarms
 
 HEALTHY = {
     "reward/mean": 0.5, "reward/std": 0.4, "reward/exact_match": 0.4, "policy/grad_norm": 0.4, "length/mean": 40.0,
-    "kl/reference": 0.02, "sampler/logprob_gap_mean": 0.001, "ratio/clip_low_fraction": 0.05,
+    "kl/reference": 0.02, "sampler/kl": 0.004, "sampler/effective_sample_size": 0.8,
+    "sampler/logprob_gap_mean": 0.001, "ratio/clip_low_fraction": 0.05,
     "ratio/clip_high_fraction": 0.05, "loss/value": 0.2, "waste/zero_advantage_fraction": 0.3,
 }  # fmt: skip
 
@@ -53,6 +54,12 @@ def after(step: int, value: float, before: float) -> Callable[[int], float]:
 CASES: list[tuple[dict[str, Any], list[tuple[int, str]], str]] = [
     # patience is 5: raised in the fifth step in a row, and again 50 steps later
     ({"kl__reference": after(10, 0.6, 0.1)}, [(15, "kl"), (65, "kl")], "Raise algorithm.kl_coef"),
+    ({"sampler__kl": after(10, 0.2, 0.01)}, [(15, "sampler_kl"), (65, "sampler_kl")], "is 0.2 nats a token"),
+    (
+        {"sampler__effective_sample_size": after(10, 0.2, 0.9)},
+        [(15, "effective_samples"), (65, "effective_samples")],
+        "worth 20% of as many",
+    ),
     (
         {"sampler__logprob_gap_mean": after(10, -0.06, 0.0)},
         [(15, "logprob_gap"), (65, "logprob_gap")],

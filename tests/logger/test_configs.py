@@ -29,9 +29,9 @@ def test_the_defaults_list_gives_one_section_a_logger(composed):
 
 
 def test_loggers_are_chosen_and_overridden_on_the_command_line(composed):
-    chosen = composed("logger=[console,jsonl,wandb]", "logger.jsonl.rollouts_every=5")
+    chosen = composed("logger=[console,jsonl,wandb]", "logger.console.plain_seconds=2.5")
     assert list(chosen) == ["console", "jsonl", "wandb"]
-    assert chosen.jsonl.rollouts_every == 5
+    assert chosen.console.plain_seconds == 2.5
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in LOGGERS.glob("*.yaml")))

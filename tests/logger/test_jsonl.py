@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlft.logger import jsonl
 from rlft.logger.jsonl import Jsonl, encode, read_lines
 
 
@@ -12,9 +13,9 @@ def files_of(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def play(run, make_step, make_evaluation, last, **keys):
+def play(run, make_step, make_evaluation, last):
     """Steps run.step + 1 .. last as the loop logs them, an evaluation before the first and after every second step."""
-    logger = Jsonl(**({"rollouts_every": 1, "rollouts_max": None} | keys))
+    logger = Jsonl()
     logger.start(run)
     if run.step == 0:
         logger.evaluation(make_evaluation(0))
@@ -26,7 +27,7 @@ def play(run, make_step, make_evaluation, last, **keys):
 
 
 def test_a_step_leaves_one_line_of_metrics_in_name_order(make_run, make_step):
-    logger = Jsonl(rollouts_every=0, rollouts_max=None)
+    logger = Jsonl()
     logger.start(make_run())
     logger.step(make_step(1, b=2.0, a=1))
     text = (make_run().folder / "metrics.jsonl").read_text()  # before finish: the line is flushed at once
@@ -34,7 +35,7 @@ def test_a_step_leaves_one_line_of_metrics_in_name_order(make_run, make_step):
 
 
 def test_nan_and_infinity_become_null(make_run, make_step):
-    logger = Jsonl(rollouts_every=0, rollouts_max=None)
+    logger = Jsonl()
     logger.start(make_run())
     logger.step(make_step(1, loss__total=float("nan"), policy__grad_norm=float("inf")))
     assert read_lines(make_run().folder / "metrics.jsonl") == [
@@ -42,41 +43,8 @@ def test_nan_and_infinity_become_null(make_run, make_step):
     ]
 
 
-def test_a_rollout_line_holds_everything_about_a_completion(make_run, make_step):
-    logger = Jsonl(rollouts_every=1, rollouts_max=None)
-    logger.start(make_run())
-    logger.step(make_step(3))
-    lines = read_lines(make_run().folder / "rollouts" / "step_000003.jsonl")
-    assert lines[0] == {
-        "step": 3,
-        "prompt_id": "1+2",
-        "index": 0,
-        "prompt": [{"role": "user", "content": "What is 1+2?"}],
-        "answer": "3",
-        "completion": "2",
-        "token_ids": [5, 6],
-        "logprobs": [-0.5, -0.25],
-        "rewards": {"custom": 0.25, "exact_match": 0.0},
-        "reward": 0.0,
-        "advantage": -1.0,
-        "policy_version": 2,
-        "finish_reason": "stop",
-    }
-    assert [(line["index"], line["completion"], line["reward"], line["advantage"]) for line in lines] == [
-        (0, "2", 0.0, -1.0),
-        (1, "3", 1.0, 1.0),
-    ]
-
-
-@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3]), (0, [])])
-def test_rollouts_are_written_every_n_th_step(every, steps, make_run, make_step, make_evaluation):
-    play(make_run(), make_step, make_evaluation, 4, rollouts_every=every).finish("finished")
-    names = sorted(path.name for path in (make_run().folder / "rollouts").glob("*"))
-    assert names == [f"step_{step:06d}.jsonl" for step in steps]
-
-
 def test_an_evaluation_line_holds_examples_with_question_answer_and_score(make_run, make_evaluation):
-    logger = Jsonl(rollouts_every=1, rollouts_max=None)
+    logger = Jsonl()
     logger.start(make_run())
     logger.evaluation(make_evaluation(0, 0.5, ("4",)))
     assert read_lines(make_run().folder / "eval.jsonl") == [
@@ -100,25 +68,22 @@ def test_an_evaluation_line_holds_examples_with_question_answer_and_score(make_r
     ]
 
 
-@pytest.mark.parametrize("keys", [{}, {"rollouts_max": 2}, {"rollouts_every": 2}])
 @pytest.mark.parametrize(("checkpoint", "killed_after"), [(0, 0), (0, 3), (2, 2), (2, 5), (4, 6)])
 def test_an_interrupted_run_leaves_the_files_of_an_uninterrupted_one(
-    keys, checkpoint, killed_after, make_run, make_step, make_evaluation, tmp_path
+    checkpoint, killed_after, make_run, make_step, make_evaluation, tmp_path
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    play(make_run(folder=whole), make_step, make_evaluation, 6, **keys).finish("finished")
-    play(make_run(folder=parts), make_step, make_evaluation, killed_after, **keys)  # killed: never finished
+    play(make_run(folder=whole), make_step, make_evaluation, 6).finish("finished")
+    play(make_run(folder=parts), make_step, make_evaluation, killed_after)  # killed: never finished
     with (parts / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 7, "rewa')
-    (parts / "rollouts").mkdir(exist_ok=True)
-    (parts / "rollouts" / "step_000001.jsonl.tmp").write_bytes(b"half")
-    play(make_run(folder=parts, step=checkpoint), make_step, make_evaluation, 6, **keys).finish("finished")
+    play(make_run(folder=parts, step=checkpoint), make_step, make_evaluation, 6).finish("finished")
     assert files_of(parts) == files_of(whole)
 
 
 def test_a_repeated_evaluation_takes_the_place_of_the_first(make_run, make_evaluation):
     for accuracy in (0.25, 0.5):  # a run that died before its first checkpoint starts at 0 again
-        logger = Jsonl(rollouts_every=1, rollouts_max=None)
+        logger = Jsonl()
         logger.start(make_run())
         logger.evaluation(make_evaluation(0, accuracy))
         logger.finish("interrupted")
@@ -127,22 +92,15 @@ def test_a_repeated_evaluation_takes_the_place_of_the_first(make_run, make_evalu
 
 def test_an_evaluation_at_the_checkpoint_survives_a_resume(make_run, make_step, make_evaluation):
     play(make_run(), make_step, make_evaluation, 4).finish("interrupted")
-    Jsonl(rollouts_every=1, rollouts_max=None).start(make_run(step=2))
+    Jsonl().start(make_run(step=2))
     assert [line["step"] for line in read_lines(make_run().folder / "eval.jsonl")] == [0, 2]
 
 
 def test_a_resume_drops_what_lies_beyond_the_checkpoint_before_it_goes_on(make_run, make_step, make_evaluation):
     play(make_run(), make_step, make_evaluation, 5)
-    Jsonl(rollouts_every=1, rollouts_max=None).start(make_run(step=3))
+    Jsonl().start(make_run(step=3))
     folder = make_run().folder
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3]
-    assert sorted(path.name for path in (folder / "rollouts").iterdir()) == [f"step_00000{k}.jsonl" for k in (1, 2, 3)]
-
-
-def test_only_the_newest_rollout_files_are_kept(make_run, make_step, make_evaluation):
-    play(make_run(), make_step, make_evaluation, 5, rollouts_max=2).finish("finished")
-    names = sorted(path.name for path in (make_run().folder / "rollouts").iterdir())
-    assert names == ["step_000004.jsonl", "step_000005.jsonl"]
 
 
 def test_a_line_without_its_newline_counts_as_torn(tmp_path):
@@ -161,19 +119,110 @@ def test_no_character_breaks_a_line_or_survives_unescaped(nasty):
     assert "答".encode() in data
 
 
-def test_a_failed_rollout_write_leaves_no_half_file(make_run, make_step):
-    logger = Jsonl(rollouts_every=1, rollouts_max=None)
-    logger.start(make_run())
-    record = make_step(1)
-    with pytest.raises(AttributeError):  # the second group is none, met after the first one is encoded
-        logger.step(replace(record, groups=[*record.groups, None]))
-    assert not list((make_run().folder / "rollouts").glob("*.jsonl"))
-    assert (make_run().folder / "metrics.jsonl").read_bytes() == b""
-
-
 def test_finish_before_start_and_twice_does_no_harm(make_run):
-    logger = Jsonl(rollouts_every=1, rollouts_max=None)
+    logger = Jsonl()
     logger.finish("failed early")
     logger.start(make_run())
     logger.finish("finished")
     logger.finish("finished")
+
+
+def damage(file, number, old=b"}", new=b"\xff"):
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[number - 1] = lines[number - 1].replace(old, new)
+    file.write_bytes(b"".join(lines))
+
+
+def test_a_resume_keeps_the_lines_behind_a_damaged_one_and_says_which_it_was(
+    make_run, make_step, make_evaluation, capsys
+):
+    folder = make_run().folder
+    play(make_run(), make_step, make_evaluation, 6).finish("killed")
+    damage(folder / "metrics.jsonl", 3)
+    damage(folder / "eval.jsonl", 2)  # evaluations after 0, 2, 4 and 6 steps
+    play(replace(make_run(), step=6), make_step, make_evaluation, 8).finish("finished")
+    assert capsys.readouterr().err.splitlines() == [
+        f"{folder}/metrics.jsonl: line 3 (step 3) is damaged and left out",
+        f"{folder}/eval.jsonl: line 2 (step 2) is damaged and left out",
+    ]
+    for name, steps in (("metrics.jsonl", [1, 2, 4, 5, 6, 7, 8]), ("eval.jsonl", [0, 4, 6, 8])):
+        assert [line["step"] for line in read_lines(folder / name)] == steps
+
+
+@pytest.mark.parametrize(
+    ("number", "step", "told"),
+    [
+        (6, 6, ["line 6 (step 6) is damaged and left out", "there is no line of step 6"]),
+        (6, 5, []),  # is done again
+        (4, 2, []),
+        (1, 2, ["line 1 (step 1) is damaged and left out"]),
+    ],
+)
+def test_what_is_done_again_was_not_lost(number, step, told, make_run, make_step, make_evaluation, capsys):
+    folder = make_run().folder
+    play(make_run(), make_step, make_evaluation, 6).finish("killed")
+    damage(folder / "metrics.jsonl", number)
+    play(replace(make_run(), step=step), make_step, make_evaluation, 6).finish("finished")
+    assert capsys.readouterr().err.splitlines() == [f"{folder}/metrics.jsonl: {line}" for line in told]
+
+
+def test_lines_that_a_power_cut_took_are_missed(make_run, make_step, make_evaluation, capsys):
+    folder = make_run().folder
+    play(make_run(), make_step, make_evaluation, 3).finish("killed")
+    play(replace(make_run(), step=6), make_step, make_evaluation, 7).finish("finished")
+    assert capsys.readouterr().err == f"{folder}/metrics.jsonl: there is no line of steps 4 to 6\n"
+
+
+def test_what_a_checkpoint_comes_after_is_on_disk_before_it(make_run, make_step, make_evaluation, monkeypatch):
+    logger = play(make_run(), make_step, make_evaluation, 1)
+    flushed = []
+    monkeypatch.setattr("rlft.logger.jsonl.flush", flushed.append)
+    logger.stage("evaluate")
+    assert flushed == []
+    logger.stage("checkpoint")
+    assert [path.name for path in flushed] == ["metrics.jsonl", "eval.jsonl", "alarms.jsonl"]
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+def test_evaluations_of_later_steps_do_not_read_the_file_again(make_run, make_step, make_evaluation, monkeypatch):
+    read = []
+    before = jsonl.open_after
+    monkeypatch.setattr(jsonl, "open_after", lambda path, *rest: read.append(path.name) or before(path, *rest))
+    play(make_run(), make_step, make_evaluation, 8).finish("finished")
+    # The three files at the start, and the evaluation before the first step, which a run that starts again repeats.
+    assert read == ["metrics.jsonl", "eval.jsonl", "alarms.jsonl", "eval.jsonl"]
+
+
+METRICS_LINES = [
+    b'{"step": 1, "loss/total": -2.5e-3, "reward/mean": null, "ratio/a": 1}\n',
+    b'{"step": 2, "loss/total": 0.5}\n',
+    b'{"step": 3, "loss/total": 0.25, "eval/pass@2": 1e+2}\n',
+]
+
+
+def test_the_last_line_of_metrics_is_read_alone(tmp_path, monkeypatch):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"".join(METRICS_LINES) + b'{"step": 4, "los')
+    monkeypatch.setattr(jsonl, "read_lines", lambda *_: pytest.fail("all lines are read"))
+    assert jsonl.last_line(file) == {"step": 3, "loss/total": 0.25, "eval/pass@2": 100.0}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"\x00" * 40 + b"\n", b'{"step": 2, "loss/to\n', b'{"step": 2, "loss/total: 0.5}\n', b'{"step": 2 "a": 1}\n',
+     b'{"step": 2, "a": 1\n', b'{"step": 2, "a": 1}{"step": 3, "a": 1}\n', b"[1]\n", b"\n", b'"step": 2\n'],
+)  # fmt: skip
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_last_line_comes_with_word_of_damaged_ones(damaged, place, tmp_path):
+    lines = [*METRICS_LINES]
+    lines[place] = damaged
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"".join(lines))
+    told, told_by_all = [], []
+    assert jsonl.last_line(file, told.append) == read_lines(file, told_by_all.append)[-1]
+    assert told == told_by_all != []
+
+
+def test_there_is_no_last_line_where_nothing_is_written(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    assert jsonl.last_line(tmp_path / "metrics.jsonl") == jsonl.last_line(tmp_path / "none.jsonl") == {}

@@ -1,6 +1,16 @@
+from types import SimpleNamespace
+
 import pytest
 
-from rlft.logger.loggers import Loggers
+from rlft.config.compose import compose
+from rlft.logger.console import Console
+from rlft.logger.jsonl import Jsonl
+from rlft.logger.loggers import Loggers, declares, is_declared, loggers_of
+from rlft.planning.run_plan import Plan
+from rlft.types import UserError
+
+JSONL = {"_target_": "rlft.logger.jsonl.Jsonl"}
+LIVE = {"_target_": "rlft.logger.console.Console", "live": True, "plain_seconds": 5.0}
 
 
 class Diary:
@@ -57,3 +67,42 @@ def test_finish_reaches_each_logger_once():
     loggers.finish("finished")
     loggers.finish("finished")
     assert len(calls) == 2
+
+
+# -- names decide nothing ----------------------------------------------------------------------------------------------
+def test_what_a_logger_does_is_declared_by_its_class():
+    made = loggers_of(compose(["logger=[console,jsonl,wandb]"])["logger"])
+    assert [declares(logger, "writes_metrics") for logger in made] == [False, True, False]
+    assert [declares(logger, "has_page") for logger in made] == [True, False, False]
+
+
+def test_sections_that_are_equal_are_one_logger_whatever_they_are_called():
+    made = loggers_of({"files": JSONL, "screen": LIVE, "jsonl": JSONL, "again": LIVE})
+    assert [type(logger) for logger in made] == [Jsonl, Console]
+
+
+def test_two_loggers_that_do_what_only_one_can_are_refused():
+    with pytest.raises(UserError, match=r"^logger\.plain: draws on the terminal, as logger\.screen does; choose one"):
+        loggers_of({"screen": LIVE, "plain": LIVE | {"live": False}})
+
+
+def test_a_saved_config_tells_whether_metrics_are_written_by_what_its_loggers_are():
+    outside = {"_target_": "gone.Logger"}
+    assert is_declared({"other": outside, "files": JSONL}, "writes_metrics")
+    assert not is_declared({"jsonl": LIVE}, "writes_metrics")
+    with pytest.raises(UserError, match=r"logger\.other\._target_: cannot be imported"):
+        is_declared({"jsonl": LIVE, "other": outside}, "writes_metrics")
+
+
+class AnyPlan(Plan):
+    num_steps = 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "page", "metrics"),
+    [({"screen": LIVE}, True, False), ({"console": JSONL}, False, True), ({}, False, False), (None, True, False)],
+)
+def test_a_plan_asks_its_loggers_what_they_do(sections, page, metrics):
+    config = SimpleNamespace() if sections is None else SimpleNamespace(logger=sections)  # a verb without loggers
+    plan = AnyPlan(config=config, plain={}, fingerprints={}, engine=None, loggers=loggers_of(sections or {}))
+    assert (plan.has_page, plan.writes_metrics) == (page, metrics)

@@ -17,7 +17,7 @@ COMMANDS = [("score it", "rlft eval run=runs/x " + "key=value " * 12)]
 def folder(make_run, make_step, make_evaluation):
     """Twenty steps with two evaluations; the second example turns right, its text is nasty."""
     run = make_run(steps=20)
-    logger = Jsonl(rollouts_every=0, rollouts_max=None)
+    logger = Jsonl()
     logger.start(run)
     logger.evaluation(make_evaluation(0, 0.4, ("[b]3", "\x1b[2Jwrong\u202e 4")))
     for step in range(1, 21):
@@ -107,7 +107,7 @@ def test_a_run_without_files_still_says_where_it_is(tmp_path):
 
 
 def test_a_run_of_one_step_has_no_curve(make_run, make_step):
-    logger = Jsonl(rollouts_every=0, rollouts_max=None)
+    logger = Jsonl()
     logger.start(make_run())
     logger.step(make_step(1, reward__mean=float("nan")))
     assert "reward/mean" not in page(make_run().folder, 80)

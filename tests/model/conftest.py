@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import flash_stand_in
 import pytest
 import torch
 import transformers
@@ -12,7 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlft.model import attention, forward
+from rlft.model import forward
+from rlft.model.kernels import attention, flash_attention, layer_branches, norm_and_mlp
+from rlft.model.packing import pack
 from rlft.types import Batch
 
 VOCABULARY = 120
@@ -32,6 +37,26 @@ def head_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Everything that asks for a CUDA card gets yes; counts the branches that are computed as one function."""
+    library = flash_stand_in.install()
+    flash_stand_in.CALLS.clear()
+    monkeypatch.setattr(flash_attention, "takes", lambda dtype, head_size, device: True)
+    monkeypatch.setattr(norm_and_mlp, "serves", lambda x: True)
+    monkeypatch.setattr(forward, "pack", partial(pack, prompts_first=True))
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, branch: Callable[..., Tensor], *args: Any) -> Tensor:
+        calls[name] += 1
+        return branch(*args)
+
+    for name in ("attention", "mlp"):
+        monkeypatch.setattr(layer_branches, name, partial(counted, name, getattr(layer_branches, name)))
+    yield calls
+    library._destroy()
+
+
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -46,6 +71,12 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 SIZES_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama_one_kv_head": ("LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -64,6 +95,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral_window": ("MistralConfig", {"sliding_window": 4}),
+    "mixtral": ("MixtralConfig", {"sliding_window": None, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16}),
+    "phi3": ("Phi3Config", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
     "granite": ("GraniteConfig", {"logits_scaling": 3.0}),
     "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "falcon": ("FalconConfig", {}),

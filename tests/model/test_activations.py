@@ -2,30 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from rlft.model.activations import activation_bytes
+from rlft.model.activations import AdapterLayers, activation_bytes
+from rlft.model.backbone import load_backbone
+from rlft.model.config import KernelChoice
+from rlft.model.scalar_head import ScalarHead
+
+ROWS, PROMPT, COMPLETION = 16, 20, 60
+TOKENS = {True: ROWS * (PROMPT + COMPLETION), False: 4 * PROMPT + ROWS * COMPLETION}
+"""{plain: tokens of a forward}: padded rows hold each prompt once a row, packed ones once a group of four."""
 
 
-def test_the_count_is_what_the_packed_forward_keeps(make_roles, make_batch):
-    roles = make_roles()
-    dice = torch.Generator().manual_seed(0)
-    rows = [
-        (g, [g + 1] * 20, torch.randint(1, 200, (60,), generator=dice).tolist()) for g in range(4) for _ in range(4)
-    ]
-    batch, storages = make_batch(rows), {}
-    weights = {p.untyped_storage().data_ptr() for p in roles.model.parameters()}
+def kept_bytes(forward: Callable[[], Tensor], weights: set[int]) -> int:
+    """Of all tensors with a row for each token that the forward keeps for its backward, each storage once."""
+    storages = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in weights and tensor.numel() % (PROMPT + COMPLETION) == 0:
+            storages[storage.data_ptr()] = storage  # held, so that no other takes its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = roles.outputs(batch, False)
-    assert outputs.logprobs.requires_grad
-    tokens = 4 * 20 + 16 * 60
-    counted = activation_bytes(roles.backbone.model.config, tokens, 4)
-    assert counted == pytest.approx(sum(storages.values()), rel=0.04)
+        assert forward().requires_grad
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("choice", KernelChoice)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_count_is_what_the_forward_keeps(choice, dtype, use_dora, dropout, make_roles, make_batch, model_config):
+    plain = choice is KernelChoice.plain
+    backbone = load_backbone.__wrapped__(model_config(kernels=choice, dtype=dtype))
+    roles = make_roles(backbone=backbone, use_dora=use_dora, dropout=dropout)
+    roles.model.train()
+    dice = torch.Generator().manual_seed(0)
+    completions = torch.randint(1, 200, (ROWS, COMPLETION), generator=dice).tolist()
+    batch = make_batch([(row // 4, [row // 4 + 1] * PROMPT, ids) for row, ids in enumerate(completions)])
+    assert roles.forward.packed != plain
+    weights = {p.untyped_storage().data_ptr() for p in roles.model.parameters()}
+    # A plain forward's logits, which are of every token, are counted elsewhere.
+    head = ScalarHead(128, roles.model.device, torch.float32)
+    kept = kept_bytes(lambda: roles.forward.values(batch, head), weights)
+    layers = AdapterLayers.of(
+        {name: tuple(tensor.shape) for name, tensor in roles.weights("policy").items()},
+        dropout=dropout > 0,
+        dora=use_dora,
+    )
+    itemsize = backbone.model.dtype.itemsize
+    adapter = layers.bytes_of_a_token(itemsize, "cpu", plain=plain)
+    counted = activation_bytes(backbone.model.config, TOKENS[plain], itemsize, plain=plain, adapter=adapter)
+    assert counted == pytest.approx(kept, rel=0.04)
+
+
+def test_the_count_is_what_a_card_keeps(card, make_roles, make_batch, model_config):
+    backbone = load_backbone.__wrapped__(model_config(dtype="bfloat16"))
+    roles = make_roles(backbone=backbone)
+    roles.model.train()
+    dice = torch.Generator().manual_seed(0)
+    completions = torch.randint(1, 200, (ROWS, COMPLETION), generator=dice).tolist()
+    batch = make_batch([(row // 4, [row // 4 + 1] * PROMPT, ids) for row, ids in enumerate(completions)])
+    weights = {p.untyped_storage().data_ptr() for p in roles.model.parameters()}
+    head = ScalarHead(128, roles.model.device, torch.float32)
+    kept = kept_bytes(lambda: roles.forward.values(batch, head), weights)
+    assert card["mlp"] > 0
+    # What is left out, low-rank products and float32 normalisers, is more of a model that is 128 wide and has 16 bits.
+    assert activation_bytes(backbone.model.config, TOKENS[False], 2, device="cuda") == pytest.approx(kept, rel=0.06)
+    assert activation_bytes(backbone.model.config, TOKENS[False], 2, device="cpu") > 1.06 * kept
+
+
+def test_layers_that_read_the_same_input_share_it_where_nothing_is_dropped():
+    shapes = {}
+    for name, (rows, columns) in {"attn.q": (8, 8), "attn.k": (8, 4), "mlp.down": (24, 8)}.items():
+        shapes[f"layers.0.{name}.lora_A.weight"] = (2, rows)
+        shapes[f"layers.0.{name}.lora_B.weight"] = (columns, 2)
+    layers = AdapterLayers.of(shapes, dropout=True, dora=True)
+    assert (layers.inputs, layers.shared_inputs, layers.outputs) == (8 + 8 + 24, 8 + 24, 8 + 4 + 8)
+    assert layers.bytes_of_a_norm(4) == 4 * (24 * 24 + 3 * 24 * 8)
+    assert layers.bytes_of_a_norm(2) == 4 * (24 * 24 + 4 * 24 * 8)
+    # On a GPU dropout keeps a byte of each input, on a CPU its noise in float32.
+    on = {device: layers.bytes_of_a_token(2, device, plain=True) for device in ("cpu", "cuda")}
+    assert on["cpu"] - on["cuda"] == 3 * (8 + 8 + 24)
+    assert AdapterLayers.of(shapes, dropout=False, dora=False).bytes_of_a_token(2, "cpu", plain=False) == 0
+    # PEFT's layers on a base of 4 bits keep what they keep on any other.
+    quantized, usual = (AdapterLayers.of(shapes, dropout=False, dora=False, quantized=q) for q in (True, False))
+    assert quantized.bytes_of_a_token(2, "cuda", plain=False) == usual.bytes_of_a_token(2, "cuda", plain=True) > 0

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlft.model.attention import NAME
 from rlft.model.backbone import (
     fingerprint,
     load_backbone,
@@ -19,6 +18,7 @@ from rlft.model.backbone import (
     resolve_path,
 )
 from rlft.model.forward import choose
+from rlft.model.kernels.attention import NAME
 from rlft.types import UserError
 
 

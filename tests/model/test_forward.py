@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rlft.collate import select
-from rlft.model import head
-from rlft.model.attention import NAME
+from rlft.batch import select
 from rlft.model.forward import Forward, choose, packed_forward, padded_forward
+from rlft.model.kernels import lm_head as head
+from rlft.model.kernels.attention import NAME
 from rlft.model.packing import micro_batches, num_packed_tokens
 from rlft.model.scalar_head import ScalarHead
 
@@ -219,8 +219,8 @@ def test_only_completion_positions_reach_the_head_and_only_packed_tokens_the_net
     hook = model.get_input_embeddings().register_forward_hook(lambda m, args, out: network.append(out.shape[1]))
     chosen(awkward_batch, 1.0)
     hook.remove()
-    # Completions 4 + 8 + 0 + 1 + 3 + 9 = 25 tokens; prompts 6 + 2 + 4 = 12, each once.
-    assert (head_calls, network) == ([25], [37])
+    # Completions 4 + 8 + 0 + 1 + 3 + 9 = 25 tokens, two of them masked; prompts 6 + 2 + 4 = 12, each once.
+    assert (head_calls, network) == ([23], [37])
 
 
 def test_entropy_is_computed_only_when_asked_for(random_model, awkward_batch):
@@ -381,18 +381,15 @@ def test_what_lies_under_the_padding_does_not_reach_the_values(packed, random_mo
 # -- which forward ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", PACKED)
 def test_these_models_are_packed(kind, random_model):
-    said = []
-    chosen = choose(random_model(kind), said.append)
-    assert (chosen.packed, chosen.reason, said) == (True, "packed rows, each prompt once per group", [])
+    chosen = choose(random_model(kind))
+    assert (chosen.packed, chosen.reason) == (True, "packed rows, each prompt once per group")
 
 
 @pytest.mark.parametrize("kind", REASONS)
 def test_a_model_that_cannot_be_packed_is_padded_for_a_reason_that_names_why(kind, random_model):
-    said = []
-    chosen = choose(random_model(kind), said.append)
+    chosen = choose(random_model(kind))
     assert not chosen.packed
     assert chosen.reason == f"padded rows: {REASONS[kind]}"
-    assert said == [chosen.reason]
 
 
 def test_a_model_that_does_something_after_its_head_is_found_out_by_its_numbers(random_model):
@@ -445,3 +442,55 @@ def test_without_packed_rows_the_registered_attention_is_plain_sdpa(random_model
     plain_model = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa")
     plain_model.load_state_dict(model.state_dict())
     assert torch.equal(mine, plain_model.eval()(input_ids=ids).logits)
+
+
+# -- several turns -----------------------------------------------------------------------------------------------------
+TALK = [
+    (0, [3, 4, 5], [10, 11, -12, -13, -14, 15, 16, -17, 18]),
+    (0, [3, 4, 5], [20, -21, 22]),
+    (1, [6, 7], [-8, 30, 31, -32]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_turns_have_the_logprobs_and_gradients_of_turns_run_as_rows_of_their_own(
+    kind, random_model, with_lora, make_batch
+):
+    """A turn is a completion of all that stands before it: what an answer adds to the loss is exactly nothing."""
+    model = random_model(kind)
+    parameters = with_lora(model)
+    batch = make_batch(TALK)
+    turns = []  # (row, columns of the turn, the turn as a row)
+    for b, (_, prompt, completion) in enumerate(TALK):
+        ids = [*prompt, *(abs(token) for token in completion)]
+        columns = batch.loss_mask[b].nonzero()[:, 0].tolist()
+        starts = [c for c in columns if c - 1 not in columns]
+        for start in starts:
+            end = next(c for c in range(start, len(ids) + 1) if c not in columns)
+            turns.append((b, slice(start, end), (len(turns), ids[:start], ids[start:end])))
+    assert len(turns) == 6
+    weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(5))
+    expected_BT, total = torch.zeros(batch.loss_mask.shape), torch.zeros(())
+    for b, columns, row in turns:
+        alone = padded_forward(model, make_batch([row]), 1.0, False).logprobs[0, columns]
+        expected_BT[b, columns] = alone.detach()
+        total = total + (weights[b, columns] * alone).sum()
+    expected = torch.autograd.grad(total, parameters)
+    for run in (packed_forward, padded_forward):
+        logprobs = run(model, batch, 1.0, False).logprobs
+        close(logprobs.detach(), expected_BT, 1e-5)
+        # Junk weights on what was not sampled: its gradient is exactly 0.
+        junk = weights.where(batch.loss_mask, 1e30)
+        close_gradients(torch.autograd.grad((junk * logprobs).sum(), parameters), expected, 1e-5)
+
+
+def test_an_answer_is_read_by_what_follows_it_and_by_nothing_before(random_model, make_batch):
+    model = random_model("llama")
+    other = [(0, [3, 4, 5], [10, 11, -12, -99, -14, 15, 16, -17, 18]), *TALK[1:]]
+    for run in (packed_forward, padded_forward):
+        first, second = (run(model, make_batch(rows), 1.0, False).logprobs for rows in (TALK, other))
+        moved = (first - second).abs()
+        assert moved[0, 8:12][make_batch(TALK).loss_mask[0, 8:12]].min() > 1e-3, "the tokens after the changed one"
+        moved[0, 8:] = 0
+        assert moved.max() < 1e-6

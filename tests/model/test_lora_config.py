@@ -9,13 +9,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from rlft.demand import sizes_of
 from rlft.generation.adapter_files import AdapterFiles
-from rlft.model import fused
 from rlft.model.backbone import read_backbone
 from rlft.model.config import LoraSettings
-from rlft.model.lora_linear import LoraLinear
+from rlft.model.kernels import norm_and_mlp
+from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
+from rlft.planning.memory_demand import sizes_of
 from rlft.types import UserError
 
 KINDS = [{"use_rslora": True}, {"use_dora": True}, {"use_rslora": True, "use_dora": True}]
@@ -33,7 +33,7 @@ def double(model_config, tiny_path):
     ours = read_backbone(model_config())
     ours.model.double()
     theirs = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float64, attn_implementation="sdpa")
-    fused.install(theirs)
+    norm_and_mlp.install(theirs)
     return ours, theirs
 
 

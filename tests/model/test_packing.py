@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlft.collate import select
+from rlft.batch import select
 from rlft.model.packing import micro_batches, num_packed_tokens, pack, padded_micro_batches, prompt_lengths
 
 
@@ -155,3 +155,24 @@ def test_the_number_of_packed_tokens_is_known_without_packing(two_groups, many_r
 def test_the_prompt_ends_where_the_first_trained_token_stands(make_batch):
     batch = make_batch([(0, [3, 4], [5, -6, 7]), (0, [3, 4], [-5, 6]), (0, [3, 4], []), (0, [3], [-5, -6])])
     assert prompt_lengths(batch).tolist() == [2, 3, 2, 3]
+
+
+# -- several turns -----------------------------------------------------------------------------------------------------
+def test_only_sampled_tokens_are_predicted_and_all_are_in_the_row(make_batch):
+    # Two tokens of an answer within the first completion; the second begins with one, so that its prompt is its own.
+    packed = pack(make_batch([(0, [5, 6], [20, -21, -22, 23, 24]), (0, [5, 6], [-25, 26])]))
+    assert packed.token_ids.tolist() == [[5, 6, 20, 21, 22, 23, 24, 5, 6, 25, 26]]
+    assert packed.predictor.tolist() == [1, 4, 5, 9]
+    assert packed.target.tolist() == [20, 23, 24, 26]
+    assert packed.rows.tolist() == [0, 0, 0, 1]
+    assert packed.columns.tolist() == [2, 5, 6, 3]
+
+
+@pytest.mark.parametrize("budget", [20, 30, 44, 100])
+def test_micro_batches_keep_to_the_budget_where_completions_begin_with_other_answers(budget, make_batch):
+    generator = torch.Generator().manual_seed(1)
+    lead = torch.randint(0, 6, (60,), generator=generator).tolist()
+    batch = make_batch([(b // 5, [b // 5 + 1] * 6, [-(b + 9)] * n + [7] * 3) for b, n in enumerate(lead)])
+    parts = micro_batches(batch, torch.arange(60), budget)
+    assert torch.equal(torch.cat(parts), torch.arange(60))
+    assert max(num_packed_tokens(select(batch, part)) for part in parts) <= budget

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rlft.ops.mismatch import Mismatch, mismatch_correction
+from rlft.ops.mismatch import Mismatch, far_off_policy, mismatch_correction
 
 # The trainer finds the sampled tokens 4, 1 and 0.25 times as likely as the generator did (geometric mean 1), and in the
 # second row 4, 4 times (geometric mean 4). Junk outside the mask.
@@ -52,3 +52,16 @@ def test_a_long_row_with_a_small_gap_on_every_token_is_not_dropped_by_the_sequen
 @pytest.mark.parametrize("mode", Mismatch)
 def test_no_gradient_flows_through_the_weight(mode):
     assert not correct(mode, old=OLD.clone().requires_grad_()).weight.requires_grad
+
+
+def test_the_off_policy_mask_by_hand():
+    # Mean of lp_sampled - lp, in nats a token: 0.3 (of 0.5, 0.4, 0), 0.2 (of 0.4, 0), 0.3; junk outside the mask.
+    sampled = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, 9.0], [-1.0, -1.0, -1.0]], dtype=torch.float64)
+    policy = torch.tensor([[-1.5, -2.4, -3.0], [-1.4, -2.0, -1e9], [-1.3, -1.3, -1.3]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+    advantages = torch.tensor([[-1.0, 1.0, -0.5], [-1.0, -1.0, -1.0], [0.0, 2.0, 0.0]], dtype=torch.float64)
+    far = far_off_policy(policy, sampled, advantages, mask, 0.25)
+    assert far.tolist() == [[True, False, True], [False, False, False], [False, False, False]]
+    far = far_off_policy(policy, sampled, advantages, mask, 0.15)
+    assert far.tolist() == [[True, False, True], [True, True, False], [False, False, False]]
+    assert not far_off_policy(policy, sampled, advantages, mask, 0.31).any()

@@ -169,5 +169,5 @@ def test_choices_may_have_numbers(group):
     ],
 )
 def test_choices_of_another_shape_are_an_error(value):
-    with pytest.raises(ValueError, match="choices must be a list of texts or a mapping from letters to texts"):
+    with pytest.raises(ValueError, match="choices must be a list of strings or a mapping from letters to strings"):
         choices_of(value)

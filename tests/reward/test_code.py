@@ -10,11 +10,12 @@ from types import MappingProxyType
 import pytest
 import yaml
 
-from rlft.reward import code, sandbox
+from rlft.reward import code
 from rlft.reward.code import Code, Pair, ProgramIn, Required, Score, parse_tests
-from rlft.reward.sandbox import Isolation
-from rlft.reward.scorer import RewardError, Scorer, specs
-from rlft.reward.spec import examined
+from rlft.sandbox import bubblewrap
+from rlft.sandbox.bubblewrap import Isolation
+from rlft.scoring.reward_spec import examined
+from rlft.scoring.scorer import RewardError, Scorer, specs
 from rlft.types import UserError
 
 KEYS = yaml.safe_load((Path(__file__).parents[2] / "configs" / "reward" / "code.yaml").read_text())["code"]
@@ -153,8 +154,8 @@ def test_tests_that_need_more_than_plain_data_are_counted_when_the_data_are_scan
 
 @pytest.mark.parametrize("split", ["train", "held-out"])
 def test_a_plan_scans_the_tests_of_both_splits(split, tmp_path):
-    from rlft.config import compose
-    from rlft.plan import make_plan
+    from rlft.config.compose import compose
+    from rlft.planning.train_plan import make_plan
 
     for name in ("train", "held-out"):
         test = "assert near(f(1), 2)" if name == split else "assert f(lambda x: x) == 1"
@@ -380,7 +381,7 @@ def test_a_timeout_that_leaves_no_time_is_refused():
 
 @pytest.fixture
 def nothing_isolates(monkeypatch):
-    monkeypatch.setattr(sandbox, "available", lambda: (Isolation.none, "bubblewrap is not installed"))
+    monkeypatch.setattr(bubblewrap, "available", lambda: (Isolation.none, "bubblewrap is not installed"))
 
 
 @pytest.mark.usefixtures("nothing_isolates")
@@ -405,17 +406,17 @@ def test_unisolated_programs_run_where_that_is_allowed_and_the_note_says_so(grou
 def test_the_note_says_which_isolation_is_active_and_what_bounds_memory():
     note = reward(allow_unsafe=True).note()
     assert note.startswith("programs are isolated by bubblewrap ")
-    assert note.endswith(f"; all memory is bounded by {' and '.join(sandbox.memory_bound().by)}")
+    assert note.endswith(f"; all memory is bounded by {' and '.join(bubblewrap.memory_bound().by)}")
 
 
 @pytest.fixture
 def no_bound(monkeypatch):
     """Neither a cgroup nor a filter."""
-    sandbox.memory_bound.cache_clear()
-    monkeypatch.setattr(sandbox.cgroups, "available", lambda: None)
-    monkeypatch.setattr(sandbox.seccomp, "system_call_filter", lambda: None)
+    bubblewrap.memory_bound.cache_clear()
+    monkeypatch.setattr(bubblewrap.cgroups, "available", lambda: None)
+    monkeypatch.setattr(bubblewrap.seccomp, "system_call_filter", lambda: None)
     yield
-    sandbox.memory_bound.cache_clear()
+    bubblewrap.memory_bound.cache_clear()
 
 
 @pytest.mark.usefixtures("no_bound")
@@ -429,7 +430,7 @@ def test_what_is_not_bounded_is_named(group):
 
 @pytest.mark.parametrize("by", ["a cgroup (version 2)", "a system-call filter"])
 def test_strict_takes_a_cgroup_or_a_filter(by, monkeypatch):
-    monkeypatch.setattr(sandbox, "memory_bound", lambda: sandbox.MemoryBound(by=(by,), open=()))
+    monkeypatch.setattr(bubblewrap, "memory_bound", lambda: bubblewrap.MemoryBound(by=(by,), open=()))
     assert reward(isolation="strict").note().endswith(f"; all memory is bounded by {by}")
 
 
@@ -442,7 +443,9 @@ def test_strict_goes_before_allow_unsafe():
 
 
 def test_a_sandbox_that_breaks_stops_the_run(group, monkeypatch):
-    monkeypatch.setattr(code.sandbox, "prefix", lambda *arguments: ["/bin/sh", "-c", "echo broken >&2; exit 1", "sh"])
+    monkeypatch.setattr(
+        code.bubblewrap, "prefix", lambda *arguments: ["/bin/sh", "-c", "echo broken >&2; exit 1", "sh"]
+    )
     with pytest.raises(RewardError, match=r"raised SandboxError: a program could not be started .*\(broken\)"):
         Scorer(specs({"code": KEYS}), 0, 30.0, "stop")([group([fence("x = 1")], answer=ADD_TESTS)])
 

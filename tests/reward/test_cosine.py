@@ -77,3 +77,11 @@ def test_values_with_which_a_wrong_answer_may_earn_as_much_as_a_right_one_are_re
 def test_a_pattern_without_a_group_is_refused():
     with pytest.raises(UserError, match="pattern: has no group"):
         cosine(answer_in=AnswerIn.pattern, pattern="[0-9]+")
+
+
+def test_what_an_environment_said_does_not_lengthen_a_completion(group):
+    made = sized(group, [RIGHT], [100])
+    [whole] = made.rollouts
+    half = replace(whole.completion, mask=(True, False) * 50)  # fifty of its hundred tokens were sampled
+    assert cosine()(replace(made, rollouts=(replace(whole, completion=half),))) == cosine()(sized(group, [RIGHT], [50]))
+    assert cosine()(made) != cosine()(sized(group, [RIGHT], [50]))

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from rlft.reward.format import Format, Mode
-from rlft.reward.scorer import Scorer, specs
+from rlft.scoring.scorer import Scorer, specs
 from rlft.types import UserError
 
 TAGS = ("think", "answer")
@@ -84,7 +84,7 @@ def test_a_pattern_has_no_parts_to_count():
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused():
-    with pytest.raises(UserError, match=r"pattern: is no regular expression \(missing \), .*got \(unclosed"):
+    with pytest.raises(UserError, match=r"pattern: is not a regular expression \(missing \), .*got \(unclosed"):
         Format(mode=Mode.strict, tags=TAGS, pattern="(unclosed")
 
 

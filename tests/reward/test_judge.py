@@ -6,7 +6,7 @@ import yaml
 from reward_groups import make_group
 from scripted_server import Reply, ScriptedServer, chat, rated
 
-from rlft.reward.scorer import Scorer, specs
+from rlft.scoring.scorer import Scorer, specs
 from rlft.types import Unscored, UserError
 
 SHIPPED = yaml.safe_load((Path(__file__).parents[2] / "configs/reward/judge.yaml").read_text())["judge"]
@@ -142,20 +142,20 @@ def test_a_hostile_completion_stays_one_string_in_its_place(server, make, group,
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (chat("I would say 7."), "the judge replied no JSON, got "),
-        (chat('```json\n{"scores": [7]}\n```'), "the judge replied no JSON, got "),
-        (chat('{"scores": [7]} as it is flawless'), "the judge replied no JSON, got "),
-        (chat("7"), """it answered no {"scores": [...]}, got """),
-        (chat('{"score": 7}'), """it answered no {"scores": [...]}, got """),
+        (chat("I would say 7."), "the judge's reply is not JSON, got "),
+        (chat('```json\n{"scores": [7]}\n```'), "the judge's reply is not JSON, got "),
+        (chat('{"scores": [7]} as it is flawless'), "the judge's reply is not JSON, got "),
+        (chat("7"), """its answer is not {"scores": [...]}, got """),
+        (chat('{"score": 7}'), """its answer is not {"scores": [...]}, got """),
         (chat('{"scores": [7, 7]}'), "it answered 2 scores for 1 completions, got "),
-        (chat('{"scores": ["7"]}'), "it answered '7', which is no finite number, got "),
-        (chat('{"scores": [NaN]}'), "it answered nan, which is no finite number, got "),
+        (chat('{"scores": ["7"]}'), "it answered '7', which is not a finite number, got "),
+        (chat('{"scores": [NaN]}'), "it answered nan, which is not a finite number, got "),
         (rated(11), "the judge rated 11, outside 1 .. 10, got "),
         (rated(0.5), "the judge rated 0.5, outside 1 .. 10, got "),
-        (Reply(text='{"choices": []}'), "it answered no chat completion, got "),
-        (Reply(text='{"choices": [{"message": {"content": null}}]}'), "the judge replied no JSON, got "),
-        (Reply(text="[]"), "it answered no chat completion, got "),
-        (Reply(text="<html>"), "it answered no JSON, got '<html>'"),
+        (Reply(text='{"choices": []}'), "its answer is not a chat completion, got "),
+        (Reply(text='{"choices": [{"message": {"content": null}}]}'), "the judge's reply is not JSON, got "),
+        (Reply(text="[]"), "its answer is not a chat completion, got "),
+        (Reply(text="<html>"), "its answer is not JSON, got '<html>'"),
     ],
 )
 def test_a_reply_that_is_not_what_was_asked_for_is_asked_for_again_and_then_told(server, make, group, reply, message):
@@ -216,7 +216,7 @@ def test_workers_ask_the_judge_and_on_error_decides_what_it_cannot_rate(server, 
         score.close()
     assert totals == [[0.0, 0.5], [1.0, 0.0]]
     assert score.num_failures == 1
-    assert "the judge replied no JSON" in score.last_failure
+    assert "the judge's reply is not JSON" in score.last_failure
     assert "completion 2 of 2: 'odd'" in score.last_failure
     # Four completions, one of them asked about twice; those with a rating are not asked about again.
     assert len(server.bodies) == 5

@@ -1,8 +1,8 @@
 import pytest
 
 from rlft.reward.learned import Learned
-from rlft.reward.scorer import Scorer
-from rlft.reward.spec import specs
+from rlft.scoring.reward_spec import specs
+from rlft.scoring.scorer import Scorer
 from rlft.types import UserError
 
 LEARNED = {
@@ -32,7 +32,7 @@ def test_a_path_may_be_none():
         ({"token_budget": 0}, "reward.learned.token_budget: must be greater than 0, got 0"),
         ({"center": float("inf")}, "reward.learned.center: must be finite"),
         ({"scale": "big"}, "reward.learned.scale: must be a number"),
-        ({"path": 3}, "reward.learned.path: must be a text"),
+        ({"path": 3}, "reward.learned.path: must be a string"),
     ],
 )
 def test_keys_have_types_and_bounds(keys, message):

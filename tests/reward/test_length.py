@@ -4,7 +4,7 @@ import pytest
 
 from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.length import Length, Mode
-from rlft.reward.spec import specs
+from rlft.scoring.reward_spec import specs
 from rlft.types import UserError
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
@@ -94,3 +94,11 @@ def test_a_mode_without_its_number_is_refused(mode):
 def test_a_pattern_without_a_group_is_refused():
     with pytest.raises(UserError, match="pattern: has no group"):
         length(answer_in=AnswerIn.pattern, pattern="[0-9]+")
+
+
+def test_what_an_environment_said_does_not_lengthen_a_completion(group):
+    made = sized(group, [RIGHT, RIGHT], [100, 50])
+    first, second = made.rollouts
+    half = replace(first.completion, mask=(True, False) * 50)  # fifty of its hundred tokens were sampled
+    assert length()(replace(made, rollouts=(replace(first, completion=half), second))) == [0, 0]
+    assert length()(made) != [0, 0]

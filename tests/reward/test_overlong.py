@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from rlft.reward.overlong import Overlong
-from rlft.reward.spec import specs
+from rlft.scoring.reward_spec import specs
 from rlft.types import UserError
 
 
@@ -43,3 +43,11 @@ def test_a_cache_that_is_none_or_longer_than_the_limit_is_refused(cache):
         UserError, match=rf"reward.overlong.cache: must be from 1 to max_tokens=100 tokens, got {cache}"
     ):
         specs({"overlong": config})
+
+
+def test_what_an_environment_said_does_not_lengthen_a_completion(group):
+    made = group(["18"])
+    [whole] = made.rollouts
+    completion = replace(whole.completion, token_ids=[1] * 190, mask=(True,) * 95 + (False,) * 95)
+    rollouts = (replace(whole, completion=completion),)
+    assert Overlong(max_tokens=100, cache=10)(replace(made, rollouts=rollouts)) == [-0.5]

@@ -195,16 +195,16 @@ def test_the_token_is_never_told(server, make, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<html>", "it answered no JSON, got '<html>'"),
-        ("[1.0]", """it answered no {"scores": [...]}, got '[1.0]'"""),
-        ('{"score": 1}', """it answered no {"scores": [...]}, got '{"score": 1}'"""),
+        ("<html>", "its answer is not JSON, got '<html>'"),
+        ("[1.0]", """its answer is not {"scores": [...]}, got '[1.0]'"""),
+        ('{"score": 1}', """its answer is not {"scores": [...]}, got '{"score": 1}'"""),
         ('{"scores": [1, 2]}', "it answered 2 scores for 1 completions, got "),
-        ('{"scores": [NaN]}', "it answered nan, which is no finite number, got "),
-        ('{"scores": [1e999]}', "it answered inf, which is no finite number, got "),
-        ('{"scores": [1%s]}' % ("0" * 400), "which is no finite number, got "),
-        ('{"scores": ["1"]}', "it answered '1', which is no finite number, got "),
-        ('{"scores": [true]}', "it answered True, which is no finite number, got "),
-        ('{"scores": [null]}', "it answered None, which is no finite number, got "),
+        ('{"scores": [NaN]}', "it answered nan, which is not a finite number, got "),
+        ('{"scores": [1e999]}', "it answered inf, which is not a finite number, got "),
+        ('{"scores": [1%s]}' % ("0" * 400), "which is not a finite number, got "),
+        ('{"scores": ["1"]}', "it answered '1', which is not a finite number, got "),
+        ('{"scores": [true]}', "it answered True, which is not a finite number, got "),
+        ('{"scores": [null]}', "it answered None, which is not a finite number, got "),
     ],
 )
 def test_a_wrong_answer_is_told_as_it_came(server, make, text, message):

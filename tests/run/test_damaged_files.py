@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rlft import cli, runfolder
-from rlft.config import compose
+from rlft import cli
+from rlft.config.compose import compose
 from rlft.logger.jsonl import encode
-from rlft.roots import Verb
+from rlft.planning.sample_plan import make_plan
+from rlft.run import run_folder
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 
@@ -64,7 +65,9 @@ def make_run(place: Path) -> None:
     import torch
 
     place.mkdir(parents=True)
-    runfolder.start(place, compose(["steps=2", "name=made"]), {"base_fingerprint": "0"})
+    run_folder.start(
+        place, compose(["steps=2", "name=made", "data.size=16", "data.held_out_size=4"]), {"base_fingerprint": "0"}
+    )
     (place / "status.json").write_text('{"status": "finished", "steps": 2}\n')
     lines = {"metrics.jsonl": {"reward/mean": 0.5}, "eval.jsonl": {"accuracy": 0.5, "accuracy_se": 0.1, "examples": []}}
     lines["alarms.jsonl"] = {"name": "kl", "text": "it grows"}
@@ -94,7 +97,7 @@ def workplace(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("rlft.run.crash.tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("rlft.system.crash.tempfile.tempdir", str(tmp_path))
     return tmp_path
 
 
@@ -103,13 +106,14 @@ PLANNING = [
     "resume runs/hurt", "eval runs/hurt", "sample run=runs/hurt", "chat runs/hurt", "export runs/hurt out=out",
     "train lora.path=runs/hurt", "train resume=runs/hurt", "train hydra.run.dir=runs/hurt resume=auto", "eval latest",
 ]  # fmt: skip
+READ_FIRST = ("config.yaml", f"{SAVED}/state.json", f"{SAVED}/policy/adapter_config.json")
 WHATEVER_HAPPENS = ("runs", "runs --json", "report runs")
 """Verbs of many runs: the other run is still shown."""
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_verb_ends_in_a_traceback(name: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, chosen = Path("runs/hurt") / name, FILES.index(name)
+    file = Path("runs/hurt") / name
     before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
     for damage in DAMAGES:
         if file.is_dir():
@@ -117,8 +121,8 @@ def test_no_verb_ends_in_a_traceback(name: str, workplace: Path, capsys: pytest.
         for path, content in before.items():
             path.write_bytes(content)
         damage(file)
-        # Verbs that plan a run take a second each: a kind of damage each file.
-        heavy = damage is DAMAGES[chosen % len(DAMAGES)]
+        # Verbs that plan a run take longer: all damages of what they read first, else a kind each file.
+        heavy = name in READ_FIRST or damage is DAMAGES[FILES.index(name) % len(DAMAGES)]
         ends_in_a_line([*LIGHT, *(PLANNING if heavy else ())], workplace, capsys)
 
 
@@ -175,9 +179,9 @@ def test_a_config_cut_at_any_line_is_refused_or_that_of_the_run(workplace: Path)
     for end in range(0, origin, 5):
         file.write_text("".join(lines[:end]))
         with pytest.raises(ValueError, match=r"it (is cut short|holds no keys|has no verb)"):
-            runfolder.whole_config(file.parent)
+            run_folder.whole_config(file.parent)
     file.write_text("".join(lines))
-    assert runfolder.whole_config(file.parent)["verb"] == Verb.train
+    assert run_folder.whole_config(file.parent)["verb"] == "train"
 
 
 def test_a_file_that_may_not_be_read_is_named(
@@ -200,3 +204,148 @@ def test_a_file_that_may_not_be_read_is_named(
             assert code in ((0,) if typed in WHATEVER_HAPPENS else (0, 2)), f"{name}, {typed}: {told.err}"
             if name == "metrics.jsonl" and typed == "diff runs/good runs/hurt":
                 assert told.err.startswith("rlft: metrics.jsonl: cannot be read (Permission denied), got runs/hurt/")
+
+
+READERS = {
+    "runs": ("metrics.jsonl", "eval.jsonl", "alarms.jsonl"),
+    "watch runs/hurt": ("metrics.jsonl", "eval.jsonl"),
+    "diff runs/good runs/hurt": ("metrics.jsonl", "eval.jsonl"),
+    "report runs/hurt": ("metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000002.jsonl"),
+    "report runs": ("metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000002.jsonl"),
+}
+"""Verbs, and the files that they read."""
+
+
+@pytest.mark.parametrize("typed", READERS)
+def test_every_reader_names_the_lines_that_are_damaged(
+    typed: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in READERS[typed]:
+        file = Path("runs/hurt") / name
+        first, *others = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(first.replace(b"}", b"\xff") + b"".join(others))
+    assert cli.run(typed.split()) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    step = {"rollouts/step_000002.jsonl": 2}
+    assert told == [
+        f"runs/hurt/{name}: line 1 (step {step.get(name, 1)}) is damaged and left out" for name in READERS[typed]
+    ]
+
+
+def newer_format(file: Path) -> None:
+    file.write_text(file.read_text().replace("format: 1\n", "format: 2\n"))
+
+
+def newer_keys(file: Path) -> None:
+    text = file.read_text().replace("\n  rlft: ", "\n  rlft: 999.")
+    file.write_text(text.replace("steps: 2\n", "steps: 2\nunheard_of: 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (newer_format, "was written by a newer rlft (format 2, this one reads up to 1), got runs/hurt; update rlft"),
+        (newer_keys, "does not know (unheard_of), got runs/hurt; update rlft"),
+    ],
+)
+def test_a_config_of_a_newer_version_is_named_as_such(
+    change: Callable[[Path], None], said: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(Path("runs/hurt/config.yaml"))
+    for typed in (word for word in PLANNING if word not in ("eval latest", "train lora.path=runs/hurt")):
+        assert cli.run(typed.split()) == 2, typed
+        [told] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlft: ")]
+        assert told.endswith(said), typed
+    assert cli.run(["runs", "--json"]) == 0
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["folder"] == "runs/hurt")
+    assert row["reason"].startswith("config.yaml was written by ")
+
+
+def test_a_checkpoint_of_a_newer_version_is_named_and_not_passed_over(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = Path("runs/hurt") / SAVED
+    checkpoint.change_state(saved, {"format": 2})
+    for typed in ("resume runs/hurt", "export runs/hurt out=out", f"resume {saved}", "train lora.path=runs/hurt"):
+        assert cli.run(typed.split()) == 2, typed
+        [told] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlft: ")]
+        line = (
+            "its state.json was written by a newer rlft (format 2, this one reads up to 1), got runs/hurt/checkpoints"
+        )
+        assert line in told, typed
+
+
+def test_a_config_of_an_older_version_without_its_origin_is_whole(workplace: Path) -> None:
+    file = Path("runs/hurt/config.yaml")
+    lines = file.read_text().splitlines(keepends=True)
+    older = lines[: lines.index("origin:\n")]
+    for text in ("".join(older), "".join(line for line in older if line != "verb: train\n")):
+        file.write_text(text)
+        config = run_folder.whole_config(file.parent)
+        assert (config["verb"], config["origin"], config["steps"]) == ("train", {}, 2)
+        file.write_text(text.rstrip("\n"))
+        with pytest.raises(ValueError, match="it "):
+            run_folder.whole_config(file.parent)
+
+
+def test_a_config_cut_inside_its_origin_is_known_by_the_end_that_it_lacks(workplace: Path) -> None:
+    """Else a fingerprint would be gone, and with it the refusal of changed data."""
+    file = Path("runs/hurt/config.yaml")
+    lines = file.read_text().splitlines(keepends=True)
+    for end in range(lines.index("origin:\n") + 2, len(lines)):
+        file.write_text("".join(lines[:end]))
+        with pytest.raises(ValueError, match="the end of its origin is missing"):
+            run_folder.whole_config(file.parent)
+
+
+def with_values(**values: object) -> Callable[[Path], None]:
+    """Replaces values of a file of JSON; None takes one out."""
+
+    def change(file: Path) -> None:
+        merged = {**json.loads(file.read_text()), **values}
+        file.write_text(json.dumps({name: value for name, value in merged.items() if value is not None}))
+
+    return change
+
+
+WRONG = [{"step": None}, {"bytes": -1}, {"kept": "3"}, {"rewards": {"x": "y"}}, {"rewards": [1.0]}, {"sampled": 0}]
+SAMPLED = ["n=2", "num_prompts=4", "prompts_per_step=2", "data.size=16", "data.held_out_size=4", "name=sampled"]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        *(
+            ("progress.json", damage, "progress.json in that folder is damaged")
+            for damage in DAMAGES
+            if damage != folder
+        ),
+        *(("progress.json", with_values(**v), "progress.json in that folder is damaged") for v in WRONG),
+        ("progress.json", folder, "its progress.json is a folder instead of a file"),
+        ("progress.json", lambda file: file.write_text('{"format": 2}'), "progress.json in that folder was written by"),
+        ("samples.jsonl", cut, "samples.jsonl is shorter than progress.json says"),
+        ("samples.jsonl", empty, "samples.jsonl is shorter than progress.json says"),
+        ("samples.jsonl", folder, "its samples.jsonl is a folder instead of a file"),
+    ],
+)
+def test_damaged_samples_are_refused_before_weights_are_loaded(
+    name: str, damage: Callable[[Path], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = tmp_path / "runs" / "sampled"
+    run.mkdir(parents=True)
+    plain = compose(SAMPLED, verb="sample")
+    run_folder.start(run, plain, make_plan(plain).fingerprints)
+    (run / "samples.jsonl").write_bytes(encode({"reward": 1.0}) * 3)
+    size = (run / "samples.jsonl").stat().st_size
+    done = {"step": 1, "bytes": size, "sampled": 4, "kept": 3, "prompts_kept": 2, "rewards": {"exact_match": 3.0}}
+    (run / "progress.json").write_text(json.dumps(done))
+    damage(run / name)
+    monkeypatch.setattr("rlft.verbs.sample.load_backbone", lambda *args: pytest.fail("weights were loaded"))
+    assert cli.run(["resume", "runs/sampled"]) == 2
+    assert cli.run(["runs", "--json"]) == 0
+    told = capsys.readouterr()
+    assert [said in line for line in told.err.splitlines()] == [True]
+    assert json.loads(told.out)[0]["folder"] == "runs/sampled"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,18 @@ def test_fewer_steps_than_the_run_has_done_are_refused_with_where_it_stands_and_
     fork = f"start a new run from an earlier checkpoint (rlft resume {shown}/checkpoints/step_000001 steps=2)"
     assert (fork in said) == (steps == 2), "step 1 has no checkpoint before it"
     assert contents(folder) == before, "neither config.yaml nor status.json says otherwise now"
+
+
+def test_they_are_refused_before_a_library_is_imported(runs: Path) -> None:
+    code = f"import sys; from rlft import cli; print(cli.run(['resume', {str(runs / 'train')!r}, 'steps=1']), "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code} 'torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert done.stdout == "2 False\n", done.stderr
 
 
 def test_a_pipeline_that_asks_for_fewer_steps_than_there_are_is_refused(

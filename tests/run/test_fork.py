@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlft import cli, runfolder
-from rlft.config import changed, compose
+from rlft import cli
+from rlft.config.compose import changed, compose
 from rlft.run import fork as forks
+from rlft.run import run_folder
 from rlft.run.fork import Fork, open_fork
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
@@ -56,9 +57,9 @@ def make_fork(tmp_path: Path) -> MakeFork:
         run = tmp_path / "run"
         run.mkdir()
         plain = compose(["+recipe=grpo_arithmetic", *begun_with])
-        runfolder.start(run, plain, {"data_fingerprint": "a", "base_fingerprint": "b"})
+        run_folder.start(run, plain, {"data_fingerprint": "a", "base_fingerprint": "b"})
         saved = Checkpoint(step=4, adapters={"policy": {}}, adapter_config={}, optimizer={}, state=state or {})
-        folder = checkpoint.save(runfolder.checkpoints(run), saved, keep=1)
+        folder = checkpoint.save(run_folder.checkpoints(run), saved, keep=1)
         return open_fork(run, folder), changed(plain, list(changes), None)
 
     return make
@@ -119,7 +120,7 @@ def test_a_coefficient_that_is_changed_is_not_what_a_controller_had_made_of_it(
     forks.begin(fork, tmp_path / "new", config, {}, 9)
     copied = checkpoint_of(tmp_path / "new", 4)
     assert checkpoint.find_damage(copied) is None
-    assert json.loads((copied / "state.json").read_text()) == {"algorithm": kept, "seed": 0, "step": 4}
+    assert json.loads((copied / "state.json").read_text()) == {"algorithm": kept, "format": 1, "seed": 0, "step": 4}
 
 
 def test_a_folder_with_other_checkpoints_is_refused(make_fork: MakeFork, tmp_path: Path) -> None:

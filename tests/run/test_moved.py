@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlft import cli, runfolder
-from rlft.place import find
+from rlft import cli
+from rlft.run import run_folder
+from rlft.run.find import find
 from rlft.run.paths import path_keys
 
 SMALL = ("generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu")
@@ -119,21 +120,22 @@ def test_a_pipeline_that_is_repeated_after_it_was_moved_finds_its_stages_finishe
     words += ["generation.temperature=2", "resume=auto", f"hydra.run.dir={moved / '2-sample'}"]
     for name in (str(moved), str(moved.resolve())):
         assert cli.run([*words, f"adapter={name}/{FIRST}"]) == 0
-        assert "finished already, and made from the same" in capsys.readouterr().err
+        assert "finished already, with the same config and inputs" in capsys.readouterr().err
 
 
 def test_a_run_of_an_older_version_has_its_paths_as_they_were_typed(built: Path, tmp_path: Path) -> None:
     config = yaml.safe_load((built / "work" / "pipe" / "4-train" / "config.yaml").read_text())
+    del config["origin"]["format"], config["origin"]["whole"]
     relative = config["origin"].pop("paths")["lora.path"]["relative"]
     assert relative == f"../{FIRST}/checkpoints/step_000001/policy"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    assert runfolder.read(tmp_path) == config
+    assert run_folder.read(tmp_path) == config
 
 
 def test_a_path_that_was_changed_by_hand_is_what_it_was_changed_to(built: Path, tmp_path: Path) -> None:
     shutil.copytree(built / "work" / "pipe", tmp_path / "pipe")
     file = tmp_path / "pipe" / "4-train" / "config.yaml"
     file.write_text(file.read_text().replace("path: data.jsonl", "path: mine.jsonl"))
-    config = runfolder.read(file.parent)
+    config = run_folder.read(file.parent)
     assert config["data"]["path"] == "mine.jsonl"
     assert "paths" not in config["origin"]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlft import adapters_of_runs, cli, runfolder
+from rlft import cli
+from rlft.run import references, run_folder
 from rlft.run.naming import named_folder, one_run
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
@@ -26,7 +27,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
         run = Path(folder)
         run.mkdir(parents=True)
         config = {"verb": "train", "name": run.parent.name, "logger": {"jsonl": {}}, "lora": {"rank": 2}}
-        runfolder.start(run, config, {})
+        run_folder.start(run, config, {})
         (run / "status.json").write_text('{"status": "finished", "steps": 1}')
         if metrics:
             (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
@@ -80,7 +81,7 @@ def test_without_any_run_latest_is_refused_with_what_to_do(tmp_path: Path, monke
 
 
 def test_the_one_run_below_a_folder_is_taken_and_named(three: tuple[Path, ...]) -> None:
-    assert said("runs/second") == (Path("runs/second/c"), ["runs/second: runs/second/c, the one run there"])
+    assert said("runs/second") == (Path("runs/second/c"), ["runs/second: runs/second/c, the only run there"])
     assert said("runs/second/c") == (Path("runs/second/c"), [])
 
 
@@ -138,30 +139,30 @@ def test_report_takes_all_runs_below_a_folder_and_names_those_without_metrics(
     make_run("runs/first/loading", age=0, metrics=False)
     for words in (["runs/first"], ["runs/first/loading", "runs/first/a", "runs/first/b"]):
         assert cli.run(["report", *words, "out=all.html"]) == 0
-        left_out = "runs/first/loading is left out: the run has left no metrics.jsonl"
+        left_out = "runs/first/loading is left out: the run has no metrics.jsonl"
         assert capsys.readouterr().err.splitlines() == [left_out]
     assert cli.run(["report", "runs/first/loading"]) == 2
-    assert "the run has left no metrics.jsonl" in capsys.readouterr().err
+    assert "the run has no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_diff_compares_the_two_runs_below_one_folder(
     three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["diff", "runs/first"]) == 0
-    assert "runs/first: runs/first/a and runs/first/b, the two runs there" in capsys.readouterr().err
+    assert "runs/first: runs/first/a and runs/first/b, the only two runs there" in capsys.readouterr().err
 
 
 def test_latest_names_an_adapter(three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]) -> None:
     saved = Checkpoint(step=1, adapters={"policy": {}}, adapter_config={}, optimizer={}, state={})
-    folder = checkpoint.save(runfolder.checkpoints(three[1]), saved, keep=1)
-    found = adapters_of_runs.resolved({"lora": {"path": "latest"}, "snapshot": {"reference": "base"}})
+    folder = checkpoint.save(run_folder.checkpoints(three[1]), saved, keep=1)
+    found = references.resolved({"lora": {"path": "latest"}, "snapshot": {"reference": "base"}})
     assert found == {"lora": {"path": str(folder / "policy")}, "snapshot": {"reference": "base"}}
     assert capsys.readouterr().err == "latest: runs/first/b\n"
 
 
 def test_a_word_of_a_key_is_never_a_folder_with_runs(three: tuple[Path, ...]) -> None:
     Path("runs/first").rename("base")
-    assert adapters_of_runs.folder_of("base", ("policy",), "snapshot.reference") == "base"
+    assert references.folder_of("base", ("policy",), "snapshot.reference") == "base"
 
 
 def test_a_name_that_was_typed_is_a_path_as_it_was(three: tuple[Path, ...]) -> None:

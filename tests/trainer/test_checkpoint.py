@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlft.model.adapter_folder import check_adapter_folder, load_adapter, load_head
+from rlft.system.disk import DiskError
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import UserError
@@ -294,7 +295,7 @@ def test_what_a_kill_left_half_written_is_no_checkpoint_and_goes_with_the_next_s
 
 
 @pytest.mark.parametrize(
-    "broken", ["safetensors.torch.save_file", *(f"{checkpoint.__name__}.{f}" for f in ("_write_json", "_flush"))]
+    "broken", ["safetensors.torch.save_file", f"{checkpoint.__name__}._write_json", "rlft.system.files.flush"]
 )
 def test_a_save_that_fails_leaves_the_ones_before_as_they_were(broken, tmp_path, monkeypatch):
     checkpoint.save(tmp_path, made(2), keep=1)
@@ -304,16 +305,16 @@ def test_a_save_that_fails_leaves_the_ones_before_as_they_were(broken, tmp_path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(broken, full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DiskError, match="No space left"):
         checkpoint.save(tmp_path, made(4), keep=1)
-    assert checkpoint.finished(tmp_path) == [tmp_path / "step_000002"]
+    assert names(tmp_path) == ["step_000002"]
     assert {f: f.read_bytes() for f in before} == before
 
 
 def test_everything_is_on_disk_before_the_checkpoint_gets_its_name(tmp_path, monkeypatch):
     """A power cut after the rename must not find empty files behind it."""
     flushed: list[Path] = []
-    monkeypatch.setattr(checkpoint, "_flush", flushed.append)
+    monkeypatch.setattr("rlft.system.files.flush", flushed.append)
     rename = Path.rename
 
     def renamed(self: Path, target: Path) -> Path:
@@ -327,19 +328,13 @@ def test_everything_is_on_disk_before_the_checkpoint_gets_its_name(tmp_path, mon
     assert flushed == [tmp_path]  # the new name itself
 
 
-def test_a_text_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
-    file = tmp_path / "config.yaml"
-    checkpoint.write_atomically(file, "old\n")
-
-    def half(self: Path, text: str) -> None:
-        self.write_bytes(text.encode()[: len(text) // 2])
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", half)
-        with pytest.raises(OSError, match="No space left"):
-            checkpoint.write_atomically(file, "new and longer\n")
-    assert file.read_text() == "old\n"
-    checkpoint.write_atomically(file, "new\n")
-    assert file.read_text() == "new\n"
-    assert names(tmp_path) == ["config.yaml"]
+def test_beyond_a_million_steps_the_newest_is_still_the_newest(tmp_path):
+    """step_1000000 comes before step_999990 in the alphabet, and after it in the run."""
+    for step in (999_980, 999_990, 1_000_000):
+        checkpoint.save(tmp_path, made(step), keep=2)
+    assert [checkpoint.step_of(folder) for folder in checkpoint.finished(tmp_path)] == [999_990, 1_000_000]
+    newest = checkpoint.load_newest(tmp_path, nothing_to_say)
+    assert newest is not None
+    assert newest.step == 1_000_000
+    checkpoint.save(tmp_path, made(1_000_010), keep=2)
+    assert names(tmp_path) == ["step_1000000", "step_1000010"]

@@ -17,17 +17,18 @@ import pytest
 import torch
 
 import rlft
-from rlft import chat_verb, runfolder
-from rlft.chat_verb import COMMANDS, Talk, Terminal, open_talk
-from rlft.config import compose
+from rlft.config.compose import compose
 from rlft.generation.transformers import TransformersGenerator
-from rlft.interrupt import Terminated
 from rlft.logger.console import open_terminal
 from rlft.logger.text import visible
 from rlft.model.roles import Roles
-from rlft.place import Place, find
+from rlft.run import run_folder
+from rlft.run.find import NamedRun, find
+from rlft.system.interrupt import Terminated
 from rlft.trainer import checkpoint
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.verbs import chat
+from rlft.verbs.chat import COMMANDS, Talk, Terminal, open_talk
 
 QUESTION, ANSWER = "What is 47 + 85?", "132"
 BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=32", "scoring.workers=0"]
@@ -42,7 +43,7 @@ def open_chat() -> Iterator[Callable[..., Talk]]:
     """Opens conversations, by a run's place or a bare model's config; the one before is closed."""
     opened: list[Any] = []
 
-    def open_it(place: Place | None = None, raw: bool = False, plain: Mapping[str, Any] | None = None) -> Talk:
+    def open_it(place: NamedRun | None = None, raw: bool = False, plain: Mapping[str, Any] | None = None) -> Talk:
         while opened:
             opened.pop().__exit__(None, None, None)
         config = plain or (compose(BARE) if place is None else place.config)
@@ -58,13 +59,13 @@ def talk_through_a_pipe(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     lines: str,
-    place: Place | None,
+    place: NamedRun | None,
     plain: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """What is printed for these lines, as lines."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     capsys.readouterr()
-    chat_verb.run(plain or (compose(BARE) if place is None else place.config), place, False, silent)
+    chat.run(plain or (compose(BARE) if place is None else place.config), place, False, silent)
     return capsys.readouterr().out.splitlines()
 
 
@@ -78,7 +79,7 @@ def answer_by(roles: Roles, prompt: Prompt, adapter: bool) -> Completion:
 
 
 @pytest.fixture
-def greedy(trained: Path) -> Place:
+def greedy(trained: Path) -> NamedRun:
     """The trained run, at temperature 0."""
     place = find(trained)
     return replace(place, config={**place.config, "generation": {**place.config["generation"], "temperature": 0.0}})
@@ -87,14 +88,14 @@ def greedy(trained: Path) -> Place:
 # -- who answers -----------------------------------------------------------------------------------------------------
 def test_the_trained_policy_answers_and_the_base_to_compare(
     trained: Path,
-    greedy: Place,
+    greedy: NamedRun,
     make_roles: Callable[..., Roles],
     make_prompt: Callable[..., Prompt],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     roles, prompt = make_roles(), make_prompt(QUESTION)
-    saved = checkpoint.load_newest(runfolder.checkpoints(trained), silent)
+    saved = checkpoint.load_newest(run_folder.checkpoints(trained), silent)
     assert saved is not None
     roles.restore(saved.adapters)
     policy, base = answer_by(roles, prompt, True), answer_by(roles, prompt, False)
@@ -132,7 +133,7 @@ def test_a_run_of_all_weights_answers_by_them(
     trained: Path, tiny_path: Path, tmp_path: Path, open_chat: Callable[..., Talk]
 ) -> None:
     shutil.copytree(trained, tmp_path / "run")
-    _, folder = checkpoint.finished(runfolder.checkpoints(tmp_path / "run"))
+    _, folder = checkpoint.finished(run_folder.checkpoints(tmp_path / "run"))
     shutil.rmtree(folder / "policy")
     shutil.copytree(tiny_path, folder / "model")
     digests = [f"{checkpoint._sha256(f)}  {f.relative_to(folder)}" for f in checkpoint._files(folder)]
@@ -148,13 +149,13 @@ def test_a_run_of_all_weights_answers_by_them(
 
 
 def test_a_reward_model_and_another_base_are_refused(
-    make_roles: Callable[..., Roles], save_run: Callable[..., Place], tiny_path: Path, open_chat: Callable[..., Talk]
+    make_roles: Callable[..., Roles], save_run: Callable[..., NamedRun], tiny_path: Path, open_chat: Callable[..., Talk]
 ) -> None:
     roles = make_roles(noise=0.05)
     weights, config = roles.weights("policy"), roles.adapter_config()
     roles.close()
     reward = save_run(adapters={"reward": weights}, config=config, name="reward")
-    with pytest.raises(UserError, match=r"^run: holds a reward model, which says nothing"):
+    with pytest.raises(UserError, match=r"^run: holds a reward model, which writes no text"):
         open_chat(reward)
     base = reward.run.parent / "base"
     shutil.copytree(tiny_path, base)
@@ -212,14 +213,14 @@ def test_an_answer_ends_at_a_stop_string_and_its_text_before_it(
 
 
 def test_a_stop_that_never_comes_is_refused_in_a_chat(open_chat: Callable[..., Talk]) -> None:
-    with pytest.raises(UserError, match=r"^generation\.stop: is no token id of the model, which has 272, got 999"):
+    with pytest.raises(UserError, match=r"^generation\.stop: is not a token id of the model, which has 272, got 999"):
         open_chat(plain=compose([*BARE, "generation.stop=[999]"]))
 
 
 def test_raw_is_true_or_false() -> None:
-    assert [chat_verb.read_raw(word) for word in (None, "false", "true")] == [False, False, True]
+    assert [chat.read_raw(word) for word in (None, "false", "true")] == [False, False, True]
     with pytest.raises(UserError, match=r"^raw: must be true or false, got yes; write raw=true$"):
-        chat_verb.read_raw("yes")
+        chat.read_raw("yes")
 
 
 def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,7 +383,10 @@ def test_a_reward_that_fails_is_told_and_the_chat_goes_on(
 
 
 def test_a_learned_reward_scores_as_the_run_trained_it(
-    make_roles: Callable[..., Roles], save_run: Callable[..., Place], open_chat: Callable[..., Talk], says_right: None
+    make_roles: Callable[..., Roles],
+    save_run: Callable[..., NamedRun],
+    open_chat: Callable[..., Talk],
+    says_right: None,
 ) -> None:
     roles = make_roles(noise=0.05)
     head = {"weight": torch.zeros(1, 128), "bias": torch.tensor([2.5])}  # says 2.5 of everything
@@ -416,8 +420,8 @@ PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests in the background ignores it
 from pathlib import Path
-from rlft import chat_verb
-from rlft.place import find
+from rlft.verbs import chat as chat_verb
+from rlft.run.find import find
 original = chat_verb.Talk.ask
 
 def ask(talk, question):

@@ -20,18 +20,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlft
-from rlft import runfolder
-from rlft.config import compose
-from rlft.export_verb import MergeError, export, prepare, round_weights
-from rlft.model import fused
+from rlft.config.compose import compose
+from rlft.export.model_card import facts, front_matter, results
 from rlft.model.backbone import Backbone, read_backbone
+from rlft.model.kernels import norm_and_mlp
 from rlft.model.reward_model import open_learned
 from rlft.model.roles import Roles, score_sequence
-from rlft.model_card import facts, front_matter, results
-from rlft.place import Holds, Place, find
-from rlft.roots import Verb
+from rlft.run import run_folder
+from rlft.run.find import CheckpointKind, NamedRun, find
 from rlft.trainer import checkpoint
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, UserError
+from rlft.verbs.export import MergeError, export, prepare, round_weights
 
 CPU = torch.device("cpu")
 TEXTS = ("What is 47 + 85?", "<think>47 + 85 = 132</think><answer>132</answer>", "x" * 60)
@@ -41,7 +40,7 @@ def silent(_: str) -> None:
     """Where nothing needs to be said."""
 
 
-def exported(place: Place, out: Path, kind: str | None = None, dtype: str | None = None) -> Path:
+def exported(place: NamedRun, out: Path, kind: str | None = None, dtype: str | None = None) -> Path:
     return export(prepare(place, str(out), kind, dtype, silent), silent)
 
 
@@ -65,7 +64,7 @@ def sequences(backbone: Backbone) -> list[list[int]]:
 
 def in_float64(model: Any) -> Any:
     """The same model without rounding; transformers' norms would go through float32 even so."""
-    fused.install(model.double())
+    norm_and_mlp.install(model.double())
     return model
 
 
@@ -78,7 +77,7 @@ def trainers(
     backbone.model.double()
     roles = make_roles(backbone=backbone)
     base = [x for row in roles.score(sequences) for x in row]  # a fresh adapter changes nothing
-    saved = checkpoint.load_newest(runfolder.checkpoints(trained), silent)
+    saved = checkpoint.load_newest(run_folder.checkpoints(trained), silent)
     assert saved is not None
     roles.restore(saved.adapters)
     found = [x for row in roles.score(sequences) for x in row]
@@ -101,7 +100,7 @@ def test_the_merged_model_says_what_the_trained_policy_says(
 def test_vllm_says_of_the_merged_model_what_the_trained_policy_says(
     trained: Path, trainers: list[float], sequences: list[list[int]], tmp_path: Path
 ) -> None:
-    from rlft.generation.vllm import VLLMGenerator
+    from rlft.generation.vllm_generator import VLLMGenerator
 
     out = exported(find(trained), tmp_path / "out")
     generator = VLLMGenerator(
@@ -149,7 +148,7 @@ def test_the_adapter_knows_where_its_base_is(
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
 def test_exported_files_have_the_modes_of_any_file(
-    umask: int, file: int, folder: int, policy_run: Callable[..., Place], tmp_path: Path
+    umask: int, file: int, folder: int, policy_run: Callable[..., NamedRun], tmp_path: Path
 ) -> None:
     place, before = policy_run(), os.umask(umask)
     try:
@@ -164,7 +163,7 @@ def test_exported_files_have_the_modes_of_any_file(
 
 
 def test_one_checkpoint_of_a_run_can_be_named(trained: Path, tmp_path: Path) -> None:
-    step_2, step_3 = checkpoint.finished(runfolder.checkpoints(trained))
+    step_2, step_3 = checkpoint.finished(run_folder.checkpoints(trained))
     for folder in (step_2, step_3):
         out = exported(find(folder), tmp_path / folder.name, "adapter")
         name = "adapter_model.safetensors"
@@ -199,7 +198,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(
-    policy_run: Callable[..., Place], tiny_path: Path, tmp_path: Path
+    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.bfloat16).save_pretrained(base)
@@ -209,7 +208,7 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(
     found = weights_of(exported(place, tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-    own, [saved] = weights_of(base), checkpoint.finished(runfolder.checkpoints(place.run))
+    own, [saved] = weights_of(base), checkpoint.finished(run_folder.checkpoints(place.run))
     expected = merged_by_hand(own, load_file(saved / "policy" / "adapter_model.safetensors"))
     assert len(expected) == 4 * 7  # four layers, seven linear modules in each
     for name, weight in own.items():
@@ -219,7 +218,7 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(
     assert files_of(base) == before, "the base is only read"
 
 
-def test_a_dtype_can_be_asked_for(policy_run: Callable[..., Place], tmp_path: Path) -> None:
+def test_a_dtype_can_be_asked_for(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:
     place = policy_run()
     exact = weights_of(exported(place, tmp_path / "exact"))
     half = weights_of(exported(place, tmp_path / "half", dtype="bfloat16"))
@@ -243,7 +242,7 @@ NEARLY_GREEDY = '{"do_sample": false, "temperature": 0.3, "top_k": 5, "eos_token
 
 @pytest.mark.parametrize("own", [NEARLY_GREEDY, None], ids=["a strange one", "none"])
 def test_the_generation_config_is_the_bases_own(
-    policy_run: Callable[..., Place], tiny_path: Path, tmp_path: Path, own: str | None
+    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path, own: str | None
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_path, base)
@@ -256,7 +255,7 @@ def test_the_generation_config_is_the_bases_own(
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
-def refusal(place: Place, *words: str | None) -> str:
+def refusal(place: NamedRun, *words: str | None) -> str:
     with pytest.raises(UserError) as raised:
         export(prepare(place, *words, silent), silent)  # type: ignore[arg-type]
     return str(raised.value)
@@ -270,16 +269,19 @@ def refusal(place: Place, *words: str | None) -> str:
         (("new", "modle", None), "as: is not a form that rlft writes, got modle; use model or adapter"),
         (("new", "", None), "as: is not a form that rlft writes, got nothing"),
         (("new", None, "float8"), "dtype: is not a known dtype, got float8; use auto, float32, bfloat16, float16"),
-        (("new", "adapter", "float32"), "dtype: is of a model's weights; an adapter keeps its own, got float32"),
-        (("a_file", None, None), "out: there is something in that place already, and nothing is ever overwritten"),
-        (("a_folder", None, None), "out: there is something in that place already"),
-        (("a_link", None, None), "out: there is something in that place already"),
+        (
+            ("new", "adapter", "float32"),
+            "dtype: applies to a model's weights only: an adapter keeps its own dtype, got float32",
+        ),
+        (("a_file", None, None), "out: exists already, and nothing is ever overwritten"),
+        (("a_folder", None, None), "out: exists already"),
+        (("a_link", None, None), "out: exists already"),
         (("a_file/new", None, None), "out: cannot be written (Not a directory), got a_file/new"),
         (("run/checkpoints/new", None, None), "out: lies among the run's checkpoints, which would no longer be whole"),
     ],
 )
 def test_words_that_cannot_be_done_are_refused(
-    policy_run: Callable[..., Place],
+    policy_run: Callable[..., NamedRun],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     words: tuple[str | None, ...],
@@ -295,16 +297,16 @@ def test_words_that_cannot_be_done_are_refused(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_without_a_checkpoint_is_refused(policy_run: Callable[..., Place], tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_refused(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:
     place = policy_run()
-    shutil.rmtree(runfolder.checkpoints(place.run))
+    shutil.rmtree(run_folder.checkpoints(place.run))
     assert refusal(place, str(tmp_path / "out"), None, None).startswith("run: there is no checkpoint in that run yet")
 
 
 def test_damaged_checkpoints_are_passed_over_or_refused(trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained, run)
-    older, newer = checkpoint.finished(runfolder.checkpoints(run))
+    older, newer = checkpoint.finished(run_folder.checkpoints(run))
     (newer / "policy" / "adapter_model.safetensors").write_bytes(b"torn")
     said: list[str] = []
     asked = prepare(find(run), str(tmp_path / "out"), None, None, said.append)
@@ -318,7 +320,9 @@ def test_damaged_checkpoints_are_passed_over_or_refused(trained: Path, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
-def test_another_base_is_refused(policy_run: Callable[..., Place], tiny_path: Path, tmp_path: Path, kind: str) -> None:
+def test_another_base_is_refused(
+    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path, kind: str
+) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_path, base)
     place = policy_run(f"model.path={base}")
@@ -332,7 +336,7 @@ def test_another_base_is_refused(policy_run: Callable[..., Place], tiny_path: Pa
 
 
 def test_a_base_whose_weights_are_quantised_is_not_merged_into(
-    policy_run: Callable[..., Place], tiny_path: Path, tmp_path: Path
+    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_path, base)
@@ -347,7 +351,7 @@ def test_a_base_whose_weights_are_quantised_is_not_merged_into(
 
 
 def test_a_merge_that_would_change_what_the_policy_says_is_refused(
-    save_run: Callable[..., Place], tiny_path: Path, tmp_path: Path
+    save_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path
 ) -> None:
     # The embedding's matrix is the LM head's too: merged, the adapter of the one would also change the other.
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
@@ -366,8 +370,8 @@ def test_a_merge_that_would_change_what_the_policy_says_is_refused(
 KILLED = """
 import os, signal, sys
 from transformers import PreTrainedModel
-from rlft import export_verb
-from rlft.place import find
+from rlft.verbs import export as export_verb
+from rlft.run.find import find
 from pathlib import Path
 
 original = PreTrainedModel.save_pretrained
@@ -382,7 +386,9 @@ export_verb.export(asked, print)
 """
 
 
-def test_a_kill_leaves_no_export_and_the_next_one_cleans_up(policy_run: Callable[..., Place], tmp_path: Path) -> None:
+def test_a_kill_leaves_no_export_and_the_next_one_cleans_up(
+    policy_run: Callable[..., NamedRun], tmp_path: Path
+) -> None:
     place, out = policy_run(), tmp_path / "exports" / "out"
     environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", KILLED, str(place.run), str(out)], env=environment, check=False)
@@ -404,20 +410,20 @@ def test_the_run_is_only_read(trained: Path, tmp_path: Path) -> None:
 
 # -- runs of other kinds ---------------------------------------------------------------------------------------------
 @pytest.fixture
-def weights_run(policy_run: Callable[..., Place], tiny_path: Path) -> Place:
+def weights_run(policy_run: Callable[..., NamedRun], tiny_path: Path) -> NamedRun:
     """A run whose checkpoint holds a whole model and no adapter; the base it began from is gone."""
     place = policy_run()
-    [folder] = checkpoint.finished(runfolder.checkpoints(place.run))
+    [folder] = checkpoint.finished(run_folder.checkpoints(place.run))
     shutil.rmtree(folder / "policy")
     shutil.copytree(tiny_path, folder / "model")
     digests = [f"{checkpoint._sha256(f)}  {f.relative_to(folder)}" for f in checkpoint._files(folder)]
     (folder / "MANIFEST").write_text("\n".join(digests) + "\n")
-    return Place(run=place.run, config={**place.config, "lora": None}, checkpoint=None)
+    return NamedRun(run=place.run, config={**place.config, "lora": None}, checkpoint=None)
 
 
-def test_a_run_of_all_weights_is_exported_as_its_model(weights_run: Place, tiny_path: Path, tmp_path: Path) -> None:
+def test_a_run_of_all_weights_is_exported_as_its_model(weights_run: NamedRun, tiny_path: Path, tmp_path: Path) -> None:
     gone = {**weights_run.config, "model": {**weights_run.config["model"], "path": "/gone"}}
-    out = exported(Place(run=weights_run.run, config=gone, checkpoint=None), tmp_path / "out")
+    out = exported(NamedRun(run=weights_run.run, config=gone, checkpoint=None), tmp_path / "out")
     found, own = files_of(out), files_of(tiny_path)
     assert found.pop("README.md") != own.pop("README.md")
     assert found == own
@@ -425,13 +431,13 @@ def test_a_run_of_all_weights_is_exported_as_its_model(weights_run: Place, tiny_
     assert all(torch.equal(half[name], tensor.bfloat16()) for name, tensor in weights_of(tiny_path).items())
 
 
-def test_a_run_of_all_weights_has_no_adapter(weights_run: Place, tmp_path: Path) -> None:
+def test_a_run_of_all_weights_has_no_adapter(weights_run: NamedRun, tmp_path: Path) -> None:
     message = refusal(weights_run, str(tmp_path / "out"), "adapter", None)
     assert message == "as: the run trained all weights and has no adapter, got adapter; use as=model"
 
 
 @pytest.fixture
-def reward_run(make_roles: Callable[..., Roles], save_run: Callable[..., Place]) -> Place:
+def reward_run(make_roles: Callable[..., Roles], save_run: Callable[..., NamedRun]) -> NamedRun:
     """A run whose checkpoint holds a reward model and no policy."""
     roles = make_roles(noise=0.05)
     generator = torch.Generator().manual_seed(3)
@@ -441,10 +447,10 @@ def reward_run(make_roles: Callable[..., Roles], save_run: Callable[..., Place])
 
 
 def test_a_reward_model_is_exported_as_what_a_learned_reward_takes(
-    reward_run: Place, make_roles: Callable[..., Roles], make_prompt: Callable[..., Prompt], tmp_path: Path
+    reward_run: NamedRun, make_roles: Callable[..., Roles], make_prompt: Callable[..., Prompt], tmp_path: Path
 ) -> None:
     out = exported(reward_run, tmp_path / "out", "adapter")
-    [folder] = checkpoint.finished(runfolder.checkpoints(reward_run.run))
+    [folder] = checkpoint.finished(run_folder.checkpoints(reward_run.run))
     prompt = make_prompt("What is 1 + 2?")
     said = Completion(text="", token_ids=(51, 52, 2), logprobs=(0.0,) * 3, finish_reason=FinishReason.stop)
     group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),))
@@ -455,7 +461,7 @@ def test_a_reward_model_is_exported_as_what_a_learned_reward_takes(
     assert scores[0] == scores[1] != 0
 
 
-def test_a_reward_model_is_no_language_model(reward_run: Place, tmp_path: Path) -> None:
+def test_a_reward_model_is_no_language_model(reward_run: NamedRun, tmp_path: Path) -> None:
     out = tmp_path / "out"
     message = refusal(reward_run, str(out), None, None)
     assert message.startswith("as: a reward model is an adapter with a scalar head, which no causal language model hol")
@@ -489,7 +495,7 @@ def test_the_card_says_what_the_run_folder_says(trained: Path, tmp_path: Path) -
     assert "| Data | arithmetic: difficulty=2, " in text
     assert "| Rewards | exact_match x 1.0, format x " in text
     assert "| A step | 4 prompts x 8 completions |" in text
-    origin = runfolder.read(trained)["origin"]
+    origin = run_folder.read(trained)["origin"]
     assert f"commit {origin['commit']}" in text
     assert f"torch {origin['torch']}" in text
     assert "base_fingerprint" in text
@@ -498,13 +504,13 @@ def test_the_card_says_what_the_run_folder_says(trained: Path, tmp_path: Path) -
 
 
 def test_the_card_of_an_older_checkpoint_tells_no_later_result(trained: Path, tmp_path: Path) -> None:
-    older, _ = checkpoint.finished(runfolder.checkpoints(trained))
+    older, _ = checkpoint.finished(run_folder.checkpoints(trained))
     _, text = card_of(exported(find(older), tmp_path / "out"))
     assert "for 2 steps" in text
     assert "|  | step 0 | step 2 |" in text
 
 
-def test_the_card_asks_with_the_runs_own_prompt(policy_run: Callable[..., Place], tmp_path: Path) -> None:
+def test_the_card_asks_with_the_runs_own_prompt(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").touch()
     data = ["data=jsonl", f"data.path={tmp_path / 'my.jsonl'}", "data.system_prompt='Say \"yes\"'"]
     place = policy_run(*data, "data.prompt_template='Q|: {question}'")
@@ -518,7 +524,7 @@ def test_the_card_asks_with_the_runs_own_prompt(policy_run: Callable[..., Place]
 
 def test_the_card_says_what_runs_of_other_verbs_learned_from_and_were_measured_on() -> None:
     line = {"step": 3, "eval/loss": 0.5, "eval/accuracy": 0.75, "eval/accuracy_se": 0.1}
-    sft = compose(["demonstrations.path=mine/a.jsonl"], verb=Verb.sft)
+    sft = compose(["demonstrations.path=mine/a.jsonl"], verb="sft")
     assert ("A step", "32 demonstrations") in facts(sft)
     assert dict(facts(sft))["Demonstrations"].startswith("demonstrations: path=a.jsonl, ")
     told = results([line], sft)
@@ -526,16 +532,16 @@ def test_the_card_says_what_runs_of_other_verbs_learned_from_and_were_measured_o
     assert "| loss | 0.5000 |" in told
     assert "samples" not in told
     assert "Held-out prompts, at most 128, sampled as in training; " in results([line], {**sft, "data": {"x": 1}})
-    rm = compose(["preferences.path=mine/a.jsonl"], verb=Verb.rm)
+    rm = compose(["preferences.path=mine/a.jsonl"], verb="rm")
     assert ("A step", "32 rankings") in facts(rm)
     assert "Held-out rankings, at most 512; " in results([line], rm)
     assert "| accuracy | 0.7500 ± 0.1000 |" in results([line], rm)
 
 
-def test_hub_ids_stand_in_the_front_matter(policy_run: Callable[..., Place]) -> None:
+def test_hub_ids_stand_in_the_front_matter(policy_run: Callable[..., NamedRun]) -> None:
     config = policy_run("data=gsm8k").config
     config = {**config, "model": {**config["model"], "path": "Qwen/Qwen2.5-0.5B-Instruct"}}
-    front = yaml.safe_load(front_matter(config, Holds.policy, is_model=False).strip("-\n"))
+    front = yaml.safe_load(front_matter(config, CheckpointKind.policy, is_model=False).strip("-\n"))
     assert front["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct"
     assert front["base_model_relation"] == "adapter"
     assert front["library_name"] == "peft"
@@ -545,7 +551,7 @@ def test_hub_ids_stand_in_the_front_matter(policy_run: Callable[..., Place]) -> 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 @pytest.mark.parametrize("template", [True, False], ids=["with a chat template", "without one"])
 def test_the_python_of_the_card_runs(
-    policy_run: Callable[..., Place],
+    policy_run: Callable[..., NamedRun],
     tiny_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -568,7 +574,7 @@ def test_the_python_of_the_card_runs(
     assert capsys.readouterr().out.strip(), "it answers"
 
 
-def test_the_card_of_a_reward_model_says_how_to_train_with_it(reward_run: Place, tmp_path: Path) -> None:
+def test_the_card_of_a_reward_model_says_how_to_train_with_it(reward_run: NamedRun, tmp_path: Path) -> None:
     front, text = card_of(exported(reward_run, tmp_path / "mine", "adapter"))
     assert front["library_name"] == "peft"
     assert "pipeline_tag" not in front
@@ -576,6 +582,6 @@ def test_the_card_of_a_reward_model_says_how_to_train_with_it(reward_run: Place,
 
 
 def test_what_is_asked_is_checked_before_torch_is_imported() -> None:
-    code = "import sys, rlft.export_verb, rlft.chat_verb; print({'torch', 'transformers', 'peft'} & set(sys.modules))"
+    code = "import sys, rlft.verbs.export, rlft.verbs.chat; print({'torch', 'transformers', 'peft'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1])}
     assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment) == "set()\n"

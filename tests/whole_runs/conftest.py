@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-
 from run_processes import Nursery
 
 TINY = (
@@ -33,11 +29,9 @@ TINY = (
 
 
 @pytest.fixture(scope="session")
-def quiet() -> Iterator[Nursery]:
+def quiet(forks: Nursery) -> Nursery:
     """Where runs go undisturbed."""
-    nursery = Nursery(hash_seed=1)
-    yield nursery
-    nursery.close()
+    return forks
 
 
 @pytest.fixture(scope="session")

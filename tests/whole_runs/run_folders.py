@@ -30,7 +30,7 @@ def rollouts(folder: Path) -> dict[str, bytes]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Those that have their final names, oldest first."""
-    return sorted((folder / "checkpoints").glob("step_*"))
+    return sorted((folder / "checkpoints").glob("step_*"), key=lambda found: int(found.name.removeprefix("step_")))
 
 
 def files_of(folder: Path) -> dict[str, str]:

@@ -9,11 +9,12 @@ import torch
 from run_folders import check_same, learned
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlft import cli, runfolder
+from rlft import cli
+from rlft.config.schema import RunConfig
+from rlft.keys.instantiate import from_mapping
 from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone, score_sequence
-from rlft.roots import RunConfig
-from rlft.targets import from_mapping
+from rlft.run import run_folder
 from rlft.trainer import checkpoint
 
 BOTH = ("lora.use_dora=true", "lora.use_rslora=true", "lora.rank=4", "lora.alpha=8", "model.device=cpu")
@@ -47,10 +48,10 @@ def test_merged_it_says_what_the_trainer_says(run: Path, tmp_path: Path) -> None
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     ids = tokenizer("What is 47 + 85? <think>47 + 85 = 132</think><answer>132</answer>")["input_ids"]
-    plain = runfolder.read(run)
-    plain.pop(runfolder.ORIGIN)
+    plain = run_folder.read(run)
+    plain.pop(run_folder.ORIGIN)
     config: RunConfig = from_mapping(RunConfig, {**plain, "token_budget": 4096}, "")
-    saved = checkpoint.load_newest(runfolder.checkpoints(run), print)
+    saved = checkpoint.load_newest(run_folder.checkpoints(run), print)
     assert saved is not None
     roles = policy_alone(load_backbone(config.model), config.lora, token_budget=4096, seed=0)
     [base] = roles.score([ids])
@@ -86,7 +87,7 @@ def test_it_samples_and_is_evaluated_as_itself(run: Path, tmp_path: Path, capsys
 def test_supervised_verbs_learn_such_adapters(verb: str, tmp_path: Path) -> None:
     words = [f"+recipe={verb}_arithmetic", *BOTH, "steps=2", "logger=[jsonl]", "eval.every=0", "checkpoint.every=0"]
     assert cli.run([verb, *words, f"hydra.run.dir={tmp_path / verb}"]) == 0
-    saved = checkpoint.load_newest(runfolder.checkpoints(tmp_path / verb), print)
+    saved = checkpoint.load_newest(run_folder.checkpoints(tmp_path / verb), print)
     assert saved is not None
     [weights] = saved.adapters.values()
     magnitudes = [weight for name, weight in weights.items() if "magnitude" in name]

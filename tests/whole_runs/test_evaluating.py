@@ -19,7 +19,7 @@ def test_a_run_whose_reward_was_trained_in_the_loop_is_evaluated_with_the_traine
     assert done.code == 0, done.err
     last = json.loads(whole_lines(tmp_path / "run" / "eval.jsonl")[-1])
     assert last["step"] == 2
-    assert last["eval/reward/learned"] != 0, "a fresh head says 0: this one was trained"
+    assert last["eval/reward/learned"] != 0, "a fresh head scores 0: this one was trained"
     done = quiet.run("eval", "run=run", cwd=tmp_path)
     assert done.code == 0, done.err
     [file] = (tmp_path / "run" / "evaluations").iterdir()

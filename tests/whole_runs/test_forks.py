@@ -58,19 +58,19 @@ def test_a_fork_that_is_killed_at_any_moment_of_its_start_can_be_begun_or_resume
     words = ("resume", FROM, "hydra.run.dir=fork")
     for event in (
         {"at": "rlft.trainer.checkpoint:find_damage", "call": 2, "do": "kill"},  # the checkpoint has been copied
-        {"at": "rlft.runfolder:write_config", "call": 1, "do": "kill"},
+        {"at": "rlft.run.run_folder:write_config", "call": 1, "do": "kill"},
     ):
         assert rough.run(*words, cwd=place, events=[event]).code == -9
         assert not (place / "fork" / "config.yaml").exists(), "not a run yet"
     for event in (
-        {"at": "rlft.run_status:kept", "call": 1, "do": "kill"},
-        {"at": "rlft.session:Session.sample", "call": 2, "do": "kill"},  # in step 5
+        {"at": "rlft.run.run_status:kept", "call": 1, "do": "kill"},
+        {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"},  # in step 5
     ):
         done = rough.run(*words, cwd=place, events=[event])
         assert done.code == -9, done.err
         words = ("resume", "fork")
     again = rough.run("resume", FROM, "hydra.run.dir=fork", cwd=place)
-    assert (again.code, "go on with it by `rlft resume fork`" in again.err) == (2, True)
+    assert (again.code, "continue it with `rlft resume fork`" in again.err) == (2, True)
     done = rough.run("resume", "fork", cwd=place)
     assert done.code == 0, done.err
     check_same(place / "fork", undisturbed)
@@ -113,7 +113,7 @@ def test_what_the_checkpoint_does_not_fit_is_refused_by_key_and_nothing_is_writt
         ("model.dtype=bfloat16", "(model.dtype: auto -> bfloat16)"),
         ("steps=3", "steps: the new run begins after step 3, got 3; raise it, for instance steps=6"),
         ("stepz=9", "stepz: there is no such key; did you mean steps?"),
-        ("resume=auto", "resume: a new run begins from the checkpoint"),
+        ("resume=auto", "resume: has no meaning here: a new run starts from the checkpoint"),
         ("hydra.run.dir=run steps=9", "hydra.run.dir: there is a run in that folder"),
         ("model.path=embedded:tiny-student", "model.path: the base changed since the run began"),
     ):

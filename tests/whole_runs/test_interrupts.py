@@ -37,17 +37,17 @@ def test_interrupted_in_every_stage_and_resumed_it_is_the_same_run(
 ) -> None:
     # Nothing but interrupts saves here. Each run goes on from the step that the one before has saved.
     stages = [
-        (interrupted_at("rlft.session:load_for_training", 1), 0),  # in a slow start: no step is begun
-        (interrupted_at("rlft.evaluate:summarise", 1), 1),  # before the first step: that one is still made
-        (interrupted_at("rlft.session:Session.sample", 1, "terminate"), 2),  # as kill and schedulers do
+        (interrupted_at("rlft.loop.session:load_for_training", 1), 0),  # in a slow start: no step is begun
+        (interrupted_at("rlft.loop.evaluate:summarise", 1), 1),  # before the first step: that one is still made
+        (interrupted_at("rlft.loop.session:Session.sample", 1, "terminate"), 2),  # as kill and schedulers do
         (interrupted_at("rlft.trainer.optimizer:Optimizer.update", 1, when="after"), 3),
-        (interrupted_at("rlft.session:Session.record", 1), 4),
+        (interrupted_at("rlft.loop.session:Session.record", 1), 4),
     ]
     for event, step in stages:
         done = rough.run(*words_at(tmp_path / "run", tiny), cwd=tmp_path, events=[event])
         check_stopped_after(done, tmp_path / "run", step)
         check_so_far(tmp_path / "run", undisturbed)
-    last = interrupted_at("rlft.session:Session.score", 1)
+    last = interrupted_at("rlft.loop.session:Session.score", 1)
     done = rough.run("resume", "run", cwd=tmp_path, events=[last])
     assert (done.code, done.err.splitlines()) == (0, [HEARD]), "the last step was the last anyway: the run is finished"
     check_same(tmp_path / "run", undisturbed)
@@ -57,7 +57,7 @@ def test_a_second_ctrl_c_stops_at_once_and_resumed_it_is_the_same_run(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     twice = [
-        interrupted_at("rlft.session:Session.sample", 3),
+        interrupted_at("rlft.loop.session:Session.sample", 3),
         interrupted_at("rlft.trainer.optimizer:Optimizer.update", 3),
     ]
     done = rough.run("train", *tiny, "checkpoint.every=1", "hydra.run.dir=run", cwd=tmp_path, events=twice)
@@ -73,7 +73,7 @@ def test_a_second_ctrl_c_stops_at_once_and_resumed_it_is_the_same_run(
 def test_ctrl_c_before_there_is_a_session_ends_the_run_with_130_and_a_line(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    event = interrupted_at("rlft.runfolder:go_on", 1)
+    event = interrupted_at("rlft.run.run_folder:go_on", 1)
     done = rough.run("train", *tiny, "hydra.run.dir=run", cwd=tmp_path, events=[event])
     assert (done.code, done.err.splitlines()) == (130, [AT_ONCE])
     done = rough.run("resume", "run", cwd=tmp_path)
@@ -85,7 +85,7 @@ def test_ctrl_c_before_there_is_a_session_ends_the_run_with_130_and_a_line(
 def test_ctrl_c_from_outside_at_any_time_is_heard_once_more_ends_it_and_resumed_it_is_the_same_run(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    pause = {"at": "rlft.session:Session.begin", "call": 1, "do": "stop", "when": "after"}
+    pause = {"at": "rlft.loop.session:Session.begin", "call": 1, "do": "stop", "when": "after"}
     keys = ("train", *tiny, "hydra.run.dir=run", "checkpoint.every=0")
     started = start_fresh(*keys, cwd=tmp_path, events=[pause], variables={"OMP_NUM_THREADS": "1"})
     started.wait_until_stopped()

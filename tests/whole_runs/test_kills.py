@@ -21,24 +21,24 @@ def killed_at(place: str, call: int, when: str = "before") -> dict[str, Any]:
 
 # In the order in which a run, going on from its newest checkpoint (every 2 steps), comes to them.
 STAGES = [
-    killed_at("rlft.runfolder:start", 1),
-    killed_at("rlft.runfolder:start", 1, "after"),
-    killed_at("rlft.evaluate:summarise", 1),  # in the evaluation before the first step
+    killed_at("rlft.run.run_folder:start", 1),
+    killed_at("rlft.run.run_folder:start", 1, "after"),
+    killed_at("rlft.loop.evaluate:summarise", 1),  # in the evaluation before the first step
     killed_at("rlft.generation.transformers:_decode", 2, "after"),  # sample, after the evaluation's
-    killed_at("rlft.reward.scorer:Scorer.__call__", 3),  # score: the evaluation, step 1, step 2
+    killed_at("rlft.scoring.scorer:Scorer.__call__", 3),  # score: the evaluation, step 1, step 2
     killed_at("rlft.algorithm.grpo:GRPO.credit", 2, "after"),
     killed_at("rlft.trainer.optimizer:Optimizer.update", 2),  # update, gradients are there
     killed_at("rlft.trainer.optimizer:Optimizer.update", 2, "after"),  # update, weights have moved
     killed_at("rlft.model.roles:Roles.load_sampler", 3, "after"),  # publish: at the start, after steps 1 and 2
-    killed_at("rlft.session:Session.record", 2),
-    killed_at("rlft.session:Session.record", 2, "after"),
-    killed_at("rlft.evaluate:summarise", 2, "after"),  # in the evaluation after step 2
+    killed_at("rlft.loop.session:Session.record", 2),
+    killed_at("rlft.loop.session:Session.record", 2, "after"),
+    killed_at("rlft.loop.evaluate:summarise", 2, "after"),  # in the evaluation after step 2
     killed_at("rlft.trainer.checkpoint:save", 1),  # after it, before the checkpoint
     killed_at("rlft.trainer.checkpoint:save", 1, "after"),
     killed_at("rlft.model.roles:Roles.restore", 1, "after"),  # while it resumes
-    killed_at("rlft.session:Session.sample", 2),  # between steps 3 and 4
+    killed_at("rlft.loop.session:Session.sample", 2),  # between steps 3 and 4
     killed_at("rlft.trainer.checkpoint:save", 1, "after"),
-    killed_at("rlft.session:Session.evaluate_if_due", 1),  # after the last step
+    killed_at("rlft.loop.session:Session.evaluate_if_due", 1),  # after the last step
     killed_at("rlft.trainer.checkpoint:save", 1),
 ]
 WRITES = [
@@ -55,8 +55,9 @@ WRITES = [
     {"half": "optimizer.safetensors", "call": 1},
     {"half": "state.json", "call": 1},
     {"half": "MANIFEST", "call": 1},
-    killed_at("pathlib:Path.rename", 1),  # the checkpoint is whole but has not its name
-    killed_at("pathlib:Path.rename", 1, "after"),
+    killed_at("pathlib:Path.rename", 1, "after"),  # of the probe that tries whether the folder can be written to
+    killed_at("pathlib:Path.rename", 2),  # the checkpoint is whole but has not its name
+    killed_at("pathlib:Path.rename", 2, "after"),
     {"half": "metrics.jsonl", "call": 2},
     {"half": "shutil:rmtree", "call": 1},  # the checkpoint of step 2 is being removed: only the newest is kept
     {"half": "step_000005.jsonl.tmp", "call": 1},
@@ -114,7 +115,7 @@ def test_killed_from_outside_at_random_moments_and_resumed_it_is_the_same_run(
     steps = tmp_path / "undisturbed" / "metrics.jsonl"
     seconds = [json.loads(line)["time/step"] for line in whole_lines(steps)]
     run = tmp_path / "run"
-    pause = {"at": "rlft.session:Session.begin", "call": 1, "do": "stop"}  # until the imports are done
+    pause = {"at": "rlft.loop.session:Session.begin", "call": 1, "do": "stop"}  # until the imports are done
     words = ["train", *tiny, "hydra.run.dir=run", "checkpoint.every=1"]
     for _ in range(2):
         started = start_fresh(*words, cwd=tmp_path, events=[pause])

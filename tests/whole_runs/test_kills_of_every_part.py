@@ -71,7 +71,7 @@ def follows_a_schedule(folder: Path) -> bool:
 
 
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
-TRAINED = "rlft.reward_refresh:RewardRefresh.train_if_due"
+TRAINED = "rlft.trainer.reward_training:RewardRefresh.train_if_due"
 SAVED = "rlft.trainer.checkpoint:save"
 CASES = {
     # Two epochs of two minibatches, and two optimizers: eight updates a step, resumed from steps 1 and 3.
@@ -95,7 +95,7 @@ CASES = {
     ),
     "dynamic sampling": Case(
         keys=("dynamic_sampling.max_rounds=2",),
-        kills=(("rlft.resample:uninformative", 4), ("rlft.resample:replaced", 2)),
+        kills=(("rlft.loop.dynamic_sampling:uninformative", 4), ("rlft.loop.dynamic_sampling:replaced", 2)),
         moves=is_resampled,
     ),
     "old and reference copies": Case(

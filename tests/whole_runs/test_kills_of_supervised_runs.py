@@ -152,8 +152,8 @@ def test_killed_and_resumed_sampling_leaves_the_same_file(quiet: Nursery, rough:
         {"at": "rlft.generation.transformers:_decode", "call": 1, "do": "kill", "when": "after"},
         {"half": "samples.jsonl", "call": 2},
         {"half": ".progress.json.writing", "call": 1},
-        {"at": "rlft.sampling_verb:Samples.add", "call": 1, "do": "kill", "when": "after"},
-        {"at": "rlft.sampling_verb:write_atomically", "call": 2, "do": "kill"},
+        {"at": "rlft.verbs.sample:Samples.add", "call": 1, "do": "kill", "when": "after"},
+        {"at": "rlft.verbs.sample:write_atomically", "call": 2, "do": "kill"},
     ]
     for event in events:
         done = rough.run(*words, cwd=tmp_path, events=[event])
@@ -161,7 +161,7 @@ def test_killed_and_resumed_sampling_leaves_the_same_file(quiet: Nursery, rough:
         check_recorded(folder, expected)
         words = ("resume", "run")
     assert json.loads((folder / "progress.json").read_text())["step"] == 3
-    killed_at_random(rough, words, tmp_path, "rlft.sampling_verb:sample", seconds / 50)
+    killed_at_random(rough, words, tmp_path, "rlft.verbs.sample:sample", seconds / 50)
     check_recorded(folder, expected)
     done = rough.run("resume", "run", cwd=tmp_path)
     assert done.code == 0, done.err

@@ -16,7 +16,7 @@ LIMIT = 1.15
 
 @pytest.fixture(scope="module")
 def larger_model(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, Qwen2-shaped, 27M parameters: activations outweigh what Python and torch take."""
+    """Random weights, Qwen2-shaped, 13M parameters: activations outweigh what Python and torch take."""
     folder = tmp_path_factory.mktemp("larger")
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
     tokenizer.save_pretrained(folder)
@@ -25,7 +25,7 @@ def larger_model(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         vocab_size=272,
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=512,
@@ -56,5 +56,5 @@ def test_a_critic_adapter_adds_little_to_the_peak_memory(larger_model: Path, tmp
     grpo = peak_bytes(tmp_path / "grpo", larger_model)
     ppo = peak_bytes(tmp_path / "ppo", larger_model, "algorithm=ppo", "critic.kind=adapter")
     print(f"peak memory: GRPO {grpo / 1e9:.2f} GB, PPO {ppo / 1e9:.2f} GB, ratio {ppo / grpo:.3f}")
-    assert grpo > 1.2e9, "the batch must be what takes the memory"
+    assert grpo > 1e9, "half of it must be the batch's"
     assert ppo <= LIMIT * grpo

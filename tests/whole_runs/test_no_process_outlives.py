@@ -15,7 +15,7 @@ UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 ENDS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "by itself": ([], 0),
     "an exception": ([{"at": UPDATE, "call": 1, "do": "fail"}], 1),
-    "a reward that fails": ([{"at": "rlft.reward.pool:WorkerPool.run", "call": 2, "do": "fail"}], 1),
+    "a reward that fails": ([{"at": "rlft.scoring.pool:WorkerPool.run", "call": 2, "do": "fail"}], 1),
     "Ctrl-C": ([{"at": UPDATE, "call": 1, "do": "interrupt"}], 130),
     "Ctrl-C twice": ([{"at": UPDATE, "call": n, "do": "interrupt"} for n in (1, 2)], 130),
     "SIGTERM": ([{"at": UPDATE, "call": 1, "do": "terminate"}], 130),
@@ -31,7 +31,7 @@ def test_no_process_outlives_a_run_that_ends_by(
     keys = [key for key in tiny if not key.startswith(changed)]
     keys += ["steps=2", "minibatches=3", "scoring.workers=2", "eval.every=0"]
     seen = tmp_path / "seen"
-    look = {"at": "rlft.session:Session.score", "do": "note", "when": "after", "to": str(seen)}
+    look = {"at": "rlft.loop.session:Session.score", "do": "note", "when": "after", "to": str(seen)}
     started = rough.start("train", *keys, "hydra.run.dir=run", cwd=tmp_path, events=[look, *events])
     done = started.wait()
     assert done.code == code, done.err

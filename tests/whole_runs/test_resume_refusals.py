@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import check_same, checkpoints, files_of, metrics
+from run_folders import check_same, checkpoints, files_of
 from run_processes import Ended, Nursery
 
-from rlft import runfolder
+from rlft.run import run_folder
 from rlft.types import UserError
 
 
@@ -38,7 +38,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_in_again(
 ) -> None:
     before = files_of(stopped)
     done = rough.run("train", *tiny, f"hydra.run.dir={stopped}", cwd=stopped.parent)
-    refused(done, "hydra.run.dir: there is a run in that folder", f"go on with it by `rlft resume {stopped.name}`")
+    refused(done, "hydra.run.dir: there is a run in that folder", f"continue it with `rlft resume {stopped.name}`")
     assert files_of(stopped) == before
 
 
@@ -77,19 +77,21 @@ FREE = {
     "resume", "steps", "name", "token_budget",
     "data.path", "pretrain.path", "model.path", "model.device",
     "scoring.workers", "scoring.timeout", "freshness.threshold", "freshness.every",
-    "checkpoint.every", "checkpoint.keep",
+    "checkpoint.every", "checkpoint.keep", "checkpoint.on_signal",
     "eval.every", "eval.num_prompts", "eval.num_samples", "eval.temperature", "eval.num_examples", "eval.kl_base",
     "generation.transformers.batch_size", "generation.vllm.gpu_memory_utilization", "generation.vllm.max_num_seqs",
-    "generation.vllm.sleep", "generation.vllm.enforce_eager",
+    "generation.vllm.sleep", "generation.vllm.enforce_eager", "generation.vllm.share_base",
     "token_values.every", "token_values.groups",
-    "logger.jsonl._target_", "logger.jsonl.rollouts_every", "logger.jsonl.rollouts_max",
+    "cluster.kind", "cluster.address", "cluster.engines", "cluster.gpus_per_engine", "cluster.ranks",
+    "cluster.placement", "cluster.timeout", "cluster.max_engine_restarts", "cluster.scoring", "cluster.jobs",
+    "logger.jsonl._target_", "rollouts.every", "rollouts.keep",
 }  # fmt: skip
 
 
 def test_of_all_keys_those_that_change_no_number_are_free(undisturbed: Path) -> None:
-    saved = runfolder.read(undisturbed)
+    saved = run_folder.read(undisturbed)
     saved.pop("origin")
-    keys = sorted(runfolder.flatten(saved))
+    keys = sorted(run_folder.flatten(saved))
     assert len(keys) > 90
     free = set()
     for key in keys:
@@ -111,7 +113,7 @@ def test_of_all_keys_those_that_change_no_number_are_free(undisturbed: Path) -> 
 def refusal(folder: Path, config: dict[str, Any]) -> str | None:
     """Why a run may not go on with this config; None if it may."""
     try:
-        runfolder.check_same_config(folder, config)
+        run_folder.check_same_config(folder, config)
     except UserError as error:
         return error.problem
     return None
@@ -136,7 +138,7 @@ def test_changed_data_texts_and_base_are_refused_and_put_back_they_are_taken(
 ) -> None:
     shutil.copytree(tiny_path, tmp_path / "base")
     keys = [*local_data, f"model.path={tmp_path}/base", "checkpoint.every=1"]
-    kill = {"at": "rlft.session:Session.sample", "call": 2, "do": "kill"}
+    kill = {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"}
     assert rough.run("train", *keys, "hydra.run.dir=run", cwd=tmp_path, events=[kill]).code == -9
     before = files_of(tmp_path / "run")
     for name, old, new, key, noun in (
@@ -186,21 +188,24 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_alone(rough: Nursery, stopped: Path) -> None:
     for checkpoint in checkpoints(stopped):
         flip_a_bit(checkpoint / "optimizer.safetensors")
-    done = rough.run("resume", "run", cwd=stopped.parent)
-    assert done.code == 2
-    assert done.err.splitlines()[-1].startswith("rlft: resume: every checkpoint of this run is damaged, got run/")
-    assert len(metrics(stopped)) == 5, "not a line was cut"
+    before = files_of(stopped)
+    for more in ([], ["steps=9"]):
+        done = rough.run("resume", "run", *more, cwd=stopped.parent)
+        assert done.code == 2
+        assert done.err.splitlines()[-1].startswith("rlft: resume: every checkpoint of this run is damaged, got run/")
+        assert "checkpoint step_000004 is damaged (optimizer.safetensors does not match" in done.err
+        assert files_of(stopped) == before, "not a line was cut, and it still stands as it stood"
 
 
 def test_a_run_that_is_going_on_is_not_resumed_beside_itself(
     quiet: Nursery, rough: Nursery, stopped: Path, undisturbed: Path
 ) -> None:
-    wait = {"at": "rlft.session:Session.sample", "call": 1, "do": "stop"}
+    wait = {"at": "rlft.loop.session:Session.sample", "call": 1, "do": "stop"}
     going = quiet.start("resume", "run", cwd=stopped.parent, events=[wait])
     try:
         going.wait_until_stopped()
         done = rough.run("resume", "run", cwd=stopped.parent)
-        refused(done, "resume: the run is going on in another process", "stop it")
+        refused(done, "resume: another process is running this run", "stop it")
     finally:
         going.go_on()
     assert going.wait().code == 0
@@ -224,7 +229,7 @@ def test_a_changed_adapter_folder_is_refused(
 ) -> None:
     checkpoint = checkpoints(undisturbed)[0]
     shutil.copytree(checkpoint / "policy", tmp_path / "sft")
-    kill = {"at": "rlft.session:Session.sample", "call": 2, "do": "kill"}
+    kill = {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"}
     keys = (*tiny, "snapshot.reference=sft", "algorithm.kl_coef=0.01", "checkpoint.every=1", "hydra.run.dir=run")
     assert rough.run("train", *keys, cwd=tmp_path, events=[kill]).code == -9
     weights = tmp_path / "sft" / "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in verbs that train nothing: they end soon, with 130 and a line that says what is kept."""
+"""Ctrl-C, SIGTERM and SIGHUP in verbs that train nothing: they end soon, with 130 and a line of what is kept."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SAMPLED = (*SAMPLE, "n=2", "num_prompts=6", "prompts_per_step=2", "data.size=16"
 
 # What is typed after `rlft`, where the signal comes, which one, and what the line says.
 CASES = [
-    ("eval run=run scoring.workers=1", "rlft.session:load_for_training", "interrupt", "nothing was written"),
-    ("eval run=run scoring.workers=1", "rlft.session:Session.evaluate", "terminate", "nothing was written"),
-    ("eval run=run", "rlft.trainer.checkpoint:_flush", "interrupt", "nothing was written"),
-    ("export run=run out=out", "rlft.export_verb:merge", "interrupt", "nothing was exported"),
-    ("export run=run out=out", "rlft.export_verb:_flush", "terminate", "nothing was exported"),
-    ("report run", "rlft.report_verb:page", "interrupt", "no report was written"),
-    ("report run", "rlft.trainer.checkpoint:_flush", "terminate", "no report was written"),
-    ("chat run=run", "rlft.chat_verb:open_roles", "interrupt", "the conversation has ended"),
-    ("plan +recipe=grpo_arithmetic", "rlft.plan_verb:plan_of", "interrupt", "nothing was begun"),
-    ("runs .", "rlft.runs_verb:rows", "interrupt", "nothing was changed"),
-    ("diff run run", "rlft.diff_verb:two_runs", "terminate", "nothing was changed"),
-    ("watch run", "rlft.watch_verb:print_summary", "interrupt", "the view has ended, the run is left as it is"),
-    ("resume run steps=9", "rlft.runfolder:check_resume", "interrupt", "the run is as it was"),
+    ("eval run=run scoring.workers=1", "rlft.loop.session:load_for_training", "interrupt", "nothing was written"),
+    ("eval run=run scoring.workers=1", "rlft.loop.session:Session.evaluate", "terminate", "nothing was written"),
+    ("eval run=run", "rlft.system.files:flush", "interrupt", "nothing was written"),
+    ("export run=run out=out", "rlft.verbs.export:merge", "interrupt", "nothing was exported"),
+    ("export run=run out=out", "rlft.system.files:flush", "terminate", "nothing was exported"),
+    ("report run", "rlft.watch.report:page", "interrupt", "no report was written"),
+    ("report run", "rlft.system.files:flush", "terminate", "no report was written"),
+    ("chat run=run", "rlft.verbs.chat:open_roles", "hang up", "the conversation has ended"),
+    ("plan +recipe=grpo_arithmetic", "rlft.verbs.plan:plan_of", "interrupt", "nothing was begun"),
+    ("runs .", "rlft.watch.runs:rows", "hang up", "nothing was changed"),
+    ("diff run run", "rlft.watch.diff:two_runs", "terminate", "nothing was changed"),
+    ("watch run", "rlft.watch.watch:print_summary", "interrupt", "the view has ended, the run is left as it is"),
+    ("resume run steps=9", "rlft.run.run_folder:check_resume", "interrupt", "the run is as it was"),
 ]
 
 
@@ -50,7 +50,7 @@ def test_a_verb_that_trains_nothing_ends_with_130_a_line_and_nothing_half_writte
 
 def test_sampling_ends_at_once_keeps_whole_steps_and_goes_on(rough: Nursery, tmp_path: Path) -> None:
     assert rough.run(*SAMPLED, "hydra.run.dir=whole", cwd=tmp_path).code == 0
-    event = {"at": "rlft.sampling_verb:sample", "call": 2, "do": "interrupt"}
+    event = {"at": "rlft.verbs.sample:sample", "call": 2, "do": "interrupt"}
     done = rough.run(*SAMPLED, "hydra.run.dir=cut", cwd=tmp_path, events=[event])
     whole = (tmp_path / "whole" / "samples.jsonl").read_bytes()
     kept = (tmp_path / "cut" / "samples.jsonl").read_bytes()
@@ -65,7 +65,7 @@ def test_sampling_ends_at_once_keeps_whole_steps_and_goes_on(rough: Nursery, tmp
 
 SWALLOWED = """
 import os, signal, time
-from rlft import interrupt
+from rlft.system import interrupt
 def press():
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -103,3 +103,59 @@ print('alive')"""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+# A signal comes when the command line is about to be imported: the first thing that takes any time.
+STARTING = """
+import os, signal, sys
+class Arrives:
+    def find_spec(self, name, path=None, target=None):
+        if name == "rlft.cli":
+            os.kill(os.getpid(), signal.SIGNAL)
+sys.meta_path.insert(0, Arrives())
+sys.argv = ["rlft", "--version"]
+from rlft.entry import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_at_the_very_start_leaves_130_and_a_line(name: str) -> None:
+    heard = f"import signal\nsignal.signal(signal.{name}, signal.SIG_DFL)\n"  # whatever the suite was started by: nohup
+    command = [sys.executable, "-c", heard + STARTING.replace("SIGNAL", name)]
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "rlft: interrupted: nothing was begun\n")
+
+
+def test_what_nohup_has_started_is_deaf_to_a_dropped_connection() -> None:
+    command = ["nohup", sys.executable, "-c", STARTING.replace("SIGNAL", "SIGHUP")]
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout.split()[:1]) == (0, ["rlft"]), done.stderr
+
+
+def test_one_order_that_is_sent_twice_is_not_a_second_one() -> None:
+    # As `timeout` sends SIGTERM, systemd SIGTERM and SIGHUP, and a shell whose connection drops SIGHUP.
+    code = """
+import os, signal
+from rlft.system import interrupt
+with interrupt.Interrupt(print) as pressed:
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("a second one")
+try:
+    with interrupt.ends_promptly("kept"):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            print("cleaned up")
+except interrupt.Terminated:
+    pass
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=50, check=False)
+    heard = "interrupted: ending before a step is begun; once more stops at once"
+    assert (done.returncode, done.stdout.splitlines()) == (0, [heard, "a second one", "cleaned up"]), done.stderr

@@ -90,7 +90,7 @@ def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is
     keys: tuple[str, ...], alone: list[Path], rough: Nursery, tmp_path: Path
 ) -> None:
     words, sweep = ("train", "-m", *keys, *SWEEP), tmp_path / "sweep"
-    kill = {"at": "rlft.session:Session.sample", "call": 4, "do": "kill"}  # in job 1, with its first step saved
+    kill = {"at": "rlft.loop.session:Session.sample", "call": 4, "do": "kill"}  # in job 1, with its first step saved
     assert rough.run(*words, cwd=tmp_path, events=[kill]).code == -9
     assert steps_done(sweep) == [2, 1]
     first = (sweep / "0" / "metrics.jsonl").read_bytes()
@@ -106,7 +106,7 @@ def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is
     assert steps_done(sweep) == [2, 2, 0, 1]
 
     seen = tmp_path / "seen"
-    look = {"at": "rlft.session:Session.sample", "do": "note", "to": str(seen)}
+    look = {"at": "rlft.loop.session:Session.sample", "do": "note", "to": str(seen)}
     done = rough.run(*words, cwd=tmp_path, events=[look])
     assert done.code == 0, done.err
     assert [f"job {n} is finished already: sweep/{n}" in done.out for n in range(4)] == [True, True, False, False]
@@ -123,7 +123,7 @@ def steps_done(sweep: Path) -> list[int]:
 def test_a_sweep_repeated_with_other_values_in_the_same_folder_is_refused(
     keys: tuple[str, ...], rough: Nursery, tmp_path: Path
 ) -> None:
-    kill = {"at": "rlft.session:Session.sample", "call": 1, "do": "kill"}
+    kill = {"at": "rlft.loop.session:Session.sample", "call": 1, "do": "kill"}
     assert rough.run("train", "-m", *keys, *SWEEP, cwd=tmp_path, events=[kill]).code == -9
     others = [word.replace("trainer.lr=0.001,", "trainer.lr=0.002,") for word in SWEEP]
     done = rough.run("train", "-m", *keys, *others, cwd=tmp_path)

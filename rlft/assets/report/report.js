@@ -441,9 +441,34 @@ function card(group, i, write) {
   const text = element("div", { className: "text" });
   const mode = by("colour").value;
   if (write) write(text);
-  else if (row.tokens && mode !== "none") tokens(text, row.tokens, mode);
+  else if (row.tokens && mode !== "none") tokens(text, row.tokens, mode, row.mask);
+  else if (row.turns) row.turns.forEach((turn, k) => text.append(...turnBoxes(turn, k, row.turns.length)));
   else withSearch(text, row.text);
   return element("div", { className: "card" }, facts, text, ...cutNote(row));
+}
+
+/** A turn of a conversation: what the policy said, then its calls and what it was answered, folded and grey. */
+function turnBoxes(turn, k, count) {
+  const earned = turn.reward === null ? "" : `, reward ${shown(turn.reward)}`;
+  const boxes = [element("div", { className: "facts", textContent: `turn ${k + 1} of ${count}${earned}` })];
+  boxes.push(withSearch(element("div", {}), turn.said.text), ...cutNote(turn.said));
+  for (const call of turn.calls) {
+    const head = element("summary", { textContent: `${call.name}(${call.arguments.text})`, className: call.failed ? "bad" : "" });
+    const answer = withSearch(element("div", { className: "read" }), call.answer.text);
+    boxes.push(element("details", { open: searched(call.answer.text) }, head, ...cutNote(call.arguments), answer, ...cutNote(call.answer)));
+  }
+  if (turn.answer.text && !turn.calls.length) {
+    const head = element("summary", { textContent: "answer" });
+    const answer = withSearch(element("div", { className: "read" }), turn.answer.text);
+    boxes.push(element("details", { open: searched(turn.answer.text) }, head, answer, ...cutNote(turn.answer)));
+  }
+  return boxes;
+}
+
+/** Whether the text has what is searched for. */
+function searched(text) {
+  const wanted = by("search").value.trim().toLowerCase();
+  return wanted !== "" && text.toLowerCase().includes(wanted);
 }
 
 /** The text with what is searched for marked. */
@@ -477,9 +502,13 @@ const paint = (mode, value) => {
   return `rgba(${colour}, ${(0.75 * strength(mode, value)).toFixed(3)})`;
 };
 
-function tokens(box, values, mode) {
+function tokens(box, values, mode, mask) {
   values.text.forEach((text, i) => {
     const value = MODES[mode].value(values, i);
+    if (mask && !mask[i]) {
+      box.append(element("span", { className: "read", textContent: text, title: "read by the policy, not sampled" }));
+      return;
+    }
     const token = element("span", { className: "token", textContent: text });
     token.style.background = paint(mode, value);
     token.title = Object.entries(MODES).map(([name, { value: of, text: as }]) => `${name} ${shown(as ? as(of(values, i)) : of(values, i))}`).join("\n");

@@ -1,0 +1,166 @@
+"""Makes a Batch of groups and their scores: right-padded rows, prompt then completion."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from rlft.types import Batch, Completion, FinishReason, Group, Rollout, Scores, StepScores
+
+Decode = Callable[[Sequence[int]], str]
+"""Decodes token ids to text, as in `Completion.text`."""
+
+
+def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
+    """The `[B, T]` view of a step, B in the order of groups and their rollouts; group_ids are positions in `groups`.
+
+    Token ids are the engine's own: text is never tokenised again. If steps were scored, `decode` finds the last token
+    of each.
+
+    Raises:
+        ValueError: a completion has not one log-prob or one entry of its mask per token, a log-prob where nothing was
+            sampled, turns that end
+            nowhere or have no finite reward; its tokens don't decode to the text that was scored; or the rewards of
+            turns are not kept apart from those of completions.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rows = [(*r.prompt.token_ids, *r.completion.token_ids) for r in rollouts]
+    shape = len(rows), max(map(len, rows))
+    token_ids_BT = torch.zeros(shape, dtype=torch.int64)
+    attention_mask_BT = torch.zeros(shape, dtype=torch.bool)
+    loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
+    logprobs_BT = torch.zeros(shape)
+    for b, (rollout, row) in enumerate(zip(rollouts, rows, strict=True)):
+        start, end = len(rollout.prompt.token_ids), len(row)
+        token_ids_BT[b, :end] = torch.tensor(row)
+        attention_mask_BT[b, :end] = True
+        if (problem := fault(rollout.completion)) is not None:
+            raise ValueError(f"the generator gave a completion of prompt {rollout.prompt.id} {problem}")
+        mask = rollout.completion.mask
+        loss_mask_BT[b, start:end] = True if mask is None else torch.tensor(mask, dtype=torch.bool)
+        logprobs_BT[b, start:end] = torch.tensor(rollout.completion.logprobs)
+    sizes = torch.tensor([len(group.rollouts) for group in groups])
+    token_rewards_BT = step_ends_BT = None
+    turn_ends_BT = ends_of_turns(rollouts, shape)
+    turns_have_rewards = any(turn.reward is not None for r in rollouts for turn in r.completion.turns)
+    if turns_have_rewards and scores.outcome is None:
+        raise ValueError("turns have rewards, and the scores do not say which part of the total is of completions")
+    if scores.steps is not None or turn_ends_BT is not None:  # turns may have rewards, also where these have none
+        token_rewards_BT, step_ends_BT = step_rewards(groups, scores.steps, shape, decode)
+    return Batch(
+        token_ids=token_ids_BT,
+        attention_mask=attention_mask_BT,
+        loss_mask=loss_mask_BT,
+        sampled_logprobs=logprobs_BT,
+        rewards=(scores.total if scores.outcome is None else scores.outcome).flatten().float(),
+        group_ids=torch.arange(len(groups)).repeat_interleave(sizes),
+        token_rewards=token_rewards_BT,
+        step_ends=step_ends_BT,
+        turn_ends=turn_ends_BT,
+        truncated=torch.tensor([r.completion.finish_reason == FinishReason.length for r in rollouts]),
+    )
+
+
+def ends_of_turns(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:
+    """Whether a turn ends with the token, `[B, T]` bool; None if no completion says where its turns end."""
+    if not any(rollout.completion.turns for rollout in rollouts):
+        return None
+    ends_BT = torch.zeros(shape, dtype=torch.bool)
+    for b, rollout in enumerate(rollouts):
+        start = len(rollout.prompt.token_ids)
+        ends_BT[b, [start + turn.end - 1 for turn in rollout.completion.turns]] = True
+    return ends_BT
+
+
+def fault(completion: Completion) -> str | None:
+    """What is wrong with a completion that an engine or an environment made, as a phrase; None if nothing is."""
+    size, mask, ends = len(completion.token_ids), completion.mask, [turn.end for turn in completion.turns]
+    if len(completion.logprobs) != size:
+        return f"{len(completion.logprobs)} log-probs for {size} tokens"
+    if mask is not None and len(mask) != size:
+        return f"a mask of {len(mask)} entries for {size} tokens"
+    if mask is not None and any(value for value, own in zip(completion.logprobs, mask, strict=True) if not own):
+        return "a log-prob other than 0 for a token that was not sampled"
+    if any(end <= before for before, end in pairwise([0, *ends])) or (ends and ends[-1] > size):
+        return f"turns that end with tokens {ends} of {size}"
+    if mask is not None and any(not mask[end - 1] for end in ends):
+        return f"a turn whose last token was not sampled, among those that end with tokens {ends}"
+    rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
+    if not all(map(math.isfinite, rewards)):
+        return f"a turn whose reward is no finite number, among {rewards}"
+    return None
+
+
+def step_rewards(
+    groups: Sequence[Group], steps: Sequence[Sequence[StepScores]] | None, shape: tuple[int, int], decode: Decode
+) -> tuple[Tensor, Tensor]:
+    """(scores of single steps at their last tokens, `[B, T]` float32; whether a step ends there, `[B, T]` bool).
+
+    A turn that has a reward is a step, too. Scores of steps that end with the same token are added, in float64. A step
+    that ends where an environment speaks counts for the sampled token before, and one before all of them for the first.
+    """
+    rewards_BT = torch.zeros(shape, dtype=torch.float64)
+    ends_BT = torch.zeros(shape, dtype=torch.bool)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    nothing = StepScores(values=(), ends=())
+    step_scores = [nothing] * len(rollouts) if steps is None else [scores for row in steps for scores in row]
+    for b, (rollout, scores) in enumerate(zip(rollouts, step_scores, strict=True)):
+        start, completion = len(rollout.prompt.token_ids), rollout.completion
+        places = last_tokens(completion, scores.ends, decode)
+        if places is None:
+            problem = "is not what its tokens decode to, so its scored steps cannot be placed"
+            raise ValueError(f"the text of a completion of prompt {rollout.prompt.id} {problem}")
+        of_steps = zip(sampled_at_or_before(completion, places), scores.values, strict=True)
+        of_turns = [(turn.end - 1, turn.reward) for turn in completion.turns if turn.reward is not None]
+        for k, value in (*of_steps, *of_turns):
+            rewards_BT[b, start + k] += value
+            ends_BT[b, start + k] = True
+    return rewards_BT.float(), ends_BT
+
+
+def sampled_at_or_before(completion: Completion, places: Sequence[int]) -> Sequence[int]:
+    """For each index of a token the nearest sampled one at or before it; the first sampled one if there is none.
+
+    Where nothing was sampled they stay.
+    """
+    if completion.mask is None or not any(completion.mask):
+        return places
+    sampled = [k for k, own in enumerate(completion.mask) if own]
+    return [sampled[max(0, bisect_right(sampled, k) - 1)] for k in places]
+
+
+def last_tokens(completion: Completion, ends: Sequence[int], decode: Decode) -> list[int] | None:
+    """For each offset into the text, the index of the first token that completes the text before it; None if none does.
+
+    That is the first k for which `decode(ids[:k+1])` begins with the text before the offset. A character of several
+    tokens decodes to a replacement character until the last of them. Bisection takes O(log T) decodes per offset.
+    """
+    num_tokens = len(completion.token_ids)
+    shown = cache(lambda k: decode(completion.token_ids[: k + 1]))
+    places: list[int] = []
+    for end in ends:
+        text, low = completion.text[:end], places[-1] if places else 0
+        places.append(bisect_left(range(num_tokens), True, lo=low, key=lambda k, text=text: shown(k).startswith(text)))
+        if places[-1] == num_tokens:
+            return None
+    return places
+
+
+def select(batch: Batch, rows: Tensor) -> Batch:
+    """The rows of a batch with these indices (int64 `[N]`), in this order."""
+    chosen = {f.name: value[rows] for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
+    return replace(batch, **chosen)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with all its tensors on this device."""
+    if device.type == "cpu":
+        return batch
+    return replace(batch, **{n: v.to(device) for n in Batch.__slots__ if (v := getattr(batch, n)) is not None})

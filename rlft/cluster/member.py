@@ -1,0 +1,90 @@
+"""The interface of a member: one process that does a part of a run's work, wherever it runs.
+
+A member holds one object, made by a factory in its own process. The run calls that object's methods and gets futures of
+Python's `concurrent.futures`, whether the member is a process of this machine or an actor of Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class MemberError(RuntimeError):
+    """A member did not answer: it died, or its time limit passed. The message names it and its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberSpec:
+    """What a member is.
+
+    Args:
+        name: as "engine-0", unique in the run; its log is `<run>/cluster/<name>.log`.
+        factory: `package.module:callable` that makes the object in the member's process.
+        arguments: its keyword arguments; they are pickled.
+        gpus: cards that the member has to itself; 0: none.
+        threads: of torch and of its libraries.
+        environment: variables that are set before Python starts.
+    """
+
+    name: str
+    factory: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    gpus: float = 0.0
+    threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Member(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def log(self) -> Path:
+        """What the process has written to stdout and stderr; on another machine a copy of it."""
+        ...
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Calls a method of the member's object; calls of one member are answered in order.
+
+        The future holds the answer, the exception that the method raised, or MemberError if the process has died. It
+        has no time limit of its own: whoever waits for it sets one, and kills the member when it passes.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Ends the process at once; its futures get MemberError. Safe to call twice."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts members, and ends those that are left when it is closed."""
+
+    @property
+    def address(self) -> str:
+        """The address of this machine, as members can reach it."""
+        ...
+
+    def start(self, spec: MemberSpec) -> Member:
+        """Starts a member without waiting for it: the first answered call says that its object is made."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """A reference to a large value that is sent once, to be given as an argument of calls to several members."""
+        ...
+
+    def close(self) -> None:
+        """Ends all members and whatever the launcher has started. Safe to call twice."""
+        ...
+
+
+def last_lines(log: Path, num: int = 12) -> str:
+    """The last lines of a member's log for an error message; empty if there are none."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-num:])

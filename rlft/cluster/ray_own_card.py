@@ -1,0 +1,87 @@
+"""Reserves the card of the run's own process on a cluster that is joined, so that Ray gives it to nobody else.
+
+Ray chooses which card an actor gets. So actors that do nothing are started on this machine, a card each, until one has
+the card of this process; the others end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from rlft.types import UserError
+
+RESERVE_S = 60.0
+"""Seconds that Ray may take to give one card out."""
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+SEES_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+KEY = "cluster.address"
+
+
+class Holder:
+    """Has a card, and does nothing with it."""
+
+    def card(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def is_of_a_job(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the entrypoint of a Ray job that has cards of its own (`--entrypoint-num-gpus 1`)."""
+    return JOB in environment and SEES_ALL not in environment and bool(environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def reserve(card: str, node: str, timeout_s: float = RESERVE_S) -> Any | None:
+    """The actor that holds this card; None if Ray has no such card on this machine to give out.
+
+    Args:
+        card: as CUDA_VISIBLE_DEVICES names it.
+        node: Ray's id of this machine.
+        timeout_s: that Ray may take to give one card out.
+
+    Raises:
+        UserError(cluster.address): others have the cards of this machine, or Ray names them in another way.
+    """
+    import ray
+
+    [gpus] = [int(known["Resources"].get("GPU", 0)) for known in ray.nodes() if known["NodeID"] == node]
+    holders: list[Any] = []
+    names: list[str] = []
+    try:
+        for _ in range(gpus):
+            holders.append(_holder_on(node))
+            names.append(_card_of(holders[-1], card, names, timeout_s))
+            if names[-1] == card:
+                return holders.pop()
+    finally:
+        for holder in holders:
+            with suppress(Exception):  # Ray may have ended
+                ray.kill(holder, no_restart=True)
+    if any(name.isdigit() != card.isdigit() for name in names):
+        problem = f"Ray names the cards of this machine {', '.join(names)}, and this process has card {card}"
+        remedy = "start Ray and the run with CUDA_VISIBLE_DEVICES of one kind, numbers or ids"
+        raise UserError(KEY, problem, got=card, remedy=remedy)
+    return None
+
+
+def _holder_on(node: str) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(node, soft=False)
+    actor: Any = ray.remote(Holder)
+    return actor.options(num_cpus=0, num_gpus=1, max_restarts=0, scheduling_strategy=here).remote()
+
+
+def _card_of(holder: Any, card: str, before: list[str], timeout_s: float) -> str:
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    try:
+        return ray.get(holder.card.remote(), timeout=timeout_s)
+    except GetTimeoutError:
+        free = f"only {', '.join(before)}" if before else "no card"
+        problem = f"card {card} of the run's own process is not free: in {timeout_s:g} s Ray has given out {free} here"
+        remedy = "end what uses it, or submit the run as a Ray job with a card of its own (--entrypoint-num-gpus 1)"
+        raise UserError(KEY, problem, got=card, remedy=remedy) from None

@@ -1,0 +1,331 @@
+"""The Ray that a run works with: started here for this run alone, or one that runs already and is joined.
+
+Ray is imported here and in `ray_actors.py`, late: nothing of `cluster=local` needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlft.cluster.ray_keeper import END_S, end_session
+from rlft.cluster.ray_own_card import is_of_a_job, reserve
+from rlft.cluster.room import Resources
+from rlft.types import UserError
+
+START_S = 120.0
+"""Seconds that starting Ray here may take; it takes about eight on two busy cores."""
+ANSWER_S = 60.0
+"""Seconds that a cluster which is joined may take to answer."""
+CONNECT_S = 10.0
+"""Seconds that its machine may take to accept a connection."""
+OBJECT_STORE_BYTES = 2**30
+"""Shared memory for adapters and completions on their way, of the Ray that is started here; taken as it is used."""
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_COLOR_PREFIX": "0",
+}
+"""Set before Ray is imported, unless the user has set them."""
+KEY = "cluster.address"
+
+
+def check_installed() -> None:
+    """UserError where the extra `ray` is not installed."""
+    try:
+        missing = importlib.util.find_spec("ray") is None
+    except ValueError:  # a module that something has put there
+        missing = True
+    if missing:
+        remedy = "pip install 'rlft[ray]', or use cluster=local"
+        raise UserError("cluster.kind", "Ray is not installed", got="ray", remedy=remedy)
+
+
+class RaySession:
+    """A connection of this process to Ray, which `close` ends, together with the Ray that was started for it.
+
+    Args:
+        address: None starts Ray on this machine; else `auto` or `host:port` of a cluster, which stays up.
+        log: the file for what Ray says of its processes, which it would print.
+
+    Raises:
+        UserError(cluster.address): there is no cluster, it does not answer, or has another Ray or Python.
+    """
+
+    def __init__(self, address: str | None, *, log: Path) -> None:
+        check_installed()
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        self.started_here = address is None
+        self._keeper = _Keeper() if address is None else None
+        self._holder: Any = None
+        try:
+            if self._keeper is not None:
+                connected_to = self._keeper.address
+            else:
+                assert address is not None
+                connected_to = found(address)
+            _connect(connected_to, log)
+            import ray
+
+            self.node: str = ray.get_runtime_context().get_node_id()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def resources(self) -> Resources:
+        import ray
+
+        nodes: list[dict[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cpus, gpus = sum(node.get("CPU", 0.0) for node in nodes), [int(node.get("GPU", 0)) for node in nodes]
+        return Resources(cpus=cpus, gpus=gpus)
+
+    def reserve(self, card: str) -> bool:
+        """Keeps the card of this process, until `close`, from being given to others.
+
+        Returns:
+            Whether it is one of the cluster's.
+
+        Raises:
+            UserError(cluster.address): others may have it.
+        """
+        if is_of_a_job(os.environ):
+            return True  # Ray has given it to this process
+        self._holder = reserve(card, self.node)
+        return self._holder is not None
+
+    def close(self) -> None:
+        """Ends the connection, and what was started here. Safe to call twice."""
+        import ray
+
+        if ray.is_initialized():
+            with _bounded(END_S):
+                ray.shutdown()
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+def check_address(address: str) -> None:
+    """Refuses what is no address of a cluster, and one where nothing listens."""
+    if address == "auto":
+        return
+    if address.startswith("ray://"):
+        problem = "is one of Ray Client, whose processes are not machines of the cluster"
+        remedy = "give the address of its head, <host>:6379, and start the run on a machine of the cluster"
+        raise UserError(KEY, problem, got=address, remedy=remedy)
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise UserError(KEY, "is no address", got=address, remedy="use auto, or <host>:<port> as `ray start` prints it")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        problem = f"no Ray answers there ({error.strerror or error})"
+        raise UserError(KEY, problem, got=address, remedy=_START_ONE) from None
+
+
+def found(address: str) -> str:
+    """The address (host:port) of the cluster, once a process of its own has connected to it.
+
+    In that process Ray may wait for minutes or abort; here it could not be stopped.
+    """
+    check_address(address)
+    command = [sys.executable, "-c", _TRY_IT, address]
+    try:
+        tried = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, start_new_session=True
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"no Ray has answered there in {ANSWER_S:g} s"
+        raise UserError(KEY, problem, got=address, remedy=_START_ONE) from None
+    answer = next((line for line in reversed(tried.stdout.splitlines()) if line.startswith("{")), None)
+    if answer is None:
+        last = tried.stderr.strip().splitlines()[-1:] or [f"exit code {tried.returncode}"]
+        raise UserError(KEY, f"no Ray answers there ({last[0][:200]})", got=address, remedy=_START_ONE)
+    told: dict[str, str] = json.loads(answer)
+    if "problem" in told:
+        denied = [line for line in tried.stderr.splitlines() if "InvalidAuthToken" in line]
+        refuse(address, (denied or [told["problem"]])[-1])
+    return told["address"]
+
+
+def refuse(address: str, problem: str) -> NoReturn:
+    """The UserError for what Ray says about an address."""
+    if "ersion mismatch" in problem:
+        lines = [line.strip() for line in problem.splitlines() if "Ray:" in line or "Python:" in line]
+        remedy = "install the cluster's versions here, or this machine's on the cluster"
+        raise UserError(KEY, f"the cluster has other versions than this process ({', '.join(lines)})", got=address,
+                        remedy=remedy)  # fmt: skip
+    if "AuthToken" in problem or "AuthenticationError" in problem:
+        remedy = "give the cluster's token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        raise UserError(KEY, "the cluster does not let this process in", got=address, remedy=remedy)
+    raise UserError(KEY, f"no Ray answers there ({problem.strip().splitlines()[0][:200]})", got=address,
+                    remedy=_START_ONE)  # fmt: skip
+
+
+_START_ONE = "start one (`ray start --head`), give its address, or set cluster.address=null to start Ray here"
+
+_TRY_IT = """
+import json, sys
+import ray
+try:
+    context = ray.init(address=sys.argv[1], log_to_driver=False, logging_level=50)
+    told = {"address": context.address_info["gcs_address"]}
+except Exception as error:
+    told = {"problem": f"{type(error).__name__}: {error}"}
+print(json.dumps(told), flush=True)
+"""
+
+
+def _connect(address: str, log: Path) -> None:
+    """Makes this process a driver of the cluster; its signal handlers stay what they were."""
+    import ray
+    import ray._private.worker
+
+    def write(message: dict[str, Any], **_: Any) -> None:
+        with contextlib.suppress(OSError):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in message["lines"])
+
+    # Ray prints its messages about dead workers among the output of the run, log_to_driver=False or not.
+    ray._private.worker.print_to_stdstream = write
+
+    with _handlers_kept():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (RuntimeError, ConnectionError, ValueError) as error:
+            refuse(address, str(error))
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Ray replaces the handler of SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """Says on stderr if what is inside, the end of a connection, takes longer; nothing can be saved any more then."""
+    timer = threading.Timer(seconds, os.write, [2, b"rlft: Ray does not end its connection; still waiting\n"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def python_path() -> str:
+    """PYTHONPATH for processes that import this rlft: with the folder that it is in, unless it is installed there."""
+    import rlft
+
+    folder = str(Path(rlft.__file__).parents[1])
+    added = [] if folder in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [folder]
+    return os.pathsep.join(path for path in (*added, os.environ.get("PYTHONPATH", "")) if path)
+
+
+class _Keeper:
+    """The process of `ray_keeper.py`, and the address of its Ray."""
+
+    def __init__(self) -> None:
+        # Others on this machine must not be able to run code as this user through Ray's ports.
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        self._folder = Path(tempfile.mkdtemp(prefix="rlft-ray-", dir=_short_folder()))
+        options = {
+            "address": "local",
+            "num_cpus": os.cpu_count() or 1,
+            "num_gpus": 0,  # members are told which cards they have
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": str(self._folder),
+        }
+        log = self._folder / "keeper.log"
+        reading, writing = os.pipe()
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlft.cluster.ray_keeper", str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=(writing,),
+                env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,
+            )
+        os.close(writing)
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{json.dumps(options)}\n".encode())
+            self._process.stdin.flush()
+            self.address = self._address(reading, log)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(reading)
+
+    def _address(self, reading: int, log: Path) -> str:
+        until, said = time.monotonic() + START_S, b""
+        while not said.endswith(b"\n"):
+            ready = select.select([reading], [], [], max(0.0, until - time.monotonic()))[0]
+            part = os.read(reading, 2**16) if ready else b""
+            if not part:
+                how = "has ended" if ready else f"has not started in {START_S:g} s"
+                lines = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+                raise UserError("cluster.kind", f"Ray {how} on this machine; its last lines:\n{lines}\n", got="ray",
+                                remedy="use cluster=local, or join a cluster (cluster.address)")  # fmt: skip
+            said += part
+        told: dict[str, str] = json.loads(said)
+        if "problem" in told:
+            raise UserError("cluster.kind", f"Ray does not start on this machine: {told['problem'][:500]}", got="ray",
+                            remedy="use cluster=local, or join a cluster (cluster.address)")  # fmt: skip
+        return told["address"]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # which tells it
+        try:
+            self._process.wait(2 * END_S)
+        except subprocess.TimeoutExpired:
+            end_session(self._process.pid)
+            self._process.kill()
+            self._process.wait(END_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _short_folder() -> str:
+    """A folder for Ray's sockets, whose paths may have no more than 107 characters, some 80 of them Ray's own."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= 20 else "/tmp"

@@ -1,0 +1,70 @@
+"""Whether a cluster has room for the members of a run or a sweep; Ray would let them wait for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlft.cluster.config import ClusterConfig
+from rlft.cluster.placement import place
+from rlft.types import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What a cluster gives out.
+
+    Args:
+        cpus: processor cores, all machines together.
+        gpus: cards of each machine.
+    """
+
+    cpus: float
+    gpus: Sequence[int]
+
+
+def cores_of_a_member(threads: int, *, on_cards: bool) -> int:
+    """The cores that Ray counts for a member: on a card it computes there, and waits for it with one core."""
+    return 1 if on_cards else threads
+
+
+def check_room(
+    config: ClusterConfig, has: Resources, *, on_cards: bool, threads: int, scorers: int = 0, counts_own: bool = True
+) -> None:
+    """Refuses what the cluster is too small for.
+
+    Args:
+        threads: of each member.
+        scorers: reward workers, which have a core each and no card.
+        counts_own: whether the card of the run's own process is one of the cluster's.
+
+    Raises:
+        UserError: with the numbers.
+    """
+    members = config.jobs if config.jobs > 1 else config.engines + config.ranks - 1
+    key = "jobs" if config.jobs > 1 else "engines" if config.engines else "ranks"
+    if on_cards and config.jobs > 1:
+        if members > sum(has.gpus):
+            problem = f"each job that runs at a time has a card of its own, and the cluster has {sum(has.gpus)}"
+            remedy = f"use cluster.jobs={max(1, sum(has.gpus))}"
+            raise UserError("cluster.jobs", problem, got=members, remedy=remedy)
+    elif on_cards:
+        place(config, on_cards=True, available=sum(has.gpus) + (not counts_own))
+        each = config.gpus_per_engine
+        if (blocks := sum(gpus // each for gpus in has.gpus)) < config.engines:
+            cards = ", ".join(str(gpus) for gpus in has.gpus)
+            problem = f"an engine's cards are on one machine; machines with {cards} cards have room for {blocks}"
+            remedy = "use fewer cards for each engine, or fewer engines"
+            raise UserError("cluster.gpus_per_engine", problem, got=each, remedy=remedy)
+    each = cores_of_a_member(threads, on_cards=on_cards)
+    if members * each + scorers > has.cpus:
+        beside = f" beside {scorers} reward worker(s)" if scorers else ""
+        needed = f"{members} processes of {each} thread(s){beside}"
+        problem = f"{needed} need as many cores, and the cluster has {has.cpus:g}"
+        fewer = "" if on_cards else ", or fewer threads each (OMP_NUM_THREADS)"
+        raise UserError(
+            f"cluster.{key}",
+            problem,
+            got=getattr(config, key),
+            remedy=f"use at most {max(0, int(has.cpus) - scorers) // each} in all{fewer}",
+        )

@@ -1,0 +1,495 @@
+"""Composes YAML into a plain config, and types that into frozen dataclasses; refuses what is wrong in between.
+
+`build` turns a composed config into its verb's root (rlft/config/schema.py): every key exists, has its type and is
+within its bounds. `rlft/checks/rules.py` has the rules between parts. Only this file, verbs/sweep.py and cli.py import
+Hydra and OmegaConf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import re
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from rlft.config.renamed_keys import renamed, renamed_overrides
+from rlft.config.schema import ADDED_KEYS, Root, RunConfig
+from rlft.config.token_budget import resolved
+from rlft.keys import catalog, sampling_keys, suggest, verbs
+from rlft.keys.instantiate import from_mapping, instantiate
+from rlft.keys.instantiate import unknown_key as unknown_in_section
+from rlft.types import UserError, lone_surrogate
+
+if TYPE_CHECKING:
+    from rlft.algorithm.protocol import Algorithm
+
+
+USUAL = "train"
+"""The verb of a config that names none. Its YAML gives every key a value, so groups are composed with it."""
+
+REFERRED_TO = ("generation.max_tokens", "scoring.timeout", "token_budget")
+"""Keys that the YAML of rewards refers to."""
+
+
+FILES = {
+    "demonstrations.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "completion": "2"}; '
+    "to try it without one: rlft sft +recipe=sft_arithmetic",
+    "preferences.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3"}; '
+    "to try it without one: rlft rm +recipe=rm_arithmetic",
+    "data.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "answer": "2"}; '
+    "data=arithmetic needs none",
+}
+"""{key of a file that must be given: what the file holds}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """A plain, resolved config, and the folder that hydra.run.dir gives the run."""
+
+    plain: dict[str, Any]
+    folder: Path
+
+
+def compose(overrides: Sequence[str], config_dir: str | Path | None = None, verb: str = USUAL) -> dict[str, Any]:
+    """The plain, resolved config of this verb with these command-line overrides.
+
+    Raises:
+        UserError: Hydra refuses an override.
+    """
+    return compose_run(overrides, config_dir, verb).plain
+
+
+def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, verb: str = USUAL) -> Composed:
+    """As `compose`, with the run's folder, which is not made."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import open_dict
+
+    overrides = named_choices(overrides, verb)
+    register_resolvers()
+    GlobalHydra.instance().clear()
+    first, *others = primary_folders(verb)
+    others += [Path(config_dir).resolve()] if config_dir else []
+    search = [search_path(others)] if others else []
+    try:
+        with initialize_config_dir(str(first), version_base="1.3"):
+            composed = hydra_compose(verb, [*overrides, *search], return_hydra_config=True)
+        folder = Path(composed.hydra.run.dir)
+        with open_dict(composed):
+            del composed["hydra"]
+    except UnicodeDecodeError as error:
+        raise _not_utf8(config_dir) or error from None
+    except Exception as error:
+        refused = refusal(error, verb)
+        choices = [override for override in overrides if _is_of_a_group(override, verb)]
+        if refused is not None and len(choices) < len(overrides) and _is_of_another_library(refused.key, verb):
+            with contextlib.suppress(UserError):  # if more is wrong, the first problem is reported
+                refused = _with_keys_known_there(refused, compose(choices, config_dir, verb), verb)
+        raise refused or error from None
+    return Composed(plain=plain(composed), folder=folder)
+
+
+def _not_utf8(config_dir: str | Path | None) -> UserError | None:
+    """The refusal of the first of the user's YAML files that is not UTF-8 text; None if all are."""
+    for file in sorted(Path(config_dir).rglob("*.yaml")) if config_dir else ():
+        try:
+            file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            return UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8")
+        except OSError:
+            continue
+    return None
+
+
+def primary_folders(verb: str) -> list[Path]:
+    """The folder of a verb's own YAML, then the other folders in which Hydra looks for choices."""
+    return [folder.resolve() for folder in reversed(catalog.folders(verb))]
+
+
+def search_path(folders: Sequence[Path]) -> str:
+    """The override that makes Hydra look for choices in these folders, too."""
+    return f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"
+
+
+def _is_of_another_library(key: str, verb: str) -> bool:
+    """Whether a key may belong to a section of the user's own YAML: `generation.mine.url`, `reward.mine.limit`."""
+    section = key.rpartition(".")[0]
+    return "." in section and not any(known.startswith(f"{section}.") for known in suggest.known_keys(verb))
+
+
+def _with_keys_known_there(refused: UserError, plain: Mapping[str, Any], verb: str) -> UserError:
+    """The refusal of a key, with the keys that its section has in this config; unchanged without such a section."""
+    section: Any = plain
+    for name in (path := refused.key.split("."))[:-1]:
+        section = section.get(name) if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or path[-1] in section:
+        return refused
+    names = [name for name in section if name != "_target_"]
+    better = unknown_in_section(path[-1], None, names, ".".join(path[:-1]), verb)
+    return UserError(better.key, better.problem, remedy=better.remedy)
+
+
+OWN_FILES = "logger=[jsonl]"
+"""The meaning of `logger=null`: only the logger that writes the run's own files."""
+
+
+def named_choices(overrides: Sequence[str], verb: str) -> list[str]:
+    """Checks that every group's value names choices, and replaces `null` by an empty list, as Hydra needs it.
+
+    Keys under an earlier name get their current one.
+
+    Raises:
+        UserError: a group's value is neither a name nor a list of names, or null although something must be chosen.
+    """
+    overrides = renamed_overrides(overrides, verbs.named(verb).root)
+    return [_named_choice(override, verb) if _is_of_a_group(override, verb) else override for override in overrides]
+
+
+def _is_of_a_group(override: str, verb: str) -> bool:
+    """Whether the override chooses among YAML files: `reward=..`, `+recipe=..`, `hydra/help=..`, `base=..`."""
+    key, equals, _ = override.lstrip("+").partition("=")
+    group = key.partition("@")[0]
+    return bool(equals) and not key.startswith("~") and (group in (*catalog.groups(verb), "base") or "/" in group)
+
+
+def _named_choice(override: str, verb: str) -> str:
+    key, _, written = override.partition("=")
+    group = key.lstrip("+").partition("@")[0]
+    [parsed] = parse_overrides([override], verb)
+    value = parsed.value()
+    if parsed.is_sweep_override():  # Hydra expands it in a sweep, whose jobs are checked one by one, or refuses it
+        has_null = None in getattr(value, "list", ())
+        return _with_null_written_as(_nothing_chosen(key, group, verb), override) if has_null else override
+    if value is None:
+        return _nothing_chosen(key, group, verb)
+    names = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and value and group in catalog.groups(verb) and group not in SEVERAL:
+        _refuse_several(key, names, written, verb)
+    if isinstance(value, Mapping) or all(isinstance(name, str) and name for name in names):
+        return override  # a mapping sets keys of the chosen file
+    kind = "a name or a list of names" if group in SEVERAL else "a name"
+    raise UserError(_shown_group(key), f"must be {kind}", got=written or "nothing", remedy=_choose(group, verb))
+
+
+def _refuse_several(key: str, names: Sequence[Any], written: str, verb: str) -> None:
+    """Refuses a list of names for a group that takes one; values that are no names are refused elsewhere."""
+    if not all(isinstance(name, str) and name for name in names):
+        return
+    remedy = f"write {key}={names[0]}"
+    if len(names) > 1:
+        remedy += f", or for a run of each rlft {verb} -m {key}={','.join(names)}"
+    raise UserError(_shown_group(key), "takes one name", got=written, remedy=remedy)
+
+
+def parse_overrides(overrides: Sequence[str], verb: str) -> list[Any]:
+    """Parses these overrides with Hydra's own parser.
+
+    Raises:
+        UserError: names the first override that it cannot read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser = OverridesParser.create()
+    parsed: list[Any] = []
+    for override in overrides:
+        try:
+            parsed.append(parser.parse_override(override))
+        except Exception as error:
+            key = override.lstrip("+~").partition("=")[0]
+            raise refusal(error, verb, key) or error from None
+    return parsed
+
+
+SEVERAL = ("reward", "logger")
+"""Groups that take several choices at once."""
+
+
+def _nothing_chosen(key: str, group: str, verb: str) -> str:
+    """The override that chooses nothing of a group; refused if something must be chosen."""
+    if group == "logger":
+        return OWN_FILES
+    if group == "reward" or (group in catalog.groups(verb) and catalog.may_be_absent(group, verb)):
+        return f"{group}=[]"
+    raise UserError(_shown_group(key), "something must be chosen", got="null", remedy=_choose(group, verb))
+
+
+def _with_null_written_as(choice: str, override: str) -> str:
+    """A sweep's override such as `logger=null,console` with each null replaced by the value of `choice`."""
+    return re.sub(r"(?<=[=,])null(?=,|$)", choice.partition("=")[2], override)
+
+
+def _shown_group(key: str) -> str:
+    return "+recipe" if key.lstrip("+") == "recipe" else key.lstrip("+")
+
+
+def _choose(group: str, verb: str) -> str:
+    known = catalog.choices(group, verb)
+    return f"choose one of {', '.join(known)}" if known else f"leave it out; `rlft {verb} --cfg job` shows every key"
+
+
+def refusal(error: Exception, verb: str, key: str = "command line") -> UserError | None:
+    """The user's mistake behind an error of Hydra, OmegaConf or their parsers; None for an error of rlft's own code.
+
+    For unexpected values and YAML they also raise TypeErrors, ValueErrors, RecursionErrors and the like.
+    """
+    explained = explain(error, verb)
+    if explained is not None:
+        return explained
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1]):
+        return None
+    return UserError(key, f"cannot be understood ({_first_line(error)})", remedy=f"see rlft {verb} --help")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)[:200]
+
+
+def new_folder(name: str) -> str:
+    """The default folder of a run of this name that starts now; it does not exist yet."""
+    from datetime import datetime
+
+    folder = Path("runs", name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    # Two runs that start within a second have a folder each.
+    choices = itertools.chain([folder], (folder.with_name(f"{folder.name}_{n}") for n in itertools.count(2)))
+    return str(next(choice for choice in choices if not choice.exists()))
+
+
+def register_resolvers() -> None:
+    """Registers `rlft_run_dir` (a resumed run's folder, or runs/<name>/<time>) and resolvers for the verbs' help."""
+    from omegaconf import OmegaConf
+
+    def run_dir(resume: str | None, name: str) -> str:
+        return resume if resume not in (None, "auto") else new_folder(name)
+
+    def choices(verb: str) -> str:
+        groups = {group: catalog.choices(group, verb) for group in catalog.groups(verb)}
+        return "\n".join(f"{group}: {', '.join(names)}" for group, names in groups.items() if names)
+
+    OmegaConf.register_new_resolver("rlft_choices", choices, replace=True)
+    OmegaConf.register_new_resolver("rlft_help", lambda verb: verbs.named(verb).help, replace=True)
+    OmegaConf.register_new_resolver("rlft_usage", lambda verb: verbs.named(verb).usage, replace=True)
+    OmegaConf.register_new_resolver("rlft_run_dir", run_dir, replace=True, use_cache=True)
+
+
+def plain(composed: Any) -> dict[str, Any]:
+    """The config as ordinary dicts and lists, with interpolations resolved and keys under their current names."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    verb = str(composed.get("verb", USUAL))
+    try:
+        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise explain(error, verb) or error from None
+    return renamed(values, verbs.named(verb).root) if verb in verbs.names() else values  # others are refused later
+
+
+def changed(
+    config: dict[str, Any], overrides: Sequence[str], config_dir: Path | None, verb: str = USUAL
+) -> dict[str, Any]:
+    """A run's config with `key=value` changes of existing keys; `data=<choice>` replaces the whole section."""
+    from omegaconf import OmegaConf
+
+    result = OmegaConf.create(config)
+    overrides = renamed_overrides(overrides, verbs.named(verb).root)
+    # Sections that did not exist when the run started get their defaults: its root does not require them.
+    added = {field.name for field in fields(verbs.named(verb).root) if field.default is None}
+    missing = {o.partition("=")[0].partition(".")[0] for o in overrides} & added - config.keys()
+    if missing:
+        defaults = compose([], config_dir, verb)
+        result.update({section: defaults[section] for section in missing})
+    # Plain keys come first, because a group's YAML may refer to them; then groups; then keys of the chosen files.
+    for override in sorted(overrides, key=lambda o: _turn(o.partition("=")[0], verb)):
+        key = override.partition("=")[0]
+        if key in catalog.groups(verb) and key in config:
+            # Composed with the verb whose keys all have defaults, and with the section's own keys.
+            whose = USUAL if key in catalog.groups(USUAL) else verb
+            words = [override, *(o for o in overrides if o.startswith(f"{key}."))]
+            referred = {name: OmegaConf.select(result, name) for name in REFERRED_TO}
+            words += [f"{name}={value}" for name, value in referred.items() if value is not None and key == "reward"]
+            section = compose(words, config_dir, whose).get(key, {})
+            if key == "generation":
+                engine = result[key]["engine"] = section["engine"]  # how the run samples stays unchanged
+                if engine in section:  # except for the engine's own section
+                    result[key].setdefault(engine, section[engine])
+            else:
+                result[key] = section
+        elif OmegaConf.select(result, key, default=_MISSING) is _MISSING and not _was_added(key, config):
+            refused = unknown_key(key, verb, [name for name in suggest.known_keys(verb) if _has(result, name)])
+            raise _with_keys_known_there(refused, config, verb) if _is_of_another_library(key, verb) else refused
+        else:
+            [parsed] = parse_overrides([override], verb)
+            if parsed.is_sweep_override():
+                problem = "has several values but this is no sweep"
+                raise UserError(key, problem, got=override.partition("=")[2], remedy="give one value")
+            try:
+                OmegaConf.update(result, key, parsed.value())
+            except Exception as error:
+                raise refusal(error, verb, key) or error from None
+    return plain(result)
+
+
+def _was_added(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether the run is older than this key, but has the key's section."""
+    return key in ADDED_KEYS and isinstance(config.get(key.partition(".")[0]), Mapping)
+
+
+def _turn(key: str, verb: str) -> int:
+    groups = catalog.groups(verb)
+    return 0 if key in REFERRED_TO else 1 if key in groups else 2
+
+
+_MISSING = object()
+
+
+def _has(config: Any, key: str) -> bool:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(config, key, default=_MISSING) is not _MISSING
+
+
+AnyRoot = TypeVar("AnyRoot", bound=Root)
+
+
+@overload
+def build(config: Mapping[str, Any]) -> RunConfig: ...
+@overload
+def build(config: Mapping[str, Any], root: type[AnyRoot], verb: str) -> AnyRoot: ...
+def build(config: Mapping[str, Any], root: type[Any] = RunConfig, verb: str = USUAL) -> Any:
+    """The typed root of a verb from a plain config; refuses unknown keys, wrong types and values out of bounds."""
+    names = [field.name for field in fields(root)]
+    # `+recpie=x` is a new key to Hydra; `recipe` itself is a group, not a key.
+    for key in config:
+        if isinstance(config[key], Mapping) and key == "recipe":
+            problem = "its keys stay below `recipe` and would set nothing"
+            raise UserError("+recipe", problem, remedy="make `# @package _global_` the first line of the recipe's file")
+        if key not in names and difflib.get_close_matches(key, [*names, "recipe"], 1) == ["recipe"]:
+            raise UserError(key, "there is no such key", got=config[key], remedy=f"did you mean +recipe={config[key]}?")
+    if config.get("verb", verb) != verb:
+        raise UserError("verb", f"this is rlft {verb}", got=config["verb"], remedy="leave it as it is")
+    for group in ("algorithm", "data", "demonstrations", "preferences"):
+        if group in names and group not in config and not catalog.may_be_absent(group, verb):
+            raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
+    _check_text(config, "")
+    # An empty list of rewards or loggers composes to no section at all, and so does a group without a choice.
+    empty = {name: {} for name in ("reward", "logger", "data") if name in names}
+    return from_mapping(root, {**empty, **resolved(config)}, "", verb)
+
+
+def _check_text(value: Any, key: str) -> None:
+    """Refuses strings and keys with a lone surrogate, which a recipe's YAML may hold as `"\\ud800"`."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_text(str(name), key)
+            _check_text(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_text(inner, key)
+    elif isinstance(value, str) and (surrogate := lone_surrogate(value)):
+        problem = f"holds half a character, the lone surrogate {surrogate}, which is not text"
+        raise UserError(key or "config", problem, remedy="remove it, or write the whole character")
+
+
+def load_algorithm(name: str, **overrides: Any) -> Algorithm:
+    """The algorithm of configs/algorithm/<name>.yaml with these keys overridden; needs no model.
+
+    >>> rlft.load_algorithm("grpo", clip_high=0.28).clip_high
+    0.28
+    """
+    return instantiate({**compose([f"algorithm={name}"])["algorithm"], **overrides}, "algorithm")
+
+
+# -- Hydra's errors in rlft's words ----------------------------------------------------------------------------------
+def explain(error: BaseException, verb: str = USUAL) -> UserError | None:
+    """The user's mistake behind an error of Hydra, OmegaConf or the YAML parser; None for any other error."""
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+    from yaml import MarkedYAMLError
+
+    text = str(error)
+    if isinstance(error, MissingConfigException) and (
+        match := re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)
+    ):
+        group, _, name = match[1].rpartition("/")
+        return _unknown_choice(group, name, verb)
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        line = f"line {error.problem_mark.line + 1}"
+        return UserError(error.problem_mark.name, f"{line} is not YAML ({error.problem})", remedy="fix that line")
+    if isinstance(error, OSError) and error.filename is not None:
+        problem = f"cannot be written ({error.strerror})"
+        return UserError("hydra.run.dir", problem, got=error.filename, remedy="choose another folder")
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+        return None
+    key = getattr(error, "full_key", None)
+    if isinstance(error, MissingMandatoryValue) and key:
+        meaning = catalog.meaning(key, verb)
+        remedy = f"give {key}=<value>" + (f" ({meaning.comment})" if meaning and meaning.comment else "")
+        remedy = f"give {key}=<value>, {FILES[key]}" if key in FILES else remedy
+        return UserError(key, "has no value yet", remedy=remedy)
+    if isinstance(error, InterpolationKeyError):
+        absent = match[1] if (match := re.search(r"'([^']+)' not found", text)) else "?"
+        return UserError(
+            str(key or "config"), f"refers to a key that does not exist, ${{{absent}}}", remedy="name an existing key"
+        )
+    if match := re.search(r"Could not override[^']*'([^'=@]+)", text):
+        inner = str(getattr(error.__cause__, "full_key", ""))  # of `reward={a: 1}`
+        return unknown_key(inner if inner.startswith(f"{match[1]}.") else match[1], verb)
+    if match := re.search(r"Could not append to config[^']*'([^'=@]+)|Could not append '([^'=@]+)", text):
+        added = match[1] or match[2]
+        return UserError(f"+{added}", "a plus adds a key, and this one exists", remedy=f"write {added}=<value>")
+    if match := re.search(r"Could not delete[^']*'([^'=@]+)", text):
+        return unknown_key(match[1], verb)
+    if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'", text):
+        remedy = "sweep with rlft train -m, or write a list as '[a,b]'"
+        return UserError(match[1], "has several values but this is no sweep", got=match[2], remedy=remedy)
+    if match := re.search(r"Multiple values for (\S+?)\.? ", text):
+        problem = "a plus adds a choice, and one is chosen already"
+        return UserError(f"+{match[1]}", problem, remedy=f"write {match[1]}=<choice>")
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        remedy = f"""if it is a string, quote it twice: "{key}='{value}'\" """.strip()
+        return UserError(key.lstrip("+~"), "the value cannot be read", got=value, remedy=remedy)
+    if match := re.search(r"In '([^']+)': (\w+) raised while composing config", text):
+        problem = "must hold a section of keys" if match[2] == "ConfigTypeError" else f"cannot be used ({match[2]})"
+        return UserError(f"{match[1]}.yaml", problem, remedy="write it as lines of `key: value`")
+    problem = f"cannot be understood ({_first_line(error)})"
+    return UserError(str(key or "command line"), problem, remedy=f"see rlft {verb} --help")
+
+
+def _unknown_choice(group: str, name: str, verb: str) -> UserError:
+    known = catalog.choices(group, verb)
+    if not known:
+        return unknown_key(group, verb)
+    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.lower(), known, n=1)
+    if name.lower() in ("none", "off") and (group == "logger" or catalog.may_be_absent(group, verb)):
+        return UserError(group, "is not one of its choices", got=name, remedy=f"write {group}=null for none")
+    remedy = (f"did you mean {close[0]}? All: " if close else "choose one of ") + ", ".join(known)
+    return UserError(
+        f"+{group}" if group == "recipe" else group, "is not one of its choices", got=name or "nothing", remedy=remedy
+    )
+
+
+def unknown_key(key: str, verb: str = USUAL, known: Collection[str] | None = None) -> UserError:
+    """The refusal of a key that the composed config does not have, with the likeliest suggestion.
+
+    `known` are the existing keys; None means all keys of the verb.
+    """
+    if refused := sampling_keys.refusal(key):
+        return UserError(key, refused[0], remedy=refused[1])
+    group, _, rest = key.partition(".")
+    if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
+        if group in suggest.NAMED_BY_CHOICE:
+            name = rest.partition(".")[0]
+            return UserError(key, f"{group} has no {name} here", remedy=f"add it: {group}=[...,{name}]")
+        has = " and ".join(f"{group}={choice}" for choice in choices[key])
+        return UserError(key, f"the {group} chosen here has no such key", remedy=f"it belongs to {has}")
+    meant = suggest.remedy(suggest.suggestions(key, verb, known))
+    return UserError(key, "there is no such key", remedy=meant or f"`rlft {verb} --cfg job` shows every key")

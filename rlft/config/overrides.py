@@ -1,0 +1,291 @@
+"""Parses the words after a verb: options, and overrides such as key=value.
+
+Hydra accepts some mistakes: it lets the last of two equal keys win, ends the process on an unknown option, and takes
+any dash for an option of its own. Here every word is understood, or refused with the word that was probably meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlft.keys import catalog, suggest
+from rlft.types import UserError
+
+ASKING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
+SWEEPING = ("-m", "--multirun")
+CONFIG_DIR = ("--config-dir", "-cd")
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", *CONFIG_DIR)
+OF_PRINTING = ("--resolve", "--package", "-p")
+OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
+QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
+"""Text in Hydra's quotes, whose brackets and commas have no meaning."""
+ANOTHER = re.compile(r"\s+(?P<word>[+~]*(?P<key>[A-Za-z_][\w./-]*)=)")
+"""The beginning of another override in the same word."""
+FILES_OF_DATA = (".json", ".jsonl", ".gz", ".csv", ".parquet")
+OURS = (
+    "hydra.mode",
+    "hydra/launcher",
+    "hydra/sweeper",
+    "hydra.launcher",
+    "hydra.sweeper",
+    "hydra.job.chdir",
+    "hydra.searchpath",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The parsed words after a verb.
+
+    Args:
+        overrides: `key=value`, `+recipe=name`, .. as they were typed.
+        options: the other words, for Hydra's own parser.
+        config_dir: the user's folder with more YAML.
+        sweep: whether it is a sweep.
+        asks: whether something is only printed, and nothing runs.
+    """
+
+    overrides: tuple[str, ...]
+    options: tuple[str, ...]
+    config_dir: Path | None
+    sweep: bool
+    asks: bool
+
+    def value(self, key: str) -> str | None:
+        """The value of a key, without Hydra's quotes; None if it is not given or null."""
+        parts = (o.lstrip("+").partition("=") for o in self.overrides)
+        return next((unquoted(value) for name, _, value in parts if name == key and value != "null"), None)
+
+
+def check_no_options(parsed: Arguments) -> None:
+    """Refuses options, for a verb that neither sweeps nor prints its config."""
+    if parsed.sweep or parsed.asks:
+        remedy = "give it to rlft train, rlft sft or rlft rm"
+        raise UserError("command line", "this verb has no such option", got=parsed.options[0], remedy=remedy)
+
+
+def unquoted(value: str) -> str:
+    """The text that Hydra reads from a value, which may stand in quotes.
+
+    >>> unquoted("runs/a"), unquoted("'runs/first try'"), unquoted('"a"'), unquoted("'")
+    ('runs/a', 'runs/first try', 'a', "'")
+    """
+    quote = value[:1]
+    if len(value) < 2 or quote not in ("'", '"') or not value.endswith(quote):
+        return value
+    return value[1:-1].replace(f"\\{quote}", quote)
+
+
+def check_text(words: Sequence[str]) -> None:
+    """Refuses words that are not UTF-8 text, which no config, file or terminal accepts."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            key, equals, value = word.partition("=")
+            got = ascii(value if equals else word)
+            key = key if equals and key.isprintable() else "command line"
+            raise UserError(key, "is not UTF-8 text", got=got, remedy="type it in UTF-8") from None
+
+
+def parse(words: Sequence[str], verb: str = "train") -> Arguments:
+    """Parses the words after the verb.
+
+    Raises:
+        UserError: an option is unknown, a word is no override, or a key is given twice.
+    """
+    overrides: list[str] = []
+    options: list[str] = []
+    config_dir: Path | None = None
+    todo = list(words)
+    while todo:
+        word = todo.pop(0)
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name not in (*ASKING, *SWEEPING, *CONFIG_DIR):
+            raise _unknown_option(name, value if equals else _next_word(todo), verb)
+        if equals and name not in WITH_VALUE:
+            raise UserError(name, "takes no value", got=value or "nothing", remedy=f"write {name}")
+        options.append(word)
+        if name in WITH_VALUE and not equals:
+            if not todo:
+                raise UserError(name, "needs a value", remedy=f"write {name} {_example(name)}")
+            value = todo.pop(0)
+            options.append(value)
+        if name in ("--cfg", "-c") and value not in ("job", "hydra", "all"):
+            raise UserError(name, "is not one of its choices", got=value, remedy="use job, hydra or all")
+        if name in CONFIG_DIR:
+            config_dir = _checked_folder(name, value)
+    _check_overrides(overrides, verb, config_dir)
+    names = [option.partition("=")[0] for option in options]
+    if not {*names} & {*SWEEPING, *ASKING}:
+        _check_no_sweep(overrides, verb)
+    for name in (name for name in names if name in OF_PRINTING and not {"--cfg", "-c"} & {*names}):
+        raise UserError(name, "says how --cfg prints, and there is no --cfg", remedy="write --cfg job with it")
+    return Arguments(
+        overrides=tuple(overrides),
+        options=tuple(options),
+        config_dir=config_dir,
+        sweep=any(name in SWEEPING for name in names),
+        asks=any(name in ASKING for name in names),
+    )
+
+
+def _check_overrides(overrides: Sequence[str], verb: str, config_dir: Path | None) -> None:
+    seen: dict[str, str] = {}
+    for i, override in enumerate(overrides):
+        match = OVERRIDE.fullmatch(override)
+        if match is None or not (match["equals"] or match["sign"] == "~"):
+            raise _not_an_override(override, overrides[i + 1 : i + 2], verb)
+        key, value = match["key"], match["value"]
+        _check_one_word(override, key, value, verb)
+        if _is_left_open(QUOTED.sub("", value)):
+            raise UserError(
+                key, "its bracket is not closed", got=value, remedy="leave no spaces, or quote it: 'key=[a, b]'"
+            )
+        if key == "recipe" and value:
+            _check_recipe_name(value, override, config_dir)
+        if key in ("data", "demonstrations", "preferences") and unquoted(value).endswith(FILES_OF_DATA):
+            remedy = f"write {key}=jsonl {key}.path={value}"
+            raise UserError(key, "is chosen by a name, not as a file", got=value, remedy=remedy)
+        if key in suggest.NAMED_BY_CHOICE and value.startswith("["):
+            _check_chosen_once(key, value)
+        if key == "recipe" and match["sign"] != "+":
+            name = value or "<name>"
+            raise UserError(
+                "recipe", "a recipe is added, so it takes a plus", got=override, remedy=f"write +recipe={name}"
+            )
+        if key == "recipe" and not value:
+            choices = ", ".join(catalog.choices("recipe", verb))
+            raise UserError("+recipe", "has no name", remedy=f"choose one of {choices}")
+        if key == "recipe" and value in catalog.choices("recipe") and catalog.verb_of(value) != verb:
+            other = catalog.verb_of(value)
+            raise UserError("+recipe", f"is for rlft {other}", got=value, remedy=f"write rlft {other} +recipe={value}")
+        if key == "verb" and value != verb:
+            raise UserError("verb", f"this is rlft {verb}", got=value, remedy="leave it as it is")
+        if key.startswith(OURS):
+            remedy = f"sweep with rlft {verb} -m, add YAML with --config-dir"
+            raise UserError(key, "cannot be set by the user", got=value, remedy=remedy)
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and unquoted(value) in ("", "null"):
+            raise UserError(key, "is empty", remedy="name a folder, or leave it out for runs/<name>/<time>")
+        if key in seen:
+            remedy = f"give it once; to sweep over values use rlft {verb} -m with commas between them"
+            raise UserError(key, "is given twice", got=f"{seen[key]} and {override}", remedy=remedy)
+        seen[key] = override
+
+
+def _check_no_sweep(overrides: Sequence[str], verb: str) -> None:
+    """Refuses keys that only a sweep reads."""
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key.startswith("hydra.sweep."):
+            remedy = f"write rlft {verb} -m to sweep, or hydra.run.dir for the folder of one run"
+            raise UserError(key, "belongs to a sweep, and this is one run", got=value or "nothing", remedy=remedy)
+
+
+def _is_left_open(value: str) -> bool:
+    """Whether a bracket in a value, without its quoted text, is not closed."""
+    return value.count("[") > value.count("]") or value.count("{") > value.count("}")
+
+
+def _check_one_word(override: str, key: str, value: str, verb: str) -> None:
+    """Refuses two overrides in one pair of the shell's quotes, and a comma after an override."""
+    bare = QUOTED.sub("", value)
+    another = ANOTHER.search(bare)
+    if another is not None and another["key"] in (*suggest.known_keys(verb), "recipe"):
+        first, _, rest = override.partition(another["word"])
+        remedy = f"write {first.rstrip()} {another['word']}{rest}, each in quotes of its own if it needs any"
+        raise UserError("command line", "several words are in one pair of quotes", got=override, remedy=remedy)
+    if bare.rstrip().endswith(",") and not _is_left_open(bare):
+        shown = "+recipe" if key == "recipe" else key
+        remedy = f"write {override.rstrip().rstrip(',')}, with no comma between words"
+        raise UserError(shown, "ends with a comma", got=value, remedy=remedy)
+
+
+def _check_recipe_name(value: str, override: str, config_dir: Path | None) -> None:
+    """Refuses a recipe given as a file: rlft's own are given by name, the user's by --config-dir and name."""
+    file = Path(unquoted(value)).expanduser()
+    name = file.name.removesuffix(".yaml")
+    if "," in value or (config_dir is not None and (config_dir / "recipe" / f"{value}.yaml").is_file()):
+        return
+    own = file if file.is_file() else file.with_name(f"{file.name}.yaml")
+    ours = catalog.recipe_folder() / f"{name}.yaml"
+    if own.is_file() and not (ours.is_file() and own.samefile(ours)):
+        where = own.resolve().parent
+        remedy = f"write --config-dir {where.parent} +recipe={name}"
+        if where.name != "recipe":
+            remedy = f"put it into {where}/recipe and write --config-dir {where} +recipe={name}"
+
+        raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
+    if value != name:
+        close = difflib.get_close_matches(name, catalog.choices("recipe"), n=1)
+        remedy = f"write +recipe={close[0]}" if close else "see rlft recipes for the names"
+        raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
+
+
+def _check_chosen_once(group: str, value: str) -> None:
+    """Refuses a list that names a choice twice."""
+    chosen = [name.strip(" '\"") for name in value.strip("[]").split(",")]
+    for name in (name for name in chosen if chosen.count(name) > 1):
+        remedy = f"write {group}=[{','.join(dict.fromkeys(chosen))}]"
+        raise UserError(group, "has a choice twice", got=name, remedy=remedy)
+
+
+def _not_an_override(word: str, following: Sequence[str], verb: str) -> UserError:
+    key, value = word.strip("+~="), following[0] if following and "=" not in following[0] else ""
+    if key in catalog.choices("recipe"):
+        meant = f"did you mean +recipe={key}?"
+    elif key == "recipe":
+        meant = f"did you mean +recipe={value or '<name>'}?"
+    else:
+        meant = suggest.remedy_with_value(suggest.suggestions(key, verb), value)
+    remedy = meant or "for instance +recipe=grpo_arithmetic steps=10"
+    return UserError("command line", "must be words such as key=value", got=word or "an empty word", remedy=remedy)
+
+
+def _unknown_option(name: str, value: str, verb: str) -> UserError:
+    options = [*ASKING, *SWEEPING, *CONFIG_DIR]
+    meant = suggest.suggestions(name.lstrip("-"), verb)
+    if close := difflib.get_close_matches(name, options, n=1, cutoff=0.8):
+        remedy = f"did you mean {close[0]}?"
+    elif meant:
+        remedy = f"keys have no dashes; {suggest.remedy_with_value(meant, value)}"
+    else:
+        remedy = "use --help, --cfg job, -m or --config-dir <folder>"
+    return UserError("command line", "there is no such option", got=name, remedy=remedy)
+
+
+def _next_word(todo: Sequence[str]) -> str:
+    return todo[0] if todo and "=" not in todo[0] and not todo[0].startswith("-") else ""
+
+
+def _example(option: str) -> str:
+    return "job" if option in ("--cfg", "-c") else "<folder>" if option in CONFIG_DIR else "<name>"
+
+
+def _checked_folder(option: str, value: str) -> Path:
+    """The user's config folder; refuses a file with the name of one of rlft's own, which would never be read."""
+    folder = Path(value).expanduser()
+    if not value or not folder.is_dir():
+        raise UserError(
+            option,
+            "there is no such folder",
+            got=value or "nothing",
+            remedy="name a folder that holds, say, reward/mine.yaml",
+        )
+    own = catalog.config_folder()
+    hidden = [f.relative_to(folder) for f in sorted(folder.rglob("*.yaml")) if (own / f.relative_to(folder)).exists()]
+    if hidden:
+        raise UserError(
+            option,
+            f"{hidden[0]} has the name of one of rlft's own, which takes precedence",
+            got=value,
+            remedy="rename it",
+        )
+    return folder

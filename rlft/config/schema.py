@@ -1,0 +1,225 @@
+"""The typed roots of configs, one per verb, and their sections; defaults and meanings are in configs/.
+
+The sections `algorithm`, `data`, `reward`, `logger`, `demonstrations` and `preferences` are open: `_target_` names a
+class, the rest is its keys.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rlft.cluster.config import ClusterConfig
+from rlft.generation.config import GenerationConfig
+from rlft.keys.bounds import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
+from rlft.logger.alarms import AlarmsConfig
+from rlft.logger.rollouts import RolloutsConfig
+from rlft.model.config import CriticConfig, LoraSettings, ModelConfig, RewardModelConfig, SnapshotConfig
+from rlft.trainer.config import CheckpointConfig, TrainerConfig
+
+ADDED_KEYS: Mapping[str, Any] = {
+    "generation.min_p": 0.0,
+    "generation.stop": [],
+    "generation.include_stop_str_in_output": False,
+    "generation.vllm.share_base": "auto",
+    "generation.vllm.weights": "adapter",
+    "generation.vllm.batch_invariant": False,
+    "lora.use_rslora": False,
+    "lora.use_dora": False,
+    "checkpoint.on_signal": "step",
+    "model.kernels": "auto",
+    "algorithm.off_policy_limit": None,
+    "algorithm.credit_span": "trajectory",
+    "alarms.sampler_kl": 0.1,
+    "alarms.effective_samples": 0.3,
+    "rollouts.every": 1,
+    "rollouts.keep": None,
+}
+"""Keys that the configs of older runs lack, with the values that those runs had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsConfig:
+    max_tokens: PositiveInt
+    over_limit: typing.Literal["drop", "refuse"]
+    style: typing.Literal["chat", "raw"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringConfig:
+    workers: NonNegativeInt
+    timeout: PositiveFloat
+    on_error: float | typing.Literal["stop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicSamplingConfig:
+    max_rounds: NonNegativeInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapConfig:
+    lag: typing.Literal[0, 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PretrainConfig:
+    path: str | None
+    field: str
+    given_field: str | None
+    max_tokens: PositiveInt
+    sequences_per_update: PositiveInt
+    held_out: PositiveInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreshnessConfig:
+    threshold: PositiveFloat | typing.Literal["auto"]
+    every: PositiveInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    every: NonNegativeInt
+    num_prompts: PositiveInt
+    num_samples: PositiveInt
+    temperature: float | None
+    correct_at: float
+    num_examples: NonNegativeInt
+    kl_base: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenValuesConfig:
+    every: NonNegativeInt
+    groups: PositiveInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankingEvalConfig:
+    every: NonNegativeInt
+    num_rankings: PositiveInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    path: str | None
+    fraction: Decay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """The keys of every verb's config (configs/base/run.yaml)."""
+
+    verb: str
+    name: str
+    seed: Seed
+    resume: str | None
+    token_budget: PositiveInt
+    prompts: PromptsConfig
+    model: ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRoot(Root):
+    """The root of a verb that samples and scores (configs/base/sampling.yaml, and the groups that it needs)."""
+
+    generation: GenerationConfig
+    scoring: ScoringConfig
+    freshness: FreshnessConfig
+    data: Mapping[str, Any]
+    reward: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(SamplingRoot):
+    """The root of `rlft train`."""
+
+    steps: PositiveInt
+    prompts_per_step: PositiveInt
+    group_size: PositiveInt
+    epochs: PositiveInt
+    minibatches: PositiveInt
+    lora: LoraSettings
+    snapshot: SnapshotConfig
+    critic: CriticConfig
+    trainer: TrainerConfig
+    reward_model: RewardModelConfig
+    dynamic_sampling: DynamicSamplingConfig
+    overlap: OverlapConfig
+    cluster: ClusterConfig
+    pretrain: PretrainConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    alarms: AlarmsConfig | None = None  # None: the run was begun before there were any
+    token_values: TokenValuesConfig | None = None  # as well
+    rollouts: RolloutsConfig
+    algorithm: Mapping[str, Any]
+    logger: Mapping[str, Any]
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.epochs * self.minibatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig(SamplingRoot):
+    """The root of `rlft sft`. With steps=None `epochs` decides; lora=None trains the model's own weights."""
+
+    steps: PositiveInt | None
+    epochs: PositiveInt
+    examples_per_step: PositiveInt
+    max_completion_tokens: PositiveInt
+    lora: LoraSettings | None
+    trainer: TrainerConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    demonstrations: Mapping[str, Any]
+    logger: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RmConfig(Root):
+    """The root of `rlft rm`. With steps=None `epochs` decides."""
+
+    steps: PositiveInt | None
+    epochs: PositiveInt
+    rankings_per_step: PositiveInt
+    max_completion_tokens: PositiveInt
+    margin: NonNegativeFloat
+    center: bool
+    replay: ReplayConfig
+    lora: LoraSettings
+    trainer: TrainerConfig
+    eval: RankingEvalConfig
+    checkpoint: CheckpointConfig
+    preferences: Mapping[str, Any]
+    logger: Mapping[str, Any]
+
+
+class Keep(StrEnum):
+    all = "all"
+    best = "best"
+    above = "above"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleConfig(SamplingRoot):
+    """The root of `rlft sample`."""
+
+    adapter: str | None
+    split: typing.Literal["train", "held_out"]
+    num_prompts: PositiveInt | None
+    n: PositiveInt
+    prompts_per_step: PositiveInt
+    keep: Keep
+    min_reward: float | None
+    max_per_prompt: PositiveInt | None
+    dedupe: bool

@@ -1,0 +1,68 @@
+"""Resolves `token_budget: auto`: the number of tokens in one forward-backward on this machine.
+
+It changes memory and time, never a gradient, so a run may be resumed on a machine where it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+AUTO = "auto"
+
+GPU_TOKENS = 16384
+"""A GPU needs large products. Its memory is the limit, not its cache; planning/gpu_budget.py lowers the number."""
+
+CPU_TOKENS, MOST_CPU_TOKENS = 1536, 4096
+"""On a CPU small micro-batches stay in its caches. A group up to the second number stays together, so that its prompt
+is computed once."""
+
+
+def resolved(config: Mapping[str, Any], *, gpu: bool | None = None) -> dict[str, Any]:
+    """The plain config with a number instead of `auto`, also in the rewards' own token budgets.
+
+    `gpu` says whether the base will be on a GPU; None decides by the config and this machine, which may import torch.
+    """
+    result = dict(config)
+    if result.get("token_budget") == AUTO:
+        budget = result["token_budget"] = token_budget(config, gpu=gpu)
+        if isinstance(rewards := config.get("reward"), Mapping):
+            result["reward"] = with_budget(rewards, rewards, budget)
+    return result
+
+
+def with_budget(rewards: Mapping[str, Any], written: Mapping[str, Any], budget: int) -> dict[str, Any]:
+    """The rewards with this token budget for each that was written with `token_budget: auto`."""
+    asking = {n for n, r in written.items() if isinstance(r, Mapping) and r.get("token_budget") == AUTO}
+    return {n: {**r, "token_budget": budget} if n in asking else r for n, r in rewards.items()}
+
+
+def token_budget(config: Mapping[str, Any], *, gpu: bool | None = None) -> int:
+    """The number of tokens in one forward-backward, on a GPU or for the longest group of this config on a CPU."""
+    prompt, completion = _number(config, "prompts", "max_tokens"), _number(config, "generation", "max_tokens")
+    completion = completion or _whole(config.get("max_completion_tokens"))
+    least = max(prompt + completion, _number(config, "pretrain", "max_tokens"), prompt + 1)
+    if on_gpu(config.get("model")) if gpu is None else gpu:
+        return max(GPU_TOKENS, least)
+    group = prompt + completion * max(1, _whole(config.get("group_size")))
+    return max(min(max(CPU_TOKENS, group), MOST_CPU_TOKENS), least)
+
+
+def on_gpu(model: Any) -> bool:
+    """Whether the base will be on a GPU."""
+    device = str(model.get("device", AUTO)) if isinstance(model, Mapping) else AUTO
+    if device != AUTO:
+        return device.startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _number(config: Mapping[str, Any], section: str, key: str) -> int:
+    keys = config.get(section)
+    return _whole(keys.get(key)) if isinstance(keys, Mapping) else 0
+
+
+def _whole(value: Any) -> int:
+    """The value if it is a positive integer, else 0: a wrong value is refused later, when the config is typed."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

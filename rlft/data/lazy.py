@@ -1,0 +1,139 @@
+"""Sequences whose items are made each time they are asked for, so that data larger than memory can be worked with."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar, overload
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+class Lazy(Sequence[Item], Generic[Item]):
+    """A sequence that holds none of its items. A slice of one is lazy, too.
+
+    Subclasses give `__len__`, `at` and, where items in a row are cheaper than one by one, `between`.
+    """
+
+    @abstractmethod
+    def at(self, index: int) -> Item:
+        """The item of an index from 0 to the length - 1."""
+
+    def between(self, start: int, stop: int) -> Iterator[Item]:
+        """The items from `start` to before `stop`, in order."""
+        return map(self.at, range(start, stop))
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Lazy[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | Lazy[Item]:
+        selected = range(len(self))[index]
+        return self.at(selected) if isinstance(selected, int) else Part(self, selected)
+
+    def __iter__(self) -> Iterator[Item]:
+        return self.between(0, len(self))
+
+
+class Part(Lazy[Item]):
+    """The items of a lazy sequence at these indices."""
+
+    def __init__(self, whole: Lazy[Item], indices: range) -> None:
+        self._whole, self._indices = whole, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def at(self, index: int) -> Item:
+        return self._whole.at(self._indices[index])
+
+    def between(self, start: int, stop: int) -> Iterator[Item]:
+        places = self._indices[start:stop]
+        if places.step == 1:
+            return self._whole.between(places.start, places.stop)
+        return map(self._whole.at, places)
+
+
+CHUNK = 1000
+"""Indices that are read at a time."""
+
+
+class Chosen(Lazy[Item]):
+    """The items of a lazy sequence at these indices, in rising order."""
+
+    def __init__(self, items: Lazy[Item], indices: Sequence[int]) -> None:
+        self._items, self._indices = items, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def at(self, index: int) -> Item:
+        return self._items.at(self._indices[index])
+
+    def between(self, start: int, stop: int) -> Iterator[Item]:
+        for begin in range(start, stop, CHUNK):
+            chunk = self._indices[begin : min(stop, begin + CHUNK)]
+            are_neighbours = chunk[-1] - chunk[0] == len(chunk) - 1
+            yield from self._items.between(chunk[0], chunk[-1] + 1) if are_neighbours else map(self._items.at, chunk)
+
+
+class Mapped(Lazy[Item], Generic[Made, Item]):
+    """What a function makes of each item of another lazy sequence."""
+
+    def __init__(self, items: Lazy[Made], make: Callable[[Made], Item]) -> None:
+        self._items, self._make = items, make
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def at(self, index: int) -> Item:
+        return self._make(self._items.at(index))
+
+    def between(self, start: int, stop: int) -> Iterator[Item]:
+        return map(self._make, self._items.between(start, stop))
+
+
+class Chained(Lazy[Item]):
+    """The items of several sequences, one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def at(self, index: int) -> Item:
+        for part in self._parts:
+            if index < len(part):
+                return part[index]
+            index -= len(part)
+        raise IndexError(index)
+
+    def between(self, start: int, stop: int) -> Iterator[Item]:
+        before = 0
+        for part in self._parts:
+            yield from part[max(0, start - before) : max(0, stop - before)]
+            before += len(part)
+
+
+def mapped(items: Sequence[Made], make: Callable[[Made], Item]) -> Sequence[Item]:
+    """What the function makes of each item: a list, or for lazy items a lazy sequence.
+
+    >>> mapped([1, 2], str)
+    ['1', '2']
+    """
+    return Mapped(items, make) if isinstance(items, Lazy) else [make(item) for item in items]
+
+
+def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
+    """The items of both: a list, or a lazy sequence where one of them is lazy.
+
+    >>> joined([1], (2,))
+    [1, 2]
+    """
+    if isinstance(first, Lazy) or isinstance(second, Lazy):
+        return Chained([first, second])
+    return [*first, *second]

@@ -1,0 +1,196 @@
+"""Rows of data that are larger than what memory should hold: each row is read again whenever it is used.
+
+A first pass parses every row, so that a bad one is refused at the start as in small data. Memory holds where each row
+begins, the number of its line, 64 bits of its question's identity and a checksum: 26 bytes a row.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import compress
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol
+
+from rlft.data.lazy import CHUNK, Lazy
+from rlft.data.lines import Line, bad_row, lines, parsed, unreadable
+from rlft.data.records import Made, Parse, Row, RowError
+from rlft.system.progress import with_progress
+from rlft.types import UserError
+
+STREAMED_BYTES = 64 * 2**20
+"""Data up to this size are held in memory, where they take about ten times as much; larger ones are streamed."""
+
+IDENTITY_DIGITS = 16  # hexadecimal: 64 bits
+
+
+class Record(NamedTuple):
+    """A row's fields as its source has them.
+
+    Args:
+        position: where the source finds it again.
+        number: what messages call it by.
+        fields: as the source has them.
+        check: a checksum of them.
+    """
+
+    position: int
+    number: int
+    fields: Mapping[str, Any]
+    check: int
+
+
+class Source(Protocol):
+    """Records in order, any of which can be read again by its position."""
+
+    def all(self) -> Iterator[Record]: ...
+
+    def read(self, positions: Iterable[tuple[int, int]]) -> Iterator[Record]:
+        """The records of these (position, number)."""
+        ...
+
+    def row_id(self, number: int) -> str: ...
+
+    def refused(self, number: int, error: RowError) -> UserError: ...
+
+    def changed(self) -> UserError: ...
+
+
+class JsonlSource:
+    """The lines of a file that config key `key` names."""
+
+    def __init__(self, file: Path, key: str) -> None:
+        self.file, self.key = file, key
+
+    def all(self) -> Iterator[Record]:
+        every, size = lines(self.file, self.key), self.file.stat().st_size
+        for line in with_progress(every, f"{self.key}: reading {self.file}", size, lambda line: len(line.content)):
+            yield Record(line.start, line.number, parsed(line, self.file, self.key), zlib.crc32(line.content))
+
+    def read(self, positions: Iterable[tuple[int, int]]) -> Iterator[Record]:
+        try:
+            with self.file.open("rb") as opened:
+                for start, number in positions:
+                    opened.seek(start)
+                    line = Line(number, start, opened.readline())
+                    try:
+                        fields = parsed(line, self.file, self.key)
+                    except UserError:  # it was sound when the run began
+                        raise self.changed() from None
+                    yield Record(start, number, fields, zlib.crc32(line.content))
+        except OSError as error:
+            raise unreadable(self.file, self.key, error) from None
+
+    def row_id(self, number: int) -> str:
+        return f"{self.file.name}:{number}"
+
+    def refused(self, number: int, error: RowError) -> UserError:
+        return bad_row(self.file, number, error, self.key)
+
+    def changed(self) -> UserError:
+        remedy = "put it back as it was and go on with rlft resume, or start a new run; give a run a copy of its own"
+        return UserError(self.key, "has changed while it was in use", got=self.file, remedy=remedy)
+
+
+class Index(NamedTuple):
+    """Columns with an entry for each row.
+
+    Args:
+        positions, numbers, checks: those of its record.
+        identities: the first 64 bits of its identity.
+        parts: which row of its record it is.
+    """
+
+    positions: array[int]
+    identities: array[int]
+    numbers: array[int]
+    checks: array[int]
+    parts: array[int]
+
+    @classmethod
+    def empty(cls) -> Index:
+        return cls(array("Q"), array("Q"), array("I"), array("I"), array("H"))
+
+    def where(self, keep: Sequence[bool]) -> Index:
+        return Index(*(array(column.typecode, compress(column, keep)) for column in self))
+
+
+class StreamedRows(Lazy[Row[Made]], Generic[Made]):
+    """What `parse` makes of the records of a source, in order; a record may become several rows, or none."""
+
+    def __init__(self, source: Source, parse: Parse[Made], index: Index) -> None:
+        self._source, self._parse, self._index = source, parse, index
+
+    @property
+    def identities(self) -> Sequence[int]:
+        """The first 64 bits of each row's identity."""
+        return self._index.identities
+
+    def where(self, keep: Sequence[bool]) -> StreamedRows[Made]:
+        """The rows for which `keep`, a truth value for each row, is true."""
+        return StreamedRows(self._source, self._parse, self._index.where(keep))
+
+    def __len__(self) -> int:
+        return len(self._index.positions)
+
+    def at(self, index: int) -> Row[Made]:
+        return next(self.between(index, index + 1))
+
+    def between(self, start: int, stop: int) -> Iterator[Row[Made]]:
+        for begin in range(start, stop, CHUNK):
+            part = slice(begin, min(stop, begin + CHUNK))
+            index = Index(*(column[part] for column in self._index))
+            records = self._source.read(zip(index.positions, index.numbers, strict=True))
+            for record, check, number in zip(records, index.checks, index.parts, strict=True):
+                if record.check != check:
+                    raise self._source.changed()
+                yield self._parse(record.fields, self._source.row_id(record.number))[number]
+
+
+def index_of(source: Source, parse: Parse[Any]) -> Index:
+    """Parses every record once. Raises UserError for the first that is bad."""
+    index = Index.empty()
+    for record in source.all():
+        try:
+            rows = parse(record.fields, source.row_id(record.number))
+        except RowError as error:
+            raise source.refused(record.number, error) from None
+        for part, row in enumerate(rows):
+            index.positions.append(record.position)
+            index.identities.append(number_of(row.identity))
+            index.numbers.append(record.number)
+            index.checks.append(record.check)
+            index.parts.append(part)
+    return index
+
+
+def streamed_file(file: Path, parse: Parse[Made], key: str) -> StreamedRows[Made]:
+    """The rows of a JSONL file, parsed once for its two splits.
+
+    Raises:
+        UserError: a bad line, or a file that cannot be read.
+    """
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise unreadable(file, key, error) from None
+    index = _index_of_file(file, (status.st_ino, status.st_size, status.st_mtime_ns), parse, key)
+    return StreamedRows(JsonlSource(file, key), parse, index)
+
+
+@lru_cache(maxsize=2)
+def _index_of_file(file: Path, stamp: tuple[int, int, int], parse: Callable[..., Any], key: str) -> Index:
+    """stamp: differs for another version of the file."""
+    return index_of(JsonlSource(file, key), parse)
+
+
+def identities_of(rows: Sequence[Row[Any]]) -> Sequence[int]:
+    """The first 64 bits of each row's identity, of rows that are streamed or not."""
+    return rows.identities if isinstance(rows, StreamedRows) else [number_of(row.identity) for row in rows]
+
+
+def number_of(identity: str) -> int:
+    """The 64 bits of an identity by which its split is chosen."""
+    return int(identity[:IDENTITY_DIGITS], 16)

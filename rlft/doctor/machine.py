@@ -1,0 +1,198 @@
+"""Rows about the machine: driver and card, memory, disk, the hub, and the sandbox for programs.
+
+What is looked up is apart from what is made of it, so that every verdict can be tested without a card.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlft.doctor.row import Row, Status, judged
+from rlft.doctor.trial import Trial
+from rlft.model.paths import resolve_path
+from rlft.sandbox import bubblewrap
+from rlft.sandbox.bubblewrap import Isolation
+from rlft.system.disk import room, size_text
+from rlft.system.hub import hub_answers
+from rlft.system.memory import free_memory
+
+LEAST_DISK = 2 * 10**9
+"""Bytes: a few checkpoints of an adapter with its optimizer, and rollouts."""
+LEAST_FREE_SHARE = 0.5
+"""Of a card's memory; less is held by another program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuda:
+    """What torch and the driver say.
+
+    Args:
+        build: the CUDA release that torch is built for, as "12.8"; None for a build without CUDA.
+        driver: the newest CUDA release that the driver takes, as (12, 8); None if there is no driver.
+        works: whether torch can use a card.
+    """
+
+    build: str | None
+    driver: tuple[int, int] | None
+    works: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A card. capability: as (9, 0). built_for: torch's list of architectures, as "sm_90". Memory in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    built_for: tuple[str, ...]
+    total: int
+    free: int
+
+
+def rows(trial: Trial) -> Iterator[Row]:
+    """Driver, card and memory."""
+    cuda = Cuda(build=torch.version.cuda, driver=driver_release(), works=torch.cuda.is_available())
+    yield driver_row(cuda)
+    if cuda.works:
+        properties = torch.cuda.get_device_properties(0)
+        free, total = torch.cuda.mem_get_info(0)
+        built_for = tuple(torch.cuda.get_arch_list())
+        capability = (properties.major, properties.minor)
+        card = Card(name=properties.name, capability=capability, built_for=built_for, total=total, free=free)
+        yield card_row(card)
+    yield Row(name="memory", status=Status.ok, value=f"{size_text(free_memory())} free", numbers=_memory())
+    runs = trial.settings.runs
+    yield disk_row(runs, room(runs)[0], os.access(_nearest(runs), os.W_OK))
+
+
+def _memory() -> dict[str, float]:
+    return {"free_bytes": free_memory(), "processors": os.cpu_count() or 1}
+
+
+def driver_release() -> tuple[int, int] | None:
+    """The newest CUDA release that the installed driver takes; None if there is no driver."""
+    with suppress(OSError):
+        driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        if driver.cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value:
+            return number.value // 1000, number.value % 1000 // 10
+    return None
+
+
+def driver_row(cuda: Cuda) -> Row:
+    """Whether torch's CUDA build and the driver fit. Within a major release, newer builds run on older drivers."""
+    build, driver = cuda.build, cuda.driver
+    takes = "no NVIDIA driver here" if driver is None else f"the driver takes CUDA {driver[0]}.{driver[1]}"
+    value = f"torch is built {f'for CUDA {build}' if build else 'without CUDA'}; {takes}"
+    if cuda.works:
+        return Row(name="driver", status=Status.ok, value=value)
+    if driver is None:
+        return Row(name="driver", status=Status.skipped, value=value, remedy="use the CPU, or install a driver")
+    if build is None:
+        remedy = f"install a torch that is built for CUDA {driver[0]}.{driver[1]} or an older release"
+        return Row(name="driver", status=Status.slow, value=value, remedy=remedy)
+    if int(build.partition(".")[0]) > driver[0]:
+        remedy = f"update the driver, or install a torch that is built for CUDA {driver[0]}"
+        return Row(name="driver", status=Status.wrong, value=value, remedy=remedy)
+    remedy = "look at nvidia-smi, at the rights on /dev/nvidia*, and at CUDA_VISIBLE_DEVICES"
+    return Row(name="driver", status=Status.wrong, value=f"{value}; torch finds no card", remedy=remedy)
+
+
+def card_row(card: Card) -> Row:
+    """Whether torch has kernels for the card (those of one major release run on its later minors), and it is free."""
+    major, minor = card.capability
+    numbers = {"memory_bytes": card.total, "free_bytes": card.free, "capability": major + minor / 10}
+    free = f"{size_text(card.free)} of {size_text(card.total)} free"
+    value = f"{card.name}, compute capability {major}.{minor}, {free}"
+    if not any(runs_on(name, card.capability) for name in card.built_for):
+        remedy = f"install a torch that is built for sm_{major}{minor}, or use another card"
+        return judged("card", f"{value}; torch is built for {', '.join(card.built_for)}", remedy, numbers, wrong=True)
+    held = card.free < LEAST_FREE_SHARE * card.total
+    return judged("card", value, "nvidia-smi names the programs that hold the rest", numbers, wrong=False, slow=held)
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether a card can run kernels that are built for this architecture.
+
+    >>> runs_on("sm_80", (8, 6)), runs_on("sm_86", (8, 0)), runs_on("compute_80", (9, 0)), runs_on("sm_90a", (9, 0))
+    (True, False, True, True)
+    """
+    kind, _, number = architecture.partition("_")
+    digits = "".join(letter for letter in number if letter.isdecimal())
+    if len(digits) < 2:
+        return False
+    major, minor = int(digits[:-1]), int(digits[-1])
+    if kind == "compute":  # is compiled for the card when it is loaded
+        return (major, minor) <= capability
+    return major == capability[0] and minor <= capability[1]
+
+
+def disk_row(folder: Path, free: int | None, may_write: bool) -> Row:
+    """free: bytes; None if the file system does not say."""
+    where = f"{folder.absolute()}"
+    if not may_write:
+        remedy = "go to another folder, or choose hydra.run.dir"
+        return judged("disk", f"{where} cannot be written to", remedy, {}, wrong=True)
+    value = f"{'an unknown amount' if free is None else size_text(free)} free at {where}"
+    short = free is not None and free < LEAST_DISK
+    remedy = f"free {size_text(LEAST_DISK)} there, or choose hydra.run.dir on another disk"
+    return judged("disk", value, remedy, {} if free is None else {"free_bytes": free}, wrong=short)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+
+
+def hub_rows(trial: Trial) -> list[Row]:
+    from huggingface_hub import constants
+
+    path = trial.settings.plain["model"]["path"]
+    named = None if trial.settings.makes_model or Path(resolve_path(path)).is_dir() else path
+    return [hub_row(hub_answers(), constants.HF_HUB_OFFLINE, named)]
+
+
+def hub_row(answers: bool, switched_off: bool, model: str | None) -> Row:
+    """Whether the hub can be reached.
+
+    Args:
+        answers: whether it answered.
+        switched_off: whether HF_HUB_OFFLINE forbids asking.
+        model: the model that the user has named on the hub; None if it is made here or local.
+    """
+    if answers:
+        return Row(name="hub", status=Status.ok, value="can be reached")
+    needs = f"; {model} must be in its cache here" if model else ""
+    if switched_off:
+        return Row(name="hub", status=Status.ok, value=f"is not asked, by HF_HUB_OFFLINE{needs}")
+    value = f"cannot be reached{needs}"
+    remedy = "connect to the network, or set HF_HUB_OFFLINE=1 and use local paths, which saves waiting for it"
+    return judged("hub", value, remedy, {}, wrong=model is not None, slow=True)
+
+
+def sandbox_rows(trial: Trial) -> list[Row]:
+    isolation, sentence = bubblewrap.available()
+    bound = bubblewrap.memory_bound().sentence if isolation is not Isolation.none else ""
+    return [sandbox_row(isolation, sentence, bound, uses_code(trial.settings.rewards))]
+
+
+def uses_code(rewards: Mapping[str, Any]) -> bool:
+    """Whether one of these rewards runs programs."""
+    targets = [reward.get("_target_") for reward in rewards.values() if isinstance(reward, Mapping)]
+    return any(str(target).startswith("rlft.reward.code.") for target in targets)
+
+
+def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) -> Row:
+    """Whether reward=code can isolate programs; is_used: whether the run has that reward."""
+    if isolation is not Isolation.none:
+        return Row(name="sandbox", status=Status.ok, value=f"{sentence}; {bound}" if bound else sentence)
+    remedy = "install bubblewrap (apt install bubblewrap) for reward=code"
+    if is_used:
+        return Row(name="sandbox", status=Status.wrong, value=sentence, remedy=remedy)
+    return Row(name="sandbox", status=Status.skipped, value=f"{sentence}; only reward=code needs it", remedy=remedy)

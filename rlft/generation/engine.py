@@ -1,0 +1,172 @@
+"""The interface of an engine: its keys, whether it can run here, what it serves and takes, and how it is opened.
+
+An engine is one module. Its class is a frozen dataclass whose fields are the keys below `generation.<name>`, and whose
+`open` makes the live generator. Nothing here or at the top of an engine's module imports torch or the engine's library:
+what is wrong in a config alone is refused without them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+
+from rlft.generation.memory import EngineMemory, Load, ModelSizes
+from rlft.types import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from rlft.generation.shared_base import SharedBase
+    from rlft.types import Generator
+
+
+class BaseLender(Protocol):
+    """A generator on whose storage the trainer's base can lie."""
+
+    def adopt(self, model: nn.Module, device: torch.device) -> None:
+        """Makes the parameters of the trainer's base views of the engine's and moves the rest to the device."""
+        ...
+
+    @property
+    def shared_base(self) -> SharedBase | None:
+        """What trainer and engine share; None before `adopt`."""
+        ...
+
+
+class Missing(NamedTuple):
+    """Why an engine cannot run on this machine, and what to do: ("vLLM is not installed", "pip install ..")."""
+
+    problem: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What an engine is opened with.
+
+    Args:
+        slot: the trainer's base, where an engine that decodes on it keeps its copy of the policy (transformers.Slot).
+        tokenizer: transformers' tokenizer of the base.
+        device: the trainer's torch.device.
+        model_path: folder or hub name of the base.
+        dtype: of the base's weights, as "bfloat16".
+        lora_rank: the largest rank of the adapters that the engine will load.
+        max_sequence_tokens: the most tokens that a prompt and its completion have together.
+        seed: the run's seed; what is sampled depends on the seeds given to `sample` alone.
+    """
+
+    slot: Any
+    tokenizer: Any
+    device: Any
+    model_path: str
+    revision: str | None
+    dtype: str
+    quantization: str | None
+    trust_remote_code: bool
+    lora_rank: int
+    max_sequence_tokens: int
+    seed: int
+
+    @property
+    def of_the_engine(self) -> tuple[object, ...]:
+        """All that a live engine of another job must have been opened with to serve this one, too."""
+        model = (self.model_path, self.revision, self.dtype, self.quantization, self.trust_remote_code)
+        return (*model, str(self.device), self.lora_rank, self.max_sequence_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine(ABC):
+    """A generation engine. Subclasses are frozen dataclasses; their fields are its keys, with types and bounds.
+
+    Everything but `open` has a default, which is right for an engine that needs nothing of the trainer's device and
+    serves adapters of any kind.
+    """
+
+    title: ClassVar[str] = "this engine"
+    """Its name in messages."""
+    on_trainers_base: ClassVar[bool] = False
+    """Whether it decodes on the trainer's own base, with an adapter slot of its own there."""
+    serves_whole_models: ClassVar[bool] = False
+    """Whether it can follow a model that is trained whole (`rlft sft lora=null`), which has no adapters to load."""
+    serves_dora: ClassVar[bool] = True
+    largest_rank: ClassVar[int | None] = None
+    """Of the adapters that it serves; None: any."""
+    shared: ClassVar[bool] = False
+    """Whether all jobs of a sweep with the same settings share one live engine, since starting it takes long."""
+    may_change: ClassVar[tuple[str, ...]] = ()
+    """Its keys that change no number, so that a run may go on with other values."""
+    divisible: ClassVar[bool] = True
+    """Whether a completion's tokens and log-probs do not depend on which prompts are sampled in the same call."""
+    rewards_turns: ClassVar[bool] = False
+    """Whether the turns of its completions may have rewards (`Turn.reward`), which count as rewards of steps."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Distributions whose versions a run of it writes down."""
+    grows: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """{"sample" or "publish": (what of the engine's is largest then, its key to lower)}, for memory errors."""
+
+    def missing(self) -> Missing | None:
+        """What it needs and this machine lacks, found without starting it; None where it can run."""
+        return None
+
+    def check(self, *, plain_kernels: bool) -> None:  # noqa: B027 (most engines have nothing to refuse)
+        """Looks at the keys together. UserError with the engine's own key, as `answers`.
+
+        plain_kernels: the trainer's base is computed as transformers and PEFT do it (model.kernels=plain).
+        """
+
+    @property
+    def rounds(self) -> bool:
+        """Whether its log-probs are off by hundredths even where the trainer computes in float32."""
+        return False
+
+    def why_two_bases(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
+        """Why it holds a base of its own beside the trainer's; None where one copy serves both, "" where it has none.
+
+        An engine that shares is `shared`, and its generator has `adopt` (`BaseLender`).
+
+        Args:
+            device: the trainer's, as "cuda" or "cuda:1".
+            itemsize: bytes of a weight.
+            quantized: whether the trainer's base is quantised.
+        """
+        return ""
+
+    def check_device(self, *, device: str, itemsize: int, quantized: bool) -> None:  # noqa: B027
+        """Looks at the keys again, with what the trainer's base is held in; before any weight is loaded.
+
+        Arguments are those of `why_two_bases`. UserError with the engine's own key, as `share_base`.
+        """
+
+    @property
+    def at_once(self) -> int:
+        """Completions that it computes together at most: what one of several engines gets in one call (`EnginePool`).
+
+        One that is not `divisible` cuts what it gets into such parts itself, so that both ways give the same.
+        """
+        return 1
+
+    def apart(self) -> Self:
+        """The engine in a process without the trainer's base. UserError with the engine's own key if it cannot."""
+        return self
+
+    def on_cards(self, cards: int) -> Self:
+        """The engine that computes on so many cards together, in a process of its own. UserError if it cannot."""
+        if cards > 1:
+            problem, remedy = f"{self.title} computes on one card", "set it to 1, or use generation=vllm"
+            raise UserError("cluster.gpus_per_engine", problem, got=cards, remedy=remedy)
+        return self
+
+    def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
+        """What it takes of the trainer's device, without a base that it shares with the trainer."""
+        return EngineMemory()
+
+    def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
+        """The same engine with one key changed so that it fits; room: bytes that the rest of the run leaves."""
+        yield from ()
+
+    @abstractmethod
+    def open(self, opening: Opening) -> Generator:
+        """The live generator; whoever opens it closes it."""

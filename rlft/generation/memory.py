@@ -1,0 +1,133 @@
+"""What a run's memory is counted in: parts of a device, sizes of a base, and what an engine decodes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class When(StrEnum):
+    """When a part is in use; `sampling` and `updating` are never at the same time."""
+
+    always = "always"
+    sampling = "sampling"
+    updating = "updating"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Bytes on one device. key: what to lower for less of it, None where nothing helps."""
+
+    name: str
+    bytes: int
+    when: When
+    key: str | None = None
+
+
+def peak(parts: Sequence[Part]) -> int:
+    """The most bytes that are in use at a time."""
+    by_time = {when: sum(part.bytes for part in parts if part.when is when) for when in When}
+    return by_time[When.always] + max(by_time[When.sampling], by_time[When.updating])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What is known of a base, and of an adapter on it, from its config.json.
+
+    Args:
+        parameters: how many the base has.
+        base_bytes: of its weights as they are held.
+        itemsize: bytes of a weight and of an activation.
+        lora: parameters of one adapter.
+        adapted: weights of the linear layers that the adapter lies on.
+        adapter: what these layers keep of a token (rlft.model.activations.AdapterLayers).
+        key_size: elements of one token's keys and values in all layers.
+        config: transformers' config of the text model.
+        packed: whether prompts are shared and nothing is padded.
+        kernels: what it will be computed with (rlft.model.kernels.selection.Decision).
+        linear: weights of its linear layers without the output head.
+    """
+
+    parameters: int
+    base_bytes: int
+    itemsize: int
+    lora: int
+    adapted: int
+    adapter: Any
+    key_size: int
+    config: Any
+    packed: bool
+    kernels: Any
+    linear: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some of its weights are held in fewer bits than `itemsize` says."""
+        return self.base_bytes < self.parameters * self.itemsize
+
+    @property
+    def plain(self) -> bool:
+        return self.kernels.choice == "plain"
+
+    @property
+    def vocabulary(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def hidden(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def mlp_width(self) -> int:
+        return getattr(self.config, "intermediate_size", None) or 4 * self.hidden
+
+    @property
+    def layer_width(self) -> int:
+        """Elements a token that are alive at once inside one layer: its gated MLP's, and the hidden states around."""
+        return 3 * self.mlp_width + 3 * self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """`samples` completions of each of `num_prompts` prompts. longest: the token ids of the longest of them."""
+
+    num_prompts: int
+    samples: int
+    longest: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a run has its engine do, and where.
+
+    Args:
+        decodings: of a step and of an evaluation, one after the other.
+        max_tokens: of a completion.
+        max_sequence_tokens: of prompt and completion together.
+        device: the trainer's, "cpu" or "cuda".
+        device_memory: its bytes on a GPU, 0 where they are not known.
+    """
+
+    decodings: tuple[Decoding, ...]
+    max_tokens: int
+    max_sequence_tokens: int
+    device: str
+    device_memory: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """What an engine takes of the trainer's device.
+
+    Args:
+        parts: with the engine's own keys, as `batch_size`.
+        freed_block: bytes of the largest tensors that are freed in the trainer's process when a sampling ends: an
+            update that makes larger ones cannot use that room.
+        lacks: bytes by which the engine's own share of the device is too small for it to start.
+    """
+
+    parts: tuple[Part, ...] = ()
+    freed_block: int = 0
+    lacks: int = 0

@@ -1,0 +1,233 @@
+"""Adds an adapter to a base that trainer and engine share while the engine samples, and takes it back exactly.
+
+For every adapted matrix W the engine multiplies with M = round(W + s B A). Taking it back gives round(M - s B A), which
+is W but for a few elements, whose bits are kept. Nothing is trusted: whether a matrix is W or M is read from its
+checksum, so that an interruption at any point is made good by taking back again, and no change goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlft.generation.shared_base import INTEGERS, SharedBase, SharedBaseError, checksum
+from rlft.types import Adapter, UserError
+
+PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+BLOCK = 2**23
+"""Elements of a matrix that are added up at a time, in float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """s B A of one matrix: scale, B `[out, r]` and A `[r, in]` in float32, on the matrix's device."""
+
+    scale: float
+    up: Tensor
+    down: Tensor
+
+    def rows(self, block: slice) -> Tensor:
+        """Rows of s B A, the same bits at each call."""
+        return (self.up[block] @ self.down).mul_(self.scale)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Added:
+    """A matrix to which a delta is about to be added, or has been.
+
+    Args:
+        name: the trainer's.
+        weight: the shared matrix `[out, in]`.
+        before: its checksum without the delta.
+        after: its checksum with it.
+        index: positions in the flat matrix whose bits do not come back by subtraction, int32 in main memory.
+        bits: their bits, in main memory.
+    """
+
+    name: str
+    weight: Tensor
+    delta: Delta
+    before: str
+    after: str
+    index: Tensor
+    bits: Tensor
+
+
+class MergedWeights:
+    """The adapter of an engine that samples with merged weights.
+
+    Args:
+        shared: the base.
+        model: the trainer's model on that base. It can compute only while nothing is added.
+    """
+
+    def __init__(self, shared: SharedBase, model: nn.Module) -> None:
+        self.shared = shared
+        self._deltas: Mapping[str, Delta] = {}
+        self._before: dict[str, str] = {}
+        self._added: list[Added] = []
+        self._is_sampling = False
+        shared.before_check = self.take_back
+        embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]  # every forward begins there
+        self._guard = embeddings.register_forward_pre_hook(self._refuse_or_take_back)
+
+    def load(self, adapter: Adapter) -> None:
+        """Samples with this adapter from now on.
+
+        Raises:
+            UserError: it lies on a matrix that is not shared.
+        """
+        self.take_back()
+        deltas = deltas_of(adapter)
+        for name in deltas:
+            if name not in self.shared.shared:
+                why = self.shared.apart.get(name, "not in the trainer's model by this name")
+                problem = f"needs every adapted matrix to be shared, and {name} is kept apart ({why})"
+                remedy = "use generation.vllm.weights=adapter"
+                raise UserError("generation.vllm.weights", problem, got="merged", remedy=remedy)
+        on_device = {}
+        for name, delta in deltas.items():
+            weight = self.shared.shared[name].own
+            on_device[name] = Delta(delta.scale, delta.up.to(weight.device), delta.down.to(weight.device))
+            if name not in self._before:
+                self._before[name] = checksum(weight.data)
+        self._deltas = on_device
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Inside, the shared weights are those of the adapter; afterwards they are the base's, bit for bit."""
+        self.take_back()
+        self._is_sampling = True
+        try:
+            for name, delta in self._deltas.items():
+                self._add(name, delta)
+            _finish(self._added)
+            yield
+        finally:
+            self.take_back()
+
+    @property
+    def num_kept(self) -> int:
+        """Elements whose bits are kept now, because subtraction does not bring them back."""
+        return sum(added.index.numel() for added in self._added)
+
+    def take_back(self) -> None:
+        """Makes the shared weights the base's again, wherever they were interrupted. It finishes before Ctrl-C counts.
+
+        Raises:
+            SharedBaseError: a matrix is neither what it was before nor what was made of it.
+        """
+        interruption: KeyboardInterrupt | None = None
+        while self._added:
+            try:
+                _finish(self._added)
+                _restore(self._added[-1])
+                self._added.pop()
+            except KeyboardInterrupt as error:
+                interruption = error
+        self._is_sampling = False
+        if interruption is not None:
+            raise interruption
+
+    def close(self) -> None:
+        """Takes the adapter back and lets the trainer's model go. Safe to call twice."""
+        self.take_back()
+        self._guard.remove()
+        self.shared.before_check = None
+
+    def _add(self, name: str, delta: Delta) -> None:
+        weight = self.shared.shared[name].own.data
+        merged, index, bits = added_up(weight, delta)
+        # First written down, then done.
+        self._added.append(Added(name, weight, delta, self._before[name], checksum(merged), index, bits))
+        weight.copy_(merged)
+
+    def _refuse_or_take_back(self, *_: Any) -> None:
+        if self._is_sampling:
+            raise SharedBaseError("the trainer was to compute while its base holds the policy's merged weights")
+        self.take_back()
+
+
+def deltas_of(adapter: Adapter) -> dict[str, Delta]:
+    """{name of the base's matrix: what the adapter adds to it}.
+
+    Raises:
+        ValueError: the adapter is none that adds up matrices, as DoRA.
+    """
+    config = adapter.config
+    if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
+        raise ValueError("only LoRA of one rank and scale is added to weights")
+    deltas = {}
+    for name, down in adapter.weights.items():
+        if not name.endswith(DOWN):
+            continue
+        rank, stem = down.shape[0], name.removesuffix(DOWN)
+        scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        up = adapter.weights[stem + UP]
+        deltas[f"{stem.removeprefix(PREFIX)}.weight"] = Delta(scale, _own(up), _own(down))
+    return deltas
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def added_up(weight: Tensor, delta: Delta) -> tuple[Tensor, Tensor, Tensor]:
+    """(weight and delta added up, positions that subtraction does not bring back, their bits in the weight).
+
+    The last two are in main memory, because large adapters have many of them. Sums are rounded once, from float32.
+    """
+    integers = INTEGERS[weight.element_size()]
+    merged, indices, bits = torch.empty_like(weight), [], []
+    for block in _blocks(weight):
+        own, added = weight[block], delta.rows(block)
+        merged[block] = (own.float() + added).to(weight.dtype)
+        back = (merged[block].float() - added).to(weight.dtype)
+        flat = own.reshape(-1).view(integers)
+        differs = (back.reshape(-1).view(integers) != flat).nonzero()[:, 0]
+        indices.append((differs + block.start * weight.shape[1]).to("cpu", torch.int32))
+        bits.append(flat[differs].cpu())
+    return merged, torch.cat(indices), torch.cat(bits)
+
+
+@torch.no_grad()
+def _restore(added: Added) -> None:
+    """Makes the matrix what it was, unless it is that already."""
+    weight, now = added.weight, checksum(added.weight)
+    if now == added.before:
+        return
+    if now != added.after:
+        raise SharedBaseError(_damaged(added, f"it was changed while the policy's weights were in it ({now})"))
+    back = torch.empty_like(weight)
+    for block in _blocks(weight):
+        back[block] = (weight[block].float() - added.delta.rows(block)).to(weight.dtype)
+    index, bits = added.index.to(weight.device, torch.int64), added.bits.to(weight.device)
+    back.reshape(-1).view(INTEGERS[weight.element_size()])[index] = bits
+    if checksum(back) != added.before:
+        raise SharedBaseError(_damaged(added, "the product of the adapter's matrices is not the same twice"))
+    weight.copy_(back)
+
+
+def _damaged(added: Added, why: str) -> str:
+    remedy = "resume the run from its last checkpoint with generation.vllm.weights=adapter"
+    return f"{added.name} of the base cannot be brought back: {why}; {remedy}"
+
+
+def _blocks(weight: Tensor) -> Iterator[slice]:
+    rows = max(1, BLOCK // weight.shape[1])
+    for start in range(0, weight.shape[0], rows):
+        yield slice(start, min(start + rows, weight.shape[0]))
+
+
+def _finish(added: list[Added]) -> None:
+    """Waits for what runs on the device: an engine may compute on a stream of its own."""
+    if added and added[-1].weight.is_cuda:
+        torch.cuda.synchronize(added[-1].weight.device)

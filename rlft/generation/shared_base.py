@@ -1,0 +1,273 @@
+"""One copy of the base for trainer and engine: the trainer's parameters become views of the engine's storage.
+
+Engines of vLLM's kind keep linear layers as plain `[out, in]` matrices, but some of them row-concatenated (q, k and v;
+gate and up), embeddings padded by rows, and layers with adapters inside `.base_layer`. A parameter is shared only where
+it equals the engine's rows bit for bit; everything else stays apart, with a reason. The engine's storage is never
+reallocated, because CUDA graphs hold its addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+Shape = tuple[int, ...]
+
+NUM_CHECKED = 8
+"""Shared tensors whose content is checked at every checkpoint."""
+
+DIFFERENT = "different"
+
+CHUNK = 2**22
+"""Elements of a tensor that a checksum reads at a time."""
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""{bytes of an element: the integers that its bits are read as}."""
+
+PACKED: Mapping[str, Sequence[str]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""{an engine's layer: the trainer's layers whose rows it holds, in this order}, of Llama, Mistral, Qwen2 and Qwen3."""
+
+
+class SharedBaseError(RuntimeError):
+    """The shared base is no longer what it was: its storage has moved, or its content has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `start` to `start + count` of the engine's tensor `name`."""
+
+    name: str
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedTensor:
+    """A parameter of the trainer's and the engine's parameter that holds its rows from `rows.start` on."""
+
+    own: Parameter
+    engine: Parameter
+    rows: Rows
+    address: int
+
+    @property
+    def view(self) -> Tensor:
+        """The rows of the engine's tensor, as it stands now."""
+        return self.engine.data[self.rows.start : self.rows.start + self.rows.count]
+
+
+def engine_name(name: str) -> str:
+    """The name without the wrappers that engines and PEFT put around a layer with adapters.
+
+    >>> engine_name("model.layers.0.self_attn.qkv_proj.base_layer.weight")
+    'model.layers.0.self_attn.qkv_proj.weight'
+    """
+    return name.replace(".base_layer.", ".")
+
+
+def rows_of(
+    own: Mapping[str, Shape], engine: Mapping[str, Shape], packed: Mapping[str, Sequence[str]] = PACKED
+) -> dict[str, Rows | str]:
+    """Where each of the trainer's parameters lies in the engine's model, or why it does not.
+
+    Args:
+        own: {name: shape} of the trainer's model.
+        engine: {name: shape} of the engine's model.
+        packed: {an engine's layer: the trainer's layers that it row-concatenates}.
+    """
+    names = {engine_name(name): name for name in engine}
+    found: dict[str, Rows | str] = {}
+    for name, shape in own.items():
+        if name in names:
+            found[name] = _whole(names[name], shape, engine[names[name]])
+        else:
+            found[name] = _part(name, own, engine, names, packed)
+    return found
+
+
+def _whole(name: str, own: Shape, engine: Shape) -> Rows | str:
+    if 0 in engine:
+        return "repacked by the engine"
+    if own[1:] != engine[1:] or len(own) != len(engine) or (own and own[0] > engine[0]):
+        return f"{own} here and {engine} in the engine"
+    return Rows(name, 0, own[0] if own else 1)
+
+
+def _part(
+    name: str,
+    own: Mapping[str, Shape],
+    engine: Mapping[str, Shape],
+    names: Mapping[str, str],
+    packed: Mapping[str, Sequence[str]],
+) -> Rows | str:
+    for whole, layers in packed.items():
+        for layer in layers:
+            stem, separator, end = name.rpartition(f".{layer}.")
+            fused = names.get(f"{stem}.{whole}.{end}")
+            if not separator or fused is None:
+                continue
+            if 0 in engine[fused]:
+                return "repacked by the engine"
+            siblings = [own.get(f"{stem}.{sibling}.{end}") for sibling in layers]
+            if any(shape is None or shape[1:] != engine[fused][1:] for shape in siblings):
+                return f"{own[name]} here, one of {layers} in a tensor of {engine[fused]} in the engine"
+            counts = [shape[0] for shape in siblings if shape is not None]
+            if sum(counts) != engine[fused][0]:
+                return f"{'+'.join(map(str, counts))} rows here and {engine[fused][0]} in the engine"
+            index = list(layers).index(layer)
+            return Rows(fused, sum(counts[:index]), counts[index])
+    return "not in the engine's model"
+
+
+def share(model: nn.Module, engine: nn.Module, device: torch.device) -> SharedBase:
+    """Makes the model's parameters views of the engine's wherever they are equal.
+
+    One parameter at a time is copied to the device, compared and freed, so that the device never holds two bases. The
+    others are moved to the device.
+
+    Args:
+        model: the trainer's frozen base without adapters, on any device.
+        engine: the engine's model. What of it is packed is told by its `packed_modules_mapping` where it has one.
+        device: the trainer's.
+    """
+    theirs = dict(engine.named_parameters(remove_duplicate=False))
+    own = dict(model.named_parameters())
+    packed = {**PACKED, **(getattr(engine, "packed_modules_mapping", None) or {})}
+    found = rows_of(_shapes(own.items()), _shapes(theirs.items()), packed)
+    shared, apart = {}, {}
+    for name, parameter in own.items():
+        rows = found[name]
+        if isinstance(rows, str):
+            apart[name] = rows
+            continue
+        held = theirs[rows.name]
+        view = held.data[rows.start : rows.start + rows.count]
+        if (reason := _why_apart(parameter.data, view, device)) is not None:
+            is_padded = rows.count < len(held) and engine_name(rows.name) == name
+            apart[name] = f"padded and {reason}" if is_padded and reason == DIFFERENT else reason
+            continue
+        parameter.data = view
+        shared[name] = SharedTensor(parameter, held, rows, view.data_ptr())
+    model.to(device)
+    return SharedBase(shared=shared, apart=apart)
+
+
+def _shapes(parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Shape]:
+    return {name: tuple(parameter.shape) for name, parameter in parameters}
+
+
+def _why_apart(own: Tensor, view: Tensor, device: torch.device) -> str | None:
+    if view.device.type != device.type or device.index not in (None, view.device.index):
+        return f"on {view.device} in the engine"
+    if view.dtype != own.dtype:
+        return f"{_name(own.dtype)} here and {_name(view.dtype)} in the engine"
+    if view.is_inference():
+        return "made in inference mode by the engine"
+    if not view.is_contiguous():
+        return "not contiguous in the engine"
+    return None if torch.equal(own.to(view.device), view) else DIFFERENT
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SharedBase:
+    """The tensors that trainer and engine share.
+
+    Args:
+        shared: {the trainer's name: tensor}.
+        apart: {the trainer's name: why each has its own}.
+        checksums: of a few shared tensors, as they were when they were shared.
+        before_check: called before content is looked at, by whoever writes to the storage for a while.
+    """
+
+    shared: Mapping[str, SharedTensor]
+    apart: Mapping[str, str]
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    before_check: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        names = list(self.shared)
+        chosen = {round(i * (len(names) - 1) / (NUM_CHECKED - 1)) for i in range(NUM_CHECKED)} if names else set()
+        self.checksums = {names[i]: checksum(self.shared[names[i]].own.data) for i in sorted(chosen)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shared tensors, each of which one of the two would otherwise hold again."""
+        return sum(tensor.own.numel() * tensor.own.element_size() for tensor in self.shared.values())
+
+    @property
+    def text(self) -> str:
+        """What is shared, for the start-up table."""
+        total = len(self.shared) + len(self.apart)
+        text = f"shared {len(self.shared)} of {total} tensors, {self.num_bytes / 2**30:.2f} GiB"
+        if not self.apart:
+            return text
+        named = [f"{name.removesuffix('.weight')} ({why})" for name, why in self.apart.items()]
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        return f"{text}; kept apart: {', '.join(named[:3])}{more}"
+
+    def check_addresses(self) -> None:
+        """Checks that every shared tensor still lies where the engine's does; it takes no time.
+
+        Raises:
+            SharedBaseError: one of them has moved.
+        """
+        for name, tensor in self.shared.items():
+            if not tensor.own.data_ptr() == tensor.view.data_ptr() == tensor.address:
+                raise SharedBaseError(
+                    f"{name} has moved: the trainer reads it at {tensor.own.data_ptr():#x}, the engine at "
+                    f"{tensor.view.data_ptr():#x}, and they shared {tensor.address:#x}; stopped rather than train on "
+                    "another base than the engine's. generation.vllm.share_base=false gives each its own"
+                )
+
+    def check_content(self, before: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Checks that a few shared tensors hold what they held; returns their checksums by name.
+
+        Args:
+            before: their checksums in a checkpoint; None for those from the time when they were shared.
+
+        Raises:
+            SharedBaseError: one of them has changed.
+        """
+        if self.before_check is not None:
+            self.before_check()
+        now = {name: checksum(self.shared[name].own.data) for name in self.checksums}
+        before = self.checksums if before is None else before
+        changed = [name for name, value in now.items() if before.get(name, value) != value]
+        if changed:
+            raise SharedBaseError(
+                f"the base has changed: {changed[0]} has the checksum {now[changed[0]]} instead of "
+                f"{before[changed[0]]}; nothing may write to it. Resume the run from its last checkpoint, and if this "
+                "comes again, with generation.vllm.share_base=false"
+            )
+        return now
+
+    def release(self) -> None:
+        """Takes the engine's storage from the trainer's model, which can no longer be used. Safe to call twice."""
+        for tensor in self.shared.values():
+            tensor.own.data = tensor.own.data.new_empty(0)
+        self.shared = {}
+
+
+def checksum(tensor: Tensor) -> str:
+    """16 hex digits of a tensor's bits and their positions, the same on every device.
+
+    The sum of bits times odd weights that differ by position, modulo 2^64: one changed element always changes it.
+    """
+    bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        weights = torch.arange(2 * start + 1, 2 * (start + part.numel()) + 1, 2, device=part.device)
+        total += (part * weights).sum()
+    return f"{int(total) % 2**64:016x}"

@@ -1,0 +1,105 @@
+"""What vLLM takes of the trainer's device, counted from shapes. On a GPU none of it has been measured yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlft.generation.memory import EngineMemory, Load, ModelSizes, Part, When
+
+CPU_BLOCK_SIZE = 32
+"""Tokens of a prefix-cache block on a CPU. The default is 128: shorter prompts would never be shared by their group."""
+
+CPU_CACHE_BYTES = 4 * 2**30
+"""The KV cache on a CPU is as large as `max_num_seqs` full sequences need, but at most this."""
+
+CPU_LIBRARIES = 300 * 2**20
+"""Bytes of vLLM's libraries and what it compiles on a CPU, beside base and cache: 240 to 400 MiB were measured."""
+
+LEAST_SHARE = 0.1
+"""Of a GPU's memory, in which vLLM can still do something."""
+
+MOST_SHARE = 0.95
+"""Of a GPU's memory, beside the CUDA context."""
+
+BATCHED_TOKENS, LARGE_BATCHED_TOKENS, LARGE_DEVICE = 8192, 16384, 70 * 2**30
+"""Tokens of one forward pass on a GPU, and on one with more memory, unless max_num_batched_tokens says otherwise."""
+
+GRAPHS = 2**29
+"""An allowance for CUDA graphs, which stay while the KV cache is released; not measured."""
+
+FLOAT32 = 4
+SHARE_KEY = "gpu_memory_utilization"
+
+
+def on_a_cpu(model: ModelSizes, load: Load, max_num_seqs: int) -> EngineMemory:
+    """A second base and the KV cache, which vLLM writes to at once."""
+    cache = cpu_cache_bytes(model.key_size * model.itemsize, load.max_sequence_tokens, max_num_seqs)
+    name, size = "vLLM, its base and KV cache", model.base_bytes + cache
+    libraries = Part(name="vLLM's libraries", bytes=CPU_LIBRARIES, when=When.always)
+    return EngineMemory(parts=(Part(name=name, bytes=size, when=When.always, key="max_num_seqs"), libraries))
+
+
+def on_a_gpu(
+    model: ModelSizes,
+    load: Load,
+    options: Mapping[str, Any],
+    *,
+    share: float,
+    max_num_seqs: int,
+    sleep: bool,
+    graphs: bool,
+    shares_base: bool,
+) -> EngineMemory:
+    """Its share of a GPU's memory, or what it needs at least where that is more.
+
+    Args:
+        share: of the device's memory (generation.vllm.gpu_memory_utilization).
+        sleep: whether it frees memory between samplings.
+        graphs: whether it captures CUDA graphs.
+        shares_base: whether its base is the trainer's, which is a part of its own.
+    """
+    least = least_bytes(model, load, options, max_num_seqs)
+    given = int(share * load.device_memory)
+    lacks = max(0, least - given) if load.device_memory else 0
+    when, size = When.sampling if sleep else When.always, given + lacks
+    if not shares_base:
+        parts = (Part(name="vLLM, its base and KV cache", bytes=size, when=when, key=SHARE_KEY),)
+        return EngineMemory(parts=parts, lacks=lacks)
+    size = max(0, size - model.base_bytes)
+    stays = min(GRAPHS, size) if sleep and graphs else 0
+    parts = (Part(name="vLLM, its KV cache (it shares the base)", bytes=size - stays, when=when, key=SHARE_KEY),)
+    if stays:
+        parts += (Part(name="vLLM's CUDA graphs", bytes=stays, when=When.always, key="enforce_eager"),)
+    return EngineMemory(parts=parts, lacks=lacks)
+
+
+def least_bytes(model: ModelSizes, load: Load, options: Mapping[str, Any], max_num_seqs: int) -> int:
+    """Bytes below which vLLM does not start: its weights, a forward pass, and the keys and values of one sequence."""
+    default = LARGE_BATCHED_TOKENS if load.device_memory >= LARGE_DEVICE else BATCHED_TOKENS
+    tokens = max(int(options.get("max_num_batched_tokens") or default), max_num_seqs)
+    forward = tokens * model.layer_width * model.itemsize + 2 * max_num_seqs * model.vocabulary * FLOAT32
+    return base_bytes(model, options) + forward + model.key_size * model.itemsize * load.max_sequence_tokens
+
+
+def base_bytes(model: ModelSizes, options: Mapping[str, Any]) -> int:
+    """Bytes of vLLM's weights: the trainer's, or with 8 bits in linear layers where `quantization` is fp8."""
+    if options.get("quantization") == "fp8":
+        return model.linear + (model.parameters - model.linear) * model.itemsize
+    return model.base_bytes
+
+
+def least_share(model: ModelSizes, load: Load, options: Mapping[str, Any], max_num_seqs: int) -> float:
+    """The smallest share of the device's memory in which vLLM starts, rounded up to a hundredth."""
+    least = math.ceil(100 * least_bytes(model, load, options, max_num_seqs) / load.device_memory) / 100
+    return max(LEAST_SHARE, least)
+
+
+def cpu_cache_bytes(token: int, max_sequence_tokens: int, max_num_seqs: int) -> int:
+    """KV cache for `max_num_seqs` full sequences, capped; vLLM writes to all of it at once, so it is real memory.
+
+    token: bytes of one token's keys and values.
+    """
+    sequence = token * (max_sequence_tokens + CPU_BLOCK_SIZE)  # the last block is rarely full
+    return max(sequence, min(CPU_CACHE_BYTES, sequence * max_num_seqs))

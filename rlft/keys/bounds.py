@@ -1,0 +1,14 @@
+"""Bounded numbers as types of config fields (`rlft.config.compose` checks the bounds)."""
+
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Lt
+
+PositiveInt = Annotated[int, Gt(0)]
+NonNegativeInt = Annotated[int, Ge(0)]
+Seed = Annotated[int, Ge(0), Le(2**63 - 1)]  # what torch takes
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+PositiveFraction = Annotated[float, Gt(0), Le(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]

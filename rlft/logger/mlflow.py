@@ -1,0 +1,64 @@
+"""MLflow: a server's run, or one in a database file."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlft.keys.bounds import PositiveFloat
+from rlft.logger.scalars import ScalarLogger, last_steps, name_of, parameters
+from rlft.types import RunInfo
+
+MOST_PARAMETERS, LONGEST_VALUE = 100, 6000
+"""Of one call, and characters of one parameter's value."""
+STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
+
+
+@dataclass(kw_only=True)
+class Mlflow(ScalarLogger):
+    """Logs to an experiment; seconds: longest wait for one answer. A parameter stays as it was when the run began."""
+
+    package = "mlflow"
+    environment: ClassVar = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
+
+    tracking_uri: str | None
+    experiment: str
+    seconds: PositiveFloat
+
+    def open(self, run: RunInfo) -> tuple[str, str]:
+        self.client, name = self.library.MlflowClient(self.tracking_uri), name_of(run, self.package)
+        with suppress(self.library.MlflowException):  # it is there, maybe since a moment ago
+            self.client.create_experiment(self.experiment)
+        experiment = self.client.get_experiment_by_name(self.experiment).experiment_id
+        known = self.client.search_runs([experiment], f"tags.`rlft.run` = '{name}'")
+        entry = known[0] if known else self.client.create_run(experiment, tags={"rlft.run": name}, run_name=run.name)
+        self.client.update_run(entry.info.run_id, status="RUNNING")
+        values = {self.renamed(key): str(value)[:LONGEST_VALUE] for key, value in parameters(run.config).items()}
+        new = [self.library.entities.Param(key, v) for key, v in values.items() if key not in entry.data.params]
+        for i in range(0, len(new), MOST_PARAMETERS):
+            self.client.log_batch(entry.info.run_id, params=new[i : i + MOST_PARAMETERS])
+        return entry.info.run_id, f"run {entry.info.run_id} of experiment {self.experiment}"
+
+    def logged(self) -> Mapping[str, int]:
+        names = self.client.get_run(self.run).data.metrics
+        return last_steps((m.key, m.step) for name in names for m in self.client.get_metric_history(self.run, name))
+
+    def renamed(self, metric: str) -> str:
+        return re.sub(r"[^\w\-. :/]", "_", metric, flags=re.ASCII)
+
+    def send(self, metrics: Mapping[str, float], step: int) -> None:
+        point, now = self.library.entities.Metric, int(time.time() * 1000)
+        self.client.log_batch(self.run, [point(name, finite(v), now, step) for name, v in metrics.items()])
+
+    def close(self, status: str) -> None:
+        self.client.set_terminated(self.run, STATUS.get(status, "FAILED"))
+
+
+def finite(value: float) -> float:
+    """NaN for infinity, of which MLflow's databases make the largest number there is: no chart survives that."""
+    return value if math.isfinite(value) else math.nan

@@ -1,0 +1,174 @@
+"""What loggers that send numbers to a tracker share: each says how its library is called, and nothing else.
+
+Trouble with a tracker is told once and never stops training; the run's own files have everything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import secrets
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlft.keys.flat import flatten
+from rlft.system.files import write_atomically
+from rlft.system.time_limit import within
+from rlft.types import Evaluation, RunInfo, StepRecord, UserError
+
+
+@dataclass(kw_only=True)
+class ScalarLogger(ABC):
+    """Sends the metrics of steps and evaluations, with what the config says, to a tracker.
+
+    A subclass names its `package` (which is also its extra and its choice) and overrides `open`, `send` and `close`. A
+    resumed run goes on with the run of the tracker: `name_of` gives a name by which that is found again, and `logged`
+    what it has already, which is not sent a second time. A field `seconds` is the longest wait for one call; without
+    one, calls are not bounded, as where only files are written. Neither frozen nor slotted: it holds the tracker's run.
+
+    Errors: UserError when the package is not installed, at construction.
+    """
+
+    package = ""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables that the library reads, with what they are where the user has not set them."""
+
+    def __post_init__(self) -> None:
+        self.run: Any = None  # the tracker's; None before it is open, and after an error
+        self.sent: Mapping[str, int] = {}  # {metric: its last step that the tracker had when this process began}
+        spec = importlib.util.find_spec(self.package)
+        # Some trackers leave a folder of their name, which Python takes for a package (without an origin).
+        if spec is None or spec.origin is None:
+            remedy = f"pip install 'rlft[{self.package}]', or leave {self.package} out of logger=[...]"
+            raise UserError(f"logger.{self.package}", f"the package {self.package} is not installed", remedy=remedy)
+
+    @property
+    def library(self) -> Any:
+        """The package, which is imported when the run begins."""
+        return importlib.import_module(self.package)
+
+    # -- what a tracker is ---------------------------------------------------------------------------------------------
+    @abstractmethod
+    def open(self, run: RunInfo) -> tuple[Any, str]:
+        """(the tracker's run, begun or gone on with, which knows the config; where to look at it)."""
+
+    @abstractmethod
+    def send(self, metrics: Mapping[str, float], step: int) -> None:
+        """Logs these metrics after `step` steps."""
+
+    @abstractmethod
+    def close(self, status: str) -> None:
+        """Ends the tracker's run; status: as `Logger.finish` is told it."""
+
+    def logged(self) -> Mapping[str, int]:
+        """{metric: its last step} of what the open run has from before; nothing where a tracker itself drops it."""
+        return {}
+
+    def renamed(self, metric: str) -> str:
+        """The metric's name as the tracker takes it."""
+        return metric
+
+    def flush(self) -> None:  # noqa: B027 (nothing, where a library keeps nothing back)
+        """What was sent is on disk: a checkpoint follows, behind which it would not be sent again."""
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the library raises where the tracker, not rlft, is at fault."""
+        return (Exception,)
+
+    # -- a logger ------------------------------------------------------------------------------------------------------
+    def start(self, run: RunInfo) -> None:
+        self._tried("could not start", "going on without it", self._begin, run)
+
+    def stage(self, name: str) -> None:
+        if name == "checkpoint" and self.run is not None:
+            self._tried("stopped logging", "training goes on", self.call, self.flush)
+
+    def step(self, record: StepRecord) -> None:
+        self._send(record.metrics, record.step)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        headline = {"eval/accuracy": evaluation.accuracy, "eval/accuracy_se": evaluation.accuracy_se}
+        present = {name: value for name, value in headline.items() if value is not None}
+        self._send({**evaluation.metrics, **present}, evaluation.step)
+
+    def note(self, text: str) -> None:  # noqa: B027 (it is no number)
+        pass
+
+    def finish(self, status: str) -> None:
+        if self.run is None:
+            return
+        try:
+            self._tried("could not close the run", "the run's own files are complete", self.call, self.close, status)
+        finally:
+            self.run = None
+
+    def tell(self, text: str) -> None:
+        """Says it on stderr, where the live view lets lines through."""
+        print(f"{self.package}: {text}", file=sys.stderr, flush=True)
+
+    def call(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What a call into the library gives, if it comes back in time."""
+        seconds: float | None = getattr(self, "seconds", None)
+        return call(*arguments) if seconds is None else within(seconds, call, *arguments)
+
+    def _begin(self, run: RunInfo) -> None:
+        for name, value in self.environment.items():
+            os.environ.setdefault(name, value)
+        _ = self.library  # an import takes its time, and asks nobody
+        self.run, where = self.call(self.open, run)
+        self.sent = self.call(self.logged) if self.run is not None else {}
+        self.tell(where)
+
+    def _send(self, metrics: Mapping[str, float], step: int) -> None:
+        if self.run is None:
+            return
+        named = {self.renamed(name): value for name, value in metrics.items()}
+        new = {name: value for name, value in named.items() if step > self.sent.get(name, -1)}
+        if new:
+            self._tried(f"stopped logging at step {step}", "training goes on", self.call, self.send, new, step)
+
+    def _tried(self, problem: str, consequence: str, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls; where that fails, it is told, and the tracker is not called again in this process."""
+        try:
+            call(*arguments)
+        except self.errors() as error:
+            self.run = None
+            lines = str(error).splitlines()
+            self.tell(f"{problem} ({': '.join([type(error).__name__, *lines[:1]])}); {consequence}")
+
+
+def kept(folder: Path, name: str, new: Callable[[], str]) -> str:
+    """The text in this file of the run's folder; made up and written down the first time."""
+    path = folder / name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, new() + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def name_of(run: RunInfo, package: str) -> str:
+    """A name that no other run has: the run's own with eight digits, kept in <package>_name.txt in its folder."""
+    return kept(run.folder, f"{package}_name.txt", lambda: f"{run.name}-{secrets.token_hex(4)}")
+
+
+def parameters(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """{full key: value} of a config; what is neither a number, a truth value nor a text is its JSON.
+
+    >>> parameters({"trainer": {"lr": 0.5}, "lora": None, "stop": ["a"]})
+    {'trainer.lr': 0.5, 'lora': 'null', 'stop': '["a"]'}
+    """
+    return {
+        key: value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
+        for key, value in flatten(config).items()
+    }
+
+
+def last_steps(rows: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """{metric: its last step} of pairs of a metric and a step, in any order."""
+    return dict(sorted(rows, key=lambda row: row[1]))

@@ -1,0 +1,42 @@
+"""TensorBoard: event files in the run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlft.keys.bounds import PositiveInt
+from rlft.logger.scalars import ScalarLogger, parameters
+from rlft.types import RunInfo
+
+
+@dataclass(kw_only=True)
+class Tensorboard(ScalarLogger):
+    """Writes to `tensorboard/` in the run's folder; flush_seconds: longest time until numbers are in the file."""
+
+    package = "tensorboard"
+
+    flush_seconds: PositiveInt
+
+    def open(self, run: RunInfo) -> tuple[Any, str]:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        # Readers drop what was written before of this step and later ones; of a run that starts again, of all.
+        first = run.step + 1 if run.step else 0
+        folder = str(run.folder / self.package)
+        writer: Any = SummaryWriter(folder, purge_step=first, flush_secs=self.flush_seconds)
+        for summary in hparams(parameters(run.config), {}):
+            writer.file_writer.add_summary(summary)
+        return writer, f"look at it with `tensorboard --logdir {folder}`"
+
+    def send(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self.run.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        self.run.flush()
+
+    def close(self, status: str) -> None:
+        self.run.close()

@@ -1,0 +1,69 @@
+"""Loads the base for training, with gradient checkpointing if the machine's memory requires it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlft.checks.adapters import empty_model, fresh_shapes
+from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, set_checkpointing
+from rlft.model.backbone import Adopt, Backbone, load_backbone, read_backbone
+from rlft.model.config import LoraSettings, ModelConfig
+from rlft.model.lora_config import lora_config
+from rlft.system.memory import free_memory
+
+SHARE = 0.5
+"""Share of the memory that is free after loading the weights which activations may take without checkpointing."""
+
+
+def load_for_training(
+    config: ModelConfig,
+    lora: LoraSettings | None,
+    token_budget: int,
+    *,
+    own: bool = False,
+    adopt: Adopt | None = None,
+) -> Backbone:
+    """Loads the base.
+
+    Args:
+        config: the model's settings.
+        lora: the shape of the trained adapter; None if the base itself is trained.
+        token_budget: the most tokens of a forward with gradient.
+        own: whether no other job of a sweep may share the base, because its weights will be trained.
+        adopt: puts the base on its device (`rlft.model.backbone.read_backbone`).
+    """
+    arguments = (config,) if adopt is None else (config, adopt)
+    backbone = read_backbone(config) if own else load_backbone(*arguments)
+    if config.gradient_checkpointing == "auto":
+        model, free = backbone.model, free_bytes(backbone.device)
+        plain, itemsize = backbone.kernels.are_plain, model.dtype.itemsize
+        layers = NO_ADAPTER
+        quantized = config.quantization is not None
+        if lora is not None and (plain or lora.dropout > 0 or lora.use_dora or quantized):
+            shapes = fresh_shapes(empty_model(config, model.config), lora_config(lora))
+            layers = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=quantized)
+        device = backbone.device.type
+        kept = layers.bytes_of_a_token(itemsize, device, plain=plain)
+        needed = needs_checkpointing(
+            model.config, token_budget, itemsize, free, device=device, plain=plain, adapter=kept
+        )
+        set_checkpointing(model, needed and model.supports_gradient_checkpointing)
+    return backbone
+
+
+def needs_checkpointing(
+    config: Any, tokens: int, itemsize: int, free: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
+) -> bool:
+    """Whether the activations of so many tokens would take more than SHARE of the free memory without checkpointing.
+
+    `adapter` is the bytes that the adapter's layers keep per token.
+    """
+    kept = activation_bytes(config, tokens, itemsize, device=device, plain=plain, adapter=adapter)
+    return kept > SHARE * free
+
+
+def free_bytes(device: torch.device) -> int:
+    """The bytes that this process can still allocate on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()

@@ -1,0 +1,79 @@
+"""Dynamic sampling: groups of fresh prompts replace groups that are all right or all wrong (arXiv 2503.14476)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rlft.loop.metrics import Clock
+from rlft.loop.sampling import StepSampler
+from rlft.types import Group, Rollouts, Scores
+
+
+def replace_uninformative_groups(
+    sampler: StepSampler,
+    score: Callable[[Sequence[Group]], Scores],
+    step: int,
+    clock: Clock,
+    groups: list[Group],
+    scores: Scores,
+) -> Rollouts:
+    """Replaces the step's uninformative groups, at their positions, in at most `max_rounds` rounds.
+
+    A group is informative if some of its completions are right and some wrong, by the first reward and
+    `eval.correct_at`. Each round samples one fresh prompt for every group still to be replaced; groups that remain at
+    the end stay (they have no advantage, and cost no forward). Prompts and seeds of a round derive from
+    (seed, step, round) alone, so a resumed run repeats them exactly.
+    """
+    max_rounds, correct_at = sampler.config.dynamic_sampling.max_rounds, sampler.config.eval.correct_at
+    num_sampled = sum(len(group.rollouts) for group in groups)
+    seen = {group.prompt.id for group in groups}
+    for turn in range(1, max_rounds + 1):
+        lacking, purpose = uninformative(scores, correct_at), f"resample {turn}"
+        prompts = sampler.fresh_prompts(step, purpose, len(lacking), seen)
+        if not prompts:
+            break
+        with clock("sample"):
+            new = sampler.sample_prompts(prompts, step, purpose)
+        with clock("score"):
+            new_scores = score(new)
+        num_sampled += sum(len(group.rollouts) for group in new)
+        seen |= {prompt.id for prompt in prompts}
+        lost = set(uninformative(new_scores, correct_at))
+        informing = [i for i in range(len(new)) if i not in lost]
+        positions = lacking[: len(informing)]
+        for position, i in zip(positions, informing, strict=True):
+            groups[position] = new[i]
+        scores = replaced(scores, positions, new_scores, informing)
+    return Rollouts(groups=groups, scores=scores, num_sampled=num_sampled)
+
+
+def uninformative(scores: Scores, correct_at: float) -> list[int]:
+    """Indices of the groups whose completions are all right, or all wrong, by the first reward."""
+    right_PG = next(iter(scores.by_reward.values())) >= correct_at
+    return (right_PG.all(1) | ~right_PG.any(1)).nonzero()[:, 0].tolist()
+
+
+def replaced(scores: Scores, positions: Sequence[int], new: Scores, rows: Sequence[int]) -> Scores:
+    """`scores` with its rows at `places` taken from `new`'s `rows`."""
+    at, of = torch.tensor(positions, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
+    steps = None
+    if scores.steps is not None and new.steps is not None:
+        taken = dict(zip(positions, rows, strict=True))
+        steps = [new.steps[taken[p]] if p in taken else row for p, row in enumerate(scores.steps)]
+    outcome = None
+    if scores.outcome is not None or new.outcome is not None:
+        # One side alone has rewards of turns: the other's total is all of completions.
+        whole, new_whole = (s.total if s.outcome is None else s.outcome for s in (scores, new))
+        outcome = whole.index_copy(0, at, new_whole[of])
+    none, new_none = torch.zeros_like(scores.total), torch.zeros_like(new.total)
+    return Scores(
+        total=scores.total.index_copy(0, at, new.total[of]),
+        by_reward={
+            name: scores.by_reward.get(name, none).index_copy(0, at, new.by_reward.get(name, new_none)[of])
+            for name in {**scores.by_reward, **new.by_reward}
+        },
+        outcome=outcome,
+        steps=steps,
+    )

@@ -1,0 +1,70 @@
+"""Opens the engines of a run that are members of the cluster (`cluster.engines`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rlft.cluster.engine_pool import EnginePool, units_of
+from rlft.cluster.member import Launcher, MemberSpec
+from rlft.cluster.placement import Placement
+from rlft.config.schema import RunConfig
+from rlft.loop.engine_worker import EngineSettings
+from rlft.loop.members import Cards, cards_of_a_member, model_of_a_member
+from rlft.planning.train_plan import TrainPlan
+
+FACTORY = "rlft.loop.engine_worker:EngineWorker"
+
+
+def open_engines(plan: TrainPlan, launcher: Launcher, note: Callable[[str], None]) -> EnginePool:
+    """The pool, whose engines are on their way: they load their bases while this process loads its own.
+
+    note: takes a line when an engine is replaced.
+    """
+    cluster = plan.config.cluster
+    assert plan.placement is not None, "a run with engines is placed"
+    opened = plan.config.generation.named(plan.engine)
+    return EnginePool(
+        launcher,
+        engine_specs(plan.config, plan.engine, plan.placement),
+        unit=units_of(opened.at_once, divisible=opened.divisible, num_engines=cluster.engines),
+        timeout_s=cluster.timeout,
+        max_restarts=cluster.max_engine_restarts,
+        note=note,
+    )
+
+
+def engine_specs(config: RunConfig, engine: str, placement: Placement) -> list[MemberSpec]:
+    """The members, each with as many threads as this process: on a CPU the bits of a product depend on them."""
+    cluster = config.cluster
+    settings = EngineSettings(
+        engine=engine,
+        cards=cluster.gpus_per_engine,
+        model=model_of_a_member(config.model),
+        lora=config.lora,
+        prompts=config.prompts,
+        generation=config.generation,
+        token_budget=config.token_budget,
+        seed=config.seed,
+    )
+    return [
+        MemberSpec(
+            name=f"engine-{number}",
+            factory=FACTORY,
+            arguments={"settings": settings},
+            threads=torch.get_num_threads(),
+            **_cards(config, placement, number),
+        )
+        for number in range(cluster.engines)
+    ]
+
+
+def _cards(config: RunConfig, placement: Placement, number: int) -> Cards:
+    if placement.kind == "processes":
+        return {"gpus": 0, "environment": NOT_BOUND}
+    return cards_of_a_member(config, placement.engines[number])
+
+
+NOT_BOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Engines of vLLM on a CPU would all bind their threads to the same cores."""

@@ -1,0 +1,117 @@
+"""An engine in a member of the cluster: it loads a base of its own, and answers the calls of the pool."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlft.config.schema import PromptsConfig
+from rlft.generation.config import GenerationConfig
+from rlft.generation.engine import Engine, Opening
+from rlft.loop.engines import opening_apart, opening_on
+from rlft.loop.shell import deterministic_on_cpu
+from rlft.model.backbone import load_backbone, resolve_device
+from rlft.model.config import LoraSettings, ModelConfig
+from rlft.model.roles import policy_alone
+from rlft.types import Adapter, Prompt, Sampling
+
+DEAD_ENGINE = "EngineDeadError"
+"""The error of vLLM after which no call succeeds any more, while the process lives on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What a member makes its engine of. engine: its name in `generation`."""
+
+    engine: str
+    cards: int
+    model: ModelConfig
+    lora: LoraSettings
+    prompts: PromptsConfig
+    generation: GenerationConfig
+    token_budget: int
+    seed: int
+
+
+class EngineWorker:
+    """The object of a member (`rlft.cluster.member`)."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._stack = ExitStack()
+        device = resolve_device(settings.model.device)
+        self._stack.enter_context(deterministic_on_cpu(device))
+        engine: Engine = settings.generation.named(settings.engine).apart().on_cards(settings.cards)
+        self._generator = engine.open(self._opening(engine, settings))
+        self._version: int | None = None
+
+    def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:
+        """Loads an adapter from the bytes of a safetensors file; answers with what has come."""
+        from safetensors.torch import load
+
+        arrived = hashlib.sha256(weights).hexdigest()
+        if arrived == sha256:
+            self._generator.load(Adapter(version=version, weights=load(weights), config=config))
+            self._version = version
+        return version, arrived
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> tuple[int | None, list[list[tuple[Any, ...]]]]:
+        """(version, for each prompt its completions as plain tuples, which are sent faster than objects)."""
+        try:
+            groups = self._generator.sample(prompts, n, seeds, sampling)
+        except Exception as error:
+            _end_if_dead(error)
+            raise
+        versions = {rollout.policy_version for group in groups for rollout in group.rollouts}
+        [version] = versions or {self._version}
+        return version, [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        try:
+            return self._generator.score(sequences)
+        except Exception as error:
+            _end_if_dead(error)
+            raise
+
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        self._generator.rehearse(prompts, n, max_tokens)
+
+    def sleep(self) -> None:
+        self._generator.sleep()
+
+    def started(self) -> None:
+        """Answers once the engine is made, or with what went wrong."""
+
+    def close(self) -> None:
+        self._generator.close()
+        self._stack.close()
+
+    def _opening(self, engine: Engine, settings: EngineSettings) -> Opening:
+        model, generation, rank = settings.model, settings.generation, settings.lora.rank
+        if not engine.on_trainers_base:
+            return opening_apart(model, settings.prompts, generation, rank=rank, seed=settings.seed)
+        backbone = load_backbone(model)
+        # Its weights come with the first version.
+        roles = policy_alone(
+            backbone,
+            replace(settings.lora, path=None),
+            token_budget=settings.token_budget,
+            seed=settings.seed,
+            temperature=generation.temperature,
+        )
+        return opening_on(backbone, model, settings.prompts, generation, slot=roles, rank=rank, seed=settings.seed)
+
+
+def _end_if_dead(error: Exception) -> None:
+    """Ends the process if its engine is dead: an actor of Ray would live on, and fail every call."""
+    if any(kind.__name__ == DEAD_ENGINE for kind in type(error).__mro__):
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,166 @@
+"""Opens and closes generators; one that is expensive to start serves every job of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rlft.generation.config import GenerationConfig, section_of
+from rlft.generation.engine import BaseLender, Engine, Opening
+from rlft.model.backbone import Adopt, Backbone, load_tokenizer, resolve_device, resolve_dtype, resolve_path
+from rlft.planning.run_plan import Plan
+from rlft.system.out_of_memory import Largest
+from rlft.types import Generator
+
+if TYPE_CHECKING:
+    from rlft.config.schema import PromptsConfig, SamplingRoot
+    from rlft.model.config import ModelConfig
+
+
+class Engines:
+    """Opens generators and closes each of them once; those that several jobs share at the end of the context."""
+
+    def __init__(self) -> None:
+        self._shared: tuple[object, Generator] | None = None
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the shared generator."""
+        if self._shared is not None:
+            (_, generator), self._shared = self._shared, None
+            generator.close()
+
+    @contextmanager
+    def opened(self, engine: Engine, opening: Opening) -> Iterator[Generator]:
+        """Yields the engine's generator, and closes it afterwards unless other jobs may share it."""
+        if engine.shared:
+            yield self._shared_by_jobs(engine, opening)
+            return
+        generator = engine.open(opening)
+        try:
+            yield generator
+        finally:
+            generator.close()
+
+    def adopting(self, engine: Engine, opening: Opening) -> Adopt | None:
+        """What lays the trainer's base on the storage of the engine, which is opened first, so that the device never
+        holds two bases; None where each holds its own.
+
+        Jobs of a sweep that share the engine get the same, and so the same base.
+        """
+        if why_two_bases(engine, opening) is not None:
+            return None
+        assert engine.shared, "only an engine that stays open for all jobs can hold the base that they share"
+        return cast(BaseLender, self._shared_by_jobs(engine, opening)).adopt
+
+    def _shared_by_jobs(self, engine: Engine, opening: Opening) -> Generator:
+        key = (engine, opening.of_the_engine)
+        if self._shared is None or self._shared[0] != key:
+            self.close()  # two engines do not fit beside each other
+            self._shared = (key, engine.open(opening))
+        return self._shared[1]
+
+
+def largest_of(plan: Plan) -> dict[str, Largest]:
+    """{stage: the engine's largest allocation in it}, for the message of a memory error; empty without an engine."""
+    if plan.engine is None:
+        return {}
+    name, engine = plan.engine, plan.config.generation.named(plan.engine)
+    return {
+        when: Largest(
+            what=what,
+            key=f"generation.{section_of(name)}.{key}",
+            value=getattr(engine, key),
+            may_change=key in engine.may_change,
+        )
+        for when, (what, key) in engine.grows.items()
+    }
+
+
+def why_two_bases(engine: Engine, opening: Opening) -> str | None:
+    """Why this engine holds a base of its own beside the trainer's; None where one copy serves both."""
+    itemsize, quantized = getattr(torch, opening.dtype).itemsize, opening.quantization is not None
+    return engine.why_two_bases(device=str(opening.device), itemsize=itemsize, quantized=quantized)
+
+
+def adopting_of(engines: Engines, config: SamplingRoot, rank: int, engine: str | None) -> Adopt | None:
+    """As `Engines.adopting`, for the engine of this name in this config, before its base is loaded."""
+    if engine is None:
+        return None
+    model, device = config.model, resolve_device(config.model.device)
+    dtype = str(resolve_dtype(model.dtype, device)).removeprefix("torch.")
+    opening = _opening(None, None, device, dtype, model, config.prompts, config.generation, rank, config.seed)
+    return engines.adopting(config.generation.named(engine), opening)
+
+
+def opening_of(config: SamplingRoot, rank: int, slot: Any, backbone: Backbone) -> Opening:
+    """The arguments for opening the engine of this run.
+
+    Args:
+        config: the run's config.
+        rank: the rank of the adapters that it will load.
+        slot: usually a `Roles`, whose base an engine in this process shares.
+        backbone: the trainer's base.
+    """
+    return opening_on(backbone, config.model, config.prompts, config.generation, slot=slot, rank=rank, seed=config.seed)
+
+
+def opening_on(
+    backbone: Backbone,
+    model: ModelConfig,
+    prompts: PromptsConfig,
+    generation: GenerationConfig,
+    *,
+    slot: Any,
+    rank: int,
+    seed: int,
+) -> Opening:
+    """As `opening_of`, from single sections of a config."""
+    dtype = str(backbone.model.dtype).removeprefix("torch.")
+    return _opening(slot, backbone.tokenizer, backbone.device, dtype, model, prompts, generation, rank, seed)
+
+
+def opening_apart(
+    model: ModelConfig, prompts: PromptsConfig, generation: GenerationConfig, *, rank: int, seed: int
+) -> Opening:
+    """As `opening_of`, for an engine in a process without the trainer's base."""
+    device = resolve_device(model.device)
+    dtype = str(resolve_dtype(model.dtype, device)).removeprefix("torch.")
+    return _opening(None, load_tokenizer(model), device, dtype, model, prompts, generation, rank, seed)
+
+
+def _opening(
+    slot: Any,
+    tokenizer: Any,
+    device: torch.device,
+    dtype: str,
+    model: ModelConfig,
+    prompts: PromptsConfig,
+    generation: GenerationConfig,
+    rank: int,
+    seed: int,
+) -> Opening:
+    return Opening(
+        slot=slot,
+        tokenizer=tokenizer,
+        device=device,
+        model_path=str(resolve_path(model.path)),
+        revision=model.revision,
+        dtype=dtype,
+        quantization=model.quantization,
+        trust_remote_code=model.trust_remote_code,
+        lora_rank=rank,
+        max_sequence_tokens=prompts.max_tokens + generation.max_tokens,
+        seed=seed,
+    )

@@ -1,0 +1,168 @@
+"""Sampling ahead of the loop by a fixed lag: step k trains on what policy version max(0, k - lag) sampled.
+
+With lag 1 the groups of step k + 1 are sampled by version k, the policy that step k starts from: beside its update
+where the engines have devices of their own, else before it. Either way they are the same groups, so that a run stays a
+function of its config and seed. It never takes whatever is ready, and loads no adapter while a completion is sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlft.logger.rollouts import turn_of
+from rlft.loop.freshness import StaleAdapterError
+from rlft.loop.sampling import StepSampler
+from rlft.types import Completion, FinishReason, Group, Rollout
+
+
+class AheadSampler:
+    """Gives the groups of each step, which it has sampled a step ahead where `lag` is 1.
+
+    Args:
+        sampler: samples a step's groups with the adapter that the engine has.
+        lag: 0 or 1.
+        beside: whether sampling ahead runs in a thread of its own, beside the update.
+    """
+
+    def __init__(self, sampler: StepSampler, lag: int, *, beside: bool) -> None:
+        self.sampler, self.lag = sampler, lag
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling ahead") if lag and beside else None
+        self._ahead: dict[int, list[Group]] = {}
+        self._running: tuple[int, Future[list[Group]]] | None = None
+
+    def sample(self, step: int) -> list[Group]:
+        """The groups of the step that follows `step` finished steps: those sampled ahead, else sampled now.
+
+        Raises:
+            StaleAdapterError: an engine says that another version than this step's sampled them.
+        """
+        groups = self._ahead.pop(step) if step in self._ahead else self.sampler.sample(step)
+        if self.lag:
+            check_versions(groups, {max(0, step - self.lag), step})
+        return groups
+
+    def start(self, step: int) -> None:
+        """Samples the groups of that step with the adapter that the engine has now, or begins to; nothing without lag.
+
+        Until `wait` returns the engine must be left alone.
+        """
+        if not self.lag or step in self._ahead:
+            return
+        if self._thread is None:
+            self._ahead[step] = self.sampler.sample(step)
+        else:
+            self._running = (step, self._thread.submit(self.sampler.sample, step))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread samples, or has sampled what nobody has waited for."""
+        return self._running is not None
+
+    def wait(self) -> None:
+        """Returns when nothing is being sampled ahead; raises what sampling raised."""
+        if self._running is not None:
+            (step, groups), self._running = self._running, None
+            self._ahead[step] = groups.result()
+
+    def of(self, step: int) -> list[Group] | None:
+        """The groups of that step, if they have been sampled ahead."""
+        return self._ahead.get(step)
+
+    def restore(self, step: int, groups: list[Group]) -> None:
+        """Makes these the groups of that step."""
+        self._ahead = {step: groups}
+
+    def close(self) -> None:
+        """Begins nothing more; what is being sampled ends with its engine."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def check_versions(groups: Sequence[Group], versions: set[int]) -> None:
+    """Checks which policy versions sampled these groups; engines that name none are believed.
+
+    Raises:
+        StaleAdapterError: a rollout is of another version.
+    """
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        if rollout.policy_version is not None and rollout.policy_version not in versions:
+            expected = " or ".join(map(str, sorted(versions)))
+            raise StaleAdapterError(
+                f"overlap.lag: prompt {rollout.prompt.id} was sampled by policy version {rollout.policy_version}, and"
+                f" not by {expected}; stopped rather than train on stale rollouts"
+            )
+
+
+# -- in a checkpoint ---------------------------------------------------------------------------------------------------
+def packed(groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, plain values) of groups that a checkpoint keeps.
+
+    Tensors: token_ids int64 `[N]` and logprobs float64 `[N]` of all completions, one after the other, and their
+    lengths, int64 `[B]`; mask bool `[N]`, if an environment put tokens into any. Prompts are left out: they are those
+    of the step.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    completions = [rollout.completion for rollout in rollouts]
+    tensors = {
+        "token_ids": torch.tensor([token for c in completions for token in c.token_ids], dtype=torch.int64),
+        "logprobs": torch.tensor([value for c in completions for value in c.logprobs], dtype=torch.float64),
+        "lengths": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64),
+    }
+    values: dict[str, Any] = {
+        "texts": [c.text for c in completions],
+        "finish_reasons": [str(c.finish_reason) for c in completions],
+        "versions": [rollout.policy_version for rollout in rollouts],
+        "sizes": [len(group.rollouts) for group in groups],
+    }
+    if any(c.mask is not None for c in completions):
+        masks = [sampled for c in completions for sampled in c.mask or [True] * len(c.token_ids)]
+        tensors["mask"] = torch.tensor(masks, dtype=torch.bool)
+        values["masked"] = [c.mask is not None for c in completions]
+    if any(c.turns for c in completions):
+        values["turns"] = [[asdict(turn) for turn in c.turns] for c in completions]
+    return tensors, values
+
+
+def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: StepSampler, step: int) -> list[Group]:
+    """The groups that `packed` took apart, with the prompts of that step."""
+    lengths = tensors["lengths"].tolist()
+    token_ids, logprobs = (tensors[name].split(lengths) for name in ("token_ids", "logprobs"))
+    masks: Sequence[Tensor | None] = [None] * len(lengths)
+    if "mask" in tensors:
+        split = tensors["mask"].split(lengths)
+        masks = [mask if own else None for mask, own in zip(split, values["masked"], strict=True)]
+    turns = values.get("turns", [[]] * len(lengths))
+    columns = (values["texts"], token_ids, logprobs, values["finish_reasons"], masks, turns)
+    completions = iter(zip(*columns, strict=True))
+    versions, groups = iter(values["versions"]), []
+    for prompt, size in zip(sampler.prompts_at(step), values["sizes"], strict=True):
+        rollouts = []
+        for _ in range(size):
+            text, ids, chosen, reason, mask, spoken = next(completions)
+            completion = Completion(
+                text=text,
+                token_ids=tuple(ids.tolist()),
+                logprobs=tuple(chosen.tolist()),
+                finish_reason=FinishReason(reason),
+                mask=None if mask is None else tuple(mask.tolist()),
+                turns=tuple(map(turn_of, spoken)),
+            )
+            rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=next(versions)))
+        groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
+    return groups
+
+
+def derived_from(sampler: StepSampler, step: int) -> str:
+    """A sha256 of all that the groups of that step derive from, beside the policy: what a fork may have changed."""
+    run = sampler.config
+    prompts = [(prompt.id, list(prompt.token_ids)) for prompt in sampler.prompts_at(step)]
+    values = [run.seed, run.group_size, asdict(run.generation.sampling), run.overlap.lag, prompts]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

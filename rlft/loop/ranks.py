@@ -1,0 +1,80 @@
+"""The trainer of `rlft train`: in this process alone, or of several ranks that share its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rlft.cluster.config import ClusterConfig
+from rlft.cluster.member import Launcher, Member, MemberSpec
+from rlft.cluster.ranked_trainer import RankedTrainer
+from rlft.loop.members import cards_of_a_member, model_of_a_member
+from rlft.planning.train_plan import TrainPlan
+from rlft.trainer.local import LocalTrainer
+from rlft.trainer.protocol import Trainer
+from rlft.trainer.ranks import Share
+
+WORKER = "rlft.loop.rank_worker:RankWorker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks besides the run's own process, which load their bases while this one loads its own.
+
+    Args:
+        launcher: has started them; whoever opened it closes it.
+        specs: of ranks 1, 2, ..
+        members: these ranks.
+    """
+
+    launcher: Launcher
+    specs: Sequence[MemberSpec]
+    members: Sequence[Member]
+
+
+def start_ranks(plan: TrainPlan, launcher: Launcher) -> Ranks:
+    """Starts the ranks of a plan besides this process, each with as many threads as this one."""
+    specs = rank_specs(plan)
+    return Ranks(launcher=launcher, specs=specs, members=[launcher.start(spec) for spec in specs])
+
+
+def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
+    """What ranks 1, 2, .. are."""
+    config, cluster = plan.config, plan.config.cluster
+    assert plan.placement is not None, "a run with ranks is placed"
+    cards = plan.placement.ranks
+    return [
+        MemberSpec(
+            name=f"rank-{rank}",
+            factory=WORKER,
+            arguments={
+                "config": replace(config, model=model_of_a_member(config.model)),
+                "needs_old": plan.needs_old,
+                "rank": rank,
+                "lanes": cluster.num_lanes,
+            },
+            threads=torch.get_num_threads(),
+            **cards_of_a_member(config, cards[rank : rank + 1]),
+        )
+        for rank in range(1, cluster.ranks)
+    ]
+
+
+def divided(local: LocalTrainer, cluster: ClusterConfig, ranks: Ranks | None, note: Callable[[str], None]) -> Trainer:
+    """The trainer whose passes are divided into lanes, where the config asks for it; else the one that is given."""
+    if ranks is not None:
+        return RankedTrainer(
+            local,
+            ranks.launcher,
+            ranks.specs,
+            ranks.members,
+            lanes=cluster.num_lanes,
+            timeout=cluster.timeout,
+            host=ranks.launcher.address,
+            note=note,
+        )
+    if cluster.num_lanes > 1:
+        local.share = Share(lanes=cluster.num_lanes)
+    return local

@@ -1,0 +1,480 @@
+"""The session of `rlft train`: the parts that the loop works with, and what happens around a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlft.algorithm.protocol import Algorithm
+from rlft.batch import collate
+from rlft.cluster.engine_pool import EnginePool
+from rlft.config.schema import FreshnessConfig, OverlapConfig, RunConfig
+from rlft.generation.engine import Engine
+from rlft.logger.alarms import Alarms, AlarmsConfig
+from rlft.logger.hints import Hints
+from rlft.logger.loggers import Loggers
+from rlft.loop.base_loading import load_for_training
+from rlft.loop.dynamic_sampling import replace_uninformative_groups
+from rlft.loop.engine_members import open_engines
+from rlft.loop.engines import Engines, adopting_of, opening_of
+from rlft.loop.evaluate import evaluate, kl_to_base
+from rlft.loop.freshness import Freshness
+from rlft.loop.members import open_reward_members, opened_launcher
+from rlft.loop.metrics import Clock
+from rlft.loop.overlap import AheadSampler, derived_from, packed, unpacked
+from rlft.loop.ranks import Ranks, divided, start_ranks
+from rlft.loop.rehearsal import largest_micro_batch
+from rlft.loop.sampling import StepSampler
+from rlft.loop.shell import RunShell, open_run, shared_base_of
+from rlft.loop.token_inspection import Inspection
+from rlft.model.backbone import Backbone
+from rlft.model.critic import CRITIC
+from rlft.model.reward_model import LearnedReward, open_learned, reward_role
+from rlft.model.roles import Roles
+from rlft.planning.sampling_shapes import Decoding, of_training, rehearse_decoding
+from rlft.planning.startup_table import Facts, facts_of
+from rlft.planning.train_plan import TrainPlan
+from rlft.prepare.prompts import PromptSet, left_out
+from rlft.prepare.texts import text_loss
+from rlft.scoring.ahead import AheadScorer
+from rlft.scoring.pool import Pool
+from rlft.scoring.reward_spec import RewardSpec, specs
+from rlft.scoring.scorer import Scorer
+from rlft.system.interrupt import Interrupt
+from rlft.trainer.checkpoint import Checkpoint
+from rlft.trainer.local import LocalTrainer, open_optimizers
+from rlft.trainer.protocol import Trainer, TrainerState
+from rlft.trainer.reward_training import RewardRefresh
+from rlft.trainer.update import UpdateSettings
+from rlft.types import Adapter, Batch, Evaluation, Generator, Group, Prompt, Rollouts, Scores, StepRecord, TokenValues
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The state that the loop carries from step to step; all else derives from it, the config and the roles.
+
+    `algorithm` is the config's, with the KL coefficient that its controller has set.
+    """
+
+    step: int
+    algorithm: Algorithm
+
+
+class Session(RunShell):
+    """The open parts of one run of `rlft train`, which `open_session` opens and closes."""
+
+    def __init__(
+        self,
+        plan: TrainPlan,
+        folder: Path,
+        backbone: Backbone,
+        roles: Roles,
+        generator: Generator,
+        scorer: Scorer | AheadScorer,
+        logger: Loggers,
+        interrupt: Interrupt,
+        say: Callable[[str], None],
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(plan, folder, logger, interrupt, say)
+        self.plan, self.config = plan, plan.config
+        self.backbone, self.roles, self.generator, self.scorer = backbone, roles, generator, scorer
+        self.shared_base = shared_base_of(generator)
+        self.hints = Hints()
+        self.alarms = None if self.config.alarms is None else Alarms(alarms_of(self.config.alarms, self.config.overlap))
+        self._failures_noted = 0
+        self.sampler = StepSampler(generator, plan.train_prompts.prompts, self.config)
+        beside = self.config.cluster.engines > 0
+        self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
+        self._published: Adapter | None = None
+        self._earlier: Adapter | None = None  # what a run with a lag sampled with before the last publish
+        self.trainer: Trainer = divided(open_trainer(plan, roles), self.config.cluster, ranks, logger.note)
+        engine = self.config.generation.named(plan.engine)
+        self.freshness = open_freshness(self.config.freshness, plan.train_prompts, backbone, engine)
+        # The policy learns on sums of base and adapter that such an engine makes here (`Roles.lend_sums`).
+        self.engine_here: Generator | None = None
+        if isinstance(generator, EnginePool):
+            generator.note = logger.note
+            if isinstance(scorer, AheadScorer):
+                generator.finished = scorer.begin
+            if engine.on_trainers_base and self.config.cluster.num_lanes == 1:
+                self.engine_here = engine.open(opening_of(self.config, self.config.lora.rank, roles, backbone))
+
+    # -- before the first step -----------------------------------------------------------------------------------------
+    def begin(self) -> State:
+        """Restores the newest checkpoint of a resumed run, publishes the policy, rehearses, and evaluates a new one."""
+        saved, algorithm = self.start(), self.plan.algorithm
+        if saved is None:
+            return State(step=0, algorithm=algorithm)
+        return State(step=saved.step, algorithm=algorithm.restored(saved.state["algorithm"]))
+
+    def restore(self, saved: Checkpoint) -> None:
+        state, critic = saved.state, saved.state.get("critic")
+        self.trainer.restore(
+            TrainerState(adapters=saved.adapters, optimizer=saved.optimizer, heads=saved.heads, critic=critic)
+        )
+        if "hints" in state:  # older checkpoints have none
+            self.hints.restore(state["hints"])
+        if self.alarms is not None and "alarms" in state:
+            self.alarms.restore(state["alarms"])
+        self._restore_samples(saved)
+
+    def _restore_samples(self, saved: Checkpoint) -> None:
+        """Restores the groups that were sampled ahead, or the adapter that samples them; a fork may need others."""
+        values = saved.state.get("sampled")
+        if values is None or not self.ahead.lag or values["derived_from"] != derived_from(self.sampler, saved.step):
+            return
+        if "sampled" in saved.tensors:
+            groups = unpacked(saved.tensors["sampled"], values, self.sampler, saved.step)
+            self.ahead.restore(saved.step, groups)
+            return
+        config = self.roles.adapter_config()
+        self._earlier = Adapter(version=saved.step - 1, weights=saved.tensors["sampler"], config=config)
+        self.freshness.history[saved.step - 1] = values["scores"]
+
+    def rehearse(self, step: int) -> None:
+        """Publishes the policy to the engine, then rehearses the longest rows."""
+        self.publish(step)
+        super().rehearse(step)
+
+    def rehearse_sampling(self, step: int) -> None:
+        rehearse_decoding(self.generator, self._decodings(), self.config.generation.max_tokens)
+
+    def rehearse_update(self) -> None:
+        longest = self._decodings()[0].longest
+        self.trainer.rehearse(self.plan.algorithm, largest_micro_batch(self.config, self.roles.forward, longest))
+
+    def _decodings(self) -> list[Decoding]:
+        return of_training(self.plan.train_prompts, self.plan.held_out, self.config)
+
+    # -- the stages of a step ------------------------------------------------------------------------------------------
+    def sample(self, step: int) -> list[Group]:
+        """The groups of the step that follows `step` finished steps."""
+        if self._earlier is not None and self.ahead.of(step) is None and self._earlier.version == step - 1:
+            self._sample_with_the_earlier(step, self._earlier)
+        groups = self.ahead.sample(step)
+        if not self.config.dynamic_sampling.max_rounds:
+            self._sample_ahead(step + 1)
+        return groups
+
+    def _sample_ahead(self, step: int) -> None:
+        """Samples that step's groups with the adapter that this step starts from, if there is a lag and such a step."""
+        if step < self.config.steps:
+            self.ahead.start(step)
+
+    def _sample_with_the_earlier(self, step: int, earlier: Adapter) -> None:
+        """Samples the first groups of a run that goes on beyond what was its last step, as if it had been longer."""
+        self.generator.load(earlier)
+        self.freshness.check_again(earlier.version, self.generator)
+        self.ahead.restore(step, self.sampler.sample(step))
+        self.publish(step)
+
+    def wait_for_samples(self, clock: Clock) -> None:
+        """Waits until the next step's groups are sampled, where that is done beside the update."""
+        if self.ahead.is_running:
+            with clock("sample"):
+                self.ahead.wait()
+
+    def publish(self, version: int) -> None:
+        """Publishes the policy to the engine, and checks that the engine samples from it."""
+        adapter = self.trainer.publish(version)
+        if self.ahead.lag:
+            if self._published is not None:
+                self._earlier = self._published
+            self._published = adapter
+        self.generator.load(adapter)
+        if self.engine_here is not None:
+            self.engine_here.load(adapter)
+        self.freshness.check(version, self.generator, self.trainer)
+        self.trainer.engine_verified()
+
+    def score(self, groups: Sequence[Group]) -> Scores:
+        return self.scorer(groups)
+
+    def replace_uninformative(self, clock: Clock, step: int, groups: list[Group], scores: Scores) -> Rollouts:
+        """Applies dynamic sampling if it is switched on."""
+        rollouts = replace_uninformative_groups(self.sampler, self.score, step, clock, groups, scores)
+        if self.config.dynamic_sampling.max_rounds:
+            with clock("sample"):
+                self._sample_ahead(step + 1)  # not before: the engine has been busy with this step's
+        return rollouts
+
+    # -- what happens after a step -------------------------------------------------------------------------------------
+    def inspect(self, clock: Clock, step: int, rollouts: Rollouts, batch: Batch, inert_B: Tensor) -> Inspection | None:
+        """Opens an inspection before the update of step `step`; None if its tokens are not inspected or not written."""
+        settings = self.config.token_values
+        if settings is None or not settings.every or step % settings.every or not self.config.rollouts.writes(step):
+            return None
+        with clock("inspect"):
+            starts = [len(rollout.prompt.token_ids) for group in rollouts.groups for rollout in group.rollouts]
+            return Inspection(self.roles, batch, starts, inert_B, settings.groups, self.backbone.decode_all)
+
+    def inspected(self, clock: Clock, inspection: Inspection | None) -> dict[int, TokenValues]:
+        """Finishes the inspection after the update: {row: its tokens' values}, empty without an inspection."""
+        if inspection is None:
+            return {}
+        with clock("inspect"):
+            return inspection.finish()
+
+    def record(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        rollouts: Rollouts,
+        batch: Batch,
+        tokens: Mapping[int, TokenValues],
+    ) -> None:
+        """Hands a finished step to the loggers; stops the run if a number is not finite."""
+        groups, scores = rollouts.groups, rollouts.scores
+        shape = scores.total.shape
+        advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
+        mean_B = advantages.where(batch.loss_mask, 0.0).sum(1) / batch.loss_mask.sum(1).clamp(min=1)
+        record = StepRecord(
+            step=step,
+            metrics=metrics,
+            groups=groups,
+            rewards={name: values.tolist() for name, values in scores.by_reward.items()},
+            total_rewards=scores.total.tolist(),
+            advantages=mean_B.view(shape).tolist(),
+            tokens=tokens,
+        )
+        hints, alarms = self.hints.check(record), self._alarms_of(record)
+        named = alarms | {hint.alarm: hint.text.removeprefix(f"step {step}: ") for hint in hints if hint.alarm}
+        marks = {f"alarm/{name}": 1.0 for name in named}
+        if self.scorer.num_failures > self._failures_noted:
+            self._failures_noted = self.scorer.num_failures
+            so_far = f"{self.scorer.num_failures} completions so far got a fixed score"
+            self.logger.note(f"step {step}: {so_far}: {self.scorer.last_failure}")
+        self.log(replace(record, metrics={**metrics, **marks}, alarms=named), hints)
+        for text in alarms.values():
+            self.logger.note(f"step {step}: {text}")
+
+    def _alarms_of(self, record: StepRecord) -> dict[str, str]:
+        if self.alarms is None:
+            return {}
+        varied = [name for name, scores in record.rewards.items() if len({s for group in scores for s in group}) > 1]
+        return self.alarms.step(record.step, record.metrics, varied)
+
+    def evaluation(self, step: int) -> Evaluation:
+        held_out = self.plan.held_out
+        assert held_out is not None, "there are held-out prompts where eval.every is not 0"
+        evaluation, groups, scores = self.evaluate(tuple(held_out.prompts[: self.config.eval.num_prompts]), step)
+        more: dict[str, float] = {}
+        if self.config.eval.kl_base:
+            more["eval/kl_base"] = kl_to_base(self.roles, collate(groups, scores, self.backbone.decode))
+        if self.plan.pretrain_text is not None:
+            text = self.plan.pretrain_text.held_out()
+            more["eval/pretrain_loss"] = text_loss(self.roles, text, self.config.token_budget)
+        alarms: dict[str, str] = {}
+        if self.alarms is not None:
+            alarms = self.alarms.evaluation(step, evaluation.accuracy, evaluation.accuracy_se)
+        more |= {f"alarm/{name}": 1.0 for name in alarms}
+        return replace(evaluation, metrics={**evaluation.metrics, **more}, alarms=alarms)
+
+    def evaluate(self, prompts: Sequence[Prompt], step: int) -> tuple[Evaluation, list[Group], Scores]:
+        settings, sampling = self.config.eval, self.config.generation.sampling
+        if settings.temperature is not None:
+            sampling = replace(sampling, temperature=settings.temperature)
+        return evaluate(
+            self.generator,
+            self.scorer,
+            prompts,
+            step=step,
+            seed=self.config.seed,
+            num_samples=settings.num_samples,
+            sampling=sampling,
+            correct_at=settings.correct_at,
+            num_examples=settings.num_examples,
+        )
+
+    def checkpoint(self, state: State) -> Checkpoint:
+        """The checkpoint of this state."""
+        trainer = self.trainer.state()
+        moves: dict[str, Any] = {"algorithm": state.algorithm.state(), "hints": self.hints.state()}
+        if self.alarms is not None:
+            moves["alarms"] = self.alarms.state()
+        if trainer.critic is not None:
+            moves["critic"] = trainer.critic
+        tensors, sampled = self._samples(state.step)
+        if sampled:
+            moves["sampled"] = sampled
+        return Checkpoint(
+            step=state.step,
+            adapters=trainer.adapters,
+            adapter_config=self.roles.adapter_config(),
+            optimizer=trainer.optimizer,
+            state=self.state_values() | moves,
+            heads=trainer.heads,
+            tensors=tensors,
+            records={} if trainer.critic is None else {CRITIC: {"returns": trainer.critic}},
+        )
+
+    def _samples(self, step: int) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
+        """(tensors, values) of what has been sampled ahead for the step that follows, or of what would sample it."""
+        if not self.ahead.lag:
+            return {}, {}
+        origin = {"derived_from": derived_from(self.sampler, step)}
+        if (groups := self.ahead.of(step)) is not None:
+            tensors, values = packed(groups)
+            return {"sampled": tensors}, values | origin
+        assert self._earlier is not None, "a step was published before this one"
+        scores = self.freshness.history.get(step - 1)
+        return {"sampler": self._earlier.weights}, origin | {"scores": scores}
+
+    # -- details -------------------------------------------------------------------------------------------------------
+    def findings(self) -> Iterator[str]:
+        for split, prompts in (("train", self.plan.train_prompts), ("held-out", self.plan.held_out)):
+            if prompts is not None:
+                yield from left_out(prompts, split, self.config.prompts.max_tokens)
+        for note in (self.plan.train_prompts.note, self.plan.pretrain_text and self.plan.pretrain_text.note):
+            if note:
+                yield note
+        if not self.roles.forward.packed:
+            yield self.roles.forward.reason
+
+    def facts(self) -> Facts:
+        learning = [named for role in self.roles.learning_roles for named in self.roles.named_parameters(role)]
+        return facts_of(self.roles.model, learning, self.backbone, self.roles.forward, self.base_copies())
+
+
+def alarms_of(settings: AlarmsConfig, overlap: OverlapConfig) -> AlarmsConfig:
+    """The alarms of a run: with a lag the log-probs of engine and trainer are of different policies, and may differ."""
+    return replace(settings, logprob_gap=None) if overlap.lag else settings
+
+
+def open_trainer(plan: TrainPlan, roles: Roles) -> LocalTrainer:
+    """The trainer of this run on these roles, with fresh optimizers."""
+    config = plan.config
+    reward_training: RewardRefresh | None = None
+    if config.reward_model.refresh_every and (learned := learned_rewards(specs(config.reward))):
+        role = reward_role(learned[0].name)
+        reward_training = RewardRefresh(config.reward_model, roles, role, config.trainer, config.seed)
+    return LocalTrainer(
+        roles,
+        open_optimizers(roles, config.trainer, config.critic.lr),
+        update_settings(config),
+        needs_old=plan.needs_old,
+        text=plan.pretrain_text,
+        reward_training=reward_training,
+    )
+
+
+def update_settings(config: RunConfig) -> UpdateSettings:
+    """The settings of this config that updates depend on."""
+    return UpdateSettings(
+        seed=config.seed,
+        steps=config.steps,
+        epochs=config.epochs,
+        minibatches=config.minibatches,
+        token_budget=config.token_budget,
+        max_completion_tokens=config.generation.max_tokens,
+        warmup_steps=config.critic.warmup_steps,
+        reset_every=config.trainer.reset_every,
+    )
+
+
+def learned_rewards(rewards: Mapping[str, RewardSpec]) -> list[RewardSpec]:
+    """The rewards that the trainer computes with a model."""
+    return [spec for spec in rewards.values() if spec.runs_in_trainer]
+
+
+def open_resident(rewards: Mapping[str, RewardSpec], roles: Roles, *, learns: bool) -> dict[str, LearnedReward]:
+    """{name: callable} of the learned rewards; `learns` says whether this run trains their adapter."""
+    return {
+        spec.name: open_learned(spec.name, roles=roles, learns=learns, **spec.kwargs)
+        for spec in learned_rewards(rewards)
+    }
+
+
+def critic_source(config: RunConfig) -> str:
+    """`critic.init`, with `reward` replaced by the folder of the learned reward's adapter."""
+    if config.critic.init != "reward":
+        return config.critic.init
+    [learned] = learned_rewards(specs(config.reward))  # checks/rules.py refuses any other number
+    return learned.kwargs["path"]
+
+
+def open_freshness(settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone, engine: Engine) -> Freshness:
+    """The freshness check of this run.
+
+    Two float32 computations agree to 1e-5 nats, bfloat16 ones to a few hundredths; the automatic threshold is higher.
+    """
+    threshold = settings.threshold
+    if threshold == "auto":
+        threshold = 1e-3 if backbone.model.dtype == torch.float32 and not engine.rounds else 0.5
+    return Freshness(fixed_sequences(prompts, backbone), threshold, settings.every)
+
+
+def fixed_sequences(prompts: PromptSet, backbone: Backbone) -> list[list[int]]:
+    """Two prompts with their answers as token ids, on which all freshness checks of a run are scored."""
+    tokenizer = backbone.tokenizer
+    return [
+        [*p.token_ids, *tokenizer(p.answer, add_special_tokens=False)["input_ids"]][-64:] for p in prompts.prompts[:2]
+    ]
+
+
+@contextlib.contextmanager
+def open_session(
+    plan: TrainPlan, folder: Path, engines: Engines, say: Callable[[str], None], again: str | None = None
+) -> Iterator[Session]:
+    """Opens the session of a plan, and closes what it opened (engines are closed by their owner).
+
+    Args:
+        plan: the planned run.
+        folder: the run's folder.
+        engines: open the generator.
+        say: prints a line.
+        again: the command that resumes the run after a failure; None for an evaluation.
+    """
+    config = plan.config
+
+    def put_together(stack: contextlib.ExitStack, logger: Loggers, interrupt: Interrupt) -> Session:
+        rewards, pool, ranks, adopt = specs(config.reward), None, None, None
+        has_ranks = again is not None and config.cluster.ranks > 1
+        open_rewards: Callable[[Sequence[RewardSpec]], Pool] | None = None
+        if config.cluster.engines or has_ranks or config.cluster.scoring:
+            launcher = stack.enter_context(opened_launcher(plan, folder))
+            if config.cluster.engines:  # before ranks: where they have several cards each they need most room
+                pool = open_engines(plan, launcher, say)
+                stack.callback(pool.close)
+            ranks = start_ranks(plan, launcher) if has_ranks else None
+            if config.cluster.scoring:
+                open_rewards = partial(open_reward_members, config, launcher, say)
+        if pool is None:
+            adopt = adopting_of(engines, config, config.lora.rank, plan.engine)
+        backbone = load_for_training(config.model, config.lora, config.token_budget, adopt=adopt)
+        roles = Roles(
+            backbone,
+            config.lora,
+            config.snapshot,
+            replace(config.critic, init=critic_source(config)),
+            temperature=config.generation.temperature,
+            token_budget=config.token_budget,
+            seed=config.seed,
+        )
+        stack.callback(roles.close)
+        resident = open_resident(rewards, roles, learns=config.reward_model.refresh_every > 0)
+        scoring = config.scoring
+        scorer: Scorer | AheadScorer
+        scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident, open_rewards)
+        if pool is not None and scoring.workers:
+            scorer = AheadScorer(scorer)
+        stack.callback(scorer.close)
+        if pool is None:
+            opening = opening_of(config, config.lora.rank, roles, backbone)
+            generator = stack.enter_context(engines.opened(config.generation.named(plan.engine), opening))
+        else:
+            generator = pool
+        session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say, ranks)
+        stack.callback(session.ahead.close)
+        return session
+
+    with open_run(plan, say, again, put_together) as session:
+        yield session

@@ -1,0 +1,266 @@
+"""The shell of every training run: what happens before its first step, after each one, and at its end.
+
+`rlft train`, `rlft sft` and `rlft rm` differ in their steps. Resuming, loggers, notes, the rehearsal, evaluations,
+checkpoints and interruptions are the same for all of them, and are implemented here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rlft.generation.shared_base import SharedBase
+from rlft.keys import verbs
+from rlft.keys.verbs import LOSS
+from rlft.logger.hints import Hint
+from rlft.logger.loggers import Loggers
+from rlft.loop.engines import largest_of
+from rlft.loop.outcome import Outcome
+from rlft.loop.rehearsal import noting_what_it_took
+from rlft.loop.saving import Saver
+from rlft.model.backbone import resolve_device, resolve_dtype
+from rlft.planning.run_plan import Plan
+from rlft.planning.startup_table import BaseCopies, Facts
+from rlft.run import run_folder
+from rlft.system.interrupt import Interrupt, StepAbandoned
+from rlft.system.memory import gc_frozen, keep_blocks
+from rlft.system.out_of_memory import explained
+from rlft.system.terminal import Say
+from rlft.trainer import checkpoint
+from rlft.trainer.checkpoint import Checkpoint
+from rlft.types import Evaluation, Generator, RunInfo, StepRecord
+
+CHECKSUMS = "base_checksums"
+"""The values of state.json by which a resume notices that a base which the engine shares has changed."""
+
+
+class BrokenRunError(RuntimeError):
+    """A number is not finite; this step was not saved."""
+
+
+class RunShell(ABC):
+    """The parts of a run around its steps, which `open_run` opens and closes.
+
+    A subclass adds a verb's own parts and steps, and implements the abstract methods.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, logger: Loggers, interrupt: Interrupt, say: Say) -> None:
+        self.folder, self.logger, self.interrupt = folder, logger, interrupt
+        self.say = say  # before the loggers have started
+        self._plan, self._config = plan, plan.config
+        self.shared_base: SharedBase | None = None
+        self.saver = Saver(run_folder.checkpoints(folder), self._config.checkpoint, interrupt, plan.num_steps)
+
+    # -- what a verb's run implements ----------------------------------------------------------------------------------
+    @abstractmethod
+    def restore(self, saved: Checkpoint) -> None:
+        """Restores the whole state of a checkpoint."""
+
+    @abstractmethod
+    def facts(self) -> Facts:
+        """The facts about the model for the start-up table."""
+
+    def findings(self) -> Iterable[str]:
+        """Notes for the person watching, besides the plan's."""
+        return ()
+
+    @abstractmethod
+    def rehearse_sampling(self, step: int) -> None:
+        """Takes the most memory that sampling needs; does nothing if nothing is sampled."""
+
+    @abstractmethod
+    def rehearse_update(self) -> None:
+        """Takes the most memory that an update needs. Leaves no gradient."""
+
+    @abstractmethod
+    def evaluation(self, step: int) -> Evaluation:
+        """Evaluates on the held-out data after `step` steps."""
+
+    # -- before the first step -----------------------------------------------------------------------------------------
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run ends before its next step."""
+        return self.saver.interrupted
+
+    def stage(self, name: str) -> None:
+        """Enters a stage of the loop, unless the step is to be abandoned."""
+        self.interrupt.check()
+        self.logger.stage(name)
+
+    def start(self) -> Checkpoint | None:
+        """Restores the newest checkpoint of a resumed run, starts the loggers, rehearses, and evaluates a new run.
+
+        Returns the checkpoint that the run continues from; None for a new run.
+        """
+        saved = None
+        if self._config.resume is not None:
+            saved = checkpoint.load_newest(run_folder.checkpoints(self.folder), self.say)
+        if saved is not None:
+            self.restore(saved)
+            if self.shared_base is not None:
+                self.shared_base.check_content(saved.state.get(CHECKSUMS))
+        step, facts = 0 if saved is None else saved.step, self.facts()
+        headline = verbs.named(self._config.verb).headline or LOSS
+        self.logger.start(
+            RunInfo(
+                folder=self.folder,
+                name=self._config.name,
+                config=self._plan.plain,
+                step=step,
+                steps=self._plan.num_steps,
+                sizes=self._plan.startup_rows(facts),
+                watched=(headline.label, headline.metric),
+            )
+        )
+        if self._config.resume is not None:
+            self.logger.note(
+                f"resumed after step {step}" if saved else "resumed from the start: there was no checkpoint yet"
+            )
+        for note in (*self._plan.notes, facts.fallback, *self.findings()):
+            if note:
+                self.logger.note(note)
+        self.rehearse(step)
+        self.saver.begin(step)
+        if step == 0 and not self.interrupted:
+            self.evaluate_if_due(0)
+        return saved
+
+    def rehearse(self, step: int) -> None:
+        """Decodes the longest rows, and runs the largest micro-batch forward and backward; keeps nothing."""
+        with noting_what_it_took(self.logger.note), torch.random.fork_rng():
+            self.logger.stage("rehearse sampling")
+            self.rehearse_sampling(step)
+            self.logger.stage("rehearse update")
+            self.rehearse_update()
+
+    # -- after a step --------------------------------------------------------------------------------------------------
+    def log(self, record: StepRecord, hints: Iterable[Hint]) -> None:
+        """Hands a finished step and its hints to the loggers.
+
+        Raises:
+            BrokenRunError: a hint is fatal.
+        """
+        self.logger.step(record)
+        for hint in hints:
+            if hint.fatal:
+                raise BrokenRunError(hint.text)
+            self.logger.note(hint.text)
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Evaluates every `eval.every` steps and after the last one; 0 means never."""
+        every = self._config.eval.every
+        if not every or (step % every and step != self._plan.num_steps):
+            return
+        self.stage("evaluate")
+        evaluation = self.evaluation(step)
+        self.logger.evaluation(evaluation)
+        for text in evaluation.alarms.values():
+            self.logger.note(f"step {step}: {text}")
+
+    def checkpoint_if_due(self, step: int, make: Callable[[], Checkpoint]) -> None:
+        """Saves a checkpoint if one is due; `make` returns the state after `step` steps."""
+        self.saver.after_step(step, make, self.logger.stage)
+
+    def state_values(self) -> dict[str, Any]:
+        """The values that the state.json of every checkpoint holds."""
+        shared = {} if self.shared_base is None else {CHECKSUMS: self.shared_base.check_content()}
+        return {"seed": self._config.seed, **self._plan.fingerprints, **shared}
+
+    def base_copies(self) -> BaseCopies | None:
+        """How many copies of the base trainer and engine hold; None where the engine has none of its own."""
+        if self.shared_base is not None:
+            return BaseCopies(1, self.shared_base.text)
+        if self._plan.engine is None:
+            return None
+        model, engine = self._config.model, self._config.generation.named(self._plan.engine)
+        device = resolve_device(model.device)
+        itemsize, quantized = resolve_dtype(model.dtype, device).itemsize, model.quantization is not None
+        why = engine.why_two_bases(device=str(device), itemsize=itemsize, quantized=quantized)
+        return BaseCopies(2, why) if why else None
+
+    # -- from the first step to the last -------------------------------------------------------------------------------
+    def outcome_of(self, loop: Callable[[], int]) -> Outcome:
+        """Runs the loop, which returns the number of finished steps; saves the last one if a step is abandoned."""
+        try:
+            step = loop()
+        except StepAbandoned:
+            return Outcome(step=self.saver.save_last_finished(), interrupted=True)
+        return Outcome(step=step, interrupted=self.interrupted and step < self._plan.num_steps)
+
+
+Run = TypeVar("Run", bound=RunShell)
+
+
+def shared_base_of(generator: Generator | None) -> SharedBase | None:
+    """What the trainer's base shares with this engine; None where it shares nothing."""
+    return getattr(generator, "shared_base", None)
+
+
+@contextlib.contextmanager
+def open_run(
+    plan: Plan, say: Say, again: str | None, make: Callable[[ExitStack, Loggers, Interrupt], Run]
+) -> Iterator[Run]:
+    """Opens a run. Loggers get the reason of an interruption or a failure before the exception propagates.
+
+    Args:
+        plan: the planned run.
+        say: prints a line before the loggers have started.
+        again: the command that resumes the run after a failure; None for an evaluation, which has no step to finish
+            when it is interrupted.
+        make: loads the model and makes the run; the stack closes whatever it opens.
+    """
+    config = plan.config
+    with ExitStack() as stack:
+        interrupt = Interrupt(say, config.checkpoint.on_signal)
+        if again is not None:
+            stack.enter_context(interrupt)
+        logger = Loggers(plan.loggers)
+        largest = largest_of(plan)
+        stack.enter_context(explained(logger, config, again, largest))
+        keep_blocks(config.token_budget)
+        stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
+        run = make(stack, logger, interrupt)
+        stack.enter_context(gc_frozen())
+        with how_it_ends(logger, lambda: run.interrupted), explained(logger, config, again, largest):
+            yield run
+
+
+@contextlib.contextmanager
+def deterministic_on_cpu(device: torch.device) -> Iterator[None]:
+    """Makes torch add in a fixed order on a CPU, so that a repeated or resumed run is the same to the last bit.
+
+    Otherwise threads that add to one number (the gradient of a prompt that siblings share) do so in any order. It
+    costs a few per cent. CUDA is left unchanged: it would cost more, and sampling is not repeatable there anyway.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    settings: Any = torch.utils.deterministic  # a module whose attributes are properties
+    before, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # that memory is never read, and filling takes time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = filled
+
+
+@contextlib.contextmanager
+def how_it_ends(logger: Loggers, interrupted: Callable[[], bool]) -> Iterator[None]:
+    """Tells the loggers at the end whether the run finished, was interrupted, or stopped with an error."""
+    status = "interrupted"
+    try:
+        yield
+        status = "interrupted" if interrupted() else "finished"
+    except Exception as error:
+        status = f"stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        raise
+    finally:
+        logger.finish(status)

@@ -1,0 +1,108 @@
+"""Log-probs and entropies of single tokens of a few completions, for people to look at (`rlft report`).
+
+The policy reads some of the step's groups before and after the update, without gradient and without dropout. That
+shows what an update did to each token, and where engine and trainer disagree. The run is not affected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlft.batch import Decode, select
+from rlft.model.roles import POLICY, Roles
+from rlft.types import Batch, TokenValues
+
+DIGITS = 5
+UNFINISHED = "\ufffd"  # a tokenizer decodes part of a character to this
+
+
+class Inspection:
+    """Inspects some groups of a step: before its update when it is made, and after the update by `finish`.
+
+    Args:
+        roles: the networks.
+        batch: the step's batch after credit.
+        prompt_lengths: tokens of each row's prompt.
+        inert_B: bool `[B]`, rows that contribute nothing; groups of other rows come first.
+        num_groups: the most groups.
+        decode: decodes token ids to text, special tokens included.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        batch: Batch,
+        prompt_lengths: Sequence[int],
+        inert_B: Tensor,
+        num_groups: int,
+        decode: Decode,
+    ) -> None:
+        self.roles, self.prompt_lengths, self.decode = roles, prompt_lengths, decode
+        self.rows = chosen_rows(batch.group_ids, inert_B, num_groups)
+        self.batch = select(batch, self.rows)
+        self.old_BT = roles.logprobs(self.batch, POLICY)
+        self.reference_BT = roles.logprobs(self.batch, roles.reference_role)
+
+    def finish(self) -> dict[int, TokenValues]:
+        """{row of the step's batch: the values of its tokens}."""
+        batch, (after_BT, entropy_BT) = self.batch, self._after()
+        advantages = torch.zeros_like(self.old_BT) if batch.advantages is None else batch.advantages
+        values = {}
+        for i, row in enumerate(self.rows.tolist()):
+            completion = slice(self.prompt_lengths[row], int(batch.attention_mask[i].sum()))
+            sampled = batch.loss_mask[i, completion].tolist()
+            old, after, reference, entropy, advantage = (
+                [value if own else None for value, own in zip(_rounded(values_BT[i, completion]), sampled, strict=True)]
+                for values_BT in (self.old_BT, after_BT, self.reference_BT, entropy_BT, advantages)
+            )
+            values[row] = TokenValues(
+                text=pieces(batch.token_ids[i, completion].tolist(), self.decode),
+                old=old,
+                after=after,
+                reference=reference,
+                entropy=entropy,
+                advantage=advantage,
+            )
+        return values
+
+    def _after(self) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies `[B, T]` by the current policy."""
+        roles, logprobs, entropy = self.roles, torch.zeros_like(self.old_BT), torch.zeros_like(self.old_BT)
+        with torch.no_grad():
+            for part in roles.forward.micro_batches(self.batch, torch.arange(len(self.rows)), roles.token_budget):
+                outputs = roles.forward(roles.to_device(select(self.batch, part)), roles.temperature, True)
+                assert outputs.entropy is not None, "it was asked for"
+                logprobs[part], entropy[part] = outputs.logprobs.to(logprobs), outputs.entropy.to(entropy)
+        return logprobs, entropy
+
+
+def chosen_rows(group_ids: Tensor, inert_B: Tensor, num_groups: int) -> Tensor:
+    """Rows of whole groups, in order: groups with a row that is not inert take precedence over the others."""
+    groups = list(dict.fromkeys(group_ids.tolist()))
+    inert = {group: bool(inert_B[group_ids == group].all()) for group in groups}
+    chosen = sorted(groups, key=lambda group: inert[group])[:num_groups]
+    return torch.isin(group_ids, torch.tensor(chosen, device=group_ids.device)).nonzero()[:, 0]
+
+
+def pieces(token_ids: Sequence[int], decode: Decode) -> list[str]:
+    """The text that each token adds; of the tokens of one character, only the last adds text.
+
+    Tokens are decoded together with those of the previous piece, as a tokenizer may join a token to the one before.
+    """
+    texts = []
+    start = end = 0  # the start of the previous piece, and the end of the tokens whose text has been added
+    for i in range(len(token_ids)):
+        shown, text = decode(token_ids[start:end]), decode(token_ids[start : i + 1])
+        if text.endswith(UNFINISHED) and i + 1 < len(token_ids):
+            texts.append("")
+            continue
+        texts.append(text[len(shown) :])
+        start, end = end, i + 1
+    return texts
+
+
+def _rounded(values_T: Tensor) -> list[float]:
+    return [round(value, DIGITS) + 0.0 for value in values_T.tolist()]  # + 0.0: no -0.0

@@ -1,0 +1,88 @@
+"""The model's own weights as the policy, all of them trained: supervised fine-tuning without an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.nn import Parameter
+
+from rlft.batch import to_device
+from rlft.model.backbone import Backbone
+from rlft.model.forward import Forward, choose
+from rlft.model.kernels.decoding import open_prefix_cache
+from rlft.model.kernels.prefix_cache import PrefixCache
+from rlft.model.roles import score_sequence
+from rlft.types import Adapter, Batch
+
+MODEL = "model"
+"""The role, and its folder in a checkpoint: a complete Hugging Face model."""
+
+
+class WholeModel:
+    """What supervised fine-tuning needs of `Roles`, for a backbone that nobody else uses: its weights change.
+
+    An engine on it samples from the weights as they are: publishing copies nothing.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone, self.model = backbone, backbone.model
+        self.model.requires_grad_(True)
+        self.forward: Forward = choose(self.model, backbone.kernels)
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """Every weight once, tied ones too, in a fixed order."""
+        return list(self.model.named_parameters())
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Gradient checkpointing is on inside, where it is set; the model's own dropout is off at all times."""
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    def check_gradients(self) -> None:
+        missing = [name for name, p in self.named_parameters() if p.grad is None]
+        assert not missing, f"no gradient reached {len(missing)} weights, e.g. {missing[0]}"
+
+    def to_device(self, batch: Batch) -> Batch:
+        return to_device(batch, self.backbone.device)
+
+    def write(self, folder: Path) -> None:
+        """A model folder that transformers and vLLM load: weights, config, tokenizer."""
+        self.model.save_pretrained(folder)
+        self.backbone.tokenizer.save_pretrained(folder)
+
+    def restore(self, folder: Path) -> None:
+        """Loads the weights that `write` has saved."""
+        weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+        report = self.model.load_state_dict(weights, strict=False)
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        odd = [*(name for name in report.missing_keys if name not in tied), *report.unexpected_keys]
+        assert not odd, f"these weights are another model's: {odd[:3]}"
+
+    # -- what an engine on the trainer's own model needs ------------------------------------------------------------
+    def publish(self, version: int) -> Adapter:
+        return Adapter(version=version, weights={}, config={})
+
+    def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
+        """Nothing to copy: the engine's model is the trainer's."""
+
+    def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
+        """For decoding these prompts with the weights as they are; None where the model cannot be decoded so."""
+        return open_prefix_cache(self.forward, prompts, max_tokens)
+
+    @contextmanager
+    def using(self, role: str | None) -> Iterator[Any]:
+        yield self.model
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1) of every token but the first: the freshness check."""
+        with torch.no_grad():
+            return [score_sequence(self.model, ids, self.backbone.device) for ids in sequences]

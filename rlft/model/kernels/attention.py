@@ -1,0 +1,147 @@
+"""Attention over a packed row: each prompt attends to itself, each completion to its prompt and to itself.
+
+Registered with transformers under `NAME`, so that any model whose attention goes through the AttentionInterface can use
+it; without a `packed` or `prefix_cache` argument it is plain SDPA. No N x N mask is ever made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rlft.model.kernels import flash_attention, fusion
+from rlft.model.kernels.prefix_cache import PrefixCache
+from rlft.model.kernels.split_attention import serves, split_attention
+from rlft.model.packing import PackedRows, PaddedRows
+
+NAME = "rlft_packed"
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed: PackedRows | None = None,
+    prefix_cache: PrefixCache | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K)."""
+    if prefix_cache is not None:
+        query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        layer = cast(int, module.layer_idx)
+        return prefix_cache.attend(layer, query_NHD, key_NKD, value_NKD, scaling)[None], None
+    if packed is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    assert kwargs.get("sliding_window") is None, "sliding windows go through the padded forward"
+    if dropout == 0 and flash_attention.serves(query, value) and packed.lengths is not None:
+        query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        return flash_attention.flash_attention(query_NHD, key_NKD, value_NKD, packed.lengths, scaling)[None], None
+    if dropout == 0 and serves(query, value):
+        query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        return split_attention(query_NHD, key_NKD, value_NKD, packed.blocks, scaling)[None], None
+    return _masked_attention(query[0], key[0], value[0], packed.padded, scaling, dropout)[None], None
+
+
+def _masked_attention(
+    query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, rows: PaddedRows, scaling: float | None, dropout: float
+) -> Tensor:
+    """`[N, H, D]` through two calls of SDPA: prompts causally, completions with a mask of C x (P + C)."""
+    repeat = query_HND.shape[0] // key_KND.shape[0]
+    key_HND, value_HND = _repeat(key_KND, repeat), _repeat(value_KND, repeat)
+    prompt_q, prompt_k, prompt_v = (_gather(x, rows.prompt_index) for x in (query_HND, key_HND, value_HND))
+    prompt_out = F.scaled_dot_product_attention(
+        prompt_q, prompt_k, prompt_v, is_causal=True, scale=scaling, dropout_p=dropout
+    )
+    own_q, own_k, own_v = (_gather(x, rows.completion_index) for x in (query_HND, key_HND, value_HND))
+    keys = torch.cat([prompt_k[rows.owner], own_k], dim=2)
+    values = torch.cat([prompt_v[rows.owner], own_v], dim=2)
+    completion_out = F.scaled_dot_product_attention(
+        own_q, keys, values, attn_mask=_completion_mask(rows), scale=scaling, dropout_p=dropout
+    )
+    return torch.cat([_flatten(prompt_out), _flatten(completion_out)])[rows.unpack]
+
+
+def _repeat(x_KND: Tensor, repeat: int) -> Tensor:
+    return x_KND if repeat == 1 else x_KND.repeat_interleave(repeat, dim=0)
+
+
+def _gather(x_HND: Tensor, index_RC: Tensor) -> Tensor:
+    """`[R, H, C, D]`: the packed tokens at these places, padded places hold token 0."""
+    heads, _, size = x_HND.shape
+    rows, width = index_RC.shape
+    return x_HND.index_select(1, index_RC.flatten()).view(heads, rows, width, size).transpose(0, 1)
+
+
+def _completion_mask(rows: PaddedRows) -> Tensor:
+    """Bool `[R, 1, C, P + C]`: the completion's prompt, then itself causally. Padded queries see something: no NaN."""
+    number, width = rows.completion_index.shape
+    causal = torch.ones(width, width, dtype=torch.bool, device=rows.owner.device).tril()
+    prompt = rows.prompt_mask[rows.owner][:, None, :].expand(number, width, -1)
+    return torch.cat([prompt, causal.expand(number, width, width)], dim=2)[:, None]
+
+
+def _flatten(x_RHCD: Tensor) -> Tensor:
+    """`[R * C, H, D]`."""
+    return x_RHCD.transpose(1, 2).flatten(0, 1)
+
+
+def on_this_device(model: PreTrainedModel) -> str:
+    """How a packed row is computed where the model is, in words; empty on a CPU, where there is one way."""
+    if model.device.type == "cpu":
+        return ""
+    size = flash_attention.head_size(model)
+    masked = flash_attention.obstacle(model.dtype, size, size, model.device)
+    unfused = fusion.obstacle(model.device)
+    return ", ".join(
+        [
+            "attention by variable-length flash calls"
+            if masked is None
+            else f"attention through a mask, since {masked}",
+            "fused steps" if unfused is None else f"steps one by one, since {unfused}",
+        ]
+    )
+
+
+def install(model: PreTrainedModel) -> None:
+    """Gives the model this attention, or leaves it the one that is right for it (`obstacle`)."""
+    if obstacle(model) is None:
+        model.set_attn_implementation(NAME)
+    else:
+        install_plain(model)
+
+
+def install_plain(model: PreTrainedModel) -> None:
+    """Leaves the model transformers' own attention: SDPA, or eager, which is always complete, where that is not.
+
+    SDPA leaves out what it does not know, without a word.
+    """
+    if obstacle(model) is not None and model._can_set_attn_implementation():
+        model.set_attn_implementation("eager")
+
+
+def obstacle(model: PreTrainedModel) -> str | None:
+    """Why plain scaled dot-product attention would give this model wrong numbers; None where it gives right ones."""
+    name, cap = type(model).__name__, getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is not None:
+        return f"{name} caps its attention logits (attn_logit_softcapping={cap:g})"
+    if not model._can_set_attn_implementation():
+        return f"{name} has an attention of its own"
+    if not model._supports_sdpa:
+        return f"{name} needs more than scaled dot-product attention"
+    return None
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

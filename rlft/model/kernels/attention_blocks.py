@@ -1,0 +1,145 @@
+"""Which tokens of a packed row see which, as blocks of equal shape: what an attention kernel takes without a mask.
+
+A prompt sees itself, causally, and so does a completion; besides, all completions of a prompt see all of it. Both parts
+of what a completion sees are attended to separately and merged by their log-sum-exp (`split_attention`), so that no
+key is copied for each sibling and no N x N mask is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+Span = tuple[int, int]
+"""A run of tokens in a packed row: (start, length)."""
+
+MAX_WASTE = 1.5
+"""Spans of unlike lengths share a block while its scores (rows x longest^2) are at most so many times those
+wanted ..."""
+
+SMALL_BLOCK = 2**16
+"""... or at most so many at all: below that a kernel call costs more than the padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Rows of places in a packed row, some of them padded.
+
+    Args:
+        index: int64 `[R * C]`, or the slice where they follow each other, so that reading them is no copy.
+        real: those that are not padded, in the same form.
+        slots: where the real ones stand among all, int64; None: nothing is padded.
+    """
+
+    index: Tensor | slice
+    real: Tensor | slice
+    slots: Tensor | None
+
+
+def take(x: Tensor, places: Tensor | slice) -> Tensor:
+    """`x[places]`: a view where it can be."""
+    return x[places] if isinstance(places, slice) else x.index_select(0, places)
+
+
+def put(x: Tensor, places: Tensor | slice, values: Tensor) -> None:
+    """`x[places] = values`; no place comes twice."""
+    if isinstance(places, slice):
+        x[places] = values
+    else:
+        x.index_copy_(0, places, values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """R rows of up to C queries, each with up to K keys.
+
+    queries (R * C) and keys (R * K): their places in the packed row, token 0 where padded; the same where causal.
+    key_bias `[R, 1, 1, K]`: 0 for real keys and -inf for padded ones, None where none is; causal blocks need none,
+    since padding comes last.
+    """
+
+    shape: tuple[int, int, int]
+    queries: Places
+    keys: Places
+    key_bias: Tensor | None
+    causal: bool
+
+
+def make_blocks(
+    prompts: Sequence[Span], completions: Sequence[Span], owner: Sequence[int], device: torch.device
+) -> tuple[Block, ...]:
+    """The blocks of a packed row; owner: each completion's prompt, in whose order they stand in the row.
+
+    Causal blocks come first: in them every token is a query once. Empty spans are in none.
+    """
+    spans = [span for span in (*prompts, *completions) if span[1]]
+    causal = [_block([(s, s) for s in part], device, causal=True) for part in _buckets(spans, [n for _, n in spans])]
+    pairs = [(both, prompts[u]) for u, both in _regions(completions, owner).items() if prompts[u][1] and both[1]]
+    sizes = [queries[1] + keys[1] for queries, keys in pairs]
+    cross = [_block(part, device, causal=False) for part in _buckets(pairs, sizes)]
+    return (*causal, *cross)
+
+
+def _regions(completions: Sequence[Span], owner: Sequence[int]) -> dict[int, Span]:
+    """By prompt, the run of tokens that all its completions make."""
+    regions: dict[int, Span] = {}
+    for (start, length), unit in zip(completions, owner, strict=True):
+        first, before = regions.get(unit, (start, 0))
+        regions[unit] = (first, before + length)
+    return regions
+
+
+def _buckets(items: Sequence[T], lengths: Sequence[int]) -> list[list[T]]:
+    """Items of like lengths together, the longest first; in a bucket all are padded to its first."""
+    result: list[list[T]] = []
+    longest = area = 0
+    for i in sorted(range(len(items)), key=lambda i: -lengths[i]):
+        padded = (len(result[-1]) + 1) * longest**2 if result else 0
+        if result and padded <= max(SMALL_BLOCK, MAX_WASTE * (area + lengths[i] ** 2)):
+            result[-1].append(items[i])
+            area += lengths[i] ** 2
+        else:
+            result.append([items[i]])
+            longest, area = lengths[i], lengths[i] ** 2
+    return result
+
+
+def _block(pairs: Sequence[tuple[Span, Span]], device: torch.device, *, causal: bool) -> Block:
+    query_index, query_mask = padded_places([queries for queries, _ in pairs])
+    queries = _places(query_index, query_mask, device)
+    if causal:
+        width = query_index.shape[1]
+        return Block(shape=(len(pairs), width, width), queries=queries, keys=queries, key_bias=None, causal=True)
+    key_index, key_mask = padded_places([keys for _, keys in pairs])
+    bias = None
+    if not key_mask.all():
+        bias = torch.zeros(key_mask.shape).masked_fill(~key_mask, -torch.inf)[:, None, None].to(device)
+    shape = (len(pairs), query_index.shape[1], key_index.shape[1])
+    keys = _places(key_index, key_mask, device)
+    return Block(shape=shape, queries=queries, keys=keys, key_bias=bias, causal=False)
+
+
+def _places(index_RC: Tensor, mask_RC: Tensor, device: torch.device) -> Places:
+    index, mask = index_RC.flatten(), mask_RC.flatten()
+    if not mask.all():
+        slots = mask.nonzero()[:, 0]
+        return Places(index=index.to(device), real=index[slots].to(device), slots=slots.to(device))
+    start = int(index[0])
+    whole: Tensor | slice = index.to(device)
+    if torch.equal(index, torch.arange(start, start + len(index))):
+        whole = slice(start, start + len(index))
+    return Places(index=whole, real=whole, slots=None)
+
+
+def padded_places(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """(places int64 `[R, longest]`, at least one wide, 0 where padded; bool mask of real ones)."""
+    starts, lengths = torch.tensor(spans).unbind(1)
+    offsets = torch.arange(max(1, int(lengths.max())))
+    mask = offsets < lengths[:, None]
+    return (starts[:, None] + offsets).where(mask, 0), mask

@@ -1,0 +1,92 @@
+"""The forward of Llama-like decoder layers over a packed row: branches as one function each, and the last one narrowed.
+
+In a packed row most of a prompt only lends its keys and values to what comes behind. In the last layer it is done once
+these are made, so its MLP and the final norm get the positions alone from which a completion token is predicted.
+
+For families with such layers (`families.py`). A branch is one function (`layer_branches`) where its parts are known:
+norms, attention and MLP replaced by ours, and linear layers that are frozen or have one plain adapter. Its modules are
+then not called, so that hooks on them see nothing; otherwise they are called one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlft.model.kernels import layer_branches, llama_attention, norm_and_mlp
+from rlft.model.kernels.lora_linear import operands_of
+from rlft.model.packing import PackedRows
+
+
+def install(model: PreTrainedModel) -> None:
+    """Replaces the forward of every layer. To be called after `norm_and_mlp.install` and `llama_attention.install`."""
+    layers: Any = model.base_model.layers
+    for layer in layers:
+        layer.forward = functools.partial(_forward, layer, layer.forward, layer is layers[-1])
+
+
+def narrows(model: PreTrainedModel) -> bool:
+    """Whether a packed row leaves the model as its predicting positions `[1, M, hidden]`."""
+    layers = getattr(model.base_model, "layers", None)
+    forward = layers[-1].forward if layers else None
+    return isinstance(forward, functools.partial) and forward.func is _forward
+
+
+def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """`[1, N, hidden]`, of the last layer `[1, M, hidden]`, from `[1, N, hidden]` of a packed row; of anything else
+    what the layer gives."""
+    packed = kwargs.get("packed")
+    if packed is None:
+        return plain(hidden_states, **kwargs)
+    attended = None
+    if llama_attention.is_installed(layer.self_attn):
+        attended = _in_one(layer, hidden_states, packed, *kwargs["position_embeddings"])
+    if attended is None:
+        attended = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+    return _mlp(layer, attended.index_select(1, packed.predictor) if is_last else attended)
+
+
+def _in_one(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin: Tensor) -> Tensor | None:
+    """The attention's branch as one function; None if it cannot be."""
+    attention = layer.self_attn
+    norm, *head_norms = (norm_and_mlp.norm_of(module) for module in (layer.input_layernorm, *_head_norms(attention)))
+    if (
+        norm is None
+        or None in head_norms
+        or not norm_and_mlp.serves(x)
+        or (attention.training and attention.attention_dropout)
+    ):
+        return None
+    operands = operands_of(x, (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
+    spans = layer_branches.spans_of(packed, x, attention.head_dim)
+    if operands is None or spans is None:
+        return None
+    query_norm, key_norm = head_norms or (None, None)
+    heads = layer_branches.Heads(
+        norm=norm,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        size=attention.head_dim,
+        cos=cos,
+        sin=sin,
+        spans=spans,
+        scale=attention.scaling,
+    )
+    return layer_branches.attention(x, heads, operands)
+
+
+def _mlp(layer: Any, x: Tensor) -> Tensor:
+    mlp, norm = layer.mlp, norm_and_mlp.norm_of(layer.post_attention_layernorm)
+    operands = None
+    if norm is not None and norm_and_mlp.serves(x) and norm_and_mlp.is_gated(mlp):
+        operands = operands_of(x, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    if norm is None or operands is None:
+        return x + mlp(layer.post_attention_layernorm(x))
+    return layer_branches.mlp(x, norm, operands)
+
+
+def _head_norms(attention: Any) -> list[nn.Module]:
+    return [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []

@@ -1,0 +1,220 @@
+"""Attention over a packed row on a CUDA card: two variable-length flash calls, forward and backward.
+
+The first lets every prompt and every completion attend to itself, causally; the second all completions of a prompt,
+as one run of queries, to that prompt. Their results are merged by log-sum-exp, and each backward is given the output
+and the log-sum-exp of the whole, as in `split_attention`, which explains why that is exact. No mask is made and no key
+is copied, neither for siblings nor for heads that share it.
+
+The row holds all prompts and then all completions (`rlft.model.packing.pack`), so that the queries and keys of both
+calls are slices of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlft.model.kernels.attention_blocks import Span
+
+# What torch.nn.attention.varlen is made of; its public function gives no gradient of a merged result.
+_FORWARD: Any = torch.ops.aten._flash_attention_forward
+_BACKWARD: Any = torch.ops.aten._flash_attention_backward
+
+MAX_HEAD_SIZE = 256
+HEAD_SIZE_STEP = 8
+OLDEST_CARD = (8, 0)
+"""Compute capability of Ampere, the first that flash attention runs on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Runs of tokens that follow each other without a gap, as the kernel takes them.
+
+    Args:
+        starts: int32 `[n + 1]`, where each begins, and where the last one ends.
+        longest: tokens of the longest.
+    """
+
+    starts: Tensor
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLengths:
+    """What a packed row of prompts and then completions is made of.
+
+    Args:
+        num_prompt_tokens: where the first completion begins.
+        own: all prompts and completions, those without a token left out.
+        prompts: every prompt.
+        regions: by prompt, all its completions as one run, counted from the first completion.
+    """
+
+    num_prompt_tokens: int
+    own: Runs
+    prompts: Runs
+    regions: Runs
+
+
+def row_lengths(
+    prompts: Sequence[Span], completions: Sequence[Span], owner: Sequence[int], device: torch.device
+) -> RowLengths | None:
+    """Of a packed row; None where prompts do not come first, or one is empty: the kernel gives no number there.
+
+    owner: each completion's prompt.
+    """
+    spans = [*prompts, *completions]
+    ends = list(accumulate(length for _, length in spans))
+    if [start for start, _ in spans] != [0, *ends[:-1]] or list(owner) != sorted(owner):
+        return None
+    if not all(length for _, length in prompts):
+        return None
+    regions = [0] * len(prompts)
+    for (_, length), unit in zip(completions, owner, strict=True):
+        regions[unit] += length
+    return RowLengths(
+        num_prompt_tokens=sum(length for _, length in prompts),
+        own=runs_of([length for _, length in spans if length], device),
+        prompts=runs_of([length for _, length in prompts], device),
+        regions=runs_of(regions, device),
+    )
+
+
+def runs_of(lengths: Sequence[int], device: torch.device) -> Runs:
+    """Runs of these lengths, one behind the other."""
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return Runs(starts=starts, longest=max(lengths))
+
+
+def obstacle(dtype: torch.dtype, head_size: int, value_size: int, device: torch.device) -> str | None:
+    """Why the kernel cannot take heads like these; None where it can."""
+    if device.type != "cuda":
+        return f"flash attention runs on CUDA cards, not on {device.type}"
+    if torch.version.hip is not None:
+        return "flash attention was not tried on cards other than NVIDIA's"
+    if torch.cuda.get_device_capability(device) < OLDEST_CARD:
+        return f"flash attention needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"flash attention computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
+    if head_size != value_size:
+        return f"flash attention takes keys and values of one size, not of {head_size} and {value_size}"
+    if head_size > MAX_HEAD_SIZE or head_size % HEAD_SIZE_STEP:
+        return f"flash attention takes heads of 8, 16 .. up to {MAX_HEAD_SIZE} numbers, not of {head_size}"
+    return None
+
+
+def serves(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernel takes these; last dimension: the size of a head."""
+    return query.shape[-1] == value.shape[-1] and takes(query.dtype, query.shape[-1], query.device)
+
+
+def head_size(model: PreTrainedModel) -> int:
+    """Numbers of a query's head."""
+    text = model.config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def takes(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:
+    """Whether the kernel takes heads of this size, of keys and values alike."""
+    return obstacle(dtype, head_size, head_size, device) is None
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None) -> Tensor:
+    """`[N, H, D]` from query `[N, H, D]`, key and value `[N, K, D]` with K key heads (H a multiple of K)."""
+    return cast(Tensor, _FlashAttention.apply(query, key, value, lengths, scale))
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None
+    ) -> Tensor:
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        out, lse, random, unused = attend(query, key, value, lengths, scale)
+        ctx.save_for_backward(query, key, value, out, lse, random, unused)
+        ctx.lengths, ctx.scale = lengths, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        [grad] = grad_outputs
+        query, key, value, out, lse, random, unused = ctx.saved_tensors
+        kept = (query, key, value, out, lse, random, unused, ctx.lengths, ctx.scale)
+        return (*attention_gradients(grad.contiguous(), *kept), None, None)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(attention `[N, H, D]`, its log-sum-exp `[H, N]`, two that the backward asks for); no gradient."""
+    own, first = lengths.own, lengths.num_prompt_tokens
+    every = (own.starts, own.starts, own.longest, own.longest)
+    out, lse, random, unused, _ = _FORWARD(query, key, value, *every, 0.0, True, False, scale=scale)
+    if len(query) > first:
+        prompt = one_call(query[first:], key[:first], value[:first], lengths.regions, lengths.prompts, scale)
+        out[first:], lse[:, first:] = merge(out[first:], lse[:, first:], *prompt)
+    return out, lse, random, unused
+
+
+def one_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Runs,
+    keys: Runs,
+    scale: float | None,
+    used: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(attention `[N, H, D]`, its log-sum-exp `[H, N]`) of every run of queries over all of its run of keys.
+
+    used: int32 `[n]`, of each run of keys the first so many alone.
+    """
+    runs = (queries.starts, keys.starts, queries.longest, keys.longest)
+    out, lse, *_ = _FORWARD(query, key, value, *runs, 0.0, False, False, scale=scale, seqused_k=used)
+    return out, lse
+
+
+def attention_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    random: Tensor,
+    unused: Tensor,
+    lengths: RowLengths,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of query, key and value, new, from that of `out`; out to unused: what `attend` gave."""
+    own, first = lengths.own, lengths.num_prompt_tokens
+    every = (own.starts, own.starts, own.longest, own.longest)
+    of_query, of_key, of_value = _BACKWARD(
+        grad, query, key, value, out, lse, *every, 0.0, True, random, unused, scale=scale
+    )
+    if len(query) > first:
+        tensors = (grad[first:], query[first:], key[:first], value[:first], out[first:], lse[:, first:].contiguous())
+        parts = _BACKWARD(*tensors, *_across(lengths), 0.0, False, random, unused, scale=scale)
+        of_query[first:] += parts[0]
+        of_key[:first] += parts[1]
+        of_value[:first] += parts[2]
+    return of_query, of_key, of_value
+
+
+def _across(lengths: RowLengths) -> tuple[Tensor, Tensor, int, int]:
+    """Of the call in which completions attend to their prompts."""
+    return lengths.regions.starts, lengths.prompts.starts, lengths.regions.longest, lengths.prompts.longest
+
+
+def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(`[C, H, D]` over both sets of keys, its log-sum-exp `[H, C]`), weighted in the precision of the normaliser; no
+    gradient."""
+    both = torch.logaddexp(one_lse, other_lse)
+    one_share, other_share = ((lse - both).exp().t()[..., None] for lse in (one_lse, other_lse))
+    return (one * one_share + other * other_share).to(one.dtype), both

@@ -1,0 +1,150 @@
+"""Log-probs and entropies of given tokens from hidden states, through an LM head that is frozen.
+
+Each is one number a token, so its gradient with respect to the hidden state is one vector a token, known as soon as the
+probabilities are:
+
+    d log p(y) / dh = (W_y - sum_v p_v W_v) / T            d H / dh = -(sum_v p_v (log p_v + H) W_v) / T
+
+with W the head's rows and T the temperature. The forward makes these vectors from the same logits, a chunk at a time,
+and the backward multiplies them with what comes in: logits are made once, and never kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rlft.model.activations import LOGIT_CHUNK
+from rlft.model.kernels.fusion import fused
+
+
+def head_logprobs(
+    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(log-probs `[M]`, entropy in nats `[M]` or None), float32, or float64 when the hidden states are.
+
+    head: a linear layer, or one with other parameters or steps, which goes through autograd.
+    """
+    if type(head) is nn.Linear and head.bias is None and not head.weight.requires_grad:
+        logprobs_M, entropy_M = _FrozenHead.apply(hidden_MH, head.weight, target_M, temperature, entropy)
+        return logprobs_M, entropy_M if entropy else None
+    return _through_autograd(head, hidden_MH, target_M, temperature, entropy)
+
+
+class _FrozenHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, target_M: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if hidden_MH.dtype == torch.float64 else torch.float32
+        slopes = [torch.empty_like(hidden_MH)] if ctx.needs_input_grad[0] else []
+        if entropy and slopes:
+            slopes.append(torch.empty_like(hidden_MH))
+        logprobs_M = hidden_MH.new_empty(len(target_M), dtype=wide)
+        entropy_M = hidden_MH.new_empty(len(target_M) if entropy else 0, dtype=wide)
+        size = chunk_rows(weight_VH)
+        room_CV = hidden_MH.new_empty(min(size, len(target_M)), len(weight_VH))
+        for start in range(0, len(target_M), size):
+            at = slice(start, start + size)
+            target_C = target_M[at]
+            # Every step in place: a chunk's logits become log-probs or, where those are not needed again, probs.
+            logits_CV = torch.mm(hidden_MH[at], weight_VH.t(), out=room_CV[: len(target_C)])
+            if not (slopes or entropy):
+                logprobs_M[at] = _logprobs(logits_CV, target_C, temperature, wide)
+                continue
+            logprobs_M[at], total_C, p_CV, logp_CV = _softmax(
+                logits_CV, target_C, temperature, wide, None if entropy else weight_VH.dtype
+            )
+            if slopes:  # divided by the total when it is as narrow as a hidden state
+                mean_CH = (p_CV.to(weight_VH.dtype) @ weight_VH).div_(total_C[:, None])
+                slopes[0][at] = weight_VH.index_select(0, target_C).sub_(mean_CH).div_(temperature)
+            if logp_CV is not None:
+                entropy_M[at], slope_CV = _entropy(p_CV, logp_CV, total_C, bool(slopes))
+                if slope_CV is not None:
+                    slopes[1][at] = (slope_CV.to(weight_VH.dtype) @ weight_VH).div_(-temperature)
+        ctx.save_for_backward(*slopes)
+        return logprobs_M, entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        total: Tensor | None = None
+        for slope_MH, grad_M in zip(ctx.saved_tensors, grad_outputs, strict=False):
+            part = slope_MH * grad_M[:, None].to(slope_MH.dtype)
+            total = part if total is None else total.add_(part)
+        return total, None, None, None, None
+
+
+@fused
+def _logprobs(logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torch.dtype) -> Tensor:
+    """`[C]`, from logits that may be overwritten."""
+    shifted_C, p_CV = _shifted(logits_CV, target_C, temperature, wide)
+    return shifted_C - p_CV.exp_().sum(1).log()
+
+
+@fused
+def _softmax(
+    logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torch.dtype, rounded: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(log-probs `[C]`, normaliser `[C]`, probs times it `[C, V]`, their logarithm or None).
+
+    Perhaps in the place of the logits.
+
+    rounded: to which the probs are, where no entropy is made of them; None: they are not, and have their logarithm.
+    """
+    shifted_C, p_CV = _shifted(logits_CV, target_C, temperature, wide)
+    logp_CV = p_CV.clone() if rounded is None else None
+    total_C = p_CV.exp_().sum(1)
+    return shifted_C - total_C.log(), total_C, p_CV.to(rounded or wide), logp_CV
+
+
+def _shifted(logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(the targets' logits `[C]`, all logits `[C, V]`), each less the largest of its row."""
+    p_CV = logits_CV.to(wide)
+    if temperature != 1:
+        p_CV.div_(temperature)
+    p_CV.sub_(p_CV.amax(1, keepdim=True))
+    return p_CV.gather(1, target_C[:, None])[:, 0], p_CV
+
+
+@fused
+def _entropy(p_CV: Tensor, logp_CV: Tensor, total_C: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+    """(entropy H in nats `[C]`, p (log p + H) `[C, V]` or None), in the place of what `_softmax` gave."""
+    p_CV.div_(total_C[:, None])
+    logp_CV.sub_(total_C.log()[:, None])
+    entropy_C = -(p_CV * logp_CV).sum(1)
+    return entropy_C, p_CV.mul_(logp_CV.add_(entropy_C[:, None])) if slope else None
+
+
+def chunk_rows(weight_VH: Tensor) -> int:
+    """Tokens whose logits are alive at a time."""
+    return max(1, LOGIT_CHUNK["cpu" if weight_VH.device.type == "cpu" else "cuda"] // weight_VH.shape[0])
+
+
+def _through_autograd(
+    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same in chunks whose logits are recomputed in backward: for a head that learns, or is more than a matrix."""
+    rows = chunk_rows(cast(Tensor, head.weight))
+    parts = [
+        checkpoint(_chunk, head, h, t, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
+        for h, t in zip(hidden_MH.split(rows), target_M.split(rows), strict=True)
+    ]
+    logprobs = torch.cat([part[0] for part in parts])
+    return logprobs, torch.cat([part[1] for part in parts]) if entropy else None
+
+
+def _chunk(head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    logits = widened(head(hidden)) / temperature
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, target[:, None])[:, 0] - normaliser
+    if not entropy:
+        return logprobs, logprobs.new_empty(0)
+    return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """At least float32: a softmax over a vocabulary in 16 bits would be noise."""
+    return logits if logits.dtype == torch.float64 else logits.float()

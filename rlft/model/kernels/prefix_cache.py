@@ -1,0 +1,148 @@
+"""Keys and values while a group's completions are decoded: each prompt's once, each completion's own.
+
+Nothing of a prompt is repeated for its siblings: their queries attend to its keys together, and each to its own keys;
+the two are merged as in `split_attention`. Tokens go through the network as one packed row, so neither prompts nor
+completions are padded there. On a CUDA card `flash_prefix_cache` attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlft.model.kernels.attention_blocks import Span, make_blocks, padded_places
+from rlft.model.kernels.split_attention import flash, merge, split_attention
+
+
+class PrefixCache:
+    """The state of decoding U prompts x n completions on a CPU. No gradient.
+
+    Args:
+        prompts: token ids of each, none empty.
+        model: whose attention is `rlft_packed`.
+    """
+
+    token_axis = 2
+    """Of the rooms of completions' own keys and values, `[R, K, max_tokens, D]` here."""
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        self.model, self.max_tokens = model, max_tokens
+        device = model.device
+        lengths = [len(p) for p in prompts]
+        ends = torch.tensor(lengths).cumsum(0)
+        spans = [(int(end) - length, length) for end, length in zip(ends, lengths, strict=True)]
+        self._token_ids = torch.tensor([t for p in prompts for t in p], device=device)
+        self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self._last = (ends - 1).to(device)
+        self._lengths = torch.tensor(lengths, device=device)
+        self._prompt: list[tuple[Tensor, Tensor]] = []
+        self._own: list[tuple[Tensor, Tensor]] = []
+        self._owner = torch.empty(0, dtype=torch.int64, device=device)
+        self._decoded = 0
+        self._prepare(spans)
+
+    def _prepare(self, spans: Sequence[Span]) -> None:
+        """What attention needs to know of the prompts."""
+        self._blocks = make_blocks(spans, (), (), self.model.device)
+        index, mask = padded_places(spans)
+        self._prompt_index = index.flatten()
+        # In the queries' dtype: the kernel reads a mask as numbers of that type, whatever type it has.
+        zeros = torch.zeros(mask.shape, dtype=self.model.dtype)
+        self._bias = None if mask.all() else zeros.masked_fill(~mask, -torch.inf)[:, None, None]
+
+    def prefill(self, n: int) -> Tensor:
+        """Logits `[U * n, V]` of the first completion token; each prompt goes through the network once."""
+        hidden_UH = self._forward(self._token_ids, self._positions).index_select(0, self._last)
+        self._arrange(torch.arange(len(self._lengths), device=hidden_UH.device).repeat_interleave(n))
+        return self._logits(hidden_UH).repeat_interleave(n, 0)
+
+    def step(self, token_R: Tensor) -> Tensor:
+        """Logits `[R, V]` after one more token a row."""
+        positions_R = self._lengths[self._owner] + self._decoded
+        self._decoded += 1
+        return self._logits(self._forward(token_R, positions_R))
+
+    def fill(self) -> None:
+        """Takes all the memory that the longest completions would: for a rehearsal; what is decoded then is wrong."""
+        for pair in self._own:
+            for room in pair:
+                room.zero_()
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops every other row from the batch."""
+        self._own = [(self._kept(k, rows), self._kept(v, rows)) for k, v in self._own]
+        self._arrange(self._owner[rows])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """`[N, H, D]` from the query `[N, H, D]` and the key and value `[N, K, D]` of the tokens that just came in."""
+        if not self._decoded:
+            self._prompt.append((self._as_prompts(key), self._as_prompts(value)))
+            return split_attention(query, key, value, self._blocks, scale)
+        rows, heads, size = query.shape
+        keys, values = self._put(layer, key, value)
+        own, own_lse = flash(query.view(rows, keys.shape[1], -1, size), keys, values, None, scale)
+        arranged = query if self._in_order else query.index_select(0, self._arranged)
+        arranged = arranged.view(-1, self._siblings, heads, size).transpose(1, 2)
+        prompt, prompt_lse = flash(arranged, *self._prompt[layer], self._bias, scale)
+        prompt, prompt_lse = (x.transpose(1, 2).flatten(0, 1) for x in (prompt, prompt_lse[..., None]))
+        if not self._in_order:
+            prompt, prompt_lse = (x.index_select(0, self._back) for x in (prompt, prompt_lse))
+        return merge(own.flatten(1, 2), own_lse.flatten(1)[..., None], prompt, prompt_lse)[0]
+
+    def _forward(self, token_N: Tensor, position_N: Tensor) -> Tensor:
+        """`[N, hidden]` of these tokens, after the final norm."""
+        unread_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_N.device)
+        return self.model.base_model(
+            input_ids=token_N[None],
+            position_ids=position_N[None],
+            attention_mask=unread_mask,
+            use_cache=False,
+            prefix_cache=self,
+        ).last_hidden_state[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Module), "a causal language model has an output embedding"
+        return head(hidden)
+
+    def _as_prompts(self, x_NKD: Tensor) -> Tensor:
+        """`[U, K, P, D]`, contiguous: read at every step."""
+        rows = x_NKD.index_select(0, self._prompt_index).view(len(self._lengths), -1, *x_NKD.shape[1:])
+        return rows.transpose(1, 2).contiguous()
+
+    def _put(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> tuple[Tensor, Tensor]:
+        """All own keys and values so far, with these as the last: rooms narrowed to the tokens decoded."""
+        if layer == len(self._own):
+            self._own.append((self._room(key_RKD), self._room(value_RKD)))
+        pair = self._own[layer]
+        for room, new in zip(pair, (key_RKD, value_RKD), strict=True):
+            room.select(self.token_axis, self._decoded - 1).copy_(new)
+        return self._filled(pair[0]), self._filled(pair[1])
+
+    def _room(self, x_RKD: Tensor) -> Tensor:
+        """For all tokens that may come: pages of it that nothing is written to take no memory."""
+        shape = list(x_RKD.shape)
+        shape.insert(self.token_axis, self.max_tokens)
+        return x_RKD.new_empty(shape)
+
+    def _filled(self, room: Tensor) -> Tensor:
+        return room.narrow(self.token_axis, 0, self._decoded)
+
+    def _kept(self, old: Tensor, rows: Tensor) -> Tensor:
+        room = self._room(old.select(self.token_axis, 0)[: len(rows)])
+        self._filled(room).copy_(self._filled(old).index_select(0, rows))
+        return room
+
+    def _arrange(self, owner_R: Tensor) -> None:
+        """Where each row stands when rows of one prompt are put side by side, `siblings` a prompt; 0 where padded."""
+        self._owner = owner_R
+        counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
+        self._siblings = int(counts_U.max())
+        before_U = counts_U.cumsum(0) - counts_U
+        self._back = owner_R * self._siblings + torch.arange(len(owner_R)) - before_U[owner_R]
+        self._arranged = torch.zeros(len(counts_U) * self._siblings, dtype=torch.int64)
+        self._arranged[self._back] = torch.arange(len(owner_R))
+        self._in_order = torch.equal(self._arranged, torch.arange(len(owner_R)))

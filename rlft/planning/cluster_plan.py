@@ -1,0 +1,106 @@
+"""Where the engines and ranks of a planned run are, by the numbers of `rlft plan`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rlft.cluster.placement import CardMemory, Placement, place
+from rlft.config.token_budget import AUTO
+from rlft.generation.memory import ModelSizes, peak
+from rlft.model.backbone import resolve_device
+from rlft.planning.fit import in_words
+from rlft.planning.memory_demand import CUDA_CONTEXT, on_a_gpu, sizes_of
+from rlft.planning.memory_parts import Demand, engine_memory, parts
+from rlft.planning.run_plan import Plan
+from rlft.planning.train_plan import TrainPlan
+
+
+def placed_here(plan: Plan) -> Plan:
+    """The plan of a run that starts now, with its placement on the cards of this machine, or of the cluster it joins.
+
+    Raises:
+        UserError: the cards are too few or too small.
+    """
+    if not isinstance(plan, TrainPlan) or not has_members(plan):
+        return plan
+    device = resolve_device(plan.config.model.device)
+    if device.type != "cuda":
+        return replace(plan, placement=placement_of(plan, None, None, on_cards=False))
+    joined = plan.config.cluster.is_joined
+    card = torch.cuda.get_device_properties(device).total_memory
+    model = sizes_of(plan.config.model, plan.config.lora)
+    available = None if joined else torch.cuda.device_count()
+    return replace(plan, placement=placement_of(plan, model, card, on_cards=True, available=available))
+
+
+def placed_elsewhere(plan: Plan, model: ModelSizes, card: int | None, *, on_cards: bool, absent: bool) -> Plan:
+    """The plan of a run that is only planned, perhaps for a cluster that this machine is no part of.
+
+    Args:
+        card: bytes of a card's memory; None on a CPU.
+        absent: whether the cards are not of this machine.
+    """
+    if not isinstance(plan, TrainPlan) or not has_members(plan):
+        return plan
+    return replace(plan, placement=placement_of(plan, model, card, on_cards=on_cards, absent=absent))
+
+
+def has_members(plan: TrainPlan) -> bool:
+    """Whether processes beside the run's own sample or train."""
+    return plan.config.cluster.engines > 0 or plan.config.cluster.ranks > 1
+
+
+def placement_of(
+    plan: TrainPlan,
+    model: ModelSizes | None,
+    card: int | None,
+    *,
+    on_cards: bool,
+    available: int | None = None,
+    absent: bool = False,
+) -> Placement:
+    pair = alone = None
+    if on_cards and model is not None and card is not None and plan.config.cluster.engines:
+        pair, alone = card_memory(plan, model, card, absent=absent)
+    lag = plan.config.overlap.lag
+    return place(plan.config.cluster, on_cards=on_cards, available=available, lag=lag, pair=pair, alone=alone)
+
+
+def context_bytes(plan: Plan) -> int:
+    """Bytes of the CUDA contexts on the trainer's card: that of an engine, too, where it is in another process."""
+    placement = plan.placement if isinstance(plan, TrainPlan) else None
+    is_shared = placement is not None and placement.kind == "pairs" and bool(placement.engines)
+    return 2 * CUDA_CONTEXT if is_shared else CUDA_CONTEXT
+
+
+def card_memory(plan: TrainPlan, model: ModelSizes, card: int, *, absent: bool) -> tuple[CardMemory, CardMemory]:
+    """What an engine and a rank take of one card, with the values of `auto` that take least; what an engine takes."""
+    config = plan.config
+    recompute = config.model.gradient_checkpointing in (True, AUTO)
+    demand = on_a_gpu(replace(plan, placement=None).demand(model, recompute), plan, card, absent=absent)
+    if plan.plain.get("token_budget") == AUTO:
+        demand = replace(demand, token_budget=demand.prompt_tokens + demand.completion_tokens)
+    together = peak(parts(model, demand, 2 * CUDA_CONTEXT))
+    return _memory(together, card, 1), _memory(_of_an_engine(plan, model, demand), card, config.cluster.gpus_per_engine)
+
+
+def _of_an_engine(plan: TrainPlan, model: ModelSizes, demand: Demand) -> int:
+    """Bytes of each card of an engine that has cards of its own: what is in weights and keys is divided among them."""
+    cards = plan.config.cluster.gpus_per_engine
+    share = replace(
+        model,
+        parameters=model.parameters // cards,
+        base_bytes=model.base_bytes // cards,
+        key_size=model.key_size // cards,
+        linear=model.linear // cards,
+    )
+    assert demand.engine is not None, "it is placed"
+    taken = sum(part.bytes for part in engine_memory(share, demand).parts)
+    return CUDA_CONTEXT + taken + demand.engine.on_trainers_base * share.base_bytes
+
+
+def _memory(needed: int, card: int, cards: int) -> CardMemory:
+    each = " each" if cards > 1 else ""
+    return CardMemory(needed=needed, card=card, text=f"{in_words(needed)} of {in_words(card)}{each}")

@@ -1,0 +1,111 @@
+"""The sizes that memory_parts.py counts memory with, from a run's config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypedDict
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlft.checks.adapters import empty_model, fresh_shapes
+from rlft.checks.rules import why_not_on_a_gpu
+from rlft.config.schema import SamplingRoot
+from rlft.generation.config import AUTO, ON_A_GPU, section_of
+from rlft.generation.engine import Engine
+from rlft.generation.memory import Decoding, ModelSizes
+from rlft.model.activations import NO_ADAPTER, AdapterLayers
+from rlft.model.adapter_folder import is_adapter
+from rlft.model.backbone import read_config, resolve_device, resolve_dtype, resolve_path
+from rlft.model.config import KernelChoice, LoraSettings, ModelConfig
+from rlft.model.forward import known_refusal
+from rlft.model.kernels.selection import decide
+from rlft.planning.memory_parts import Demand, model_sizes
+from rlft.planning.run_plan import Plan
+
+CUDA_CONTEXT = 2**29
+"""An allowance for a CUDA context and the kernels of its libraries; not measured."""
+
+
+def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
+    """The sizes of this config's base, and of one adapter on it unless `lora` is None."""
+    from rlft.model.lora_config import lora_config
+
+    config = read_config(settings)
+    empty = empty_model(settings, config)
+    parameters, device = sum(p.numel() for p in empty.parameters()), resolve_device(settings.device)
+    kernels = decide(settings.kernels, config.model_type)
+    packed = (
+        kernels.choice is KernelChoice.auto and settings.attn_implementation == "auto" and known_refusal(empty) is None
+    )
+    linear = linear_weights(empty)
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    adapter = NO_ADAPTER
+    if lora is not None:
+        shapes = fresh_shapes(empty, lora_config(lora))
+        adapter = AdapterLayers.of(
+            shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=settings.quantization is not None
+        )
+    return model_sizes(
+        config,
+        parameters,
+        shapes,
+        adapter=adapter,
+        itemsize=resolve_dtype(settings.dtype, device).itemsize,
+        quantized=linear if settings.quantization is not None else 0,
+        packed=packed,
+        kernels=kernels,
+        linear=linear,
+    )
+
+
+def linear_weights(model: PreTrainedModel) -> int:
+    """Number of weights in linear layers without the output head, which transformers does not quantise."""
+    head = model.get_output_embeddings()
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
+    return sum(module.weight.numel() for module in linear)
+
+
+def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) -> Demand:
+    """The demand on a GPU with `device_memory` bytes; if it is absent, `auto` may choose another engine there."""
+    demand = replace(demand, device="cuda", device_memory=device_memory)
+    if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
+        return demand
+    generation, lora = plan.config.generation, plan.config.lora
+    if why_not_on_a_gpu(generation, lora, whole=lora is None, is_absent=True) is not None:
+        return demand
+    engine = generation.named(ON_A_GPU)
+    return replace(demand, engine=engine.apart() if demand.engines_apart else engine, section=ON_A_GPU)
+
+
+class SamplingDemand(TypedDict, total=False):
+    """The fields of a Demand that describe the engine's work."""
+
+    engine: Engine
+    section: str
+    decodings: tuple[Decoding, ...]
+    max_tokens: int
+    max_sequence_tokens: int
+    engines_apart: int
+
+
+def sampling_of(run: SamplingRoot, engine: str | None, decodings: Sequence[Decoding]) -> SamplingDemand:
+    """These fields for a run; none if nothing is sampled."""
+    if engine is None:
+        return {}
+    return {
+        "engine": run.generation.named(engine),
+        "section": section_of(engine),
+        "decodings": tuple(decodings),
+        "max_tokens": run.generation.max_tokens,
+        "max_sequence_tokens": run.prompts.max_tokens + run.generation.max_tokens,
+    }
+
+
+def classifier_bytes(path: str | None) -> int:
+    """Bytes of a learned reward's own network; 0 for an adapter on the base."""
+    if path is None or is_adapter(path):
+        return 0
+    return sum(file.stat().st_size for file in Path(resolve_path(path)).glob("*.safetensors"))

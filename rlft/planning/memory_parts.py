@@ -1,0 +1,283 @@
+"""Counts the memory of a run, by part, from its config and the model's config alone: no weight is loaded.
+
+Bytes are counted from the shapes of tensors; the process with its libraries cannot be counted and is measured. A run's
+peak is what it always holds plus the larger of what sampling and an update add.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rlft.batch import select
+from rlft.generation.engine import Engine
+from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
+from rlft.model.activations import LOGIT_CHUNK, AdapterLayers, activation_bytes, checkpointed_bytes
+from rlft.model.kernels.selection import Decision
+from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
+from rlft.system.memory import LARGE_MICRO_BATCH
+from rlft.types import Batch
+
+FLOAT32 = 4
+LEARNED_COPIES = 3
+"""Copies of a trained parameter beside itself: its gradient and AdamW's two averages."""
+
+ACTIVATIONS = "activations"
+
+CRITIC_HOLES = 0.45
+"""Share of the activations that a critic's own pass leaves as unusable freed blocks: 0.32 to 0.47 were measured."""
+
+FIRST_USE = 40 * 2**20
+"""Bytes that torch and its matrix library allocate on a CPU when they first compute."""
+
+BATCH_FIELDS = 8
+"""Float tensors `[B, T]` that stages add to a batch; token ids and masks take as much as three more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Memory demand of a planned run of any verb, on the trainer's device.
+
+    Args:
+        adapters: adapters on the base, without the engine's own copy.
+        trainable: number of trained parameters.
+        prompt_tokens: prompt length of the longest row.
+        completion_tokens: completion length of the longest row.
+        group: rows per prompt.
+        rows: rows of a step.
+        update_rows: rows of an optimizer batch.
+        token_budget: tokens of a micro-batch.
+        recompute: whether the run uses gradient checkpointing.
+        device: "cpu" or "cuda".
+        whole_model: whether the model's own weights are trained.
+        through_head: whether the LM head computes log-probs (values alone need none).
+        entropy: whether the loss needs the entropy.
+        own_critic: whether the critic has an adapter, and so a forward and backward of its own.
+        beside: bytes of other networks.
+        engine: samples completions; None if nothing is sampled.
+        section: the engine's section in `generation`.
+        decodings: what the engine decodes.
+        max_tokens: the most tokens of a completion.
+        max_sequence_tokens: the most tokens of a prompt with its completion.
+        device_memory: bytes of a GPU's memory; 0 if unknown.
+        engines_apart: how many engines are in other processes on this device, each with a base of its own.
+    """
+
+    adapters: int
+    trainable: int
+    prompt_tokens: int
+    completion_tokens: int
+    group: int
+    rows: int
+    update_rows: int
+    token_budget: int
+    recompute: bool
+    device: str
+    whole_model: bool = False
+    through_head: bool = True
+    entropy: bool = False
+    own_critic: bool = False
+    beside: int = 0
+    engine: Engine | None = None
+    section: str = ""
+    decodings: tuple[Decoding, ...] = ()
+    max_tokens: int = 0
+    max_sequence_tokens: int = 0
+    device_memory: int = 0
+    engines_apart: int = 0
+
+    @property
+    def load(self) -> Load:
+        """The engine's work."""
+        return Load(
+            decodings=self.decodings,
+            max_tokens=self.max_tokens,
+            max_sequence_tokens=self.max_sequence_tokens,
+            device=self.device,
+            device_memory=self.device_memory,
+        )
+
+
+def model_sizes(
+    config: Any,
+    parameters: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    adapter: AdapterLayers,
+    itemsize: int,
+    quantized: int,
+    packed: bool,
+    kernels: Decision,
+    linear: int = 0,
+) -> ModelSizes:
+    """The sizes of a base and of one adapter on it.
+
+    Args:
+        config: the model's config of transformers.
+        parameters: the base's number of parameters.
+        shapes: {PEFT's name: shape} of an adapter's tensors.
+        itemsize: bytes of a weight in the compute dtype.
+        quantized: number of parameters that are held in 4 bits.
+        packed: whether rows are packed.
+        kernels: the kernels that the model gets.
+        linear: number of weights in linear layers without the output head.
+    """
+    text = config.get_text_config()
+    outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
+    inputs = {name.replace(".lora_A", ".lora_B"): shape[1] for name, shape in shapes.items() if ".lora_A" in name}
+    adapted = sum(inputs[name] * outputs[name] for name in outputs)
+    # bitsandbytes takes half a byte per weight and one byte per 64 weights for their scale (double quantisation).
+    base = int(quantized * 0.516) + (parameters - quantized) * itemsize
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return ModelSizes(
+        parameters=parameters,
+        base_bytes=base,
+        itemsize=itemsize,
+        lora=sum(math.prod(shape) for shape in shapes.values()),
+        adapted=adapted,
+        adapter=adapter,
+        key_size=2 * key_heads * head * text.num_hidden_layers,
+        config=text,
+        packed=packed,
+        kernels=kernels,
+        linear=linear,
+    )
+
+
+def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
+    """Everything that the trainer's device holds; `process` is the bytes of the process itself."""
+    engine = engine_memory(model, demand)
+    has_copy = demand.engine is not None and demand.engine.on_trainers_base and not demand.whole_model
+    adapters = demand.adapters + has_copy
+    counted = [
+        Part(name="process and libraries", bytes=process + FIRST_USE * (demand.device == "cpu"), when=When.always),
+        Part(name="base", bytes=model.base_bytes, when=When.always, key="model.dtype"),
+        Part(name="adapters", bytes=adapters * model.lora * FLOAT32, when=When.always, key="lora.rank"),
+        Part(
+            name="optimizer and gradients",
+            bytes=LEARNED_COPIES * demand.trainable * FLOAT32,
+            when=When.always,
+            key="model.dtype" if demand.whole_model else "lora.rank",
+        ),
+    ]
+    if norm := model.adapter.bytes_of_a_norm(model.itemsize):
+        counted.append(Part(name="weight norms of DoRA", bytes=norm, when=When.always, key="lora.use_dora"))
+    if demand.engines_apart and demand.engine is not None and demand.engine.on_trainers_base:
+        bases = demand.engines_apart * model.base_bytes
+        counted.append(Part(name="bases of the engines", bytes=bases, when=When.always, key="cluster.engines"))
+    if demand.beside:
+        counted.append(Part(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
+    updating = updating_parts(model, demand)
+    return [*counted, *engine.parts, *updating, *holes(demand, left_by_sampling(model, demand, engine), updating)]
+
+
+def engine_memory(model: ModelSizes, demand: Demand) -> EngineMemory:
+    """The memory of the engine, or engines, on the trainer's device, by parts with their full keys."""
+    if demand.engine is None:
+        return EngineMemory()
+    taken, engines = demand.engine.memory(model, demand.load), max(1, demand.engines_apart)
+    whole = (
+        replace(part, bytes=engines * part.bytes, key=part.key and f"generation.{demand.section}.{part.key}")
+        for part in taken.parts
+    )
+    return replace(taken, parts=tuple(whole))
+
+
+def updating_parts(model: ModelSizes, demand: Demand) -> list[Part]:
+    """The parts of a forward and backward of the largest micro-batch, and of its batch."""
+    tokens, predicted = largest_micro_batch(demand, packed=model.packed)
+    count = checkpointed_bytes if demand.recompute else activation_bytes
+    of_adapter = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
+    kept = count(model.config, tokens, model.itemsize, device=demand.device, plain=model.plain, adapter=of_adapter)
+    head = 0
+    if demand.through_head and not model.packed:
+        head = 3 * tokens * model.vocabulary * FLOAT32  # all logits, their log-softmax and its gradient
+    elif demand.through_head:
+        chunk = LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"]
+        copies = (2 if demand.entropy else 1) + (model.itemsize == 2)
+        slopes = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1)
+        head = min(chunk, predicted * model.vocabulary) * FLOAT32 * copies + slopes
+    width = demand.prompt_tokens + demand.completion_tokens
+    return [
+        Part(name=ACTIVATIONS, bytes=kept, when=When.updating, key="token_budget"),
+        Part(
+            name="gradients of activations",
+            bytes=tokens * model.layer_width * model.itemsize,
+            when=When.updating,
+            key="token_budget",
+        ),
+        Part(name="LM head", bytes=head, when=When.updating, key="token_budget"),
+        Part(
+            name="batch",
+            bytes=demand.rows * width * FLOAT32 * (BATCH_FIELDS + 3),
+            when=When.always,
+            key="prompts_per_step",
+        ),
+    ]
+
+
+def left_by_sampling(model: ModelSizes, demand: Demand, engine: EngineMemory) -> int:
+    """Bytes of sampling's freed blocks that an update cannot reuse: all if its own blocks are larger, else none.
+
+    Measured: with the embedded model, whose update takes 130 MB, 33 to 132 MB of keys and values added nothing to the
+    peak where a layer's were 4 MB and more; with 17M parameters all of them did (4 MB a layer, the update's 11).
+    """
+    if not engine.freed_block:
+        return 0
+    tokens, _ = largest_micro_batch(demand, packed=model.packed)
+    if tokens * model.mlp_width * model.itemsize <= engine.freed_block:
+        return 0
+    return sum(part.bytes for part in engine.parts if part.when is When.sampling)
+
+
+def holes(demand: Demand, left: int, updating: Sequence[Part]) -> list[Part]:
+    """The freed blocks that the C library keeps on a CPU for later steps (`rlft.system.memory`).
+
+    Args:
+        demand: what the run asks of memory.
+        left: bytes of sampling's blocks that an update cannot reuse.
+        updating: the parts of an update; the policy's pass cannot reuse all blocks of a critic's own pass.
+    """
+    if demand.device != "cpu" or demand.token_budget > LARGE_MICRO_BATCH:
+        return []
+    if demand.own_critic:
+        left += int(CRITIC_HOLES * sum(part.bytes for part in updating if part.name == ACTIVATIONS))
+    return [Part(name="freed blocks that stay", bytes=left, when=When.updating, key="token_budget")]
+
+
+def largest_micro_batch(demand: Demand, *, packed: bool) -> tuple[int, int]:
+    """(tokens that enter the network, tokens predicted) of the largest micro-batch when all rows are the longest.
+
+    The trainer's own code splits a batch of zeros.
+    """
+    prompt, completion, group = demand.prompt_tokens, demand.completion_tokens, demand.group
+    batch = longest_rows(prompt, completion, group, demand.update_rows, demand.token_budget)
+    split = micro_batches if packed else padded_micro_batches
+    largest = (0, 0)
+    for part in split(batch, torch.arange(len(batch.rewards)), demand.token_budget):
+        micro = select(batch, part)
+        tokens = num_packed_tokens(micro) if packed else micro.attention_mask.numel()
+        largest = max(largest, (tokens, len(part) * completion))
+    return largest
+
+
+def longest_rows(prompt: int, completion: int, group: int, rows: int, token_budget: int) -> Batch:
+    """A batch of zeros with the longest rows, at most `rows` and as many as its largest micro-batch needs."""
+    rows = min(rows, group * (token_budget // (prompt + group * completion) + 1))
+    mask = torch.ones(rows, prompt + completion, dtype=torch.bool)
+    loss_mask = mask.clone()
+    loss_mask[:, :prompt] = False
+    zeros = torch.zeros(rows, prompt + completion)
+    return Batch(
+        token_ids=zeros.long(),
+        attention_mask=mask,
+        loss_mask=loss_mask,
+        sampled_logprobs=zeros,
+        rewards=zeros[:, 0],
+        group_ids=torch.arange(rows) // group,
+    )

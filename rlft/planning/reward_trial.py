@@ -1,0 +1,108 @@
+"""Tries every reward on a few prompts before a run, with an empty, a wrong and the reference answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from rlft.scoring.reward_spec import RewardSpec
+from rlft.scoring.scorer import RewardError, Scorer
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
+
+ANSWERED = "<think>-</think><answer>{}</answer>"
+"""A completion with its answer in the tags that `reward=format` asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One reward's score of one completion, before its weight; or the error instead of a score."""
+
+    reward: str
+    kind: str
+    prompt: str
+    completion: str
+    score: float | None
+    error: str | None = None
+
+
+def completions(prompt: Prompt, others: Sequence[Prompt]) -> list[tuple[str, str]]:
+    """(kind, text) of the completions to try: empty, a wrong answer (another prompt's), the reference; also in tags."""
+    wrong = next((p.answer for p in others if p.answer != prompt.answer), f"{prompt.answer}0")
+    return [
+        ("empty", ""),
+        ("wrong", wrong),
+        ("reference", prompt.answer),
+        ("wrong, in tags", ANSWERED.format(wrong)),
+        ("reference, in tags", ANSWERED.format(prompt.answer)),
+    ]
+
+
+def try_rewards(
+    rewards: Mapping[str, RewardSpec],
+    prompts: Sequence[Prompt],
+    tokens: Callable[[str], Sequence[int]],
+    timeout_s: float,
+) -> list[Trial]:
+    """Scores these prompts with every reward that needs no weights, each alone, so that a failure hides no other."""
+    trials: list[Trial] = []
+    for name, spec in rewards.items():
+        if spec.runs_in_trainer:
+            continue
+        for prompt in prompts:
+            trials += _try(name, spec, prompt, completions(prompt, prompts), tokens, timeout_s)
+    return trials
+
+
+def _try(
+    name: str,
+    spec: RewardSpec,
+    prompt: Prompt,
+    texts: Sequence[tuple[str, str]],
+    tokens: Callable[[str], Sequence[int]],
+    timeout_s: float,
+) -> list[Trial]:
+    group = Group(prompt=prompt, rollouts=tuple(_rollout(prompt, text, tokens) for _, text in texts))
+    scores: list[float | None] = [None] * len(texts)
+    error = None
+    try:
+        with closing(Scorer({name: spec}, 1, timeout_s, "stop")) as scorer:
+            scores = scorer([group]).by_reward[name][0].tolist()
+    except RewardError as failed:
+        error = str(failed)
+    return [
+        Trial(reward=name, kind=kind, prompt=prompt.id, completion=text, score=score, error=error)
+        for (kind, text), score in zip(texts, scores, strict=True)
+    ]
+
+
+def _rollout(prompt: Prompt, text: str, tokens: Callable[[str], Sequence[int]]) -> Rollout:
+    ids = tuple(tokens(text))
+    said = Completion(text=text, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
+    return Rollout(prompt=prompt, completion=said, policy_version=0)
+
+
+def doubts(trials: Sequence[Trial]) -> list[str]:
+    """Warnings about rewards that failed, or that do not tell a right answer from a wrong or an empty one."""
+    texts = []
+    for name in dict.fromkeys(trial.reward for trial in trials):
+        own = [trial for trial in trials if trial.reward == name]
+        if failed := next((trial for trial in own if trial.error), None):
+            texts.append(f"reward.{name} failed: {failed.error}")
+            continue
+        scores = {trial.score for trial in own}
+        if len(scores) == 1:
+            texts.append(
+                f"reward.{name} gave all of these {own[0].score:g}: it may read something that they do not have"
+            )
+            continue
+        ends = [_worse(own, "wrong", "reference"), _worse(own, "wrong, in tags", "reference, in tags")]
+        if all(ends):
+            texts.append(f"reward.{name} gives a wrong answer more than the reference, in both forms")
+    return texts
+
+
+def _worse(trials: Sequence[Trial], wrong: str, right: str) -> bool:
+    """Whether the wrong answers have a higher mean score than the right ones."""
+    of = {kind: [t.score for t in trials if t.kind == kind and t.score is not None] for kind in (wrong, right)}
+    return sum(of[wrong]) > sum(of[right])

@@ -1,0 +1,32 @@
+"""The shapes of what an engine decodes in a run: the groups of a step, and the samples of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlft.config.schema import EvalConfig, RunConfig
+from rlft.generation.memory import Decoding
+from rlft.prepare.prompts import PromptSet
+from rlft.types import Generator
+
+
+def of_training(prompts: PromptSet, held_out: PromptSet | None, run: RunConfig) -> list[Decoding]:
+    """The decodings of a step's groups and, if there is one, of an evaluation."""
+    longest = prompts.longest().token_ids
+    step = Decoding(num_prompts=run.prompts_per_step, samples=run.group_size, longest=longest)
+    return [step, *of_evaluation(held_out, run.eval)]
+
+
+def of_evaluation(held_out: PromptSet | None, settings: EvalConfig) -> list[Decoding]:
+    """The decoding of an evaluation; none if nothing is held out."""
+    if held_out is None:
+        return []
+    number = len(held_out.prompts[: settings.num_prompts])
+    longest = held_out.longest(settings.num_prompts).token_ids
+    return [Decoding(num_prompts=number, samples=settings.num_samples, longest=longest)]
+
+
+def rehearse_decoding(generator: Generator, decodings: Iterable[Decoding], max_tokens: int) -> None:
+    """Has the engine take the most memory that the longest rows of each decoding need."""
+    for decoding in decodings:
+        generator.rehearse([decoding.longest] * decoding.num_prompts, decoding.samples, max_tokens)

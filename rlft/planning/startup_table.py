@@ -1,0 +1,89 @@
+"""The rows of the start-up table that describe the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn import Parameter
+
+from rlft.model.kernels.selection import Decision
+
+TableRow = tuple[str, str, str]
+"""(what, value, explanation)"""
+
+
+class BaseCopies(NamedTuple):
+    """How many copies of the base trainer and engine hold together, and what they share or why not."""
+
+    number: int
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Facts about a model, loaded or planned.
+
+    Args:
+        base: number of the base's parameters.
+        trainable: number of trained parameters.
+        dtype: the compute dtype.
+        device: where it runs.
+        forward: "packed" or "padded".
+        reason: why it is packed or padded.
+        kernels: what it is computed with, and why.
+        base_copies: of the base in trainer and engine; None where the engine has no base of its own.
+    """
+
+    base: int
+    trainable: int
+    dtype: str
+    device: str
+    forward: str
+    reason: str
+    kernels: Decision
+    base_copies: BaseCopies | None = None
+
+    def model_row(self, path: str, what: str = "frozen parameters") -> TableRow:
+        return "model", path, f"{self.base:,} {what}, {self.dtype} on {self.device}"
+
+    def forward_row(self) -> TableRow:
+        return "forward", self.forward, self.reason.removeprefix("padded rows: ")
+
+    def kernels_row(self) -> TableRow:
+        return "kernels", str(self.kernels.choice), self.kernels.reason
+
+    def base_rows(self) -> list[TableRow]:
+        """One row, or none where there is nothing to say."""
+        if self.base_copies is None:
+            return []
+        return [("copies of the base", str(self.base_copies.number), self.base_copies.explanation)]
+
+    @property
+    def fallback(self) -> str | None:
+        """A note if the kernels are plain although `model.kernels` does not ask for that; else None."""
+        if self.kernels.requested:
+            return None
+        return f"model.kernels: plain instead of auto, which takes more time and memory: {self.kernels.reason}"
+
+
+def facts_of(
+    model: nn.Module,
+    learning: Iterable[tuple[str, Parameter]],
+    backbone: Any,
+    forward: Any,
+    base_copies: BaseCopies | None = None,
+) -> Facts:
+    """The facts about a loaded model with these trained parameters."""
+    return Facts(
+        base=sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name),
+        trainable=sum(p.numel() for _, p in learning),
+        dtype=str(backbone.model.dtype).removeprefix("torch."),
+        device=str(backbone.device),
+        forward="packed" if forward.packed else "padded",
+        reason=forward.reason,
+        kernels=backbone.kernels.decision,
+        base_copies=base_copies,
+    )

@@ -1,0 +1,330 @@
+"""The plan of `rlft train`, made before a weight is loaded; bad input is refused here.
+
+Checks come in the order in which mistakes are cheapest to find: config, rules between its parts, model config and
+tokenizer, data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlft.algorithm.protocol import Algorithm
+from rlft.checks import rules
+from rlft.checks.adapters import check_adapters, check_classifiers, uses
+from rlft.checks.servers import check_servers
+from rlft.checks.train import check_config
+from rlft.cluster.placement import Placement
+from rlft.cluster.ray_session import check_address, check_installed
+from rlft.config.schema import RunConfig
+from rlft.data.lazy import joined
+from rlft.data.text import load_texts
+from rlft.generation.memory import ModelSizes
+from rlft.generation.stops import check_stops
+from rlft.keys.instantiate import instantiate
+from rlft.logger.rollouts import Rollouts
+from rlft.model.adapter_folder import content_fingerprint
+from rlft.model.backbone import fingerprint, load_tokenizer, read_config, resolve_device
+from rlft.model.config import CriticKind, Old
+from rlft.planning.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
+from rlft.planning.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
+from rlft.planning.memory_parts import Demand
+from rlft.planning.run_plan import DataLengths, Plan
+from rlft.planning.sampling_shapes import of_training
+from rlft.planning.startup_table import Facts, TableRow
+from rlft.prepare.prompts import PromptSet, left_out, scan, untokenised
+from rlft.prepare.texts import PretrainText, scan_texts
+from rlft.run.fork import MOVING_REFERENCES
+from rlft.scoring.reward_spec import examined, notes, specs
+from rlft.types import Split
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPlan(Plan):
+    """The plan; `held_out` is None without evaluations, `pretrain_text` without a pretraining loss."""
+
+    config: RunConfig
+    algorithm: Algorithm
+    engine: str
+    engine_reason: str
+    train_prompts: PromptSet
+    held_out: PromptSet | None
+    pretrain_text: PretrainText | None
+    placement: Placement | None = None  # of engines and ranks; None until their cards are known
+
+    @property
+    def num_steps(self) -> int:
+        return self.config.steps
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether `snapshot.old: auto` recomputes: not if old is the current policy of a single update."""
+        several = self.config.updates_per_step > 1
+        return self.config.snapshot.old is Old.auto and (several or self.algorithm.needs_old_in_credit)
+
+    @property
+    def scored_prompts(self) -> PromptSet:
+        return self.train_prompts
+
+    def startup_rows(self, facts: Facts) -> list[TableRow]:
+        run = self.config
+        completions = run.completions_per_step
+        held_out = 0 if self.held_out is None else min(run.eval.num_prompts, len(self.held_out.prompts))
+        epochs = run.steps * run.prompts_per_step / len(self.train_prompts.prompts)
+        rewards = ", ".join(f"{name} x {reward['weight']:g}" for name, reward in run.reward.items())
+        return [
+            facts.model_row(run.model.path),
+            ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),
+            (
+                "trainable",
+                f"{facts.trainable:,}",
+                f"{run.lora.kind} rank {run.lora.rank}, {facts.trainable / facts.base:.2%} of the base",
+            ),
+            ("roles", ", ".join(role_names(self)), roles_text(self)),
+            ("engine", self.engine, self.engine_reason),
+            *self._cluster_rows(),
+            *facts.base_rows(),
+            facts.forward_row(),
+            facts.kernels_row(),
+            (
+                "prompts",
+                f"{len(self.train_prompts.prompts):,}",
+                f"train; {held_out:,} held out for evaluation x {run.eval.num_samples} samples",
+            ),
+            (
+                "completions a step",
+                f"{completions:,}",
+                f"{run.prompts_per_step} prompts x group of {run.group_size}, up to {run.generation.max_tokens} tokens",
+            ),
+            (
+                "updates a step",
+                str(run.updates_per_step),
+                f"{run.epochs} epoch(s) x {run.minibatches} minibatch(es)"
+                f" of {completions // run.minibatches} completions",
+            ),
+            (
+                "token budget",
+                f"{run.token_budget:,}",
+                "tokens in one forward-backward; changes memory, not the gradient",
+            ),
+            *self._ranks_rows(),
+            (
+                "total",
+                f"{run.steps * completions:,} completions",
+                f"{run.steps} steps, {run.steps * run.updates_per_step} updates, {epochs:.1f} epochs of the data",
+            ),
+        ]
+
+    def _ranks_rows(self) -> list[TableRow]:
+        """One row, or none where this process does all in one lane."""
+        cluster = self.config.cluster
+        if cluster.num_lanes == 1:
+            return []
+        lanes = f"share {cluster.num_lanes} lanes; a resume may have any number of ranks that divides them"
+        return [("ranks", str(cluster.ranks), lanes)]
+
+    def _cluster_rows(self) -> list[TableRow]:
+        """A row of engines and ranks, one of reward workers; none where this process does all."""
+        cluster, placement = self.config.cluster, self.placement
+        rows: list[TableRow] = []
+        if cluster.scoring:
+            rows.append(("rewards", f"{self.config.scoring.workers} workers", f"{cluster.kind}: on the cluster"))
+        if placement is None:
+            return rows
+        engines = [f"{cluster.engines} engine{'s' * (cluster.engines > 1)}"] if cluster.engines else []
+        value = ", ".join([*engines, f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)}"])
+        where = "processes" if placement.kind == "processes" else f"{placement.cards} cards, {placement.kind}:"
+        return [("cluster", value, f"{cluster.kind}: {where} {placement.reason}"), *rows]
+
+    def _sampling_demand(self) -> SamplingDemand:
+        """What engines take of the trainer's device: nothing where they have cards of their own."""
+        run, engines = self.config, self.config.cluster.engines
+        if engines and self.placement is not None and self.placement.kind == "divided":
+            return {}
+        taken = sampling_of(run, self.engine, of_training(self.train_prompts, self.held_out, run))
+        if engines and "engine" in taken:
+            on_cards = self.placement is None or self.placement.kind == "pairs"
+            taken["engine"], taken["engines_apart"] = taken["engine"].apart(), 1 if on_cards else engines
+        return taken
+
+    def demand(self, model: ModelSizes, recompute: bool) -> Demand:
+        """The demand of the policy, with old, reference, critic and rewards as adapters beside it."""
+        run = self.config
+        critic, snapshot = run.critic.kind, run.snapshot
+        adapters = 1 + (snapshot.reference not in ("none", "base")) + (snapshot.old is Old.copy)
+        adapters += critic is CriticKind.adapter
+        rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
+        networks = [classifier_bytes(spec.kwargs.get("path")) for spec in rewards]
+        adapters += networks.count(0)
+        learning = 1 + (critic is CriticKind.adapter) + (run.reward_model.refresh_every > 0)
+        return Demand(
+            adapters=adapters,
+            trainable=learning * model.lora + (critic is not CriticKind.none) * model.hidden,
+            prompt_tokens=self.train_prompts.lengths.longest,
+            completion_tokens=run.generation.max_tokens,
+            group=run.group_size,
+            rows=run.completions_per_step,
+            update_rows=run.completions_per_step // run.minibatches,
+            token_budget=run.token_budget,
+            entropy=self.algorithm.needs_entropy,
+            recompute=recompute,
+            own_critic=critic is CriticKind.adapter,
+            beside=sum(networks),
+            device=resolve_device(run.model.device).type,
+            **self._sampling_demand(),
+        )
+
+    def parameters(self, model: ModelSizes) -> dict[str, int]:
+        result, critic = {"base (frozen)": model.parameters}, self.config.critic.kind
+        for role in role_names(self):
+            head = model.hidden + 1 if role in ("critic", "reward") else 0
+            on_the_base = role == "reference" and self.config.snapshot.reference == "base"
+            adapter = 0 if on_the_base or (role == "critic" and critic is CriticKind.shared) else model.lora
+            learns = role in ("policy", "critic") or (role == "reward" and self.config.reward_model.refresh_every > 0)
+            result[f"{role} ({'learns' if learns else 'does not learn'})"] = adapter + head
+        return result
+
+    def lengths(self) -> list[DataLengths]:
+        result = []
+        for name, split, prompts in (("train", "train", self.train_prompts), ("held out", "held-out", self.held_out)):
+            if prompts is not None:
+                dropped = next(left_out(prompts, split, self.config.prompts.max_tokens), None)
+                result.append(DataLengths(f"{name} prompts", prompts.num_tokens, dropped))
+        return result
+
+    def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
+        config, snapshot = self.config, self.config.snapshot
+        model = model or sizes_of(config.model, config.lora)
+        moving = (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
+        trainable = self.demand(model, False).trainable  # policy, critic and a reward model that learns
+        result = {"checkpoints": checkpoint_bytes(config.checkpoint, self.num_steps, trainable, moving * model.lora)}
+        completion = completion_bytes(config)
+        whole = completion + (TOKEN_ID + LOGPROB) * config.generation.max_tokens
+        result["rollouts"] = config.rollouts.most_files(config.steps) * config.completions_per_step * whole
+        if self.writes_metrics:
+            examples = config.eval.num_examples * completion
+            result["metrics"] = metrics_bytes(self.num_steps, config.eval.every, examples)
+        return result
+
+
+def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool = True) -> TrainPlan:
+    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    Args:
+        plain: the resolved config.
+        runs_here: False if the run is only planned: its engine, and what 4-bit weights need, may be missing.
+        trains: False if the config is only evaluated.
+
+    Raises:
+        UserError: the config, the model or the data are wrong.
+    """
+    config, algorithm, loggers = check_config(plain, trains=trains)
+    rules.check_machine(config.model, runs_here=runs_here)
+    if trains:
+        rules.check_lag_has_devices(config, resolve_device(config.model.device).type)
+    rewards = specs(config.reward)
+    used = uses(config, rewards)
+    engine, reason = rules.choose_engine(config.generation, config.model, config.lora, runs_here=runs_here)
+    if config.cluster.engines:
+        rules.check_apart(config, engine)
+    if runs_here and config.cluster.kind == "ray":
+        check_installed()
+        if config.cluster.address is not None:
+            check_address(config.cluster.address)
+    model_config = read_config(config.model)
+    base_fingerprint = fingerprint(config.model)
+    rules.check_context(config, model_config)
+    rules.check_targets(config.lora, config.model, model_config)
+    check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
+    check_classifiers(rewards)
+    tokenizer = load_tokenizer(config.model)
+    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
+    data = instantiate(config.data, "data")
+    limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
+    train_prompts = scan(data.load(Split.train), tokenizer, limit, over_limit, Split.train, config.prompts.style)
+    held_out = None
+    if config.eval.every:
+        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, config.prompts.style)
+    rules.check_metadata(rewards, train_prompts.prompts[0])
+    data_notes = examined(rewards, joined(untokenised(train_prompts), untokenised(held_out) if held_out else ()))
+    check_servers(rewards, train_prompts.prompts[0])
+    rules.check_fresh_prompts(config, len(train_prompts.prompts))
+    pretrain_text = scan_pretrain_text(config, tokenizer)
+    return TrainPlan(
+        config=config,
+        plain=plain,
+        algorithm=algorithm,
+        engine=engine,
+        engine_reason=reason,
+        train_prompts=train_prompts,
+        held_out=held_out,
+        loggers=(Rollouts(config.rollouts), *loggers) if trains else loggers,
+        fingerprints={
+            "data_fingerprint": train_prompts.fingerprint,
+            **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
+            **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
+            "base_fingerprint": base_fingerprint,
+            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
+        },
+        pretrain_text=pretrain_text,
+        notes=(
+            *(rules.warnings(config, algorithm) if trains else ()),
+            *rules.warnings_of_sizes(
+                config,
+                len(train_prompts.prompts) if trains else None,
+                None if held_out is None else len(held_out.prompts),
+            ),
+            *notes(rewards),
+            *data_notes,
+        ),
+    )
+
+
+def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainText | None:
+    """The pretraining text, tokenised; None if the config names none."""
+    settings = config.pretrain
+    if settings.path is None:
+        return None
+    return scan_texts(
+        load_texts(settings.path, settings.field, settings.given_field),
+        tokenizer,
+        max_tokens=settings.max_tokens,
+        sequences_per_update=settings.sequences_per_update,
+        held_out=settings.held_out,
+        updates_per_step=config.updates_per_step,
+    )
+
+
+def role_names(plan: TrainPlan) -> list[str]:
+    """The roles of this run: the networks on the base or beside it."""
+    snapshot, critic = plan.config.snapshot, plan.config.critic
+    has_role = {"policy": True, "old": snapshot.old == "copy", "reference": snapshot.reference != "none"}
+    has_role |= {
+        "critic": critic.kind != "none",
+        "reward": any(s.runs_in_trainer for s in specs(plan.config.reward).values()),
+    }
+    return [role for role, has in has_role.items() if has]
+
+
+def roles_text(plan: TrainPlan) -> str:
+    """Says which policy is old, what the reference is, and what gives values."""
+    snapshot, critic = plan.config.snapshot, plan.config.critic
+    old = "old = current (one update a step, no extra pass)"
+    if snapshot.old == "sampled":
+        old = "old = the engine's log-probs"
+    elif snapshot.old == "copy":
+        old = "old = an adapter of its own, copied at each publish"
+    elif snapshot.old == "recompute" or plan.needs_old:
+        old = "old = recomputed before the updates"
+    text = old
+    if snapshot.reference != "none":
+        text += f"; reference = {snapshot.reference}"
+        text += f", refreshed every {snapshot.refresh_every} steps" if snapshot.refresh_every else ""
+        text += f", decay {snapshot.ema_decay:g} a step" if snapshot.ema_decay is not None else ""
+    if critic.kind != "none":
+        text += f"; critic = {'adapter' if critic.kind == 'adapter' else 'head on the policy'} from {critic.init}"
+    return text

@@ -1,0 +1,1 @@
+"""Tokenises the data of a run: prompts, demonstrations, rankings and texts."""

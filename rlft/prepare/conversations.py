@@ -1,0 +1,220 @@
+"""What a chat template puts between the turns of a conversation, as tokens.
+
+A conversation's tokens are concatenated and never made again from text: the prompt's, what was sampled, then a suffix
+with what the environment answers and the start of the policy's next turn. So the template must be one that leaves
+earlier turns as they were; one that rewrites them (Qwen3 drops a turn's thinking once a user speaks again) is refused
+by name, or makes a new row of the conversation, whose prompt is the whole of it, rewritten.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from jinja2.exceptions import TemplateError
+
+from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Role = Literal["tool", "user"]
+"""Who answers the policy."""
+
+OPENING = ({"role": "user", "content": "question"},)
+THOUGHT = "<think>\nthought\n</think>\n\n"
+READING = "a reading"
+CALL_ID = "000000000"
+"""Nine letters or digits, which Mistral's templates ask for."""
+
+
+class TurnTemplate:
+    """A tokenizer's chat template, for conversations that go on.
+
+    Args:
+        tokenizer: the model's, with its chat template.
+        roles: who answers the policy.
+        tools: JSON schemas of tools, as `transformers.utils.get_json_schema` makes them, which the template shows.
+        opening: messages like those that conversations begin with; whether they have a system's matters.
+        may_fork: False: a template that rewrites earlier turns when one of `roles` answers is refused.
+
+    Raises:
+        UserError: there is no chat template; it cannot show tools or their answers, takes no second turn of a user,
+            ends turns with no special token, or rewrites earlier turns and may not fork.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        roles: Collection[Role],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        opening: Sequence[Mapping[str, Any]] = OPENING,
+        may_fork: bool = False,
+    ) -> None:
+        self._tokenizer, self._tools, self._opening = tokenizer, [dict(tool) for tool in tools], list(opening)
+        special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and len(t.content) > 1]
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._starts_special = re.compile(f"(?={self._special.pattern})")
+        if not tokenizer.chat_template:
+            raise self._refused("tokenizer has no chat template, which says what stands between turns", "chat template")
+        self._check_shows_tools()
+        self._calls_as_text = False
+        for role in roles:
+            self._check_takes(role)
+        try:
+            self.forking_roles: frozenset[Role] = frozenset(role for role in roles if self._rewrites(role, roles))
+        except TemplateError as error:
+            raise self._refused(f"chat template takes no second answer ({error})", "chat template that does") from error
+        """Those whose answer makes the template rewrite earlier turns: the conversation goes on as another row."""
+        if self.forking_roles and not may_fork:
+            who = "a tool answers" if "tool" in self.forking_roles else "a user speaks again"
+            raise self._refused(
+                f"chat template rewrites earlier turns when {who}, so what was sampled would not be what is trained on",
+                "chat template that keeps them as they were",
+            )
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The tokens of a conversation up to the start of the policy's next turn: of its first turn, or of a fork."""
+        return tuple(self._ids(self._rendered(messages, start=True)))
+
+    def suffix(self, sampled: Sequence[int], answers: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The tokens that follow a turn of the policy: the answers, and the start of its next turn.
+
+        They begin with the token that ends a turn if the policy did not sample it, because a limit or a stop string
+        ended the turn. What is written in an answer like a special token stays text.
+
+        Args:
+            sampled: the turn's token ids.
+            answers: messages of one role, which does not fork; those of tools in the order of the calls.
+        """
+        roles = {answer["role"] for answer in answers}
+        if len(roles) != 1 or roles & self.forking_roles:
+            raise ValueError(f"answers of the roles {sorted(roles)} have no suffix")
+        end, rest, gap = self._between(roles.pop(), answers)
+        # Each part is tokenised behind a special token, where no tokenizer takes it for the beginning of a text.
+        parts = [self._ids(end + part) for part in (rest.split(gap) if gap else [rest])]
+        ids = [*parts[0][:1], *(token for part in parts for token in part[1:])]
+        return tuple(ids[1:] if len(sampled) and sampled[-1] == ids[0] else ids)
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+    def _between(self, role: Role, answers: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
+        """(the token that ends a turn, the text behind it up to the next turn, a character at which that is cut).
+
+        The character stands inside of what is written like a special token; "" if nothing is.
+        """
+        contents = [answer["content"].encode("utf-8", "replace").decode() for answer in answers]
+        gap = next(c for c in map(chr, range(0xE000, 0xF8FF)) if not any(c in content for content in contents))
+        cut = ["".join(self._cut(content, gap)) for content in contents]
+        number = next(n for n in range(10**6) if not any(_mark(n) in content for content in contents))
+        said = [
+            {**answer, "content": content} | ({} if role == "user" else {"tool_call_id": _call_id(answer, k)})
+            for k, (answer, content) in enumerate(zip(answers, cut, strict=True))
+        ]
+        first_id = said[0].get("tool_call_id", CALL_ID)
+        text = self._rendered([*self._opening, self._turn(role, _mark(number), first_id), *said], start=True)
+        end, rest = self._after(text, _mark(number))
+        return end, rest, gap if cut != contents else ""
+
+    def _cut(self, content: str, gap: str) -> Iterator[str]:
+        """The content with a gap behind the first character of each special token in it."""
+        at = 0
+        for match in self._starts_special.finditer(content):
+            yield content[at : match.start() + 1]
+            yield gap
+            at = match.start() + 1
+        yield content[at:]
+
+    def _after(self, text: str, mark: str) -> tuple[str, str]:
+        """(the special token that ends the turn with the mark, the text behind it). UserError if there is none."""
+        tail = text[text.rindex(mark) + len(mark) :]
+        match = self._special.search(tail)
+        if match is None:
+            raise self._refused(
+                "chat template ends an assistant's turn with no special token", "chat template whose turns have ends"
+            )
+        return match[0], tail[match.end() :]
+
+    def _turn(self, role: Role, mark: str, call_id: str = CALL_ID) -> dict[str, Any]:
+        """A turn of the policy that `role` can answer; the mark is the last thing said in it."""
+        if role == "user":
+            return {"role": "assistant", "content": THOUGHT + mark}
+        name = self._tools[0]["function"]["name"] if self._tools else "tool"
+        arguments = {"argument": mark}
+        called = {"name": name, "arguments": json.dumps(arguments) if self._calls_as_text else arguments}
+        calls = [{"type": "function", "id": call_id, "function": called}]
+        return {"role": "assistant", "content": THOUGHT + mark, "tool_calls": calls}
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], *, start: bool) -> str:
+        conversation = [dict(message) for message in messages]
+        tools: Any = self._tools or None
+        template = self._tokenizer.apply_chat_template
+        return str(template(conversation, tools=tools, add_generation_prompt=start, tokenize=False))
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+    # -- what is refused -----------------------------------------------------------------------------------------------
+    def _check_shows_tools(self) -> None:
+        if self._tools:
+            try:
+                shown = self._rendered(self._opening, start=True)
+            except Exception as error:
+                raise self._no_tools(f"({error})") from error
+            for tool in self._tools:
+                if tool["function"]["name"] not in shown:
+                    raise self._no_tools(f"({tool['function']['name']} is not shown)")
+
+    def _check_takes(self, role: Role) -> None:
+        """UserError if the role cannot answer; finds out how calls are written."""
+        errors: list[Exception] = []
+        for self._calls_as_text in (False, True):
+            try:
+                text = self._rendered([*self._opening, self._turn(role, _mark(0)), _answer(role)], start=True)
+                if READING in self._after(text, _mark(0))[1]:
+                    return
+            except UserError:
+                raise
+            except Exception as error:  # a template is a program of somebody else's: it may raise anything
+                errors.append(error)
+        why = f"({errors[0]})" if errors else "(the answer is not shown)"
+        if role == "tool":
+            raise self._no_tools(why)
+        raise self._refused(f"chat template takes no user's turn after an assistant's {why}", "chat template that does")
+
+    def _rewrites(self, role: Role, roles: Collection[Role]) -> bool:
+        """Whether an earlier turn, or the prompt, is another text once `role` has answered, and somebody before it."""
+        histories = [[*self._opening], *([*self._opening, self._turn(r, _mark(0)), _answer(r)] for r in roles)]
+        for history in histories:
+            before = self._rendered(history, start=True)
+            said = self._rendered([*history, self._turn(role, _mark(1))], start=False)
+            said = said.removesuffix(self._after(said, _mark(1))[1])
+            after = self._rendered([*history, self._turn(role, _mark(1)), _answer(role)], start=True)
+            if not said.startswith(before) or not after.startswith(said):
+                return True
+        return False
+
+    def _no_tools(self, why: str) -> UserError:
+        return self._refused(
+            f"chat template cannot show tools and their answers {why}", "chat template that does, as Qwen2.5's"
+        )
+
+    def _refused(self, problem: str, wanted: str) -> UserError:
+        name = self._tokenizer.name_or_path or None
+        remedy = f"use a model with a {wanted}, or put one into the model's folder as chat_template.jinja"
+        return UserError("model.path", f"its {problem}", got=name, remedy=remedy)
+
+
+def _mark(number: int) -> str:
+    """A text that a template leaves as it is."""
+    return f"mark{number}mark"
+
+
+def _answer(role: Role) -> dict[str, Any]:
+    return {"role": role, "content": READING} | ({} if role == "user" else {"name": "tool", "tool_call_id": CALL_ID})
+
+
+def _call_id(answer: Mapping[str, Any], index: int) -> str:
+    return answer.get("tool_call_id") or f"{index:09d}"

@@ -1,0 +1,177 @@
+"""Tokenises, measures and fingerprints demonstrations and rankings, before the model is loaded.
+
+A completion that was sampled keeps its tokens. Any other is tokenised apart from its prompt, as an engine would have
+returned it, and gets the token that ends a turn in the model's chat template.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rlft.config.schema import PromptsConfig
+from rlft.data.sampled import check_tokenizer, sampled_with
+from rlft.prepare.prompts import prompts_for_step, token_ids, tokenizer_fingerprint
+from rlft.prepare.texts import TextTokens, as_batch, text_ids
+from rlft.seeds import derive
+from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedTokens:
+    """A prompt and its completions as token ids, the best first, with the scores that rank them."""
+
+    prompt: tuple[int, ...]
+    completions: tuple[tuple[int, ...], ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """The tokenised demonstrations of one split.
+
+    Args:
+        texts: their tokens.
+        fingerprint: the sha256 (hex) over their tokens, in order.
+        note: a sentence about what was left out, or None.
+    """
+
+    texts: tuple[TextTokens, ...]
+    fingerprint: str
+    note: str | None
+
+    def batch(self, chosen: Iterable[int]) -> Batch:
+        """These examples as rows; examples of one prompt form one group, whose prompt enters the network once."""
+        texts = sorted((self.texts[i] for i in chosen), key=lambda text: text.ids[: text.num_given].tobytes())
+        prompts = [text.ids[: text.num_given].tobytes() for text in texts]
+        groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        return replace(as_batch(texts), group_ids=torch.tensor([groups[prompt] for prompt in prompts]))
+
+    def at(self, seed: int, step: int, count: int) -> Batch:
+        """The examples of the update that follows `step` steps; none comes twice in a pass over them."""
+        return self.batch(prompts_for_step(len(self.texts), count, derive(seed, 0, "examples"), step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rankings:
+    """The tokenised rankings of one split; fingerprint and note are as in Examples."""
+
+    rankings: tuple[RankedTokens, ...]
+    fingerprint: str
+    note: str | None
+
+    def at(self, seed: int, step: int, count: int, purpose: str) -> list[RankedTokens]:
+        """The rankings of the update that follows `step` steps; none comes twice in a pass over them."""
+        chosen = prompts_for_step(len(self.rankings), count, derive(seed, 0, purpose), step)
+        return [self.rankings[i] for i in chosen]
+
+
+def scan_demonstrations(
+    demonstrations: Sequence[Demonstration],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptsConfig,
+    max_completion_tokens: int,
+    split: Split,
+) -> Examples:
+    """Tokenises the demonstrations; those over a limit are dropped or refused (prompts.over_limit).
+
+    Raises:
+        UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
+    """
+    _check_sampled_with([d.prompt for d in demonstrations], tokenizer, "demonstrations")
+    prompt_ids = token_ids([d.prompt for d in demonstrations], tokenizer, prompts.style)
+    learned = _completions([(d.completion, d.completion_ids) for d in demonstrations], tokenizer, prompts.style)
+    texts = [
+        TextTokens(ids=np.array([*before, *ids], dtype="<i4"), num_given=max(len(before), 1))
+        for before, ids in zip(prompt_ids, learned, strict=True)
+        if len(before) <= prompts.max_tokens and len(ids) <= max_completion_tokens
+    ]
+    note = _left_out(len(demonstrations), len(texts), prompts, max_completion_tokens, f"{split} demonstrations")
+    parts = (f"{text.num_given}:".encode() + text.ids.tobytes() for text in texts)
+    return Examples(texts=tuple(texts), fingerprint=_digest(parts), note=note)
+
+
+def scan_rankings(
+    rankings: Sequence[Ranking],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptsConfig,
+    max_completion_tokens: int,
+    split: Split,
+) -> Rankings:
+    """Tokenises the rankings, without completions over the limit; rankings without a pair are dropped.
+
+    Raises:
+        UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
+    """
+    _check_sampled_with([r.prompt for r in rankings], tokenizer, "preferences")
+    prompt_ids = token_ids([r.prompt for r in rankings], tokenizer, prompts.style)
+    kept = []
+    for ranking, prompt in zip(rankings, prompt_ids, strict=True):
+        ids = ranking.completion_ids or [()] * len(ranking.completions)
+        tokens = _completions(list(zip(ranking.completions, ids, strict=True)), tokenizer, prompts.style)
+        short = [i for i, row in enumerate(tokens) if len(row) <= max_completion_tokens]
+        scores = tuple(ranking.scores[i] for i in short)
+        if len(prompt) <= prompts.max_tokens and len(set(scores)) > 1:
+            kept.append(RankedTokens(prompt=prompt, completions=tuple(tokens[i] for i in short), scores=scores))
+    note = _left_out(len(rankings), len(kept), prompts, max_completion_tokens, f"{split} rankings")
+    parts = (repr((r.prompt, r.completions, r.scores)).encode() for r in kept)
+    return Rankings(rankings=tuple(kept), fingerprint=_digest(parts), note=note)
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, style: str) -> int:
+    """The token that ends an assistant's turn: the one that the chat template adds to its text, else the end token.
+
+    Raises:
+        UserError: the tokenizer has neither.
+    """
+    if style == "chat" and tokenizer.chat_template:
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        after = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("answer")[2]
+        # Not all_special_ids: a template may end turns with a token that has no name of its own (Llama 3's <|eot_id|>).
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        ids = [int(token) for token in text_ids([after], tokenizer)[0] if int(token) in special]
+        if ids:
+            return ids[0]
+    if isinstance(tokenizer.eos_token_id, int):
+        return tokenizer.eos_token_id
+    raise UserError("model.path", "its tokenizer has no end token, so completions could never end", remedy="set one")
+
+
+def _completions(
+    texts: Sequence[tuple[str, Sequence[int]]], tokenizer: PreTrainedTokenizerBase, style: str
+) -> list[tuple[int, ...]]:
+    """The tokens of each completion: those that were sampled, or else the tokens of its text and an end token."""
+    end = end_of_turn(tokenizer, style)
+    made = ((*ids.tolist(), end) for ids in text_ids([text for text, ids in texts if not ids], tokenizer))
+    return [tuple(ids) if ids else next(made) for _, ids in texts]
+
+
+def _check_sampled_with(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, section: str) -> None:
+    if samplers := sampled_with(prompts):
+        check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), section)
+
+
+def _left_out(num_all: int, num_kept: int, prompts: PromptsConfig, limit: int, what: str) -> str | None:
+    if num_kept == num_all > 0:
+        return None
+    limits = f"prompts.max_tokens={prompts.max_tokens} or max_completion_tokens={limit}"
+    problem = f"{num_all - num_kept} of {num_all} {what} exceed {limits}"
+    if prompts.over_limit == "refuse" or not num_kept:
+        remedy = "raise them, or set prompts.over_limit=drop" if num_kept else "raise them, or choose other data"
+        raise UserError("max_completion_tokens", problem, remedy=remedy)
+    return f"{problem} and were dropped"
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()

@@ -1,0 +1,293 @@
+"""Tokenises, measures and fingerprints prompts, before the model is loaded; chooses the prompts of each step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import median
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import numpy as np
+
+from rlft.data.lazy import Chosen, Lazy
+from rlft.system.progress import with_progress
+from rlft.types import Prompt, Split, UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK, CHUNK_CHARACTERS = 1000, 250_000
+"""The most prompts that are tokenised in one call, and the most characters."""
+
+Item = TypeVar("Item")
+
+NO_TEMPLATE_NOTE = "The tokenizer has no chat template: prompts are the plain texts of their messages."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthSummary:
+    """The number of tokens of the shortest, the median and the longest prompt of a set."""
+
+    shortest: int
+    median: float
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """The tokenised prompts of one split.
+
+    Args:
+        prompts: the prompts in the order of the data, with token_ids. For streamed data (rlft/data/streamed.py) this is
+            a lazy sequence, which reads and tokenises a prompt at each access.
+        num_tokens: the number of tokens of each prompt.
+        num_dropped: the number of prompts that exceeded the limit.
+        lengths: of the kept prompts.
+        fingerprint: the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares.
+        note: a sentence for the person watching, or None.
+    """
+
+    prompts: Sequence[Prompt]
+    num_tokens: Sequence[int]
+    num_dropped: int
+    lengths: LengthSummary
+    fingerprint: str
+    note: str | None
+
+    def longest(self, number: int | None = None) -> Prompt:
+        """The longest of the first `number` prompts, or of all; the first one of equally long prompts."""
+        lengths = self.num_tokens[:number]
+        return self.prompts[max(range(len(lengths)), key=lengths.__getitem__)]
+
+
+class TokenisedPrompts(Lazy[Prompt]):
+    """Prompts of streamed data with token ids, which are computed at each access; `texts` are the prompts without."""
+
+    def __init__(self, texts: Lazy[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> None:
+        self.texts, self._tokenizer, self._style = texts, tokenizer, style
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def at(self, index: int) -> Prompt:
+        return next(self.between(index, index + 1))
+
+    def between(self, start: int, stop: int) -> Iterator[Prompt]:
+        return tokenised(self.texts.between(start, stop), self._tokenizer, self._style)
+
+
+def scan(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    over_limit: Literal["drop", "refuse"],
+    split: Split,
+    style: Literal["chat", "raw"] = "chat",
+) -> PromptSet:
+    """Tokenises the prompts of a split; prompts over the limit are dropped or refused.
+
+    Args:
+        prompts: the prompts.
+        tokenizer: the model's.
+        max_prompt_tokens: the limit.
+        over_limit: whether longer prompts are dropped or refused.
+        split: their split.
+        style: `chat` uses the tokenizer's chat template. `raw`, or a tokenizer without one, joins the texts of the
+            messages with blank lines.
+
+    Raises:
+        UserError: there are no prompts, or none is left; an id occurs twice; prompts are too long and refused; the chat
+            template does not accept the messages; or a prompt has no token.
+    """
+    if not len(prompts):
+        raise UserError("data", f"the {split} split is empty", remedy="choose other data")
+    if not isinstance(prompts, Lazy):  # the ids of streamed data are numbers of lines
+        _check_ids(prompts, split)
+    held: list[Prompt] = []
+    kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
+    empty, long = Noted(), Noted()
+    progress = with_progress(
+        tokenised(prompts, tokenizer, style), f"data: tokenising the {split} prompts", len(prompts)
+    )
+    for index, prompt in enumerate(progress):
+        number = len(prompt.token_ids)
+        if not number:
+            empty.add(prompt.id, number)
+        if number > max_prompt_tokens:
+            long.add(prompt.id, number)
+            continue
+        kept.append(index)
+        num_tokens.append(number)
+        digest.update(fingerprinted(prompt))
+        if not isinstance(prompts, Lazy):
+            held.append(prompt)
+    if empty.number:
+        raise _no_tokens(empty, len(prompts), split)
+    if long.number and (over_limit == "refuse" or not kept):
+        raise _over_limit(long, len(prompts), max_prompt_tokens, over_limit, split)
+    kept_prompts: Sequence[Prompt] = tuple(held)
+    if isinstance(prompts, Lazy):
+        kept_prompts = TokenisedPrompts(Chosen(prompts, kept), tokenizer, style)
+    return PromptSet(
+        prompts=kept_prompts,
+        num_tokens=num_tokens,
+        num_dropped=long.number,
+        lengths=LengthSummary(shortest=min(num_tokens), median=median(num_tokens), longest=max(num_tokens)),
+        fingerprint=digest.hexdigest(),
+        note=NO_TEMPLATE_NOTE if style == "chat" and not tokenizer.chat_template else None,
+    )
+
+
+@dataclass(slots=True)
+class Noted:
+    """A count of prompts of some kind, with the first one's id and tokens, and the most tokens of one."""
+
+    number: int = 0
+    first: str = ""
+    first_tokens: int = 0
+    most_tokens: int = 0
+
+    def add(self, prompt_id: str, num_tokens: int) -> None:
+        if not self.number:
+            self.first, self.first_tokens = prompt_id, num_tokens
+        self.number += 1
+        self.most_tokens = max(self.most_tokens, num_tokens)
+
+
+def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
+    """The prompts; those of streamed data without token ids, which would have to be computed."""
+    prompts = prompt_set.prompts
+    return prompts.texts if isinstance(prompts, TokenisedPrompts) else prompts
+
+
+def left_out(prompts: PromptSet, split: str, max_prompt_tokens: int) -> Iterator[str]:
+    """A sentence about the prompts of the split that were too long; none if all fit."""
+    if prompts.num_dropped:
+        yield f"{prompts.num_dropped} {split} prompts longer than prompts.max_tokens={max_prompt_tokens} were dropped"
+
+
+def fingerprinted(prompt: Prompt) -> bytes:
+    """A prompt's part of a set's fingerprint: a JSON array of id, token ids and answer, and a newline."""
+    return json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode() + b"\n"
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """12 hex digits of a sha256 over the vocabulary with added tokens, the chat template and the end token."""
+    known = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
+
+
+def prompts_for_step(num_prompts: int, prompts_per_step: int, seed: int, step: int) -> list[int]:
+    """Indices of the prompts of one step; `step` is the number of steps finished before it, from 0.
+
+    Epoch e is a permutation of all prompts drawn from (seed, e), cut into whole steps. A rest that is less than a step
+    is skipped; the next epoch permutes all prompts again. So no prompt occurs twice in an epoch or in a step. If a step
+    takes more prompts than exist, epochs follow each other without a gap, and prompts repeat. This is a pure function
+    of its arguments: a resumed run needs no other cursor than its step.
+
+    >>> prompts_for_step(4, 2, seed=0, step=0), prompts_for_step(4, 2, seed=0, step=1)
+    ([3, 1], [0, 2])
+    """
+    if num_prompts < 1 or prompts_per_step < 1 or step < 0:
+        raise ValueError(
+            f"need num_prompts >= 1, prompts_per_step >= 1, step >= 0: {num_prompts}, {prompts_per_step}, {step}"
+        )
+    if num_prompts >= prompts_per_step:
+        epoch, turn = divmod(step, num_prompts // prompts_per_step)
+        return permutation(num_prompts, seed, epoch)[turn * prompts_per_step : (turn + 1) * prompts_per_step].tolist()
+    positions = range(step * prompts_per_step, (step + 1) * prompts_per_step)
+    return [int(permutation(num_prompts, seed, p // num_prompts)[p % num_prompts]) for p in positions]
+
+
+@lru_cache(maxsize=2)
+def permutation(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of the prompts in an epoch, read-only. numpy promises that the stream of RandomState never changes."""
+    words = np.frombuffer(hashlib.sha256(f"{seed}/{epoch}".encode()).digest(), dtype="<u4")
+    order = np.random.RandomState(words).permutation(num_prompts)
+    order.flags.writeable = False
+    return order
+
+
+def token_ids(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> list[tuple[int, ...]]:
+    """The tokens of each prompt, up to the start of its completion; `style` is as in `scan`."""
+    return [prompt.token_ids for prompt in tokenised(prompts, tokenizer, style)]
+
+
+def tokenised(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> Iterator[Prompt]:
+    """The prompts with their tokens, up to the start of their completions."""
+    for chunk in chunked(prompts, lambda prompt: sum(len(message["content"]) for message in prompt.messages)):
+        for prompt, ids in zip(chunk, _tokenise(chunk, tokenizer, style), strict=True):
+            yield replace(prompt, token_ids=tuple(ids))
+
+
+def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """The items in order, in chunks for one call of the tokenizer, which holds some 100 bytes per token."""
+    chunk: list[Item] = []
+    size = 0
+    for item in items:
+        own = characters(item)
+        if chunk and (len(chunk) == CHUNK or size + own > CHUNK_CHARACTERS):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(item)
+        size += own
+    if chunk:
+        yield chunk
+
+
+def _tokenise(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> Sequence[Sequence[int]]:
+    if style == "raw" or not tokenizer.chat_template:
+        return tokenizer(["\n\n".join(m["content"] for m in p.messages) for p in prompts])["input_ids"]  # type: ignore[return-value]
+    from jinja2.exceptions import TemplateError
+
+    conversations = [[dict(m) for m in p.messages] for p in prompts]
+    try:
+        return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)  # type: ignore[return-value]
+    except TemplateError as error:
+        has_system = any(p.messages[0]["role"] == "system" for p in prompts)
+        remedy = (
+            "set data.system_prompt=null and say it in data.prompt_template"
+            if has_system
+            else "use data whose turns it takes"
+        )
+        raise UserError(
+            "data.system_prompt" if has_system else "data",
+            f"the model's chat template refuses it ({error})",
+            remedy=remedy,
+        ) from error
+
+
+def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:
+    twice = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
+    if twice:
+        raise UserError(
+            "data",
+            f"{len(twice)} ids occur more than once in the {split} split",
+            got=twice[0],
+            remedy="give each prompt its own id",
+        )
+
+
+def _no_tokens(empty: Noted, number: int, split: Split) -> UserError:
+    return UserError(
+        "data",
+        f"{empty.number} of {number} {split} prompts have no token, so nothing can be predicted from them",
+        got=empty.first,
+        remedy="leave them out, or use prompts.style=chat, whose template gives each some tokens",
+    )
+
+
+def _over_limit(long: Noted, number: int, limit: int, over_limit: str, split: Split) -> UserError:
+    raised = f"raise prompts.max_tokens (the longest has {long.most_tokens})"
+    return UserError(
+        "prompts.max_tokens",
+        f"{long.number} of {number} {split} prompts are longer, first {long.first} with {long.first_tokens}",
+        got=limit,
+        remedy=f"{raised}, or set prompts.over_limit=drop" if over_limit == "refuse" else raised,
+    )

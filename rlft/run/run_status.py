@@ -1,0 +1,131 @@
+"""The status of a run: status.json in its folder, and the lock that only a living process holds.
+
+A run that stops because the disk is full still says so: while it runs, its status.json reserves room for the message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rlft.system import locks
+from rlft.system.disk import DiskError
+from rlft.system.files import write_atomically
+from rlft.system.versions import FORMAT, problem_of_format
+
+FILE = "status.json"
+PROGRESS = "progress.json"
+"""The file in which a verb without metrics, such as `rlft sample`, counts its steps."""
+LOCK = ".lock"
+"""The file in a run's folder that its process holds locked. The file stays; the kernel drops the lock."""
+
+ROOM = 1024
+"""Bytes of the file while a run is running: its text and spaces, which the reason why a run stops can replace."""
+
+NO_LOCKS = "its file system has no locks, which would tell a killed run from a running one"
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""The errors of reading a damaged file."""
+
+
+class Status(StrEnum):
+    running = "running"
+    finished = "finished"
+    interrupted = "interrupted"
+    stopped = "stopped"
+    killed = "killed"
+    unknown = "unknown"
+
+
+@dataclass(kw_only=True)
+class Ending:
+    """How a run ends; its caller sets `interrupted`."""
+
+    interrupted: bool = False
+
+
+@contextlib.contextmanager
+def kept(folder: Path, num_steps: int) -> Iterator[Ending]:
+    """Keeps status.json: inside it says that the run is running, afterwards how it ended. A kill leaves it unchanged.
+
+    Args:
+        folder: the run's folder.
+        num_steps: steps of the whole run, which its config may give in epochs.
+    """
+    _write(folder, num_steps, Status.running)
+    ending = Ending()
+    try:
+        yield ending
+    except KeyboardInterrupt:
+        _write(folder, num_steps, Status.interrupted)
+        raise
+    except BaseException as error:
+        _write(folder, num_steps, Status.stopped, str(error).partition("\n")[0] or type(error).__name__)
+        raise
+    _write(folder, num_steps, Status.interrupted if ending.interrupted else Status.finished)
+
+
+def write_interrupted(folder: Path, num_steps: int) -> None:
+    """Writes the status of a run that can be resumed but that no process has started, with its number of steps."""
+    _write(folder, num_steps, Status.interrupted)
+
+
+def _write(folder: Path, num_steps: int, status: Status, reason: str = "") -> None:
+    fields = {"format": FORMAT, "status": str(status), "steps": num_steps, **({"reason": reason} if reason else {})}
+    content = json.dumps(fields).encode()
+    room = ROOM if status is Status.running else 0
+    try:
+        write_atomically(folder / FILE, content.ljust(room) + b"\n")
+    except DiskError:
+        if not _written_in_place(folder / FILE, content):
+            raise
+
+
+def _written_in_place(file: Path, content: bytes) -> bool:
+    """Overwrites the file in place, which needs no more of the disk, padded with spaces; False if it has no room."""
+    with contextlib.suppress(OSError):
+        handle = os.open(file, os.O_WRONLY)
+        try:
+            size = max(ROOM, os.fstat(handle).st_size)
+            if len(content) < size:
+                return os.pwrite(handle, content.ljust(size - 1) + b"\n", 0) == size
+        finally:
+            os.close(handle)
+    return False
+
+
+def read(folder: Path) -> tuple[Status, str]:
+    """(status, the reason why it stopped or is unknown, or an empty text).
+
+    A run whose file says running, but whose lock no process holds, was killed. Without the file, as older versions left
+    it, a run that no process holds is finished.
+    """
+    held = locks.is_held(folder / LOCK)
+    if held:
+        return Status.running, ""
+    try:
+        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        if newer := problem_of_format(content):
+            return Status.unknown, f"{FILE} {newer}"
+        status, reason = Status(content["status"]), str(content.get("reason", ""))
+    except FileNotFoundError:
+        return Status.finished, ""
+    except OSError as error:
+        return Status.unknown, f"{FILE} cannot be read ({error.strerror})"
+    except UNREADABLE:
+        return Status.unknown, f"{FILE} is damaged"
+    if status is not Status.running:
+        return status, reason
+    return (Status.killed, "") if held is False else (Status.running, NO_LOCKS)
+
+
+def num_steps(folder: Path) -> int | None:
+    """The steps of the whole run; None if an older version did not write them."""
+    try:
+        return int(json.loads((folder / FILE).read_text(encoding="utf-8"))["steps"])
+    except UNREADABLE:
+        return None

@@ -1,0 +1,525 @@
+"""What an untrusted Python script prints: isolated by bubblewrap, under limits, ended with all its children in time.
+
+What a script has inside: Python's standard library, /usr and /lib read-only, /dev/null, /dev/zero and /dev/urandom, its
+own files read-only, and /tmp, empty, in memory, its size and number of files limited. It does not have the network,
+/etc, any home folder (also where Python itself lies in one), /proc, other processes, the environment, privileges, and
+the system calls that Python programs have no use for. Only what bubblewrap and the kernel enforce is relied on:
+namespaces for files, network, processes and IPC, `no_new_privs`, resource limits and the system-call filter, all set
+before the script's first instruction (launch.py), and a memory cgroup where one can be had (cgroups.py).
+
+Resource limits bound the memory of processes. What processes hold beside it (System V shared memory, memfds,
+descriptors in flight) is bounded by the cgroup, or by the filter, which leaves no way to get it; `memory_bound` tries
+which. With the filter alone a process may hold 14 MiB more, in the buffers of its 64 pipes and socket pairs.
+
+RLIMIT_NPROC, the process limit, never binds for the kernel's user 0, not even in a user namespace. So two ways are
+known: a user's bubblewrap makes a user namespace, in which processes are counted apart; root's bubblewrap makes none,
+and the script gets a user id that nobody else has. `available` tries them for real: it believes no version number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any
+
+from rlft.keys.bounds import PositiveFloat, PositiveInt
+from rlft.sandbox import cgroups, launch, seccomp
+from rlft.sandbox.owned_folders import owned_folder, sweep
+from rlft.system.running_time import TICK_S, RunningTime, is_stopped
+
+PYTHON_FLAGS = ("-I", "-S", "-X", "utf8")  # standard library only, whatever is installed beside it
+FIRST_USER, NUM_USERS = 2**30, 2**28  # far above what systems give to people and to containers
+MAX_MESSAGE_BYTES = 2000
+
+LAUNCH = Path(launch.__file__).read_text(encoding="utf-8")
+FILE_BYTES = 4096  # one file in /tmp may be made for so many bytes of its size
+MIN_FILES = 256
+
+# What must fail inside, tried by `available`: each line of the output is something that did not.
+TRIAL = """
+import ctypes, os, socket, time
+from pathlib import Path
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def tell(what, attempt):
+    try:
+        attempt()
+        print(what)
+    except OSError:
+        pass
+
+def fork_ten():
+    for _ in range(10):
+        if os.fork() == 0:
+            time.sleep(60)
+
+def call(function, *arguments):
+    if function(*arguments) == -1:
+        raise OSError(ctypes.get_errno())
+
+def make_namespace():  # a mount namespace takes a capability, where namespaces are not forbidden at all
+    call(libc.unshare, 0x20000)
+
+def mount():
+    call(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None)
+
+# Connecting a datagram socket sends nothing: it only looks for a route.
+tell("the network can be reached", lambda: socket.socket(type=socket.SOCK_DGRAM).connect(("192.0.2.1", 9)))
+tell("/etc/passwd can be read", Path("/etc/passwd").read_bytes)
+tell("/proc can be read", lambda: os.listdir("/proc"))
+tell("the root folder can be written to", Path("/rlft-trial").touch)
+tell("the file space is not limited", lambda: [Path(f"/tmp/{i}").write_bytes(bytes(2**20)) for i in range(8)])
+tell("processes are not limited", fork_ten)
+tell("namespaces can be made", make_namespace)
+tell("file systems can be mounted", mount)
+if os.getppid() != 1:
+    print("it has no process namespace of its own")
+if os.getuid() == 0:
+    print("it is root")
+"""
+
+# Holds memory that no resource limit counts, as `memory_bound` has it try: each line of the output names one.
+MEMORY_TRIAL = """
+import ctypes, os, socket
+from pathlib import Path
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def tell(what, attempt):
+    try:
+        if attempt() != -1:
+            print(what)
+    except (AttributeError, OSError):  # Python has no function of a name that its C library lacks
+        pass
+
+def send_descriptor():
+    here, there = socket.socketpair()
+    return socket.send_fds(here, [b"x"], [0])
+
+def make_files():
+    for i in range(int(FILES) + 1):
+        Path(f"/tmp/{i}").touch()
+
+tell("System V shared memory", lambda: libc.shmget(0, 4096, 0o1600))
+tell("memfds", lambda: os.memfd_create("trial"))
+tell("descriptors in flight", send_descriptor)
+tell("any number of files", make_files)
+"""
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed, which says nothing about the script."""
+
+
+class Isolation(StrEnum):
+    """How scripts are kept apart from the machine."""
+
+    user = "user"
+    root = "root"
+    none = "none"
+
+    @property
+    def sentence(self) -> str:
+        """What is active, in plain words."""
+        if self is Isolation.none:
+            return (
+                "NOT isolated: programs run with this user's rights, and reach its files, the network and other "
+                "processes; only resource limits and an end of their process group hold"
+            )
+        how = {"user": "in a user namespace", "root": "under a user id of their own"}[self]
+        return (
+            f"isolated by bubblewrap {how}: no network, no files but Python's and a temporary folder, no other "
+            "processes, an empty environment, limits on time, memory, output and processes"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one script may use.
+
+    Args:
+        seconds: time, after which it is killed with all its children; it counts while both the script and whoever waits
+            for it may run, and not while they are stopped (SIGSTOP).
+        cpu_seconds: CPU time of each of its processes.
+        memory_bytes: address space of each process; all together hold at most `total_bytes`.
+        output_bytes: written to stdout; one byte more and it is killed. stderr is thrown away.
+        processes: processes and threads at the same time; in a user namespace bubblewrap's own first one counts too.
+            Not enforced on root's scripts where nothing isolates them.
+        file_bytes: all that it writes to its temporary folder (each file, where nothing isolates it), in at most one
+            file for each 4096 bytes of it.
+    """
+
+    seconds: PositiveFloat
+    cpu_seconds: PositiveInt
+    memory_bytes: PositiveInt
+    output_bytes: PositiveInt
+    processes: PositiveInt
+    file_bytes: PositiveInt
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory that all processes together may hold, with what they write to the temporary folder."""
+        return self.memory_bytes * self.processes + self.file_bytes
+
+    @property
+    def max_files(self) -> int:
+        return max(MIN_FILES, self.file_bytes // FILE_BYTES)
+
+    def by_resource(self) -> dict[str, int]:
+        """Limits by the names that Python's `resource` module gives them."""
+        return {
+            "RLIMIT_CPU": self.cpu_seconds,
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_SIGPENDING": 256,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_CORE": 0,
+        }
+
+
+TRIAL_LIMITS = Limits(
+    seconds=10.0, cpu_seconds=5, memory_bytes=2**29, output_bytes=2**20, processes=4, file_bytes=2**22
+)
+
+
+class Reason(StrEnum):
+    """Why a script ended: by itself (or by a limit of the kernel's, which shows in its exit code), or killed by us."""
+
+    exited = "exited"
+    deadline = "deadline"
+    output = "output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a script left. exit_code: 0 is success; None of one that was killed here."""
+
+    stdout: str
+    exit_code: int | None
+    reason: Reason
+
+
+def run(
+    files: Mapping[str, str],
+    arguments: Sequence[str],
+    limits: Limits,
+    isolation: Isolation,
+    stdin: str = "",
+    *,
+    filtered: bool = True,
+    clock: RunningTime | None = None,
+) -> Result:
+    """What the script `arguments[0]`, one of `files`, prints and how it ends; nothing of it is left running.
+
+    Args:
+        filtered: False leaves out the system-call filter.
+        clock: as of `collect`.
+
+    Raises:
+        SandboxError: it could not be started.
+    """
+    with (
+        _read_only(stdin) as reading,
+        running(
+            files, arguments, limits, isolation, stdin=reading, stdout=subprocess.PIPE, filtered=filtered
+        ) as process,
+    ):
+        return collect(process, limits, clock)
+
+
+@contextlib.contextmanager
+def running(
+    files: Mapping[str, str],
+    arguments: Sequence[str],
+    limits: Limits,
+    isolation: Isolation,
+    *,
+    stdin: Any,
+    stdout: Any,
+    pass_fds: Sequence[int] = (),
+    filtered: bool = True,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a script, which ends with the block, children and all. SandboxError where it could not begin.
+
+    Leave it in the thread that entered it: the kernel ties the process to the life of that thread.
+    """
+    isolated = isolation is not Isolation.none
+    with (
+        contextlib.ExitStack() as stack,
+        tempfile.TemporaryFile() as messages,
+        _pipe() as (hears_start, says_start),
+    ):
+        folder = "/files" if isolated else str(stack.enter_context(owned_folder()))
+        sources = [stack.enter_context(_read_only(text)).fileno() for text in files.values()] if isolated else []
+        if not isolated:
+            _write(files, Path(folder))
+        settings = {
+            "user": FIRST_USER + secrets.randbelow(NUM_USERS) if isolation is Isolation.root else 0,
+            "isolated": isolated,
+            "limits": limits.by_resource(),
+            "max_files": limits.max_files if isolated else 0,
+            "seccomp": (seccomp.system_call_filter() or b"").hex() if isolated and filtered else "",
+            "started": says_start,
+            "script": [f"{folder}/{arguments[0]}", *arguments[1:]],
+        }
+        group = cgroups.available() if isolated else None
+        bounded = stack.enter_context(group.limited(limits.total_bytes)) if group else []
+        process = subprocess.Popen(
+            [
+                *(*bounded, *prefix(isolation, dict(zip(files, sources, strict=False)), limits), *PYTHON_FLAGS),
+                *("-c", LAUNCH, json.dumps(settings)),
+            ],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=messages,
+            env=environment(isolation, folder),
+            cwd="/" if isolated else folder,
+            pass_fds=[says_start, *sources, *pass_fds],
+            start_new_session=True,
+        )
+        try:
+            yield process
+            ended_by_itself = process.poll() is not None
+        finally:
+            _end(process)
+        if ended_by_itself and not _has_started(hears_start):
+            raise SandboxError(f"a program could not be started in its sandbox ({_tail(messages)})")
+
+
+def collect(process: subprocess.Popen[bytes], limits: Limits, clock: RunningTime | None = None) -> Result:
+    """What a process just started writes to its stdout until it ends or goes over a limit.
+
+    clock: of the caller's, which goes on here.
+    """
+    assert process.stdout is not None
+    clock, left_s = clock or RunningTime(), limits.seconds
+    pieces, size, is_open = [], 0, True
+
+    def result(exit_code: int | None, reason: Reason) -> Result:
+        return Result(stdout=b"".join(pieces).decode("utf-8", "replace"), exit_code=exit_code, reason=reason)
+
+    clock.since_last()
+    while left_s > 0:
+        wait_s = min(left_s, TICK_S)
+        if not is_open:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return result(process.wait(wait_s), Reason.exited)
+        elif select.select([process.stdout], [], [], wait_s)[0]:
+            piece = os.read(process.stdout.fileno(), 65536)
+            is_open = bool(piece)
+            size += len(piece)
+            if size > limits.output_bytes:
+                return result(None, Reason.output)
+            pieces.append(piece)
+        passed_s = clock.since_last()
+        left_s -= 0.0 if is_stopped(process.pid) else passed_s
+    return result(None, Reason.deadline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBound:
+    """What bounds the memory that programs hold beside that of their processes. by: nothing, or what does, in words.
+
+    open: what they can hold without a bound where no cgroup counts it.
+    """
+
+    by: tuple[str, ...]
+    open: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.by)
+
+    @property
+    def sentence(self) -> str:
+        if self.by:
+            return f"all memory is bounded by {' and '.join(self.by)}"
+        return (
+            f"memory is NOT bounded: {', '.join(self.open)} can be held beside what processes are limited to, "
+            "and no memory cgroup can be had here"
+        )
+
+
+@functools.cache
+def memory_bound() -> MemoryBound:
+    """What bounds memory in the isolation that is available, tried for real."""
+    isolation, _ = available()
+    if isolation is Isolation.none:
+        return MemoryBound(by=(), open=("memory of every kind",))
+    result = run(
+        {"trial.py": MEMORY_TRIAL.replace("FILES", repr(TRIAL_LIMITS.max_files))}, ["trial.py"], TRIAL_LIMITS, isolation
+    )
+    if result.exit_code != 0:
+        raise SandboxError("the trial of what memory can be held failed")
+    held = tuple(result.stdout.split("\n")[:-1])
+    group = cgroups.available()
+    return MemoryBound(
+        by=(*([group.sentence] if group else []), *([] if held else ["a system-call filter"])), open=held
+    )
+
+
+@functools.cache
+def available() -> tuple[Isolation, str]:
+    """The isolation that works here, tried for real, and what it is; `none` with the reason where there is none."""
+    sweep()
+    if not sys.platform.startswith("linux"):
+        return Isolation.none, f"bubblewrap is a program for Linux, and this is {sys.platform}"
+    if shutil.which("bwrap") is None:
+        return Isolation.none, "bubblewrap is not installed"
+    problems = []
+    for isolation in (Isolation.root, Isolation.user) if os.geteuid() == 0 else (Isolation.user,):
+        problem = trial(isolation)
+        if problem is None:
+            return isolation, isolation.sentence
+        problems.append(problem)
+    return Isolation.none, f"bubblewrap does not isolate here: {problems[0]}"
+
+
+def trial(isolation: Isolation) -> str | None:
+    """What a script that tries to get out achieves, or why none runs at all; None: nothing.
+
+    Without the system-call filter: bubblewrap has to hold by itself.
+    """
+    try:
+        result = run({"trial.py": TRIAL}, ["trial.py"], TRIAL_LIMITS, isolation, filtered=False)
+        run({"trial.py": ""}, ["trial.py"], TRIAL_LIMITS, isolation)  # whether the kernel takes the filter
+    except SandboxError as error:
+        return str(error)
+    if result.exit_code != 0:
+        return "the trial program failed"
+    return ", ".join(result.stdout.split("\n")[:-1]) or None
+
+
+def prefix(isolation: Isolation, sources: Mapping[str, int], limits: Limits) -> list[str]:
+    """The command line up to the interpreter's flags; sources: descriptors with the contents of the script's files.
+
+    The files are copied into the sandbox's own memory, so that a killed run leaves nothing on the disk.
+    """
+    executable = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
+    if isolation is Isolation.none:
+        return [str(executable)]
+    return [
+        *(
+            shutil.which("bwrap") or "bwrap",
+            "--die-with-parent",
+            "--new-session",
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-ipc",
+        ),
+        *("--unshare-uts", "--unshare-cgroup-try"),
+        *(_as_user() if isolation is Isolation.user else _as_root()),
+        *("--ro-bind", "/usr", "/usr", *_system_libraries()),
+        *_interpreter(executable.parent.parent),
+        *("--perms", "0755", "--dir", "/dev"),
+        *(part for name in ("null", "zero", "urandom") for part in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+        *("--perms", "0755", "--dir", "/files"),
+        *(part for name, fd in sources.items() for part in ("--perms", "0444", "--file", str(fd), f"/files/{name}")),
+        *("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp"),
+        *("--remount-ro", "/", "--chdir", "/tmp", f"/python/bin/{executable.name}"),
+    ]
+
+
+def environment(isolation: Isolation, folder: str) -> dict[str, str]:
+    """All the environment that a script has."""
+    if isolation is Isolation.none:
+        return {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
+    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "LD_LIBRARY_PATH": "/python/lib"}
+
+
+def _as_user() -> list[str]:
+    # A setuid bubblewrap gives a user no capabilities: files in /tmp are then not limited, as `memory_bound` finds.
+    program = shutil.which("bwrap")
+    setuid = program is not None and os.geteuid() != 0 and Path(program).stat().st_mode & stat.S_ISUID
+    capabilities = [] if setuid else _with_capabilities("CAP_SYS_ADMIN")
+    return ["--unshare-user", "--uid", "65534", "--gid", "65534", *capabilities]
+
+
+def _as_root() -> list[str]:
+    return _with_capabilities("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID")
+
+
+def _with_capabilities(*names: str) -> list[str]:
+    """What launch.py needs and gives up: to limit the files in /tmp, and to take another user id."""
+    return ["--cap-drop", "ALL", *(part for name in names for part in ("--cap-add", name))]
+
+
+def _system_libraries() -> Iterator[str]:
+    """Binds of /lib, /lib64 and so on, which are links into /usr on most systems, and of /bin."""
+    for path in (*sorted(Path("/").glob("lib*")), Path("/bin")):
+        if path.is_symlink():
+            yield from ("--symlink", str(path.readlink()), str(path))
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+
+
+def _interpreter(home: Path) -> Iterator[str]:
+    """Binds of Python at /python: its programs and libraries, and nothing that lies beside them."""
+    yield from ("--perms", "0755", "--dir", "/python")
+    for name in ("bin", "lib", "lib64"):
+        if (home / name).is_dir():
+            yield from ("--ro-bind", str(home / name), f"/python/{name}")
+
+
+def _write(files: Mapping[str, str], folder: Path) -> None:
+    """The files, readable by the user that the script runs as."""
+    folder.chmod(0o755)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8", errors="replace")
+        (folder / name).chmod(0o644)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills the process group; where it is bubblewrap's, the kernel then kills all in its process namespace."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def _read_only(text: str) -> Iterator[IO[bytes]]:
+    """A file without a name that holds the text; opened again, so that a script cannot write to it."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode("utf-8", "replace"))
+        file.flush()
+        with Path(f"/dev/fd/{file.fileno()}").open("rb") as reading:
+            reading.seek(0)
+            yield reading
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    reading, writing = os.pipe()
+    try:
+        yield reading, writing
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _has_started(heard: int) -> bool:
+    return bool(select.select([heard], [], [], 0)[0])
+
+
+def _tail(messages: IO[bytes]) -> str:
+    messages.seek(0)
+    text = messages.read(MAX_MESSAGE_BYTES).decode("utf-8", "replace").strip()
+    return text.splitlines()[-1] if text else "it ended without a message"

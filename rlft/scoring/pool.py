@@ -1,0 +1,274 @@
+"""Where rewards run: worker processes that may hang, crash or be killed, without the run hanging or crashing with them.
+
+No threads: the calling thread deals the tasks out over one pipe a worker and waits with a deadline. So a dead worker
+says at once which task it had, a lock cannot be left taken by one that was killed, and the workers' parent (whose end
+they share) is the thread that made the pool: make it where the loop runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+from rlft.scoring.reward_spec import RewardSpec
+from rlft.scoring.worker import (
+    NOWHERE,
+    READY,
+    Cause,
+    Failure,
+    Progress,
+    Reply,
+    Task,
+    answer,
+    load,
+    out_of_time,
+    pack,
+    programs_ended,
+    serve,
+)
+from rlft.system import signals
+from rlft.system.children import how_it_ended, kill_group
+from rlft.system.running_time import TICK_S, RunningTime, is_stopped
+
+START_LIMIT_S = 300.0
+STOPPED_LIMIT_S = 300.0
+"""How long a worker may be stopped (SIGSTOP) while the run goes on, before another one gets its task."""
+MAX_FAILED_STARTS = 3  # in a row, without one that came up
+GRACE_S = 1.0  # the worker's own limit comes first, because it knows more; the pool's is for code that ignores signals
+
+StopWhen = Callable[[Reply], bool]
+
+
+class RewardError(RuntimeError):
+    """A reward failed and the run is not to go on without it: which one, where, and what to do."""
+
+
+class Pool(Protocol):
+    """Runs tasks, and says whether programs that a reward runs have ended before the reply that was given last."""
+
+    ran_programs: bool
+
+    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]: ...
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """A worker process, the parent's end of its pipe, and the task it is at.
+
+    Args:
+        left_s: seconds that the task, or its start, may still take, counted while both the worker and its parent run.
+        stopped_s: seconds that the worker was stopped alone.
+    """
+
+    process: BaseProcess
+    pipe: connection.Connection
+    progress: Progress
+    left_s: float
+    stopped_s: float = 0.0
+    ready: bool = False
+    task: Task | None = None
+
+
+class WorkerPool:
+    """Runs tasks in `num_workers` processes, which start in the background. timeout_s: seconds a group and reward.
+
+    ran_programs: whether programs that a reward runs have ended before the reply that was given last.
+    """
+
+    def __init__(self, specs: Sequence[RewardSpec], num_workers: int, timeout_s: float) -> None:
+        self._specs, self._num_workers, self._timeout_s = tuple(specs), num_workers, timeout_s
+        self._workers: list[Worker] = []
+        self._failed_starts = 0
+        self._clock = RunningTime()
+        self._is_stopped = False
+        self.ran_programs = False
+        self._fill()
+        atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
+
+    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
+        """Each task with its reply, in order of completion; after a reply that stops it no further task is begun.
+
+        A reply lacks the rewards that a killed worker had not come to, and those that a signal disturbed. Raises
+        RewardError where workers cannot start.
+        """
+        self._discard([worker for worker in self._workers if worker.task])  # left by a run that was interrupted
+        waiting = deque(tasks)
+        self._clock.since_last()  # nothing counts of the time before
+        while waiting or any(worker.task for worker in self._workers):
+            if self._is_stopped:
+                raise RewardError("scoring was stopped: the run is ending")
+            self._fill()
+            self._deal(waiting)
+            self._replace_stopped(waiting)
+            for worker in self._awake():
+                task, reply = worker.task, self._hear(worker)
+                if task is not None and reply is not None:
+                    if stop_when(reply):
+                        waiting.clear()
+                    yield task, reply
+
+    def stop(self) -> None:
+        """Makes a `run` that another thread is in raise at its next look at the workers. Only `close` may follow."""
+        self._is_stopped = True
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are at. Safe to call twice."""
+        atexit.unregister(self.close)
+        self._discard(list(self._workers))
+
+    def _fill(self) -> None:
+        while len(self._workers) < self._num_workers:
+            self._workers.append(start_worker(self._specs, self._timeout_s))
+
+    def _deal(self, waiting: deque[Task]) -> None:
+        for worker in [worker for worker in self._workers if worker.ready and not worker.task]:
+            if not waiting:
+                return
+            try:
+                worker.pipe.send_bytes(packed_task(waiting[0]))
+            except OSError:  # it died while idle, which is no task's fault: the next one gets it
+                self._discard([worker])
+                continue
+            worker.task = waiting.popleft()
+            worker.left_s = self._timeout_s * len(worker.task.rewards) + GRACE_S
+
+    def _replace_stopped(self, waiting: deque[Task]) -> None:
+        """Returns the tasks of workers that somebody has stopped and not continued; no reward is to blame."""
+        for worker in [worker for worker in self._workers if worker.stopped_s > STOPPED_LIMIT_S]:
+            waiting.extend([worker.task] if worker.task else [])
+            self._discard([worker])
+
+    def _awake(self) -> list[Worker]:
+        """The workers that have something to say, have died, or are out of time; waits for the first."""
+        concerned = [worker for worker in self._workers if worker.task or not worker.ready]
+        left_s = min((worker.left_s for worker in concerned), default=0.0)
+        pipes = [worker.pipe for worker in concerned]
+        ended = [worker.process.sentinel for worker in concerned]
+        heard = connection.wait([*pipes, *ended], timeout=max(0.0, min(left_s, TICK_S)))
+        self._count_time(concerned)
+        return [
+            worker
+            for worker in concerned
+            if worker.pipe in heard or worker.left_s <= 0 or not worker.process.is_alive()
+        ]
+
+    def _count_time(self, workers: Sequence[Worker]) -> None:
+        passed = self._clock.since_last()
+        for worker in workers:
+            if is_stopped(worker.process.pid or 0):
+                worker.stopped_s += passed
+            else:
+                worker.left_s -= passed
+                worker.stopped_s = 0.0
+
+    def _hear(self, worker: Worker) -> Reply | None:
+        """The reply to the worker's task; None from one that has just started."""
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+            if worker.pipe.poll():
+                message = worker.pipe.recv()
+                if message == READY:
+                    worker.ready, self._failed_starts = True, 0
+                    return None
+                worker.task = None
+                reply, self.ran_programs = message
+                return reply
+        self.ran_programs = False
+        return self._bury(worker)
+
+    def _bury(self, worker: Worker) -> Reply | None:
+        """What a worker that died or is out of time leaves: the failure of the reward it was at."""
+        late = worker.process.is_alive() and worker.left_s <= 0
+        self._discard([worker])
+        ended = how_it_ended(worker.process.exitcode)
+        if worker.task is None:
+            self._failed_starts += 1
+            if self._failed_starts == MAX_FAILED_STARTS:
+                what = "took too long to start" if late else f"{ended} before their first task"
+                remedy = "see their output above; a script that scores needs an `if __name__ == '__main__'` guard"
+                raise RewardError(f"{MAX_FAILED_STARTS} reward workers in a row {what}; {remedy}")
+            return None
+        reward, completion = worker.progress[0], worker.progress[1]
+        at = None if completion == NOWHERE else completion
+        died = Failure(cause=Cause.died, problem=f"took its worker process with it, which {ended},", completion=at)
+        return {worker.task.rewards[max(0, reward)]: out_of_time(self._timeout_s, at) if late else died}
+
+    def _discard(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self._workers.remove(worker)
+            kill(worker.process)
+            worker.pipe.close()
+
+
+class InProcess:
+    """The same without workers: for looking into a reward with a debugger, and for tiny tests. Nothing is isolated."""
+
+    def __init__(self, specs: Sequence[RewardSpec], timeout_s: float) -> None:
+        self._rewards, self._timeout_s = load(specs), timeout_s
+        self.ran_programs = False
+
+    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
+        for task in tasks:
+            before = programs_ended()
+            reply = answer(task, self._rewards, self._timeout_s, [NOWHERE, NOWHERE])
+            self.ran_programs = programs_ended() != before
+            yield task, reply
+            if stop_when(reply):
+                return
+
+    def stop(self) -> None:
+        """Nothing: it is run by the calling thread."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def start_worker(specs: Sequence[RewardSpec], timeout_s: float) -> Worker:
+    """A worker process on its way up; returns before it is ready.
+
+    Spawned, not forked: the parent has torch's and the engine's threads, whose locks a fork would copy in any state.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    progress: Any = context.RawArray("i", [NOWHERE, NOWHERE])
+    process = context.Process(
+        target=serve, args=(theirs, specs, timeout_s, progress, os.getpid()), name="rlft-reward-worker"
+    )
+    # A signal to the whole job while Python starts would end it: the mask is inherited until the worker handles them.
+    # multiprocessing's own helper process starts first: it lifts SIGINT and SIGTERM from this thread's mask.
+    with signals.blocked():
+        resource_tracker.ensure_running()
+        with signals.blocked():
+            process.start()
+    theirs.close()
+    return Worker(process=process, pipe=ours, progress=progress, left_s=START_LIMIT_S)
+
+
+def kill(process: BaseProcess) -> None:
+    """Ends a worker and the programs its reward started, if need be against their will."""
+    if process.pid is not None:
+        kill_group(process.pid)
+    process.kill()
+    process.join(10)
+
+
+def packed_task(task: Task) -> bytes:
+    """The task as it is sent to a worker. RewardError if its prompt cannot be."""
+    try:
+        return pack(task)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        prompt = task.group.prompt.id
+        raise RewardError(
+            f"prompt {prompt!r} cannot be sent to a reward worker ({error}); keep its metadata to plain data, "
+            "or score in the trainer's process with scoring.workers=0"
+        ) from error

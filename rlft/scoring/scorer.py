@@ -1,0 +1,364 @@
+"""Groups in, `Scores` out: runs the rewards, and decides what a failed one means.
+
+This file runs in the trainer only; workers import worker.py, which knows no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from rlft.scoring.pool import InProcess, Pool, RewardError, StopWhen, WorkerPool
+from rlft.scoring.reward_spec import TURNS, OnError, RewardSpec, specs
+from rlft.scoring.worker import Cause, Failure, Outcome, Reply, Task, checked
+from rlft.system.signals import SKEW_S, may_have_disturbed
+from rlft.types import Group, Scores, StepScores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RewardError", "RewardSpec", "Scorer", "specs"]
+
+MAX_TIME_LIMITS_ALONE = 2
+MAX_SHOWN_CHARS = 200
+
+Resident = Callable[[Sequence[Group]], list[list[float]]]
+"""A reward that this process computes itself, for all groups at once: `[P][G]` scores."""
+
+Rows = list[Sequence[float | StepScores]]
+"""What one reward gave, `[P][G]`."""
+
+Table = Mapping[str, Sequence[Sequence[float | StepScores]]]
+"""What each reward gave, by name, `[P][G]`: a number for a completion as a whole, or scores of its steps."""
+
+
+class Scorer:
+    """Scores groups with every reward; results don't depend on which worker is faster.
+
+    Make and use it in the thread that runs the loop.
+
+    num_failures counts the completions that got such a score so far; last_failure says what happened to the last one.
+
+    Args:
+        workers: processes, which start in the background; 0 scores in the calling process (no isolation).
+        timeout_s: seconds a reward may take for a group.
+        on_error: `stop` raises a RewardError, a number is the score of a completion whose reward failed; a reward's own
+            `on_error` goes before it. Of a process reward it is a score of the completion as a whole, which has no
+            steps then: where nothing is known of the steps, none is made up, and it exists for an empty completion too.
+        resident: rewards by name that are computed in this process for all groups at once, after those of the workers;
+            a reward that `runs_in_trainer` needs one. What is wrong with their scores always stops the run.
+        open_pool: makes the workers elsewhere; None: processes of this machine.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, RewardSpec],
+        workers: int,
+        timeout_s: float,
+        on_error: OnError,
+        resident: Mapping[str, Resident] = MappingProxyType({}),
+        open_pool: Callable[[Sequence[RewardSpec]], Pool] | None = None,
+    ) -> None:
+        if not rewards or workers < 0 or timeout_s <= 0:
+            raise ValueError(f"needs rewards, workers >= 0 and timeout_s > 0, got {rewards}, {workers}, {timeout_s}")
+        if unknown := [name for name in resident if name not in rewards]:
+            raise ValueError(f"resident rewards {unknown} are not among the rewards {list(rewards)}")
+        if missing := [name for name, spec in rewards.items() if spec.runs_in_trainer and name not in resident]:
+            raise ValueError(f"rewards {missing} run in the trainer, and no resident callable was given for them")
+        self._rewards = dict(rewards)
+        self._resident = dict(resident)
+        self._on_error: OnError = on_error
+        pooled = [spec for name, spec in rewards.items() if name not in resident]
+        self._pooled = tuple(spec.name for spec in pooled)
+        self._process = tuple(spec.name for spec in pooled if spec.scores_steps)
+        self._pool: Pool
+        if workers and pooled:
+            self._pool = WorkerPool(pooled, workers, timeout_s) if open_pool is None else open_pool(pooled)
+        else:
+            self._pool = InProcess(pooled, timeout_s)
+        self.num_failures = 0
+        self.last_failure: str | None = None
+
+    def __call__(self, groups: Sequence[Group]) -> Scores:
+        """Scores `[P, G]` of P groups of equal size G.
+
+        Raises:
+            RewardError: a reward failed and its on_error is `stop`, a worker could not start, or a resident reward did
+                not give a finite number for each completion.
+        """
+        return self.finished(groups, self.pooled(groups, {}))
+
+    def outcomes(self, groups: Sequence[Group]) -> dict[tuple[int, str], Outcome]:
+        """What the workers give for these groups, by index and reward; after a failure that stops the run no more."""
+        tasks = [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
+        return self.run(tasks, self._stops) if self._pooled else {}
+
+    def pooled(self, groups: Sequence[Group], known: Mapping[tuple[int, str], Outcome]) -> dict[str, Rows]:
+        """The scores `[P][G]` of each reward that workers compute. known: outcomes that there are already.
+
+        Raises:
+            RewardError: as a call.
+        """
+        outcomes = self._outcomes(groups, known)
+        by_reward: dict[str, Rows] = {name: [] for name in self._pooled}
+        for index, group in enumerate(groups):
+            for name in self._pooled:
+                outcome = outcomes[index, name]
+                settled = self._settle(group, name, outcome) if isinstance(outcome, Failure) else outcome
+                by_reward[name].append(settled)
+        return by_reward
+
+    def finished(self, groups: Sequence[Group], pooled: Mapping[str, Rows]) -> Scores:
+        """The scores, with those of the workers given: computes the resident rewards, and weighs all."""
+        by_reward: dict[str, Rows] = {name: list(pooled.get(name, [])) for name in self._rewards}
+        for name, compute in self._resident.items():
+            by_reward[name].extend(resident_scores(name, compute(groups), groups))
+        scores = mixed(by_reward, {name: spec.weight for name, spec in self._rewards.items()}, self._process)
+        return with_turns(scores, groups)
+
+    def stop(self) -> None:
+        """Makes a call that another thread is in raise soon. Only `close` may follow."""
+        self._pool.stop()
+
+    def close(self) -> None:
+        """Ends the workers. Safe to call twice."""
+        self._pool.close()
+
+    def _outcomes(
+        self, groups: Sequence[Group], known: Mapping[tuple[int, str], Outcome]
+    ) -> dict[tuple[int, str], Outcome]:
+        """Every group with every reward; where a failure stops the run, at least all that comes before it."""
+        outcomes = dict(known)
+        todo = [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
+        if known:
+            todo = _lacking(todo, outcomes)
+            self._raise_first_stop(groups, outcomes)
+        while todo:
+            outcomes |= self.run(todo, self._stops)
+            self._raise_first_stop(groups, outcomes)
+            # A worker that was killed answers for one reward only, and a signal may have disturbed some: the task's
+            # others are still to do.
+            todo = _lacking(todo, outcomes)
+        return outcomes
+
+    def _policy(self, name: str, failure: Failure) -> OnError:
+        own = self._rewards[name].on_error
+        if failure.cause is Cause.not_built:
+            return "stop"
+        return self._on_error if own is None else own
+
+    def _stops(self, reply: Reply) -> bool:
+        return any(isinstance(o, Failure) and self._policy(name, o) == "stop" for name, o in reply.items())
+
+    def _raise_first_stop(self, groups: Sequence[Group], outcomes: Mapping[tuple[int, str], Outcome]) -> None:
+        order = {name: rank for rank, name in enumerate(self._rewards)}
+        for index, name in sorted(outcomes, key=lambda key: (key[0], order[key[1]])):
+            outcome = outcomes[index, name]
+            if isinstance(outcome, Failure) and self._stops({name: outcome}):
+                self._settle(groups[index], name, outcome)
+
+    def _settle(self, group: Group, name: str, failure: Failure) -> list[float | StepScores]:
+        """The group's scores, the fixed one where the reward failed; or a RewardError that names the completion."""
+        scores = self._isolate(group, name, failure)
+        failed = [index for index, score in enumerate(scores) if isinstance(score, Failure)]
+        fixed = self._policy(name, failure)
+        # Where each completion can be scored alone, the fault is the group's as a whole.
+        culprit = scores[failed[0]] if failed else failure
+        assert isinstance(culprit, Failure)
+        message = describe(name, group, culprit, failed[0] if failed and failed_alone(failure) else None)
+        if fixed == "stop":
+            raise RewardError(message) from (RuntimeError(culprit.traceback) if culprit.traceback else None)
+        self.num_failures += len(failed) if failed else len(scores)
+        self.last_failure = message
+        return [fixed if isinstance(score, Failure) or not failed else score for score in scores]
+
+    def _isolate(self, group: Group, name: str, failure: Failure) -> list[float | StepScores | Failure]:
+        """Each completion's score where it can be computed, else a Failure.
+
+        The completion the reward was at is suspected; if the others can all be scored one at a time, it was that one.
+        """
+        everyone = range(len(group.rollouts))
+        if failure.scores is not None:
+            return [failure if score is None else score for score in failure.scores]
+        if not failed_alone(failure):
+            return [failure for _ in everyone]
+        suspect = 0 if len(everyone) == 1 else failure.completion
+        scores = self._score_alone(group, name, [index for index in everyone if index != suspect], failure)
+        if suspect is not None:
+            innocent = any(isinstance(score, Failure) for score in scores.values())
+            scores |= self._score_alone(group, name, [suspect], failure) if innocent else {suspect: failure}
+        return [scores[index] for index in everyone]
+
+    def _score_alone(
+        self, group: Group, name: str, indices: Sequence[int], failure: Failure
+    ) -> dict[int, float | StepScores | Failure]:
+        """These completions scored as groups of one; given up after two time limits, so that hangs don't add up."""
+        hangs = 0
+
+        def enough(reply: Reply) -> bool:
+            nonlocal hangs
+            hangs += any(isinstance(o, Failure) and o.cause is Cause.time_limit for o in reply.values())
+            return hangs >= MAX_TIME_LIMITS_ALONE
+
+        tasks = [
+            Task(key=i, group=Group(prompt=group.prompt, rollouts=(group.rollouts[i],)), rewards=(name,))
+            for i in indices
+        ]
+        scores: dict[int, float | StepScores | Failure] = dict.fromkeys(indices, failure)
+        while tasks:
+            outcomes = self.run(tasks, enough)
+            for (index, _), outcome in outcomes.items():
+                scores[index] = outcome if isinstance(outcome, Failure) else outcome[0]
+            unsure = [task for task in tasks if (task.key, name) not in outcomes]
+            tasks = unsure if hangs < MAX_TIME_LIMITS_ALONE else []
+        return scores
+
+    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> dict[tuple[int, str], Outcome]:
+        """What the pool gives for the tasks, by task and reward, but for what a signal to the job may have disturbed.
+
+        That comes to a job's processes one by one: to a program that a reward runs perhaps before it comes to us.
+        """
+        outcomes: dict[tuple[int, str], Outcome] = {}
+        sensitive: dict[tuple[int, str], float] = {}
+        for task, reply in self._pool.run(tasks, stop_when):
+            outcomes |= {(task.key, name): outcome for name, outcome in reply.items()}
+            now = time.monotonic()
+            for name, outcome in reply.items():
+                if self._pool.ran_programs or isinstance(outcome, Failure):
+                    sensitive[task.key, name] = now
+        if sensitive:
+            time.sleep(max(0.0, max(sensitive.values()) + SKEW_S - time.monotonic()))
+        disturbed = {key for key, done_at in sensitive.items() if may_have_disturbed(done_at)}
+        return {key: outcome for key, outcome in outcomes.items() if key not in disturbed}
+
+
+def _lacking(tasks: Sequence[Task], outcomes: Mapping[tuple[int, str], Outcome]) -> list[Task]:
+    """The tasks with the rewards that there is no outcome of."""
+    missing = [tuple(name for name in task.rewards if (task.key, name) not in outcomes) for task in tasks]
+    return [replace(task, rewards=names) for task, names in zip(tasks, missing, strict=True) if names]
+
+
+def failed_alone(failure: Failure) -> bool:
+    """Whether a failure may be one completion's; a wrong number of scores, or a reward that isn't there, is not."""
+    return failure.cause not in (Cause.not_built, Cause.invalid) or failure.scores is not None
+
+
+def describe(name: str, group: Group, failure: Failure, completion: int | None) -> str:
+    """Which reward failed, how, on which prompt and completion, and what to do."""
+    where = f"prompt {group.prompt.id!r}" if failure.cause is Cause.not_built else whereabouts(group, completion)
+    remedy = "fix the reward, or give such completions a fixed score with scoring.on_error=0"
+    if failure.cause is Cause.time_limit:
+        remedy = f"raise scoring.timeout, {remedy}"
+    if failure.cause is Cause.not_built:
+        remedy = "fix the reward"
+    return f"reward.{name}: {failure.problem} on {where}; {remedy}"
+
+
+def whereabouts(group: Group, completion: int | None) -> str:
+    """The prompt, and which of its completions, or that it is about all of them."""
+    where, size = f"prompt {group.prompt.id!r}", len(group.rollouts)
+    if completion is None:
+        return f"{where}, its {size} completions as a whole"
+    return f"{where}, completion {completion + 1} of {size}: {shortened(group.rollouts[completion].completion.text)}"
+
+
+def shortened(text: str) -> str:
+    """The text on one line, its middle left out where it is long.
+
+    >>> shortened("18" + chr(10))
+    "'18\\\\n'"
+    """
+    if len(text) <= MAX_SHOWN_CHARS:
+        return repr(text)
+    half = MAX_SHOWN_CHARS // 2
+    return f"{text[:half]!r} ... {text[-half:]!r} ({len(text)} characters)"
+
+
+def resident_scores(name: str, returned: list[list[float]], groups: Sequence[Group]) -> list[list[float]]:
+    """What a resident reward returned, checked. RewardError where it is not a finite number for each completion."""
+    remedy = "look at the model, adapter and numbers this reward is made of"
+    if not isinstance(returned, Sequence) or len(returned) != len(groups):
+        what = f"scores of {len(returned)} groups" if isinstance(returned, Sequence) else type(returned).__name__
+        raise RewardError(f"reward.{name}: returned {what}, not a list for each of {len(groups)} groups; {remedy}")
+    scores: list[list[float]] = []
+    for group, row in zip(groups, returned, strict=True):
+        outcome = checked(row, len(group.rollouts))
+        if isinstance(outcome, Failure):
+            raise RewardError(f"reward.{name}: {outcome.problem} on {whereabouts(group, outcome.completion)}; {remedy}")
+        scores.append(outcome)
+    return scores
+
+
+def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]) -> Scores:
+    """Scores of all rewards, of which those named in `process` give steps; all `[P, G]` float32, summed in float64.
+
+    total[p, g] = sum over rewards of weight x score; the score of a process reward is the sum of its steps.
+    """
+    import torch
+
+    def exact(rows: Sequence[Sequence[float]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def weighted_sum(scores: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([weights[name] * values for name, values in scores.items()]).sum(0).float()
+
+    sums = {name: exact(totals(rows)) for name, rows in by_reward.items()}
+    total, single = weighted_sum(sums), {name: scores.float() for name, scores in sums.items()}
+    if not process:
+        return Scores(total=total, by_reward=single)
+    # What a process reward says of a completion as a whole is the fixed score of one that it failed on.
+    whole = sums | {name: exact(fixed_scores(by_reward[name])) for name in process}
+    factors = [weights[name] for name in process]
+    rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
+    steps = [[merged_steps(parts, factors) for parts in zip(*rows, strict=True)] for rows in rows_of_each]
+    return Scores(total=total, by_reward=single, outcome=weighted_sum(whole), steps=steps)
+
+
+def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:
+    """The scores with what environments gave for turns, which is part of the total; as they were if they gave nothing.
+
+    The rewards of a completion's turns stand where its turns end (`rlft.batch.step_rewards`), so `outcome` says what is
+    left for the completion as a whole.
+    """
+    given = [[[t.reward for t in r.completion.turns if t.reward is not None] for r in g.rollouts] for g in groups]
+    if not any(rewards for row in given for rewards in row):
+        return scores
+    import torch
+
+    earned = torch.tensor([[sum(rewards) for rewards in row] for row in given], dtype=torch.float64)
+    return replace(
+        scores,
+        total=(scores.total.double() + earned).float(),
+        by_reward={**scores.by_reward, TURNS: earned.float()},
+        outcome=scores.total if scores.outcome is None else scores.outcome,
+    )
+
+
+def totals(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
+    """Each completion's score by one reward: the number it gave, or the sum of its steps."""
+    return [[sum(score.values) if isinstance(score, StepScores) else score for score in row] for row in rows]
+
+
+def fixed_scores(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
+    """The fixed scores among those of a process reward, 0 where there are steps."""
+    return [[0.0 if isinstance(score, StepScores) else score for score in row] for row in rows]
+
+
+def merged_steps(scores: Sequence[float | StepScores], weights: Sequence[float]) -> StepScores:
+    """A completion's steps by several process rewards as one row, weighted; values of steps with the same end add.
+
+    A reward of weight 0 is only looked at: its steps are none of the algorithm's. Fixed scores are no steps.
+
+    >>> merged_steps([StepScores(values=(1.0, 0.0), ends=(6, 9)), StepScores(values=(1.0,), ends=(9,))], [1.0, 0.5])
+    StepScores(values=(1.0, 0.5), ends=(6, 9))
+    """
+    by_end: dict[int, float] = {}
+    for each, weight in zip(scores, weights, strict=True):
+        if isinstance(each, StepScores) and weight:
+            for value, end in zip(each.values, each.ends, strict=True):
+                by_end[end] = by_end.get(end, 0.0) + weight * value
+    ends = tuple(sorted(by_end))
+    return StepScores(values=tuple(by_end[end] for end in ends), ends=ends)

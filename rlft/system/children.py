@@ -1,0 +1,44 @@
+"""Processes that this one starts and must not leave behind: reward workers, and the trials of `rlft doctor`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+from rlft.system import signals
+
+
+def detach(parent: int) -> None:
+    """Cuts this process off signals that are sent to the whole job, and ties it to its parent's life.
+
+    It becomes the leader of a process group, so that one signal ends it with all that it starts.
+    """
+    signals.outlive()
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def kill_group(pid: int) -> None:
+    """Ends all processes of the group that this process leads, if it does: what it has started ends with it."""
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def how_it_ended(exitcode: int | None) -> str:
+    """What an exit code says, as the end of a sentence.
+
+    >>> how_it_ended(3), how_it_ended(-11)
+    ('ended with exit code 3', 'was killed by SIGSEGV')
+    """
+    if exitcode is not None and exitcode < 0:
+        cause = ", perhaps by the system for want of memory" if exitcode == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-exitcode).name}{cause}"
+    return f"ended with exit code {exitcode}"

@@ -1,0 +1,111 @@
+"""Reports an unexpected error: its traceback goes to a file, and the person gets one line.
+
+An error inside a run is written to error.txt in the run's folder, any other to a temporary file. `RLFT_DEBUG=1` prints
+the traceback of every error that ends a command on stderr, mistakes of the user included.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import rlft
+from rlft.types import UserError
+
+DEBUG = "RLFT_DEBUG"
+FILE = "error.txt"
+MAX_SHOWN_CHARS = 300
+"""Limit of the error's own message in the line; the file holds all of it."""
+
+
+class UnforeseenError(RuntimeError):
+    """An unexpected error; the message says in one line what it was, and where its traceback is."""
+
+
+@contextmanager
+def recorded_in(folder: Path) -> Iterator[None]:
+    """Appends an unexpected error inside to error.txt in this folder.
+
+    Raises:
+        UnforeseenError: instead of it. Errors that explain themselves propagate unchanged.
+    """
+    try:
+        yield
+    except Exception as error:
+        if explains_itself(error):
+            raise
+        raise UnforeseenError(report(error, folder / FILE)) from error
+
+
+def explains_itself(error: BaseException) -> bool:
+    """Whether the message already has cause and remedy: a UserError, or a RuntimeError of one of rlft's classes."""
+    return isinstance(error, UserError) or (
+        isinstance(error, RuntimeError) and type(error).__module__.partition(".")[0] == "rlft"
+    )
+
+
+def report(error: BaseException, file: Path | None = None) -> str:
+    """Writes the traceback, and returns a line that says what happened, where the traceback is and what to do.
+
+    Without `file`, or if it cannot be written, the traceback goes to a new temporary file.
+    """
+    what = one_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    what = what if len(what) <= MAX_SHOWN_CHARS else f"{what[:MAX_SHOWN_CHARS]}..."
+    written = _write(error, file)
+    if written is None:
+        traceback.print_exception(error)
+        return f"{what}; its traceback is printed above, since no file could be written"
+    return f"{what}; its traceback is in {written}; {_remedy(error)}"
+
+
+def _remedy(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return "check the file, disk or connection that it names; if nothing is wrong there, report it with that file"
+    return "rlft should not have failed like this: please report it with that file"
+
+
+def _write(error: BaseException, file: Path | None) -> Path | None:
+    """Appends the traceback and returns the file's path; None if no file could be written."""
+    text = "".join([_circumstances(), *traceback.format_exception(error), "\n"])
+    content = text.encode("utf-8", "backslashreplace")
+    try:
+        if file is not None:
+            with file.open("ab") as stream:
+                stream.write(content)
+            return file
+    except OSError:
+        pass
+    try:
+        handle, name = tempfile.mkstemp(prefix="rlft_error_", suffix=".txt")
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        return Path(name)
+    except OSError:
+        return None
+
+
+def _circumstances() -> str:
+    command = " ".join(["rlft", *sys.argv[1:]])
+    versions = f"rlft {rlft.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S}  {command}\n{versions}\n"
+
+
+def one_line(text: object) -> str:
+    r"""The text with line breaks, which may come from a value, written as \n.
+
+    >>> one_line("a" + chr(10) + "b")
+    'a\\nb'
+    """
+    return "\\n".join(str(text).splitlines())
+
+
+def debugging() -> bool:
+    """Whether tracebacks are to be printed."""
+    return os.environ.get(DEBUG, "") not in ("", "0")

@@ -1,0 +1,139 @@
+"""Writes files and folders completely or not at all, and flushes them to disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO
+
+from rlft.system.disk import BLOCK, writing
+
+NOT_FLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
+"""The errors of file systems of networks and programs (NFS, CIFS, FUSE) that cannot flush a folder, or a file."""
+
+
+PIECE_BYTES = 4 * 2**20
+"""The bytes that are written at once of a content in parts."""
+
+
+def write_atomically(
+    file: Path, content: str | bytes | Iterable[bytes], *, temporary: Path | None = None, durable: bool = True
+) -> None:
+    """Writes a file so that it holds either its previous content or all of the new one.
+
+    Args:
+        file: the file.
+        content: the content, in parts if it may be large: about PIECE_BYTES are held in memory at a time.
+        temporary: the name that it has until it is complete, in the same folder.
+        durable: whether to wait until it is on disk.
+
+    Raises:
+        DiskError: it cannot be written; nothing is left of it.
+    """
+    parts = [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
+    pieces = _pieces(parts)
+    data, more = next(pieces, b""), next(pieces, None)
+    temporary = temporary or file.with_name(f".{file.name}.writing")
+    with writing(file, len(data) + BLOCK if more is None else None):
+        try:
+            if more is None:
+                temporary.write_bytes(data)
+            else:
+                with temporary.open("wb") as opened:
+                    opened.writelines(chain([data, more], pieces))
+            if durable:
+                flush(temporary)
+            temporary.replace(file)
+        except BaseException:  # an interruption, or a full disk
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        if durable:
+            flush(file.parent)
+
+
+def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Joins the parts to pieces of PIECE_BYTES or a little more."""
+    held: list[bytes] = []
+    size = 0
+    for part in parts:
+        held.append(part)
+        size += len(part)
+        if size >= PIECE_BYTES:
+            yield b"".join(held)
+            held, size = [], 0
+    yield b"".join(held)
+
+
+def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:
+    """Appends the data to a file that was opened unbuffered; a failure leaves the file unchanged.
+
+    Raises:
+        DiskError: it cannot be written.
+    """
+    with writing(Path(stream.name), len(data) + BLOCK):
+        before = os.fstat(stream.fileno()).st_size
+        try:
+            rest = memoryview(data)
+            while rest:  # on an almost full disk a write is partial, and only the next one fails
+                rest = rest[stream.write(rest) or 0 :]
+            if durable:
+                os.fsync(stream.fileno())
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(stream.fileno(), before)
+            raise
+
+
+@contextmanager
+def becoming(final: Path, temporary: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """Makes the folder `temporary`, and renames it to `final`, in the same folder, when all its files are on disk.
+
+    A failure or an interruption inside removes it. With `replaces`, an existing `final` is removed first.
+
+    Raises:
+        DiskError: the folder cannot be made, flushed or renamed.
+    """
+    try:
+        with writing(final):
+            temporary.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with writing(final):
+            for path in [*temporary.rglob("*"), temporary]:
+                flush(path)
+            if replaces and final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    with writing(final):
+        flush(final.parent)
+
+
+def flush(path: Path) -> None:
+    """Waits until the file, or the names in the folder, are on disk, if the file system supports that."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        if path.is_dir() and error.errno in NOT_FLUSHED:
+            return
+        raise
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NOT_FLUSHED:
+            raise
+    finally:
+        os.close(handle)
+
+
+def size_of(folder: Path) -> int:
+    """The bytes that the files in this folder take, in whole blocks."""
+    files = (path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(-(-size // BLOCK) * BLOCK for size in files)

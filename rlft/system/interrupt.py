@@ -1,0 +1,311 @@
+"""Handles Ctrl-C, SIGTERM and SIGHUP: a training run saves (checkpoint.on_signal); other verbs end within two seconds.
+
+All end with exit code 130 and a line that says what is kept. Outside a run, a signal raises KeyboardInterrupt in the
+main thread; if the process still lives some seconds later, because a library has swallowed the exception or native
+code does not return, a second thread prints the line and ends it. A SIGHUP that was ignored at the start of the
+process, as with nohup, stays ignored. SIGQUIT (Ctrl-\\) is not handled: it ends the process at once, like a kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Literal
+
+from rlft.system import signals
+
+EXIT_CODE = 130
+GRACE_S = 1.5
+"""Time limit of cleaning up, after which the process is ended."""
+SECOND_GRACE_S = 5.0
+"""The limit after a second signal to a run, which also closes its engine and its loggers."""
+
+
+class Reported(KeyboardInterrupt):
+    """An interruption after a message about what is kept."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, which ends a chat in which Ctrl-C only stops an answer."""
+
+
+class StepAbandoned(KeyboardInterrupt):
+    """The step in progress is abandoned, because checkpoint.on_signal allows it no more time."""
+
+
+class Order:
+    """Distinguishes a second signal from a first one that is sent twice, as `timeout`, systemd and shells do."""
+
+    SAME_S = 1.0
+
+    def __init__(self) -> None:
+        self._first_at: float | None = None
+
+    def is_repeated(self, number: int) -> bool:
+        """Whether this signal only repeats the first one. A Ctrl-C never does: a person has pressed the keys again."""
+        now, first_at = time.monotonic(), self._first_at
+        if first_at is None:
+            self._first_at = now
+            return False
+        return number != signal.SIGINT and now - first_at < self.SAME_S
+
+
+_kept = "nothing was begun"
+
+
+def keeps(what: str) -> None:
+    """Sets the text that an interruption prints: what is kept, or that nothing was written."""
+    global _kept
+    _kept = what
+
+
+def line() -> str:
+    """The line that is printed when a verb is interrupted."""
+    return f"rlft: interrupted: {_kept}"
+
+
+@contextlib.contextmanager
+def ends_promptly(what: str) -> Iterator[None]:
+    """Makes the first signal raise KeyboardInterrupt, and the process end soon even if that is swallowed.
+
+    Args:
+        what: the text about what is kept, as in `keeps`.
+    """
+    keeps(what)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    order = Order()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signals.note(number, frame)
+        if not order.is_repeated(number):
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+    before = {number: signal.signal(number, interrupt) for number in signals.handled()}
+    watched = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_end_after_a_signal, args=(receiver,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ignore_signals()
+        signal.set_wakeup_fd(watched)
+        sender.shutdown(socket.SHUT_RDWR)  # which ends the thread
+        thread.join()
+        sender.close()
+        while _timers:
+            _timers.pop().cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_after_a_signal(receiver: socket.socket) -> None:
+    """Waits for numbers of signals, which the interpreter writes to the socket; its end means that there was none."""
+    with receiver:
+        while numbers := receiver.recv(64):
+            if set(numbers) & {int(number) for number in signals.ENDING}:
+                _end_later(GRACE_S)
+
+
+_timers: list[threading.Timer] = []
+
+
+def _end_later(seconds: float) -> None:
+    timer = threading.Timer(seconds, _end)
+    timer.daemon = True
+    _timers.append(timer)
+    timer.start()
+
+
+def _end() -> None:
+    os.write(2, f"{line()}\n".encode())
+    os._exit(EXIT_CODE)
+
+
+@contextlib.contextmanager
+def handled_inside() -> Iterator[None]:
+    """Allows code inside to catch a KeyboardInterrupt without the process being ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    watched = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(watched)
+
+
+def ignore_signals() -> None:
+    """Ignores signals in the last moments of a verb: another signal would print a traceback."""
+    if threading.current_thread() is threading.main_thread():
+        for number in signals.ENDING:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def end_soon(code: int) -> None:
+    """Ends the process soon, even if threads of libraries keep Python from ending."""
+    timer = threading.Timer(GRACE_S, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+
+
+def end_the_process_on_signals() -> dict[signal.Signals, object]:
+    """Makes a signal end the process at once, with the line. Returns the previous handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, lambda number, frame: _end()) for number in signals.handled()}
+
+
+@contextlib.contextmanager
+def ends_the_process() -> Iterator[None]:
+    """Makes a signal inside end the process at once: for slow imports, when there is nothing to save yet.
+
+    KeyboardInterrupt in the middle of an import is not reliable: libraries catch it and stay half imported.
+    """
+    before = end_the_process_on_signals()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
+
+
+class Deferred:
+    """A context that holds signals back; `deliver` and its end pass on what has come to the handlers of before.
+
+    For code of libraries whose state an exception in the middle would break.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, object] = {}
+        self._waiting: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> Deferred:
+        if threading.current_thread() is threading.main_thread():
+            for number in signals.handled():
+                if callable(handler := signal.getsignal(number)):
+                    self._handlers[number] = handler
+                    signal.signal(number, lambda number, frame: self._waiting.append((number, frame)))
+        return self
+
+    def deliver(self) -> None:
+        """Calls the handlers of the signals that have come; what they raise propagates, and later signals wait on."""
+        while self._waiting:
+            number, frame = self._waiting.pop(0)
+            self._handlers[number](number, frame)  # type: ignore[operator]  # only callable ones are kept
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.getsignal itself returned
+        self.deliver()
+
+
+OnSignal = float | Literal["step", "now"]
+"""What happens to a step in progress: it is finished, abandoned, or finished if that takes at most so many seconds."""
+
+
+class Interrupt:
+    """A context in which the first signal sets `requested`, and the second raises KeyboardInterrupt.
+
+    The step in progress is finished; if `on_signal` allows it no time, or its seconds have passed, it is abandoned by
+    raising StepAbandoned. `in_step` says whether a step is in progress or will surely follow.
+    """
+
+    def __init__(self, say: Callable[[str], None], on_signal: OnSignal = "step") -> None:
+        self.say = say
+        self.on_signal: OnSignal = on_signal
+        self.requested = self.in_step = False
+        self._gives_up = self._is_saving = self._time_is_up = self._is_closed = False
+        self._closing = threading.Lock()
+        self._order = Order()
+        self._timer: threading.Timer | None = None
+        self._previous: dict[int, object] = {}
+        self._watched = -1
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            for number in signals.handled():
+                self._previous[number] = signal.signal(number, self._handle)
+            self._watched = signal.set_wakeup_fd(-1)
+        return self
+
+    def check(self) -> None:
+        """Raises StepAbandoned again, if a library swallowed it when the step in progress was to be abandoned."""
+        if self._gives_up and self.in_step:
+            raise StepAbandoned
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Marks that the step is done and is being saved: it is no longer abandoned."""
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.in_step = False
+        with self._closing:
+            self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._previous:
+            signal.set_wakeup_fd(self._watched)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        signals.note(number, frame)
+        if self._time_is_up:
+            self._time_is_up = False
+            self._give_up()
+            return
+        if self._order.is_repeated(number):
+            return
+        if self.requested:
+            _end_later(SECOND_GRACE_S)
+            raise KeyboardInterrupt
+        self.requested = True
+        self.say(f"interrupted: {self._what_follows()}; once more stops at once")
+        if not self.in_step or self.on_signal == "step":
+            return
+        if self.on_signal == "now":
+            self._give_up()
+            return
+        self._timer = threading.Timer(self.on_signal, self._end_of_time, [threading.get_ident()])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _what_follows(self) -> str:
+        if not self.in_step:
+            return "ending before a step is begun"
+        if self.on_signal == "now" and not self._is_saving:
+            return "saving the last finished step"
+        if self.on_signal in ("step", "now"):
+            return "finishing this step, then saving"
+        return f"finishing this step, if it takes at most {self.on_signal:g} s, then saving"
+
+    def _end_of_time(self, main_thread: int) -> None:
+        """Runs in the timer's thread: makes the main thread abandon the step, even inside a system call."""
+        with self._closing:
+            if not self._is_closed:
+                self._time_is_up = True
+                signal.pthread_kill(main_thread, signal.SIGTERM)
+
+    def _give_up(self) -> None:
+        if self.in_step and not self._is_saving:
+            self._gives_up = True
+            raise StepAbandoned

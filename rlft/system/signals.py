@@ -1,0 +1,87 @@
+"""The signals that ask a whole job to end, and the number of them that this process has received.
+
+Schedulers send them to every process of a job. The run's own process decides what happens (interrupt.py); its worker
+processes only count them, so that work whose child processes they may have ended is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that a run handles: Ctrl-C, what schedulers send, and a dropped connection."""
+JOB_WIDE = (*ENDING, signal.SIGQUIT)
+"""The signals that a worker process of a run survives. SIGQUIT ends the run, and with it its workers."""
+
+SKEW_S = 0.1
+"""Seconds within which a signal to a whole job reaches all its processes, one after the other."""
+
+_count = 0
+_last_at = -math.inf
+
+
+def note(number: int, frame: FrameType | None) -> None:
+    """A signal handler that only counts."""
+    global _count, _last_at
+    _count, _last_at = _count + 1, time.monotonic()
+
+
+def count() -> int:
+    """The number of these signals that this process has received."""
+    return _count
+
+
+def may_have_disturbed(done_at: float) -> bool:
+    """Whether a signal may have ended programs that finished at this time of the monotonic clock.
+
+    Call it SKEW_S later, because the signal may have reached them first.
+    """
+    return abs(done_at - _last_at) <= SKEW_S
+
+
+def handled(numbers: Iterable[signal.Signals] = ENDING) -> list[signal.Signals]:
+    """The signals to handle: all of these but a SIGHUP that is ignored, as in a process started by nohup."""
+    return [n for n in numbers if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """Blocks the signals of a whole job for processes and threads that this thread starts inside."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_WIDE)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def outlive() -> None:
+    """Makes this process count the signals of a whole job, and survive them.
+
+    They are not ignored, because programs that it starts would ignore them, too, and could not be ended by SIGTERM.
+    Forked processes get the default actions back.
+    """
+    numbers = handled(JOB_WIDE)
+    for number in numbers:
+        signal.signal(number, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_WIDE)  # its parent may have blocked them during the start
+    masks: list[set[Any]] = []
+
+    def block() -> None:  # a signal to the child waits until its default actions are set
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    def set_default() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=set_default)

@@ -1,0 +1,160 @@
+"""The trainer in this process: adapters in roles on the one base, and their optimizers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlft.algorithm.protocol import Algorithm
+from rlft.model.critic import CRITIC
+from rlft.model.roles import POLICY, Roles
+from rlft.trainer.config import TrainerConfig
+from rlft.trainer.lane_update import UpdateRecord, metrics_of, update_in_lanes
+from rlft.trainer.lanes import divide
+from rlft.trainer.optimizer import Optimizer
+from rlft.trainer.protocol import TrainerState
+from rlft.trainer.ranks import Share
+from rlft.trainer.reward_training import RewardRefresh
+from rlft.trainer.update import UpdateSettings, UpdateText, backward, loss_scale, policy_learns, update
+from rlft.types import Adapter, Batch, Rollouts
+
+
+class LocalTrainer:
+    """A `Trainer`. What its methods do is in that protocol.
+
+    Args:
+        roles: the adapters; whoever opened them closes them.
+        optimizers: by role, of every role that the algorithm trains (`open_optimizers`).
+        settings: how a batch is divided into updates.
+        needs_old: whether `snapshot.old: auto` has to recompute the old policy's log-probs.
+        text: pretraining text of each update, for algorithms that need it.
+        reward_training: of the learned reward between steps, None where it is not trained.
+        share: the lanes that this process does of those that the passes are divided into; None: they are not divided.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        optimizers: Mapping[str, Optimizer],
+        settings: UpdateSettings,
+        *,
+        needs_old: bool,
+        text: UpdateText | None = None,
+        reward_training: RewardRefresh | None = None,
+        share: Share | None = None,
+    ) -> None:
+        self.roles, self.optimizers, self.settings = roles, optimizers, settings
+        self.needs_old, self.text, self.reward_training = needs_old, text, reward_training
+        self.share = share
+
+    def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
+        if self.share is None:
+            return self.roles.annotate(batch, inert_B, needs_old=self.needs_old)
+        return replace(batch, **self.annotations(batch, inert_B))
+
+    def annotations(self, batch: Batch, inert_B: Tensor) -> dict[str, Tensor]:
+        """{field: float32 `[B, T]`} with the rows of this process's lanes, and 0 in the others."""
+        assert self.share is not None, "only passes that are divided have lanes"
+        roles, rows_of = self.roles, self.rows_of_lanes(batch, inert_B)
+        parts = [
+            part
+            for lane in self.share.mine
+            for part in roles.forward.micro_batches(batch, rows_of[lane], roles.token_budget)
+        ]
+        return roles.annotations(batch, parts, needs_old=self.needs_old)
+
+    def rows_of_lanes(self, batch: Batch, inert_B: Tensor) -> tuple[Tensor, ...]:
+        """Indices of the rows that each lane annotates."""
+        assert self.share is not None, "only passes that are divided have lanes"
+        live = (~inert_B).nonzero()[:, 0]
+        return divide(batch, live, self.share.lanes, shared_prompts=self.roles.forward.packed).rows
+
+    def update(self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
+        if self.share is None:
+            return update(self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, self.text)
+        return metrics_of([self.update_lanes(algorithm, batch, inert_B, step, self.text)])
+
+    def update_lanes(
+        self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int, text: UpdateText | None
+    ) -> list[UpdateRecord]:
+        """All updates of the step, of which this process does its lanes' part."""
+        assert self.share is not None, "only passes that are divided have lanes"
+        return update_in_lanes(
+            self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, text, self.share
+        )
+
+    def publish(self, version: int) -> Adapter:
+        return self.roles.publish(version)
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        return self.roles.score(sequences)
+
+    def engine_verified(self) -> None:
+        if self.share is None:  # other ranks have no sampler whose sums they could use, and must get the same bits
+            self.roles.lend_sums()
+
+    def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
+        self.roles.refresh(step)
+        if self.reward_training is None:
+            return {}
+        self.reward_training.collect(step, rollouts.groups, rollouts.scores)
+        return self.reward_training.train_if_due(step)
+
+    def policy_learns(self, step: int) -> bool:
+        return policy_learns(self.roles, self.settings, step)
+
+    def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
+        roles, on_device = self.roles, self.roles.to_device(micro)
+        scale = loss_scale(micro, self.settings.max_completion_tokens, roles)
+        with torch.random.fork_rng(), roles.training():
+            backward(roles, algorithm, on_device, scale, policy_learns=True)
+        for role in roles.learning_roles:
+            for _, parameter in roles.named_parameters(role):
+                parameter.grad = None
+
+    def state(self) -> TrainerState:
+        roles = self.roles
+        tensors = {name: t for optimizer in self.optimizers.values() for name, t in optimizer.state().items()}
+        return TrainerState(
+            adapters={role: roles.weights(role) for role in roles.moving},
+            optimizer=tensors | ({} if self.reward_training is None else self.reward_training.state()),
+            heads={role: head.weights() for role, head in roles.heads.items()},
+            critic=None if roles.critic is None else roles.critic.state(),
+        )
+
+    def digest(self) -> str:
+        """The sha256 of what every rank must have alike: all that changes but the learned reward, rank 0's own."""
+        roles, own = self.roles, None if self.reward_training is None else self.reward_training.role
+        tensors = {f"{role}/{n}": t for role in roles.moving if role != own for n, t in roles.weights(role).items()}
+        if roles.critic is not None:
+            tensors |= {f"{CRITIC}.head/{name}": tensor for name, tensor in roles.critic.head.weights().items()}
+        for optimizer in self.optimizers.values():
+            tensors |= optimizer.state()
+        made = hashlib.sha256(repr(None if roles.critic is None else roles.critic.state()).encode())
+        for name, tensor in sorted(tensors.items()):
+            made.update(name.encode())
+            made.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return made.hexdigest()
+
+    def restore(self, state: TrainerState) -> None:
+        self.roles.restore(state.adapters, state.heads)
+        for optimizer in self.optimizers.values():
+            optimizer.reset()
+            optimizer.restore(state.optimizer)
+        if self.roles.critic is not None:
+            assert state.critic is not None, "a run with a critic saves its statistics"
+            self.roles.critic.restore_statistics(state.critic)
+        if self.reward_training is not None:
+            self.reward_training.restore(state.optimizer)
+
+
+def open_optimizers(roles: Roles, config: TrainerConfig, critic_lr: float) -> dict[str, Optimizer]:
+    """One optimizer for the policy and one for the critic, if there is one, at a rate of its own."""
+    optimizers = {POLICY: Optimizer(roles.named_parameters(), config)}
+    if roles.critic is not None:
+        optimizers[CRITIC] = Optimizer(roles.named_parameters(CRITIC), replace(config, lr=critic_lr), CRITIC)
+    return optimizers

@@ -1,0 +1,185 @@
+"""The ranks that share the lanes of an update, and the exchange of gradients between them.
+
+Collectives are begun asynchronously and looked at every few milliseconds. So a wait has a time limit, which does not
+pass while this process is stopped; a signal is handled during it; and a rank that is known to be gone ends it at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from rlft.system.running_time import RunningTime
+
+dist: Any = torch.distributed
+"""Without its types, which do not know the classes of its C++ part."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
+"""Between looks at a collective: short at first, since most are done in a moment."""
+LOOPBACK = "127.0.0.1"
+
+
+class RanksError(RuntimeError):
+    """A rank is gone, or did not take part in an exchange within the time limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where ranks find each other.
+
+    Args:
+        host, port: of the store that rank 0 holds.
+        name: one that no earlier meeting at this store had.
+        ranks: how many there are.
+        timeout: seconds that a rank may be behind the others.
+    """
+
+    host: str
+    port: int
+    name: str
+    ranks: int
+    timeout: float
+
+
+class Exchange:
+    """One process's end of the connections between ranks, on its device.
+
+    Args:
+        meeting: where they find each other; this waits until all are there.
+        rank: of this process.
+        device: of the tensors that are exchanged.
+        watch: is called during each wait, and raises where a rank is known to be gone.
+        store: of rank 0, which holds it; the others connect.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: int,
+        device: torch.device,
+        watch: Callable[[], None] = lambda: None,
+        store: Any = None,
+    ) -> None:
+        self._meeting, self._rank, self._watch = meeting, rank, watch
+        made: Future[Any] = in_background(lambda: _group(meeting, rank, device, store))
+        self._group: Any = None
+        self._wait(made.done, "meet the others")
+        try:
+            self._group = made.result()
+        except RuntimeError as error:
+            raise RanksError(f"rank {rank} could not meet the others: {error}") from error
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copies the tensor of rank `root` into that of each other rank.
+
+        Raises:
+            RanksError: a rank is gone, or is late.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        try:
+            work = self._group.broadcast([tensor], options)
+            self._wait(work.is_completed, f"exchange gradients with rank {root}")
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(error, RanksError):
+                raise
+            raise RanksError(f"rank {self._rank} lost the connection to another rank: {error}") from error
+
+    def close(self) -> None:
+        """Ends the connections. What is under way on them may hold the call up, so a thread of its own makes it."""
+        group, self._group = self._group, None
+        if group is not None:
+            in_background(lambda: _end(group))
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        clock, pause = RunningTime(), FIRST_PAUSE_S
+        while not done():
+            if clock() >= self._meeting.timeout:
+                raise RanksError(f"rank {self._rank} waited {self._meeting.timeout:g} s (cluster.timeout) to {what}")
+            self._watch()
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The lanes of one rank: as many neighbouring ones as every other rank has. exchange: None for a single rank."""
+
+    lanes: int
+    rank: int = 0
+    ranks: int = 1
+    exchange: Exchange | None = None
+
+    def owner(self, lane: int) -> int:
+        """The rank that does a lane's work."""
+        return lane * self.ranks // self.lanes
+
+    @property
+    def mine(self) -> range:
+        """The lanes of this rank."""
+        size = self.lanes // self.ranks
+        return range(self.rank * size, (self.rank + 1) * size)
+
+    def sent(self, lane: int, buffer: Tensor) -> Tensor:
+        """The lane's buffer on every rank; only what the owner gives counts, others give memory for it."""
+        if self.exchange is not None:
+            self.exchange.broadcast(buffer, self.owner(lane))
+        return buffer
+
+
+def open_store(host: str, timeout: float) -> Any:
+    """The store of rank 0, at a free port of this machine."""
+    return dist.TCPStore(host, 0, None, True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+
+
+def in_background(function: Callable[[], Any]) -> Future[Any]:
+    """The future of what a thread makes that does not keep the process from ending."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="rlft-ranks", daemon=True).start()
+    return future
+
+
+def _group(meeting: Meeting, rank: int, device: torch.device, store: Any) -> Any:
+    """A group of its own rather than torch's default one, which belongs to an engine in this process, if to anyone."""
+    limit = timedelta(seconds=meeting.timeout)
+    if store is None:
+        store = dist.TCPStore(meeting.host, meeting.port, None, False, timeout=limit)
+    named = dist.PrefixStore(meeting.name, store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(named, rank, meeting.ranks, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = limit
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
+    return dist.ProcessGroupGloo(named, rank, meeting.ranks, options)
+
+
+def _own_address(meeting: Meeting) -> str:
+    """The address of this machine on the way to rank 0, which others can reach, too."""
+    if meeting.host == LOOPBACK:
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((meeting.host, meeting.port))
+        return way.getsockname()[0]
+
+
+def _end(group: Any) -> None:
+    group.abort()

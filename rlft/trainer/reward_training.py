@@ -1,0 +1,171 @@
+"""The learned reward's own training, between steps of the policy: what iterative GRPO needs of a reward model.
+
+Siblings that a rule reward tells apart become pairs; every so many steps the reward's adapter and head go on learning
+from the newest ones with a share of earlier ones (2402.03300, algorithm 1: "continuous training using a replay
+mechanism that incorporates 10% of historical data"). There it is a loop around the policy's training.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+
+import torch
+from torch import Tensor
+
+from rlft.model.config import RewardModelConfig
+from rlft.model.reward_model import Row, Tokens, last_scores, parts_within, score_rows, scoring_batch
+from rlft.model.roles import Roles
+from rlft.ops.preference import accuracy, bradley_terry
+from rlft.seeds import derive
+from rlft.trainer.config import TrainerConfig
+from rlft.trainer.optimizer import Optimizer
+from rlft.types import Group, Scores
+
+SECTION = "reward_model"
+PARTS = ("prompt", "chosen", "rejected")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two completions of a prompt, as the token ids that were sampled."""
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+
+
+class RewardRefresh:
+    """Pairs that wait for the next training, earlier ones kept for later trainings, and the optimizer.
+
+    What it draws is a function of (seed, step); its tensors in a checkpoint are in `state`, the adapter and the head
+    are the roles' to save. The learning rate is constant.
+    """
+
+    def __init__(self, config: RewardModelConfig, roles: Roles, role: str, trainer: TrainerConfig, seed: int) -> None:
+        self.config, self.roles, self.role, self.seed = config, roles, role, seed
+        self.waiting: deque[Pair] = deque(maxlen=config.pairs)
+        self.earlier: deque[Pair] = deque(maxlen=config.capacity)
+        self.optimizer = Optimizer(roles.named_parameters(role), replace(trainer, lr=config.lr), SECTION)
+
+    def collect(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
+        """Takes the pairs of a finished step: siblings with unlike labels, at most `pairs_per_group` of a group."""
+        assert self.config.labels is not None, "checks/rules.py refuses a training without labels"
+        generator = torch.Generator().manual_seed(derive(self.seed, step, "reward pairs"))
+        for group, labels in zip(groups, scores.by_reward[self.config.labels].tolist(), strict=True):
+            pairs = pairs_of(group, labels)
+            drawn = torch.randperm(len(pairs), generator=generator)[: self.config.pairs_per_group]
+            self.waiting.extend(pairs[i] for i in drawn.tolist())
+
+    def train_if_due(self, step: int) -> dict[str, float]:
+        """Trains after `step` steps where a training is due and pairs are there; returns its metrics, else nothing.
+
+        accuracy is that of the newest pairs before the training, which are new to it; loss and grad_norm are means over
+        the training. Afterwards the newest pairs are among the earlier ones.
+        """
+        config = self.config
+        if not config.refresh_every or step % config.refresh_every or not self.waiting:
+            return {}
+        newest = list(self.waiting)
+        pairs = [*newest, *self._replayed(step, len(newest))]
+        metrics = {"accuracy": self.accuracy(newest), "pairs": float(len(pairs))}
+        torch.manual_seed(derive(self.seed, step, "reward dropout"))
+        generator = torch.Generator().manual_seed(derive(self.seed, step, "reward updates"))
+        losses, norms = [], []
+        num_updates = -(-len(pairs) // config.pairs_per_update)
+        with self.roles.training():
+            for _ in range(config.epochs):
+                for dealt in torch.randperm(len(pairs), generator=generator).tensor_split(num_updates):
+                    losses.append(self._backward([pairs[i] for i in dealt.tolist()]) * len(dealt) / len(pairs))
+                    norms.append(self.optimizer.update(config.lr))
+        self.earlier.extend(newest)
+        self.waiting.clear()
+        metrics |= {"loss": sum(losses) / config.epochs, "grad_norm": sum(norms) / len(norms)}
+        return {f"{SECTION}/{name}": value for name, value in metrics.items()}
+
+    def accuracy(self, pairs: Sequence[Pair]) -> float:
+        """The share of pairs whose better completion has the higher score; equal scores count half."""
+        scores = score_rows(self.roles, self.role, rows_of(pairs), self.roles.token_budget)
+        scores_2N = torch.tensor(scores, dtype=torch.float64)
+        return accuracy(scores_2N[0::2], scores_2N[1::2]).item()
+
+    def _replayed(self, step: int, num_newest: int) -> list[Pair]:
+        """Earlier pairs, drawn without repetition, so many that their share of all is `replay`, or all there are."""
+        count = round(num_newest * self.config.replay / (1 - self.config.replay))
+        generator = torch.Generator().manual_seed(derive(self.seed, step, "reward replay"))
+        return [self.earlier[i] for i in torch.randperm(len(self.earlier), generator=generator)[:count].tolist()]
+
+    def _backward(self, pairs: Sequence[Pair]) -> float:
+        """Adds the gradient of the mean Bradley-Terry loss over an update's pairs; returns that loss."""
+        total = 0.0
+        for part in self._micro_batches(pairs):
+            batch = self.roles.to_device(scoring_batch(rows_of(part)))
+            with self.roles.learning(self.role):
+                scores_2N = last_scores(self.roles, self.role, batch)
+                loss = bradley_terry(scores_2N[0::2], scores_2N[1::2], None) * (len(part) / len(pairs))
+                loss.backward()
+            self.roles.check_gradients(self.role)
+            total += loss.item()
+        return total
+
+    def _micro_batches(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
+        """The pairs in order, as many at a time as fit the token budget; a pair that exceeds it is not split."""
+
+        def texts_of(pair: Pair) -> list[tuple[Tokens, Tokens]]:
+            return [(pair.prompt, pair.chosen), (pair.prompt, pair.rejected)]
+
+        packed = self.roles.forward.packed
+        return parts_within(pairs, texts_of, self.roles.token_budget, packed=packed)
+
+    def state(self) -> dict[str, Tensor]:
+        """{name: tensor} of all pairs and the optimizer's moments: what a checkpoint keeps."""
+        pairs = {"waiting": self.waiting, "earlier": self.earlier}
+        return self.optimizer.state() | {
+            f"{SECTION}/{name}/{part}": tensor for name, kept in pairs.items() for part, tensor in flat(kept).items()
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state` gave, or from a mapping that holds it among other things."""
+        self.optimizer.restore(state)
+        for name, kept in (("waiting", self.waiting), ("earlier", self.earlier)):
+            kept.clear()
+            kept.extend(unflat({part: state[f"{SECTION}/{name}/{part}"] for part in ("token_ids", "lengths")}))
+
+
+def pairs_of(group: Group, labels: Sequence[float]) -> list[Pair]:
+    """Every (better, worse) pair of siblings with unlike labels, in order; pairs of the same tokens count once."""
+    prompt, siblings = group.prompt.token_ids, [tuple(r.completion.token_ids) for r in group.rollouts]
+    pairs = (
+        Pair(prompt=prompt, chosen=siblings[i], rejected=siblings[j])
+        for i, j in product(range(len(siblings)), repeat=2)
+        if labels[i] > labels[j]
+    )
+    return list(dict.fromkeys(pairs))
+
+
+def rows_of(pairs: Sequence[Pair]) -> list[Row]:
+    """chosen, rejected, chosen, rejected, ..; pairs of one prompt are one group."""
+    groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(pair.prompt for pair in pairs))}
+    return [
+        (groups[pair.prompt], pair.prompt, completion) for pair in pairs for completion in (pair.chosen, pair.rejected)
+    ]
+
+
+def flat(pairs: Sequence[Pair]) -> dict[str, Tensor]:
+    """The pairs as tensors: all their token ids in a row (int32) and how many belong to each part (int32 `[N, 3]`)."""
+    parts = [getattr(pair, name) for pair in pairs for name in PARTS]
+    return {
+        "token_ids": torch.tensor([token for part in parts for token in part], dtype=torch.int32),
+        "lengths": torch.tensor([len(part) for part in parts], dtype=torch.int32).view(-1, 3),
+    }
+
+
+def unflat(tensors: Mapping[str, Tensor]) -> list[Pair]:
+    """The pairs that `flat` has made tensors of."""
+    remaining = iter(tensors["token_ids"].tolist())
+    return [
+        Pair(**{name: tuple(islice(remaining, length)) for name, length in zip(PARTS, row, strict=True)})
+        for row in tensors["lengths"].tolist()
+    ]

@@ -1,0 +1,245 @@
+"""`rlft algorithms`: which there are; and of one its loss, its keys, its paper and a command to try it.
+
+The loss is what the docstring of the family's module says (rlft/algorithm/formula.py), the keys and their comments are
+those of the YAML files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rlft.algorithm.formula import Formula, formula_of
+from rlft.config.compose import compose, explain
+from rlft.config.overrides import CONFIG_DIR
+from rlft.keys import catalog
+from rlft.keys.instantiate import instantiate, locate
+from rlft.system.terminal import command_line
+from rlft.types import UserError
+from rlft.verbs.arguments import only_overrides
+
+USAGE = """\
+usage: rlft algorithms [<name>] [algorithm.<key>=<value>] ... [--config-dir <folder>] [--json]
+
+Every algorithm with its family and its paper; or of one the whole loss that its keys make, every key with its value and
+what it means, the paper, and a command to try it.
+
+  algorithm.<key>   shows the loss with this value, say algorithm.kl_coef=0.04
+  --config-dir      a folder of yours, whose algorithm/*.yaml are listed, too
+  --json            the same as JSON
+
+  rlft algorithms
+  rlft algorithms gspo
+  rlft algorithms grpo algorithm.kl_coef=0.04 algorithm.kl_estimator=k2"""
+
+GROUP = "algorithm"
+WIDTH = 120
+"""Columns of what is printed into a pipe or a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """An algorithm in the list. family: the YAML file that names its class. paper: "" where its YAML names none."""
+
+    name: str
+    about: str
+    family: str
+    paper: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key, its value, and what the YAML files say of it: first what it means, then why a variant changes it."""
+
+    key: str
+    value: Any
+    comments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """All that is printed of one algorithm. loss: None where the module of its class does not state it."""
+
+    listed: Listed
+    module: str
+    loss: Formula | None
+    keys: tuple[Key, ...]
+    example: str
+
+
+def command(arguments: list[str]) -> None:
+    """Prints the list, or the page of the algorithm that is named."""
+    names, words = _names_apart([word for word in arguments if word != "--json"])
+    parsed = only_overrides(words)
+    _check_words(names, parsed.overrides)
+    files = _files(parsed.config_dir)
+    if not names:
+        every = [listed(name, file) for name, file in files.items()]
+        print(json.dumps([asdict(one) for one in every], indent=1) if "--json" in arguments else table_of(every))
+        return
+    page = page_of(names[0], files, parsed.overrides, parsed.config_dir)
+    print(json.dumps(as_json(page), indent=1) if "--json" in arguments else text_of(page))
+
+
+def _names_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(names of algorithms, the other words) of the arguments; the folder after --config-dir is no name."""
+    names: list[str] = []
+    words: list[str] = []
+    for before, word in pairwise(["", *arguments]):
+        is_name = before not in CONFIG_DIR and "=" not in word and not word.startswith(("-", "+", "~"))
+        (names if is_name else words).append(word)
+    return names, words
+
+
+def _check_words(names: Sequence[str], overrides: Sequence[str]) -> None:
+    """Refuses more than one name, and words that are no key of the algorithm."""
+    if len(names) > 1:
+        raise UserError("algorithms", "takes one name", got=" ".join(names), remedy=f"write rlft algorithms {names[0]}")
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key == GROUP and value:
+            raise UserError(key, "is named without its group here", got=value, remedy=f"write rlft algorithms {value}")
+        if not override.startswith(f"{GROUP}."):
+            remedy = "write rlft algorithms, or rlft algorithms <name>"
+            raise UserError(key, "is not a key of rlft algorithms", got=override, remedy=remedy)
+        if not names:
+            remedy = f"write rlft algorithms <name> {override}"
+            raise UserError(key, "is a key of an algorithm, and none is named", got=override, remedy=remedy)
+
+
+def _files(config_dir: Path | None) -> dict[str, Path]:
+    """{name: its YAML file}: rlft's own, then the user's."""
+    mine = sorted((config_dir / GROUP).glob("*.yaml")) if config_dir else []
+    return catalog.files(GROUP) | {file.stem: file for file in mine}
+
+
+def _lineage(file: Path) -> list[Path]:
+    from yaml import YAMLError
+
+    try:
+        return catalog.lineage(file, GROUP)
+    except UnicodeDecodeError as error:
+        raise UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8") from None
+    except YAMLError as error:
+        raise explain(error) or error from None
+
+
+def listed(name: str, file: Path) -> Listed:
+    files = _lineage(file)
+    return Listed(
+        name=name, about=catalog.first_comment(file), family=catalog.family(files), paper=catalog.paper(files)
+    )
+
+
+def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], config_dir: Path | None) -> Page:
+    """The page of one algorithm, with these overrides of its keys.
+
+    Raises:
+        UserError: no algorithm of this name, or keys that it refuses.
+    """
+    if name not in files:
+        close = difflib.get_close_matches(name.lower(), files, n=1)
+        remedy = (f"did you mean {close[0]}? All: " if close else "choose one of ") + ", ".join(files)
+        raise UserError("algorithms", "there is no such algorithm", got=name, remedy=remedy)
+    plain = compose([f"{GROUP}={name}", *overrides], config_dir)[GROUP]
+    algorithm = instantiate(plain, GROUP)
+    target = locate(plain["_target_"], f"{GROUP}._target_")
+    values = {key: value for key, value in plain.items() if key != "_target_"}
+    if dataclasses.is_dataclass(algorithm):
+        values = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)}
+    try:
+        loss = formula_of(target, values)
+    except ValueError as error:
+        remedy = "write it as rlft/algorithm/formula.py explains"
+        raise UserError(target.__module__, f"its docstring does not state its loss: {error}", remedy=remedy) from None
+    lineage = _lineage(files[name])
+    return Page(
+        listed=listed(name, files[name]),
+        module=target.__module__,
+        loss=loss,
+        keys=tuple(Key(key=key, value=value, comments=_comments(key, lineage)) for key, value in values.items()),
+        example=_example(name, config_dir),
+    )
+
+
+def _comments(key: str, lineage: Sequence[Path]) -> tuple[str, ...]:
+    """What the files say of a key: the first one that says anything explains it, the others say why they change it."""
+    said = [(file.stem, catalog.entries(file)[key].comment) for file in lineage if key in catalog.entries(file)]
+    first, *others = [(stem, comment) for stem, comment in said if comment] or [("", "")]
+    return tuple(filter(None, [first[1], *(f"{stem}: {comment}" for stem, comment in others)]))
+
+
+def _example(name: str, config_dir: Path | None) -> str:
+    recipe = f"{name}_arithmetic"
+    if recipe in catalog.recipes("train"):
+        return command_line("rlft", "train", f"+recipe={recipe}")
+    folder = ["--config-dir", config_dir] if config_dir else []
+    return command_line("rlft", "train", *folder, "+recipe=grpo_arithmetic", f"{GROUP}={name}", f"name={name}")
+
+
+def as_json(page: Page) -> dict[str, Any]:
+    loss = None if page.loss is None else {"lines": page.loss.lines, "symbols": dict(page.loss.symbols)}
+    return {
+        **asdict(page.listed),
+        "module": page.module,
+        "loss": loss,
+        "keys": [asdict(key) for key in page.keys],
+        "example": page.example,
+    }
+
+
+def table_of(every: Sequence[Listed]) -> str:
+    """A line an algorithm: its name, its family, what it is, and below it its paper."""
+    name, family = (max(len(getattr(one, column)) for one in every) for column in ("name", "family"))
+    indent = " " * (name + family + 4)
+    lines: list[str] = []
+    for one in every:
+        head = f"{one.name:<{name}}  {one.family:<{family}}  "
+        lines += _wrapped(one.about, head, indent)
+        lines += _wrapped(one.paper, indent, indent) if one.paper else []
+    return "\n".join([*lines, "", "rlft algorithms <name> prints its loss, its keys and a command to try it."])
+
+
+def text_of(page: Page) -> str:
+    one = page.listed
+    lines = [
+        *_wrapped(f"{one.name}: {one.about}", "", "  "),
+        "",
+        *_wrapped(f"{one.family} ({page.module})", "family  ", " " * 8),
+        *(_wrapped(one.paper, "paper   ", " " * 8) if one.paper else []),
+        f"try it  {page.example}",
+        "",
+        "Loss, which an update makes smaller",
+        "",
+    ]
+    if page.loss is None:
+        lines += _wrapped(f"The docstring of {page.module} does not state it.", "  ", "  ")
+    else:
+        lines += [f"  {line}" for line in page.loss.lines]
+        width = max(map(len, page.loss.symbols), default=0)
+        lines += ["", *_of_pairs(page.loss.symbols, width)]
+    lines += ["", "Keys, set as algorithm.<key>=<value>", ""]
+    for key in page.keys:
+        lines.append(f"  {key.key}: {key.value if isinstance(key.value, str) else json.dumps(key.value)}")
+        for comment in key.comments:
+            lines += _wrapped(comment, " " * 6, " " * 6)
+    return "\n".join(lines)
+
+
+def _of_pairs(symbols: Mapping[str, str], width: int) -> list[str]:
+    indent = " " * (width + 4)
+    return [line for name, meaning in symbols.items() for line in _wrapped(meaning, f"  {name:<{width}}  ", indent)]
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    """The text in lines of the terminal's width; `first` stands before its first line, `others` before the rest."""
+    width = max(shutil.get_terminal_size((WIDTH, 24)).columns, len(others) + 20)
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others) or [first.rstrip()]

@@ -1,0 +1,473 @@
+"""`rlft chat`: talk to a checkpoint, or to a bare model, in the terminal.
+
+`Talk` is the conversation, without a terminal; `Terminal` reads lines and prints answers. Answers are sampled by rlft's
+own generator from the trainer's base, so the model that answers is the model that was trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlft.config import compose as configs
+from rlft.run import references
+from rlft.run.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint
+from rlft.system.interrupt import Terminated, handled_inside
+from rlft.system.terminal import command_line, override, say
+from rlft.types import Generator, Group, Message, Prompt, Rollout, Sampling, Split, UserError
+from rlft.verbs.arguments import check_names_a_model, of_a_run
+from rlft.verbs.launch import import_libraries
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlft.config.schema import PromptsConfig, ScoringConfig
+    from rlft.generation.config import GenerationConfig
+    from rlft.model.backbone import Backbone
+    from rlft.model.config import LoraSettings, ModelConfig
+    from rlft.model.reward_model import LearnedReward
+    from rlft.model.roles import Roles
+    from rlft.scoring.reward_spec import RewardSpec
+    from rlft.scoring.scorer import Scorer
+    from rlft.trainer.checkpoint import Checkpoint
+
+USAGE = """\
+usage: rlft chat run=<run or checkpoint folder> [raw=true] [<key>=<value>] ...
+       rlft chat model.path=<model> [raw=true] [<key>=<value>] ...
+
+Asks with the run's own system prompt, prompt template and sampling; raw=true leaves prompt and template out.
+Lines may also come through a pipe. Within, /help lists the commands.
+  rlft chat run=runs/grpo_arithmetic/<time>
+  rlft chat run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 generation.temperature=0
+  rlft chat model.path=embedded:tiny-arithmetic generation.max_tokens=48"""
+
+COMMANDS = """\
+/base             the bare base answers the last question
+/score [<answer>] the run's rewards for the last answer, given what would be right
+/new              forgets the conversation
+/system [<text>]  begins anew with this system prompt, or with none
+/temperature <t>  0: always the likeliest token
+/help             this
+/quit             or Ctrl-D; Ctrl-C stops an answer
+A message that begins with / is written with two."""
+
+WORDS = ("raw",)
+"""Keys of this verb; all others are keys of the config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings that a chat reads from the config of a run of any verb.
+
+    Args:
+        model: the model to load.
+        base: the config's model.path. `model` differs from it where the checkpoint holds a whole model.
+        prompts: how prompts are formatted.
+        lora: the adapter's shape; None where all weights were trained.
+        generation: how answers are sampled.
+        rewards: the reward section.
+        scoring: how rewards are called; None where the config has no such section.
+        system_prompt: the first message of a conversation, if any.
+        prompt_template: a text with the placeholder {question}.
+        token_budget: tokens per forward pass.
+        seed: answers derive from it.
+    """
+
+    model: ModelConfig
+    base: str
+    prompts: PromptsConfig
+    lora: LoraSettings | None
+    generation: GenerationConfig
+    rewards: Mapping[str, Any]
+    scoring: ScoringConfig | None
+    system_prompt: str | None
+    prompt_template: str
+    token_budget: int
+    seed: int
+
+
+def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
+    """Reads the settings from a plain config; `raw` leaves out the data's system prompt and template."""
+    from rlft.config.schema import PromptsConfig, ScoringConfig
+    from rlft.config.token_budget import resolved
+    from rlft.data.records import PLACEHOLDER, check_template
+    from rlft.generation.config import GenerationConfig
+    from rlft.keys.instantiate import from_mapping
+    from rlft.model.config import LoraSettings, ModelConfig
+
+    plain = resolved(plain)
+    data = {} if raw else plain.get("data") or {}
+    template = data.get("prompt_template") or PLACEHOLDER
+    check_template(template)
+    lora, scoring = plain.get("lora"), plain.get("scoring")
+    return Settings(
+        model=from_mapping(ModelConfig, plain["model"], "model"),
+        base=plain["model"]["path"],
+        prompts=from_mapping(PromptsConfig, plain["prompts"], "prompts"),
+        lora=None if lora is None else from_mapping(LoraSettings, lora, "lora"),
+        generation=from_mapping(GenerationConfig, plain["generation"], "generation"),
+        rewards=plain.get("reward") or {},
+        scoring=None if scoring is None else from_mapping(ScoringConfig, scoring, "scoring"),
+        system_prompt=data.get("system_prompt"),
+        prompt_template=template,
+        token_budget=plain["token_budget"],
+        seed=plain["seed"],
+    )
+
+
+def check(plain: Mapping[str, Any], raw: bool) -> None:
+    """Refuses settings that are wrong by the config alone; imports no library."""
+    from rlft.config.token_budget import resolved
+
+    read_settings(resolved(plain, gpu=False), raw)
+
+
+def read_raw(word: str | None) -> bool:
+    """The value of raw=<word>; None means that it was not given."""
+    if word not in (None, "true", "false"):
+        raise UserError("raw", "must be true or false", got=word or "nothing", remedy="write raw=true")
+    return word == "true"
+
+
+def command(arguments: list[str]) -> None:
+    """Starts a conversation with the policy of a run, or with a model."""
+    parsed, source, changes = of_a_run(arguments, WORDS)
+    if source is None:
+        check_names_a_model(parsed, "there is no model to chat with")
+    raw = read_raw(parsed.value("raw"))
+    if source is None:
+        plain = configs.compose(changes, parsed.config_dir)
+        configs.build(plain)
+    else:
+        plain = configs.changed(source.config, changes, parsed.config_dir, source.config["verb"])
+    check(plain, raw)
+    import_libraries()
+    run(references.resolved(plain), source, raw, say)
+
+
+def run(plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Callable[[str], None]) -> None:
+    """Opens the policy of the run, or the config's model where source is None; ends with the input."""
+    from rlft.logger.console import open_terminal
+
+    with open_talk(plain, source, raw, say) as talk:
+        terminal = Terminal(talk, open_terminal())
+        with handled_inside() if terminal.is_person else contextlib.nullcontext():
+            terminal.run()
+
+
+@contextlib.contextmanager
+def open_talk(
+    plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Callable[[str], None]
+) -> Iterator[Talk]:
+    """Opens a conversation with the policy of this run, or with the config's model if None; reads no data."""
+    from rlft.generation.stops import check_stops
+    from rlft.model.backbone import load_backbone, load_tokenizer, read_config
+    from rlft.system.out_of_memory import Doing, explained
+    from rlft.trainer import checkpoint
+
+    saved, what = None, str(plain["model"]["path"])
+    if source is None:
+        settings = read_settings(plain, raw)
+    else:
+        folder = find_checkpoint(source, say)
+        settings = settings_of(plain, folder, raw)
+        saved = checkpoint.load(folder) if settings.lora is not None else None
+        what = f"{source.run}, {folder.name}"
+    vocabulary = read_config(settings.model).get_text_config().vocab_size
+    check_stops(settings.generation, load_tokenizer(settings.model), vocabulary)
+    if not raw and (plain.get("data") or {}).get("few_shot"):
+        say("the data's few-shot examples are left out: a chat reads no data")
+    with contextlib.ExitStack() as stack:
+        with explained(Doing(), settings):
+            backbone = load_backbone(settings.model)
+            roles = open_roles(settings, backbone)
+            stack.callback(roles.close)
+            talk = Talk(settings, roles, backbone, saved)
+            stack.callback(talk.close)
+        say(f"{what}: temperature {talk.sampling.temperature:g}, at most {talk.sampling.max_tokens} tokens; /help")
+        yield talk
+
+
+def settings_of(plain: Mapping[str, Any], folder: Path, raw: bool) -> Settings:
+    """The settings for a checkpoint, which holds an adapter on the run's base or a whole model."""
+    holds = kind_of_checkpoint(folder)
+    if holds is CheckpointKind.reward:
+        remedy = "chat with a run of rlft train, and give it this one as reward.learned.path"
+        raise UserError("run", "holds a reward model, which writes no text", got=folder, remedy=remedy)
+    settings = read_settings(plain, raw)
+    if holds is CheckpointKind.weights:
+        return replace(settings, lora=None, model=replace(settings.model, path=str(folder / holds), revision=None))
+    check_base(folder, settings.model)
+    assert settings.lora is not None, "the run trained an adapter"
+    return replace(settings, lora=replace(settings.lora, path=None))  # what it began from is no longer needed
+
+
+def open_roles(settings: Settings, backbone: Backbone) -> Roles:
+    """The base with an untrained policy adapter, which has no effect until it is restored, and no other role."""
+    from rlft.model.config import LoraSettings
+    from rlft.model.roles import policy_alone
+
+    nothing = LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=None)
+    return policy_alone(backbone, settings.lora or nothing, token_budget=settings.token_budget, seed=settings.seed)
+
+
+class Talk:
+    """A conversation. An error or an interruption leaves it unchanged.
+
+    `turns` holds the messages of both sides without the system prompt; `last` is the rollout shown last, which may be
+    the base's.
+    """
+
+    def __init__(self, settings: Settings, roles: Roles, backbone: Backbone, saved: Checkpoint | None) -> None:
+        from rlft.generation.config import ANYWHERE
+        from rlft.loop.engines import opening_on
+
+        self.settings, self.roles, self.backbone, self.saved = settings, roles, backbone, saved
+        self.sampling: Sampling = settings.generation.sampling
+        self.system_prompt = settings.system_prompt
+        self.turns: tuple[Message, ...] = ()
+        self.last: Rollout | None = None
+        self._num_questions = 0
+        self._scorer: Scorer | None = None
+        self._resident: dict[str, LearnedReward] | None = None
+        self._no_resident: UserError | None = None
+        opening = opening_on(
+            backbone,
+            settings.model,
+            settings.prompts,
+            settings.generation,
+            slot=roles,
+            rank=1 if settings.lora is None else settings.lora.rank,
+            seed=settings.seed,
+        )
+        own = settings.generation.named(ANYWHERE)  # even if the run sampled with another engine
+        self._policy, self._base = own.open(opening), own.open(opening)
+        if saved is not None:
+            roles.restore(saved.adapters)
+        self._policy.load(roles.publish(0 if saved is None else saved.step))
+
+    def ask(self, question: str) -> Rollout:
+        """Adds this question to the conversation and returns the policy's answer."""
+        content = self.settings.prompt_template.replace("{question}", question)
+        turns = (*self.turns, {"role": "user", "content": content})
+        rollout = self._answer(self._policy, self._prompt(turns), self._num_questions)
+        self.turns = (*turns, {"role": "assistant", "content": rollout.completion.text})
+        self.last, self._num_questions = rollout, self._num_questions + 1
+        return rollout
+
+    def ask_base(self) -> Rollout:
+        """Answers the last question with the adapter off, by the same random numbers."""
+        if self.settings.lora is None:
+            problem = "the run trained all weights, so the base is not loaded"
+            command = command_line("rlft", "chat", override("model.path", self.settings.base))
+            raise UserError("/base", problem, remedy=f"chat with it: {command}")
+        self.last = self._answer(self._base, self._asked("/base").prompt, self._num_questions - 1)
+        return self.last
+
+    def begin_anew(self) -> None:
+        self.turns, self.last = (), None
+
+    def _asked(self, command: str) -> Rollout:
+        if self.last is None:
+            raise UserError(command, "there is no question yet", remedy="ask one first")
+        return self.last
+
+    def _prompt(self, turns: Sequence[Message]) -> Prompt:
+        from rlft.prepare.prompts import scan
+
+        system = () if self.system_prompt is None else ({"role": "system", "content": self.system_prompt},)
+        style = self.settings.prompts.style
+        prompt = Prompt(id="chat", messages=(*system, *turns), answer="")
+        prompt = scan([prompt], self.backbone.tokenizer, sys.maxsize, "refuse", Split.held_out, style).prompts[0]
+        context = getattr(self.backbone.model.config.get_text_config(), "max_position_embeddings", None)
+        num_tokens, more = len(prompt.token_ids), self.sampling.max_tokens
+        if context is not None and num_tokens + more > context:
+            raise UserError(
+                "/new",
+                f"the conversation has {num_tokens} tokens, and {more} more (generation.max_tokens) exceed the "
+                f"model's context of {context}",
+                remedy="begin anew with /new, or start with a lower generation.max_tokens",
+            )
+        return prompt
+
+    def _answer(self, generator: Generator, prompt: Prompt, number: int) -> Rollout:
+        from rlft.seeds import derive
+        from rlft.system.out_of_memory import Doing, explained
+
+        seeds = [derive(self.settings.seed, number, "chat")]
+        with explained(Doing(current="answer"), self.settings):
+            return generator.sample([prompt], 1, seeds, self.sampling)[0].rollouts[0]
+
+    # -- rewards -------------------------------------------------------------------------------------------------------
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a reward may compare with a reference answer; a learned reward reads only the conversation."""
+        return any(not spec.runs_in_trainer for spec in self._rewards().values())
+
+    def score(self, answer: str) -> dict[str, tuple[float, float]]:
+        """{reward: (score, weight)} of the answer shown last, with `answer` as the reference answer."""
+        last, rewards = self._asked("/score"), self._rewards()
+        prompt = replace(last.prompt, answer=answer)
+        try:
+            scores = self._open_scorer(rewards)([Group(prompt=prompt, rollouts=(replace(last, prompt=prompt),))])
+        except BaseException:
+            self.close()  # a worker may still be scoring, and its reply would be taken for the next one's
+            raise
+        return {name: (scores.by_reward[name].item(), spec.weight) for name, spec in rewards.items()}
+
+    def close(self) -> None:
+        """Ends the worker process of the rewards, if one was started."""
+        if self._scorer is not None:
+            self._scorer.close()
+            self._scorer = None
+
+    def _rewards(self) -> dict[str, RewardSpec]:
+        from rlft.scoring.reward_spec import specs
+
+        if not self.settings.rewards or self.settings.scoring is None:
+            problem = "there are no rewards in this run's config"
+            raise UserError("/score", problem, remedy="chat with a run that has some")
+        return specs(self.settings.rewards)
+
+    def _open_scorer(self, rewards: Mapping[str, RewardSpec]) -> Scorer:
+        """The scorer, opened at the first call: it may start a worker or load reward models."""
+        from rlft.scoring.scorer import Scorer
+
+        scoring = self.settings.scoring
+        assert scoring is not None, "_rewards refuses"
+        if self._resident is None:
+            self._resident = self._open_resident(rewards)
+        if self._scorer is None:
+            self._scorer = Scorer(rewards, min(1, scoring.workers), scoring.timeout, "stop", self._resident)
+        return self._scorer
+
+    def _open_resident(self, rewards: Mapping[str, RewardSpec]) -> dict[str, LearnedReward]:
+        """The learned rewards, with the weights that the run trained if it trained them."""
+        from rlft.loop.session import open_resident
+        from rlft.model.reward_model import reward_role
+
+        if self._no_resident is not None:
+            raise self._no_resident  # an adapter may be half loaded, so this is not tried twice
+        saved = self.saved
+        trained = saved is not None and any(reward_role(name) in saved.adapters for name in rewards)
+        try:
+            resident = open_resident(rewards, self.roles, learns=trained)
+        except UserError as error:
+            self._no_resident = error
+            raise
+        if saved is not None:
+            self.roles.restore(saved.adapters, saved.heads)
+        return resident
+
+
+class Terminal:
+    """Reads lines from a person or a pipe until the input ends; prints the answers."""
+
+    def __init__(self, talk: Talk, console: Console) -> None:
+        self.talk, self.console = talk, console
+        self.is_person = sys.stdin.isatty()
+        self.commands: dict[str, Callable[[str], None]] = {
+            "base": self._base,
+            "score": self._score,
+            "new": self._new,
+            "system": self._system,
+            "temperature": self._temperature,
+            "help": lambda _: self._print(COMMANDS, style="dim"),
+        }
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives input() its history and its editing
+
+    def run(self) -> None:
+        """Reads until the end of the input or /quit. Ctrl-C stops an answer; in a pipe it ends everything."""
+        from rlft.scoring.scorer import RewardError
+        from rlft.system.out_of_memory import OutOfMemoryError
+
+        idle_since_interrupt = False
+        while True:
+            line = None
+            try:
+                line = self._read("> ").strip()
+                if line == "/quit":
+                    return
+                if line:
+                    idle_since_interrupt = False
+                    self.handle(line)
+            except EOFError:
+                return
+            except KeyboardInterrupt as interruption:
+                if not self.is_person or idle_since_interrupt or isinstance(interruption, Terminated):
+                    raise
+                idle_since_interrupt = line is None
+                self._print("\n(stopped; Ctrl-D quits)", style="dim")
+            except (UserError, RewardError, OutOfMemoryError) as error:
+                self._print(str(error), style="red")
+
+    def handle(self, line: str) -> None:
+        """Handles one line of the user's: a command or a question."""
+        if not line.startswith("/") or line.startswith("//"):
+            self._show(lambda: self.talk.ask(line.removeprefix("/")))
+            return
+        name, _, rest = line[1:].partition(" ")
+        if name not in self.commands:
+            remedy = "/help lists them; begin with // to say it to the model"
+            raise UserError(f"/{name}", "there is no such command", remedy=remedy)
+        self.commands[name](rest.strip())
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+    def _base(self, rest: str) -> None:
+        self._show(self.talk.ask_base)
+
+    def _score(self, rest: str) -> None:
+        if self.talk.last is not None and not rest and self.talk.needs_answer:
+            rest = self._read("the right answer (Enter: none): ").strip()
+        scores = self.talk.score(rest)
+        for name, (score, weight) in scores.items():
+            self._print(f"{name} {score:g} x {weight:g}")
+        self._print(f"total {math.fsum(score * weight for score, weight in scores.values()):g}")
+
+    def _new(self, rest: str) -> None:
+        self.talk.begin_anew()
+        self._print("a new conversation", style="dim")
+
+    def _system(self, rest: str) -> None:
+        self.talk.system_prompt = rest or None
+        self.talk.begin_anew()
+        self._print(f"a new conversation with {'this' if rest else 'no'} system prompt", style="dim")
+
+    def _temperature(self, rest: str) -> None:
+        try:
+            temperature = float(rest)
+        except ValueError:
+            temperature = math.nan
+        if not 0 <= temperature < math.inf:
+            raise UserError("/temperature", "must be a number, 0 or more", got=rest or "nothing", remedy="try 0.7")
+        self.talk.sampling = replace(self.talk.sampling, temperature=temperature)
+        self._print(f"temperature {temperature:g}", style="dim")
+
+    # -- the terminal --------------------------------------------------------------------------------------------------
+    def _read(self, prompt: str) -> str:
+        return input(prompt if self.is_person else "")
+
+    def _show(self, answer: Callable[[], Rollout]) -> None:
+        with self.console.status("..."):
+            rollout = answer()
+        completion = rollout.completion
+        self._print(completion.text)
+        cut = " (cut: generation.max_tokens)" if completion.finish_reason == "length" else ""
+        who = "base, " if rollout.policy_version is None else ""
+        self._print(f"[{who}{len(completion.token_ids)} tokens{cut}]", style="dim")
+
+    def _print(self, text: str, style: str = "") -> None:
+        """Prints text of a model, whose control characters must not move the cursor, hide or recolour anything."""
+        from rich.text import Text
+
+        from rlft.logger.text import visible
+
+        self.console.print(Text(visible(text), style=style), soft_wrap=True)

@@ -1,0 +1,145 @@
+"""Does a run of any verb, from its composed config to its end: plan it, claim its folder, lock it, run it, report."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rlft.keys import verbs
+from rlft.keys.verbs import Verb
+from rlft.run import fork as forks
+from rlft.run import run_folder, run_status
+from rlft.run.extent import steps_done
+from rlft.run.fork import Fork
+from rlft.system import disk, interrupt
+from rlft.system.crash import recorded_in
+from rlft.system.interrupt import Reported
+from rlft.system.terminal import command_line, resuming, say
+from rlft.types import UserError
+
+
+def launch(
+    plain: dict[str, Any],
+    folder: Path,
+    shared_engines: Any = None,
+    *,
+    may_be_finished: bool = False,
+    fork: Fork | None = None,
+) -> None:
+    """Does a run to its end, or to an interruption (KeyboardInterrupt, after saving).
+
+    Args:
+        plain: the composed config.
+        folder: the run's folder.
+        shared_engines: the engines of a sweep, whose jobs end without a page of their own.
+        may_be_finished: whether a resumed run that has all its steps is left as it is, once its inputs are found
+            unchanged; otherwise it is refused.
+        fork: the checkpoint of another run that this new run starts from.
+    """
+    import_libraries()
+    verb = verbs.named(plain["verb"])
+    from rlft.checks import rules
+    from rlft.loop.engines import Engines
+    from rlft.planning import disk_space
+    from rlft.planning.gpu_budget import fitted
+
+    plan = fitted(verb.make_plan({**plain, "resume": str(folder)} if fork is not None else plain))
+    if fork is not None:
+        forks.check(fork, plain, plan.fingerprints, plan.num_steps)
+    rules.check_writable(folder)
+    if fork is not None:
+        forks.begin(fork, folder, plain, plan.fingerprints, plan.num_steps)
+        say(f"a new run from {fork.run} after step {fork.step}, in {folder}")
+    elif plan.config.resume is None:
+        run_folder.claim(folder, plain, plan.fingerprints, plan.num_steps)
+    elif _is_left_alone(verb, plan, plain, folder, may_be_finished):
+        say(f"finished already, with the same config and inputs: {folder}")
+        return
+    if too_much := disk_space.note(plan.disk_bytes(), folder):
+        say(f"note: {too_much}")
+    try:
+        with ExitStack() as stack:
+            interrupt.keeps(f"go on from what is saved with: {resuming(folder)}")
+            stack.enter_context(disk.explained(resuming(folder), folder))
+            stack.enter_context(run_folder.held(folder))
+            run_folder.go_on(folder, plain)
+            ending = stack.enter_context(run_status.kept(folder, plan.num_steps))
+            stack.enter_context(recorded_in(folder))
+            stack.enter_context(disk.explained(resuming(folder), folder))  # so that status.json has this message, too
+            engines = shared_engines if shared_engines is not None else stack.enter_context(Engines())
+            outcome = verb.run(plan, folder, engines, say)
+            ending.interrupted = outcome.interrupted
+    except KeyboardInterrupt:
+        say((verb.stopped or stopped_at_once)(folder))
+        raise Reported from None
+    if outcome.interrupted:
+        how_far = "saved" if outcome.step else "before the first one"
+        say(f"stopped after step {outcome.step}, {how_far}; go on with: {resuming(folder)}")
+        raise Reported
+    interrupt.keeps(f"the run is finished and saved in {folder}")
+    if shared_engines is None and plan.has_page:
+        (verb.closing or last_page)(plan, folder)
+
+
+def stopped_at_once(folder: Path) -> str:
+    """The message about a run that was stopped inside a step."""
+    return f"stopped at once; go on from the newest checkpoint with: {resuming(folder)}"
+
+
+def last_page(plan: Any, folder: Path) -> None:
+    """Prints the page at the end of a run: its curves and its last evaluation."""
+    from rlft.logger.summary import print_summary
+
+    print_summary(folder, ())
+
+
+def _is_left_alone(verb: Verb, plan: Any, plain: dict[str, Any], folder: Path, may_be_finished: bool) -> bool:
+    """Whether the run in this folder is finished and is left alone.
+
+    Raises:
+        UserError: the run cannot be resumed with this config, or is finished and may not be.
+    """
+    done = saved_steps(verb, folder, plan)
+    run_folder.check_resume(folder, plain, plan.fingerprints)
+    if done < plan.num_steps or may_be_finished:
+        return done >= plan.num_steps
+    problem = f"the run is finished: it has all its {plan.num_steps} steps"
+    raise UserError("resume", problem, got=folder, remedy=after_the_end(plain, folder, plan.num_steps))
+
+
+def saved_steps(verb: Verb, folder: Path, plan: Any) -> int:
+    """How many steps the run in a folder has saved.
+
+    Raises:
+        UserError: the plan has fewer steps.
+    """
+    return (verb.steps_done or steps_done)(folder, plan)
+
+
+def after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:
+    """What a user can do with a finished run."""
+    remedies = []
+    if plain.get("trainer", {}).get("schedule") == "constant":
+        remedies.append(f"raise steps ({resuming(folder)} steps={2 * num_steps})")
+    if verbs.named(plain["verb"]).has_policy:
+        remedies.append(command_line("rlft", "eval", f"run={folder}"))
+    return ", or ".join(remedies) or "start another one"
+
+
+def import_libraries() -> None:
+    """Imports torch, transformers and what needs them. It takes seconds, in which Ctrl-C ends the process at once."""
+    from rlft.system.interrupt import ends_the_process
+
+    with ends_the_process():
+        import transformers
+
+        import rlft.loop.session
+
+        # transformers imports its modules when their names are first used.
+        _ = rlft.loop.session, transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+    from transformers.utils import logging
+
+    if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":
+        logging.disable_progress_bar()

@@ -1,0 +1,160 @@
+"""`rlft rm`: trains a reward model from preferences, an adapter with a scalar head on the frozen base.
+
+`reward=learned` and `critic.init` take the run's folder as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from rlft.loop.engines import Engines
+from rlft.loop.evaluate import mean_and_error
+from rlft.loop.outcome import Outcome
+from rlft.model.adapter_folder import has_head, load_adapter
+from rlft.model.reward_model import Row as ScoredRow
+from rlft.model.reward_model import Tokens, last_scores, parts_within, score_rows, scoring_batch
+from rlft.model.roles import Roles
+from rlft.ops.preference import accuracy, pairs_of_ranking, ranking_loss
+from rlft.planning.rm_plan import RmPlan
+from rlft.prepare.examples import RankedTokens
+from rlft.supervised import AdapterLesson, learn, open_policy
+from rlft.system.terminal import Say, command_line, override, overrides, program
+from rlft.trainer.checkpoint import Checkpoint
+from rlft.types import Evaluation
+
+REWARD = "reward"
+BIAS = f"{REWARD}.head.bias"
+
+
+class RankingLesson(AdapterLesson[RmPlan]):
+    """The lesson of a reward model: the better completion gets the higher score.
+
+    The head's bias is not trained, because no difference of scores depends on it. It is 0 during the run, and has the
+    value that `center` asks for in the saved head; so centring does not change what is learned.
+    """
+
+    def __init__(self, plan: RmPlan, roles: Roles) -> None:
+        super().__init__(plan, roles, REWARD)
+        self._forget_bias()
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        return [(name, p) for name, p in super().parameters() if name != BIAS]
+
+    def backward(self, step: int) -> dict[str, float]:
+        """Adds the gradient of the mean ranking loss over the step's prompts."""
+        return self._learn(self.plan.at(step))
+
+    def rehearse(self) -> None:
+        rankings = sorted(self.plan.train.rankings, key=lambda r: -sum(map(len, r.completions)))
+        parts = self._micro_batches(rankings[: self.config.rankings_per_step])
+        self._learn(parts[0])
+
+    def _learn(self, rankings: Sequence[RankedTokens]) -> dict[str, float]:
+        roles = self.roles
+        total = right = 0.0
+        num_tokens = 0
+        with roles.training():
+            for part in self._micro_batches(rankings):
+                batch = roles.to_device(scoring_batch(rows_of(part)))
+                with roles.learning(REWARD):
+                    scores = last_scores(roles, REWARD, batch).split([len(r.completions) for r in part])
+                    losses = [ranking_loss(s, r.scores, self.config.margin) for s, r in zip(scores, part, strict=True)]
+                    loss = torch.stack(losses).sum() / len(rankings)
+                    loss.backward()
+                roles.check_gradients(REWARD)
+                total += loss.item()
+                right += sum(pair_accuracy(s.detach(), r) for s, r in zip(scores, part, strict=True))
+                num_tokens += roles.forward.real_tokens(batch)
+        return {"loss/total": total, "accuracy/pairs": right / len(rankings), "tokens/trained": num_tokens}
+
+    def _micro_batches(self, rankings: Sequence[RankedTokens]) -> list[list[RankedTokens]]:
+        """Splits the rankings in order to fit the token budget; a ranking that exceeds it is not split."""
+
+        def texts_of(ranking: RankedTokens) -> list[tuple[Tokens, Tokens]]:
+            return [(ranking.prompt, completion) for completion in ranking.completions]
+
+        packed = self.roles.forward.packed
+        return parts_within(rankings, texts_of, self.config.token_budget, packed=packed)
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Accuracy on the held-out pairs (mean over each ranking, then over rankings), and the loss without margin."""
+        rankings = self.plan.held_out.rankings[: self.config.eval.num_rankings]
+        scores = self._scores(rankings)
+        value, error = mean_and_error([pair_accuracy(s, r) for s, r in zip(scores, rankings, strict=True)])
+        losses = [ranking_loss(s, r.scores, 0.0).item() for s, r in zip(scores, rankings, strict=True)]
+        metrics = {
+            "eval/pairs": value,
+            "eval/pairs_se": error,
+            "eval/loss": sum(losses) / len(losses),
+            "eval/score_best": sum(s[0].item() for s in scores) / len(scores),
+            "eval/score_worst": sum(s[-1].item() for s in scores) / len(scores),
+        }
+        return Evaluation(step=step, accuracy=value, accuracy_se=error, metrics=metrics, examples=())
+
+    def _scores(self, rankings: Sequence[RankedTokens]) -> Sequence[torch.Tensor]:
+        scores = score_rows(self.roles, REWARD, rows_of(rankings), self.config.token_budget)
+        return torch.tensor(scores, dtype=torch.float64).split([len(r.completions) for r in rankings])
+
+    def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
+        head = self.roles.heads[REWARD].weights()
+        if self.config.center:
+            best = [replace(r, completions=r.completions[:1], scores=r.scores[:1]) for r in self.plan.held_out.rankings]
+            scores = self._scores(best[: self.config.eval.num_rankings])
+            head["bias"] = head["bias"] - torch.stack(list(scores)).mean().to(head["bias"])
+        return replace(super().saved(step, optimizer, state), heads={REWARD: head})
+
+    def restore(self, saved: Checkpoint) -> None:
+        super().restore(saved)
+        self.roles.heads[REWARD].restore(saved.heads[REWARD])
+        self._forget_bias()
+
+    def _forget_bias(self) -> None:
+        with torch.no_grad():
+            self.roles.heads[REWARD].bias.zero_()
+
+
+def rows_of(rankings: Sequence[RankedTokens]) -> list[ScoredRow]:
+    """Every completion once, in the order of rankings; completions of one prompt form a group even across rankings."""
+    groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(r.prompt for r in rankings))}
+    return [(groups[r.prompt], r.prompt, completion) for r in rankings for completion in r.completions]
+
+
+def pair_accuracy(scores: torch.Tensor, ranking: RankedTokens) -> float:
+    """The share of the ranking's pairs whose better completion scores higher; equal scores count half."""
+    better, worse = pairs_of_ranking(ranking.scores)
+    return accuracy(scores[better], scores[worse]).item()
+
+
+def open_lesson(plan: RmPlan, stack: ExitStack) -> RankingLesson:
+    """Loads the model with the reward's adapter and head."""
+    config = plan.config
+    roles = open_policy(config, replace(config.lora, path=None), stack)
+    path = config.lora.path
+    if path is None or has_head(path):
+        roles.add_scalar_role(REWARD, path, "lora.path", learns=True)
+    else:  # a policy's adapter, for instance from supervised fine-tuning: the head starts at zero
+        roles.add_scalar_role(REWARD, None, "lora.path", learns=True)
+        roles.restore_role(REWARD, load_adapter(path, "lora.path"))
+    return RankingLesson(plan, roles)
+
+
+def run(plan: RmPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
+    """Trains to the last step or an interruption."""
+    return learn(plan, folder, lambda stack: open_lesson(plan, stack), say)
+
+
+def closing(plan: RmPlan, folder: Path) -> None:
+    """Prints the page at the end of a run."""
+    from rlft.logger.summary import print_summary
+
+    words = ["train", "+recipe=ppo_arithmetic", override("model.path", plan.config.model.path)]
+    words += [*overrides(plan.config.lora.keys_of_shape), "reward=[exact_match,learned]"]
+    words += [override("reward.learned.path", folder), "critic.init=reward"]
+    print_summary(folder, [("train a policy with it, its critic begun from it", command_line(program(), *words))])

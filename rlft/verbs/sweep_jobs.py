@@ -1,0 +1,229 @@
+"""Jobs of a sweep side by side (cluster.jobs): each is an `rlft` of its own, on a card of its own where there are any.
+
+A job is the run that it would be alone: it has its folder, is resumed where it stopped when the sweep is repeated, and
+saves when the sweep is interrupted. Its output is in `<sweep>/cluster/job-<number>.log`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlft.cluster.config import ClusterConfig
+from rlft.cluster.member import Launcher, Member, MemberError, MemberSpec, last_lines
+from rlft.system.interrupt import EXIT_CODE, Interrupt
+from rlft.system.running_time import RunningTime
+from rlft.system.terminal import Say
+from rlft.types import UserError
+from rlft.verbs.job_process import FACTORY
+
+POLL_S = 0.2
+
+
+class JobsFailedError(RuntimeError):
+    """Jobs of a sweep have failed; the others are finished."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningJob:
+    """A job that has been started. asked: what its member was asked last; clock: how long ago."""
+
+    number: int
+    member: Member
+    folder: Path
+    card: str | None
+    asked: Future[Any]
+    clock: RunningTime = field(default_factory=RunningTime)
+
+
+class SideBySide:
+    """Runs jobs, so many at a time.
+
+    Args:
+        launcher: starts a member for each job.
+        config: how many run at a time, and how long a member may take to answer.
+        on_cards: whether each job needs a card of its own.
+        cards: of this machine, which jobs get in turn; empty where a cluster that is joined gives them out.
+        interrupt: its first signal makes the jobs save and end.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        config: ClusterConfig,
+        interrupt: Interrupt,
+        say: Say,
+        *,
+        on_cards: bool = False,
+        cards: Sequence[str] = (),
+    ) -> None:
+        self._launcher, self._jobs, self._timeout_s = launcher, config.jobs, config.timeout
+        self._on_cards, self._free_cards = on_cards, list(cards)
+        self._interrupt, self._say = interrupt, say
+        self._running: list[RunningJob] = []
+        self._told = False
+        self.failed: dict[int, str] = {}
+
+    def start(self, number: int, name: str, words: Sequence[str], folder: Path) -> None:
+        """Starts a job as soon as fewer than `jobs` run; nothing after an interruption."""
+        while len(self._running) >= self._jobs:
+            self._look()
+        if self._interrupt.requested:
+            return
+        card = self._free_cards.pop(0) if self._free_cards else None
+        spec = MemberSpec(
+            name=f"job-{number}",
+            factory=FACTORY,
+            arguments={"words": list(words), "cwd": str(Path.cwd())},
+            gpus=1.0 if self._on_cards and card is None else 0.0,
+            threads=threads_of_a_job(self._jobs),
+            environment={} if card is None else {"CUDA_VISIBLE_DEVICES": card},
+        )
+        member = self._launcher.start(spec)
+        self._say(f"job {number}: {name}; its output is in {os.path.relpath(member.log)}")
+        asked = member.call("exit_code")
+        self._running.append(RunningJob(number=number, member=member, folder=folder, card=card, asked=asked))
+
+    def finish(self) -> None:
+        """Waits for the jobs that run.
+
+        Raises:
+            KeyboardInterrupt: the sweep was interrupted; its jobs have saved.
+            JobsFailedError: jobs have failed.
+        """
+        while self._running:
+            self._look()
+        if self._interrupt.requested:
+            raise KeyboardInterrupt
+        if self.failed:
+            number, problem = next(iter(self.failed.items()))
+            others = f"{len(self.failed)} jobs failed, the first of them " if len(self.failed) > 1 else ""
+            raise JobsFailedError(f"{others}job {number}: {problem}")
+
+    def _look(self) -> None:
+        """Waits a moment, then asks the running jobs again and passes a signal on."""
+        wait_for([job.asked for job in self._running], timeout=POLL_S)
+        time.sleep(POLL_S)
+        if self._interrupt.requested and not self._told:
+            self._told = True
+            for job in self._running:
+                job.member.call("send", int(signal.SIGINT))
+        for job in list(self._running):
+            self._look_at(job)
+
+    def _look_at(self, job: RunningJob) -> None:
+        if not job.asked.done():
+            if job.clock() > self._timeout_s:
+                self._end(job, f"its process has not answered for {self._timeout_s:g} s (cluster.timeout)")
+            return
+        try:
+            code = job.asked.result()
+        except (MemberError, OSError) as error:
+            self._end(job, str(error))
+            return
+        if code is None:
+            job.asked, job.clock = job.member.call("exit_code"), RunningTime()
+        elif code == 0:
+            self._end(job, None)
+        elif code == EXIT_CODE and self._interrupt.requested:
+            self._remove(job)
+        else:
+            log = job.member.log
+            self._end(job, f"{_refusal(log) or f'it ended with exit code {code}'}; its output is in {log}")
+
+    def _end(self, job: RunningJob, problem: str | None) -> None:
+        self._remove(job)
+        if problem is None:
+            self._say(f"job {job.number} is finished: {job.folder}")
+            return
+        self.failed[job.number] = problem
+        self._say(f"job {job.number} failed: {problem.splitlines()[0]}")
+
+    def _remove(self, job: RunningJob) -> None:
+        self._running.remove(job)
+        job.member.kill()
+        if job.card is not None:
+            self._free_cards.append(job.card)
+
+
+def are_on_cards(plains: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether jobs with these plain configs compute on cards here."""
+    from rlft.model.backbone import resolve_device
+
+    return any(resolve_device(plain["model"]["device"]).type == "cuda" for plain in plains)
+
+
+def cards_of(config: ClusterConfig) -> list[str]:
+    """The cards of this machine for jobs, as CUDA_VISIBLE_DEVICES names them; none where a cluster has its own.
+
+    Raises:
+        UserError: there are fewer than jobs at a time.
+    """
+    import torch
+
+    if config.address is not None:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if len(cards) < config.jobs:
+        problem = f"each job that runs at a time has a card of its own, and there are {len(cards)} here"
+        raise UserError("cluster.jobs", problem, got=config.jobs, remedy=f"use cluster.jobs={max(1, len(cards))}")
+    return cards
+
+
+def opened_for(config: ClusterConfig, folder: Path, *, on_cards: bool) -> AbstractContextManager[Launcher]:
+    """The launcher of a sweep's jobs. folder: of the sweep."""
+    from rlft.cluster.launcher import open_launcher
+
+    return open_launcher(config, folder, on_cards=on_cards, threads=threads_of_a_job(config.jobs))
+
+
+def threads_of_a_job(jobs: int) -> int:
+    """Threads of a job's torch: OMP_NUM_THREADS where it is set, else its share of this process's."""
+    import torch
+
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, torch.get_num_threads() // jobs))
+
+
+def _refusal(log: Path) -> str | None:
+    """What an `rlft` has said last of its failure."""
+    said = [line for line in last_lines(log).splitlines() if line.startswith("rlft: ")]
+    return said[-1].removeprefix("rlft: ").removeprefix("stopped: ") if said else None
+
+
+def cluster_of(plains: Sequence[Mapping[str, Any]]) -> ClusterConfig | None:
+    """The `cluster` section of a sweep's jobs; None where its verb has none.
+
+    Raises:
+        UserError: jobs differ in how many run side by side and where, or would be spread themselves.
+    """
+    sections = [plain.get("cluster") for plain in plains]
+    if not isinstance(first := sections[0], Mapping):
+        return None
+    for key in ("kind", "address", "jobs", "timeout"):
+        values = {json.dumps(section[key]) for section in sections if isinstance(section, Mapping)}
+        if len(values) > 1:
+            raise UserError(
+                f"cluster.{key}",
+                "is one for all jobs of a sweep",
+                got=", ".join(sorted(values)),
+                remedy="give one value",
+            )
+    config = ClusterConfig(**first)
+    several = {"engines": config.engines > 0, "ranks": config.ranks > 1, "scoring": config.scoring}
+    if config.jobs > 1 and any(several.values()):
+        name = next(name for name, is_so in several.items() if is_so)
+        value = getattr(config, name)
+        problem = f"a job that runs beside others (cluster.jobs={config.jobs}) is one process"
+        raise UserError(f"cluster.{name}", problem, got=value, remedy="leave it out, or set cluster.jobs=1")
+    return config

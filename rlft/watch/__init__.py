@@ -1,0 +1,1 @@
+"""Verbs that only read runs: runs, watch, diff, report."""

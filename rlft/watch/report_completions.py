@@ -1,0 +1,266 @@
+"""Chooses the completions that a report shows: whole groups of a few steps, within a number of bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlft.logger.jsonl import EVALUATIONS, read_lines, silent, told_on_stderr
+from rlft.logger.lines import Lost, complete_lines, lost_text
+from rlft.logger.rollouts import rollout_files
+from rlft.logger.text import visible
+
+MAX_STEPS = 40
+MAX_GROUPS_PER_STEP = 16
+MAX_RECURRING = 8
+MAX_EVALUATIONS = 20
+MAX_SEARCHED = 200  # steps that are searched for recurring prompts
+MAX_TEXT = 20_000
+"""Characters of a prompt or completion; the page says where a text was cut."""
+
+DIGITS = 3
+TRAINED, HELD_OUT = "trained on", "held out"
+_PROMPT_ID = re.compile(rb'^\{"step": \d+, "prompt_id": ("(?:[^"\\]|\\.)*"), "index": 0,')
+
+ShownGroup = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownCompletions:
+    """The groups, as the page's script reads them, with the number of steps and completions on disk."""
+
+    groups: Sequence[ShownGroup]
+    steps: int
+    steps_on_disk: int
+    completions: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def choose(folder: Path, max_bytes: int) -> ShownCompletions:
+    """The completions of a run to show, at most about `max_bytes` of JSON.
+
+    These are the held-out examples of evaluations, then groups of evenly spaced steps, of which those with values of
+    single tokens and those of recurring prompts come first.
+    """
+    files = {step: path for path, step in rollout_files(folder) if path.suffix == ".jsonl"}
+    chosen = [*fitting(held_out_groups(read_lines(folder / EVALUATIONS, silent)), max_bytes // 2)]
+    recurring = recurring_prompts(files)
+    order = in_halves(sorted(files)) if len(files) <= MAX_STEPS else in_halves(spread(sorted(files), MAX_STEPS))
+    steps = dict.fromkeys([*order, *(step for both in recurring.values() for step in both)])
+
+    def candidates() -> Iterator[ShownGroup]:
+        for step in steps:
+            only = None if step in order else {name for name, both in recurring.items() if step in both}
+            yield from groups_of(files[step], step, set(recurring), only)
+
+    chosen += fitting(candidates(), max_bytes - sum(map(_size, chosen)))
+    chosen.sort(key=lambda group: (group["kind"] != TRAINED, group["step"]))
+    trained = [group for group in chosen if group["kind"] == TRAINED]
+    return ShownCompletions(
+        groups=chosen,
+        steps=len({group["step"] for group in trained}),
+        steps_on_disk=len(files),
+        completions=sum(len(group["rows"]) for group in trained),
+    )
+
+
+def fitting(groups: Iterable[ShownGroup], max_bytes: int) -> Iterator[ShownGroup]:
+    """The groups that fit, in order; one that is too large is tried without its tokens' values."""
+    left = max_bytes
+    for group in groups:
+        for shape in (group, without_tokens(group)):
+            if (size := _size(shape)) <= left:
+                left -= size
+                yield shape
+                break
+
+
+def without_tokens(group: ShownGroup) -> ShownGroup:
+    return group | {"rows": [{name: v for name, v in row.items() if name != "tokens"} for row in group["rows"]]}
+
+
+def spread(steps: Sequence[int], number: int) -> list[int]:
+    """So many evenly spaced steps, with the first and the last.
+
+    >>> spread([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    [1, 5, 9]
+    """
+    return [steps[round(i * (len(steps) - 1) / (number - 1))] for i in range(number)]
+
+
+def in_halves(steps: Sequence[int]) -> list[int]:
+    """The steps in an order in which any first few of them are evenly spaced.
+
+    >>> in_halves([1, 2, 3, 4, 5])
+    [1, 5, 3, 2, 4]
+    """
+    if len(steps) < 3:
+        return list(steps)
+    ordered, gaps = [steps[0], steps[-1]], [(0, len(steps) - 1)]
+    while gaps:
+        first, last = gaps.pop(0)
+        if last - first < 2:
+            continue
+        middle = (first + last) // 2
+        ordered.append(steps[middle])
+        gaps += [(first, middle), (middle, last)]
+    return ordered
+
+
+def recurring_prompts(files: Mapping[int, Path]) -> dict[str, tuple[int, int]]:
+    """{prompt: its first and last step} of a few prompts of the first step that recur."""
+    steps = sorted(files)
+    if len(steps) < 2:
+        return {}
+    first_ids = set(_prompt_ids(files[steps[0]]))
+    repeats: dict[str, tuple[int, int]] = {}
+    later = steps[1:] if len(steps) <= MAX_SEARCHED else spread(steps, MAX_SEARCHED)[1:]
+    for step in reversed(later):
+        for name in first_ids.intersection(_prompt_ids(files[step])) - repeats.keys():
+            repeats[name] = (steps[0], step)
+        if len(repeats) >= min(len(first_ids), MAX_RECURRING):
+            break
+    return dict(sorted(repeats.items())[:MAX_RECURRING])
+
+
+def _prompt_ids(file: Path) -> Iterator[str]:
+    """The prompt ids of all groups, without parsing the completions, of which a long run has gigabytes."""
+    for line in _lines(file):
+        if match := _PROMPT_ID.match(line):
+            with suppress(ValueError):  # a damaged file
+                yield json.loads(match[1])
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file; none if it cannot be read, for instance because a running run has just deleted it."""
+    with suppress(OSError), file.open("rb") as opened:
+        yield from opened
+
+
+def groups_of(file: Path, step: int, first: set[str], only: set[str] | None) -> list[ShownGroup]:
+    """The groups of a step: those with tokens' values, then those of the prompts in `first`, then others.
+
+    With `only`, all groups of these prompts; otherwise at most MAX_GROUPS_PER_STEP, and no more of each kind are held
+    in memory at a time.
+    """
+    held: tuple[list[ShownGroup], list[ShownGroup], list[ShownGroup]] = ([], [], [])
+    lost: list[Lost] = []
+    for name, group in _groups(file, step, lost):
+        turn = 0 if any("tokens" in row for row in group["rows"]) else 1 if name in first else 2
+        if name in only if only is not None else len(held[turn]) < MAX_GROUPS_PER_STEP:
+            held[0 if only is not None else turn].append(group)
+    if lost:
+        told_on_stderr(lost_text(file, lost))
+    groups = [group for kind in held for group in kind]
+    return groups if only is not None else groups[:MAX_GROUPS_PER_STEP]
+
+
+def _groups(file: Path, step: int, lost: list[Lost]) -> Iterator[tuple[str, ShownGroup]]:
+    """(the prompt's unchanged id, the group) in the order of the file."""
+    name, group = None, None
+    for _, line in complete_lines(_lines(file), lost):
+        try:
+            # If a group's first line is lost, its other lines must not be shown under another prompt.
+            if line["index"] == 0 or group is None or name != line["prompt_id"]:
+                begun: ShownGroup = {"kind": TRAINED, "step": step, **_prompt_of(line), "rows": []}
+                if group is not None:
+                    yield str(name), group
+                name, group = line["prompt_id"], begun
+            group["rows"].append(trained_row(line))
+        except (KeyError, IndexError, TypeError, AttributeError):  # a damaged file: the lines before are shown
+            break
+    if group is not None:
+        yield str(name), group
+
+
+def _prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    messages = [{"role": safe(str(m["role"])), **shortened(str(m["content"]))} for m in line["prompt"]]
+    return {"id": safe(line["prompt_id"]), "prompt": messages, "answer": shortened(str(line["answer"]))}
+
+
+def trained_row(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A completion of a rollout file; its tokens' values are rounded, and left out if the text is cut.
+
+    `turns` has what the policy said, what it was answered and its calls, if the completion has turns with texts.
+    """
+    row = {
+        **shortened(line["completion"]),
+        "reward": line["reward"],
+        "rewards": {safe(name): value for name, value in line["rewards"].items()},
+        "advantage": line["advantage"],
+        "finish": line["finish_reason"],
+        "version": line["policy_version"],
+        "length": sum(line["mask"]) if "mask" in line else len(line["token_ids"]),
+    }
+    if any(turn["text"] or turn["answer"] for turn in line.get("turns", ())):
+        row["turns"] = [shown_turn(turn) for turn in line["turns"]]
+    values = line.get("tokens")
+    if values is not None and "cut" not in row:
+        numbers = {name: _rounded(values[name]) for name in values if name != "text"}
+        row["tokens"] = {
+            "text": [safe(text) for text in values["text"]],
+            **numbers,
+            "sampled": _rounded(line["logprobs"]),
+        }
+        if "mask" in line:
+            row["mask"] = line["mask"]
+    return row
+
+
+def shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn with its texts made visible and shortened, each as `shortened` gives it."""
+    calls = [
+        {"name": safe(call["name"]), "failed": call["failed"], "arguments": shortened(call["arguments"])}
+        | {"answer": shortened(call["answer"])}
+        for call in turn["calls"]
+    ]
+    texts = {"said": shortened(turn["text"]), "answer": shortened(turn["answer"])}
+    return {**texts, "reward": turn["reward"], "calls": calls}
+
+
+def held_out_groups(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[ShownGroup]:
+    """A group with one completion for each example of at most MAX_EVALUATIONS evaluations."""
+    if len(evaluations) > MAX_EVALUATIONS:
+        evaluations = [evaluations[i] for i in spread(range(len(evaluations)), MAX_EVALUATIONS)]
+    for line in evaluations:
+        for example in line.get("examples", ()):
+            yield {
+                "kind": HELD_OUT,
+                "step": line["step"],
+                "id": safe(example["prompt_id"]),
+                "prompt": [{"role": "user", **shortened(example["question"])}],
+                "answer": shortened(str(example["answer"])),
+                "rows": [
+                    {
+                        **shortened(example["completion"]),
+                        "reward": example["score"],
+                        "rewards": {},
+                        "finish": example["finish_reason"],
+                    }
+                ],
+            }
+
+
+def safe(text: str) -> str:
+    """The text with all invisible characters made visible."""
+    return visible(text, joiners=False)
+
+
+def shortened(text: str) -> dict[str, Any]:
+    """{"text": ..} and, if it was cut, {"cut": its number of characters}."""
+    return {"text": safe(text)} if len(text) <= MAX_TEXT else {"text": safe(text[:MAX_TEXT]), "cut": len(text)}
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, DIGITS) for value in values]
+
+
+def _size(value: ShownGroup) -> int:
+    return len(json.dumps(value, ensure_ascii=False))

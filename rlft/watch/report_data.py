@@ -1,0 +1,197 @@
+"""The data of a report as plain values: series, evaluations, alarms, configs, differences, completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import rlft
+from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, read_lines, silent
+from rlft.run.naming import named_folder, short_names
+from rlft.run.run_folder import ORIGIN, flatten, read
+from rlft.system.terminal import say
+from rlft.types import UserError
+from rlft.watch import runs as runs_verb
+from rlft.watch.report_completions import choose, safe
+
+MAX_POINTS = 2000
+"""Points of a curve; in a longer run neighbours are averaged, and the page says so."""
+
+DIGITS = 5
+MAX_KEYS_OF_LABEL = 3
+OF_ITS_OWN = ("seed", "name", "resume")
+"""Keys in which the seeds of one experiment may differ."""
+
+Line = Mapping[str, Any]
+
+
+def folders_of(words: Sequence[str]) -> list[Path]:
+    """The named runs; a folder above runs, such as a sweep's, means all runs below it that have metrics.
+
+    Of several runs, those without metrics are left out, with a line on stderr.
+
+    Raises:
+        UserError: no run is named, or none exists, or none has metrics.
+    """
+    if not words:
+        raise UserError("report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
+    named: list[Path] = []
+    for word in words:
+        runs = runs_in(named_folder(word, "report", say))
+        named += [run for run in runs if run not in named]
+    reported = [run for run in named if has_metrics(run)]
+    if not reported:
+        raise no_metrics(named[0])
+    for run in (run for run in named if run not in reported):
+        say(f"{run} is left out: the run has no {METRICS}")
+    return reported
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs in this folder and below it, without damaged ones, which are named on stderr."""
+    rows = {path: runs_verb.read(path, silent) for path in sorted(runs_verb.run_folders(folder))}
+    runs = [path for path, row in rows.items() if row is not None and row.status != runs_verb.DAMAGED]
+    for path, row in rows.items():
+        if runs and row is not None and path not in runs:
+            say(f"{path} is left out: {row.reason}")
+    if not runs:
+        read(folder, "report")  # says what is missing
+        for path, row in rows.items():
+            if row is not None:
+                raise UserError("report", row.reason, got=path, remedy="restore it from a copy, or name another run")
+        raise UserError("report", "there is no run in that folder", got=folder, remedy="rlft runs lists all runs")
+    return runs
+
+
+def has_metrics(folder: Path) -> bool:
+    return any(read_lines(folder / name, silent) for name in (METRICS, EVALUATIONS))
+
+
+def no_metrics(folder: Path) -> UserError:
+    problem = f"the run has no {METRICS}, which a report needs"
+    return UserError("report", problem, got=folder, remedy="keep jsonl among its loggers")
+
+
+def report_of(folders: Sequence[Path], max_bytes: int) -> dict[str, Any]:
+    """Everything that the page shows, with at most `max_bytes` of completions as JSON for all runs together."""
+    runs = [run_of(folder, max_bytes // len(folders)) for folder in folders]
+    configs = [run["config"] for run in runs]
+    for run, label, family in zip(runs, labels(runs), labels(runs, without=OF_ITS_OWN), strict=True):
+        run |= {"label": label, "family": family}
+    return {
+        "made": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "rlft": rlft.__version__,
+        "runs": runs,
+        "differences": differences(configs),
+        "seeds": same_but_seeds(configs),
+    }
+
+
+def run_of(folder: Path, max_bytes: int) -> dict[str, Any]:
+    """The data of one run. Raises UserError if it has no metrics."""
+    config, row = flatten(read(folder, "report")), runs_verb.read(folder, silent)
+    lines, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
+    if row is None or not (lines or evaluations):
+        raise no_metrics(folder)
+    points = thinned(lines)
+    return {
+        "name": safe(str(folder)),
+        "verb": row.verb,
+        "status": row.status,
+        "reason": safe(row.reason),
+        "step": row.step,
+        "planned": row.steps,
+        "averaged": len(lines) > MAX_POINTS and round(len(lines) / len(points), 1),
+        "seconds": sum(line.get("time/step") or 0.0 for line in lines),
+        "peak": max((line.get("memory/peak_bytes") or 0 for line in lines), default=0),
+        "steps": [line["step"] for line in points],
+        "metrics": columns(points),
+        "evaluated": [line["step"] for line in evaluations],
+        "evaluations": columns(evaluations),
+        "alarms": alarms_of(folder, lines, evaluations),
+        "config": {safe(name): safe(_text(value)) for name, value in config.items()},
+        "completions": choose(folder, max_bytes).as_dict(),
+    }
+
+
+def thinned(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """At most MAX_POINTS lines: neighbours are averaged, each mean placed at its last step."""
+    if len(lines) <= MAX_POINTS:
+        return [dict(line) for line in lines]
+    kept = []
+    for i in range(MAX_POINTS):
+        some = lines[i * len(lines) // MAX_POINTS : (i + 1) * len(lines) // MAX_POINTS]
+        names = dict.fromkeys(name for line in some for name in line)
+        means: dict[str, Any] = {}
+        for name in names:
+            values = [line[name] for line in some if line.get(name) is not None]
+            means[name] = sum(values) / len(values) if values else None
+        kept.append(means | {"step": some[-1]["step"]})
+    return kept
+
+
+def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
+    """{metric: its value in each line, or None}, without metrics that have no value and without marks of alarms."""
+    names = sorted({name for line in lines for name in line} - {"step", "examples"})
+    numbers = [name for name in names if not name.startswith("alarm/")]
+    result = {safe(name): [_rounded(line.get(name)) for line in lines] for name in numbers}
+    return {name: values for name, values in result.items() if any(value is not None for value in values)}
+
+
+def alarms_of(folder: Path, lines: Sequence[Line], evaluations: Sequence[Line]) -> list[dict[str, Any]]:
+    """The alarms in alarms.jsonl with their texts, and those that only the metrics mark, without."""
+    logged = read_lines(folder / ALARMS)
+    alarms = [{"step": a["step"], "name": safe(a["name"]), "text": safe(a["text"])} for a in logged]
+    known = {(alarm["step"], alarm["name"]) for alarm in alarms}
+    for line in (*lines, *evaluations):
+        marks = [safe(name.removeprefix("alarm/")) for name in line if name.startswith("alarm/") and line[name]]
+        alarms += [{"step": line["step"], "name": m, "text": ""} for m in marks if (line["step"], m) not in known]
+    return sorted(alarms, key=lambda alarm: alarm["step"])
+
+
+def differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """The keys whose values differ between runs, those of the origin last."""
+    names = dict.fromkeys(name for config in configs for name in config if name != "resume")
+    rows = [{"key": name, "values": [config.get(name, "") for config in configs]} for name in names]
+    return sorted(
+        (row for row in rows if len(set(row["values"])) > 1), key=lambda row: row["key"].startswith(f"{ORIGIN}.")
+    )
+
+
+def labels(runs: Sequence[Mapping[str, Any]], without: Sequence[str] = ("name",)) -> list[str]:
+    """A label for each run: the keys in which it differs from the others, or its folder if they are many or none.
+
+    `without` are keys that labels leave out. Without the seed, the seeds of one experiment have the same label.
+    """
+    rows = [row for row in differences([run["config"] for run in runs]) if not row["key"].startswith(f"{ORIGIN}.")]
+    rows = sorted((row for row in rows if row["key"] not in without), key=lambda row: row["key"] in OF_ITS_OWN)
+    folders = ["/".join(Path(run["name"]).parts[-2:]) for run in runs]
+    if not 0 < len(rows) <= MAX_KEYS_OF_LABEL:
+        return folders
+    names = short_names([row["key"] for row in rows])
+    texts = [
+        ", ".join(f"{name}={row['values'][i]}" for name, row in zip(names, rows, strict=True)) for i in range(len(runs))
+    ]
+    if "seed" in without:
+        return texts
+    pairs = zip(texts, folders, strict=True)
+    return [f"{text} ({folder})" if texts.count(text) > 1 else text for text, folder in pairs]
+
+
+def same_but_seeds(configs: Sequence[Mapping[str, str]]) -> list[list[int]]:
+    """Groups of two or more runs, by index, that differ only in their seed, name and origin."""
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for index, config in enumerate(configs):
+        kept = {k: v for k, v in config.items() if k not in OF_ITS_OWN and not k.startswith(f"{ORIGIN}.")}
+        groups.setdefault(tuple(sorted(kept.items())), []).append(index)
+    return [indices for indices in groups.values() if len(indices) > 1]
+
+
+def _rounded(value: Any) -> float | None:
+    return value if not isinstance(value, float) else float(f"{value:.{DIGITS}g}")
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

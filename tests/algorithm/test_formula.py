@@ -1,0 +1,410 @@
+"""The loss in writing, as `rlft algorithms` prints it, computes the number that the code computes.
+
+Every printed line is evaluated as Python here, with small functions of float64 tensors for its symbols: completions are
+`[B, 1]`, tokens `[B, T]`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from importlib import import_module
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rlft
+from rlft.algorithm import formula as written
+from rlft.algorithm.formula import SYMBOLS, Formula, formula, formula_of
+from rlft.keys import catalog
+from rlft.types import Batch, LossScale, Outputs
+
+NAMES = catalog.choices("algorithm")
+FAMILIES = ("grpo", "reinforce", "ppo", "kimi")
+ELEMENTARY = {"min", "max", "log", "x"}
+LINE = re.compile(r"(?P<name>\w+)(?P<of>\(x\))? = (?P<value>.+)")
+
+KL_IN_LOSS = {"kl_coef": 0.3, "kl_in": "loss", "kl_to": "reference"}
+KL_IN_REWARD = {"kl_coef": 0.3, "kl_in": "reward", "kl_to": "reference"}
+SHARED: list[dict[str, Any]] = [
+    {},
+    *({"aggregate": how} for how in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")),
+    *({**KL_IN_LOSS, "kl_estimator": kind} for kind in ("auto", "k1", "k2", "k3", "k3_unbiased")),
+    *({**KL_IN_REWARD, "kl_estimator": kind} for kind in ("auto", "k1", "k2", "k3", "k3_unbiased")),
+    {"kl_coef": 0.3, "kl_in": "loss", "kl_to": "old"},
+    {"entropy_coef": 0.02},
+]
+RATIOS: list[dict[str, Any]] = [
+    *({"surrogate": kind, "clip_low": 0.3} for kind in ("clipped", "importance", "policy_gradient", "cispo")),
+    {"surrogate": "clipped", "dual_clip": 1.6},
+    *({"surrogate": "clipped", "ratio": level} for level in ("token", "sequence", "sequence_token")),
+    *({"mismatch": f"{level}_{way}"} for level in ("token", "sequence") for way in ("truncate", "mask")),
+    {"off_policy_limit": 0.05},
+    {"off_policy_limit": 0.05, "mismatch": "token_mask"},
+]
+OWN: dict[str, list[dict[str, Any]]] = {
+    "grpo": [
+        *({"std": std} for std in ("sample", "population", "batch", "none")),
+        *({"std": std, "supervision": "process"} for std in ("sample", "population", "batch", "none")),
+        {"supervision": "process", "credit_span": "turn"},
+    ],
+    "reinforce": [
+        *({"reward_to_go": to_go, "gamma": 0.9, "baseline": baseline, "whiten": whiten}
+          for to_go in (True, False) for whiten in (True, False)
+          for baseline in ("none", "batch", "group", "leave_one_out")),
+        {**KL_IN_REWARD, "reward_to_go": False},
+    ],
+    "ppo": [
+        *({"estimator": estimator, "gamma": 0.9, "bootstrap_truncated": bootstrap, "n_steps": 2}
+          for estimator in ("gae", "n_step") for bootstrap in (True, False)),
+        *({"estimator": estimator, "gamma": 0.9, "bootstrap_truncated": bootstrap, "n_steps": 2, "credit_span": "turn"}
+          for estimator in ("gae", "n_step") for bootstrap in (True, False)),
+        {"whiten": False},
+        {"value_clip": None},
+        {"ptx_coef": 0.7},
+    ],
+    "kimi": [{"baseline": "soft"}, {"tau": 0.0}],
+}  # fmt: skip
+SETTINGS = [
+    (family, keys)
+    for family in FAMILIES
+    for keys in [*SHARED, *(RATIOS if family != "kimi" else []), *OWN[family]]
+    if not (keys.get("supervision") == "process" and keys.get("kl_in") == "reward")
+]
+
+
+def keys_of(algorithm: Any) -> dict[str, Any]:
+    return {field.name: getattr(algorithm, field.name) for field in fields(algorithm)}
+
+
+def stated(algorithm: Any) -> Formula:
+    loss = formula_of(type(algorithm), keys_of(algorithm))
+    assert loss is not None
+    return loss
+
+
+def docstring_of(family: str) -> str:
+    docstring = import_module(f"rlft.algorithm.{family}").__doc__
+    assert docstring is not None
+    return docstring
+
+
+def lines_of(algorithm: Any) -> dict[str, tuple[bool, str]]:
+    """{name: (whether it is a function of x, the Python right of its equals sign)} of the printed lines."""
+    matches = [LINE.fullmatch(line) for line in stated(algorithm).lines]
+    return {match["name"]: (bool(match["of"]), match["value"]) for match in matches if match is not None}
+
+
+def number(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)
+
+
+class Written(dict[str, Any]):
+    """The names that a line may use: keys, symbols, and the other lines, which are evaluated when they are used."""
+
+    def __init__(self, algorithm: Any, outputs: Outputs, batch: Batch, scale: LossScale, text: Tensor) -> None:
+        self.lines, self.batch = lines_of(algorithm), batch
+        mask = self.mask = batch.loss_mask
+
+        def kept(tensor: Tensor | None) -> Tensor:
+            assert tensor is not None
+            return torch.where(mask, tensor, 0.0)
+
+        assert batch.truncated is not None
+        symbols = {
+            "lp": kept(outputs.logprobs), "H": kept(outputs.entropy), "V": kept(outputs.values),
+            "lp_old": kept(batch.old_logprobs), "lp_ref": kept(batch.reference_logprobs),
+            "lp_smp": kept(batch.sampled_logprobs), "V_old": kept(batch.old_values), "step": kept(batch.token_rewards),
+            "reward": batch.rewards.unsqueeze(-1), "truncated": batch.truncated.double().unsqueeze(-1),
+            "lp_text": text, "mean_text": torch.mean, "s": scale.value_scale,
+            "n": mask.sum(-1, keepdim=True).clamp(min=1),
+            "N": scale.num_tokens, "B": scale.num_sequences, "T_max": scale.max_completion_tokens,
+            "exp": torch.exp, "log": torch.log, "stop": torch.detach,
+            "min": lambda a, b: torch.minimum(a, number(b)), "max": lambda a, b: torch.maximum(a, number(b)),
+            "clip": lambda x, low, high: torch.maximum(torch.minimum(x, number(high)), number(low)),
+            "within": lambda x, low, high: ((x >= low) & (x <= high)).double(),
+        }  # fmt: skip
+        super().__init__({**keys_of(algorithm), **symbols})
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self.lines:
+            return getattr(self, f"_{name}")
+        is_function, value = self.lines[name]
+        if is_function:
+            return lambda x: eval(value, {}, Inner(self, x))
+        self[name] = eval(value, {}, self)
+        return self[name]
+
+    def _sum_t(self, x: Tensor) -> Tensor:
+        return torch.where(self.mask, x.expand(self.mask.shape), 0.0).sum(-1, keepdim=True)
+
+    def _mean_t(self, x: Tensor) -> Tensor:
+        return self._sum_t(x) / self.mask.sum(-1, keepdim=True).clamp(min=1)
+
+    def _sum_i(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+    def _those(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(where x says something, the group of each entry): completions, or scored steps."""
+        ids = self.batch.group_ids.unsqueeze(-1).expand(x.shape)
+        if x.shape[1] == 1:
+            return torch.ones_like(x, dtype=torch.bool), ids
+        assert x is self["step"]
+        assert self.batch.step_ends is not None
+        return self.batch.step_ends, ids
+
+    def _of_groups(self, x: Tensor, function: Any, everything: bool = False) -> Tensor:
+        """function(entries of a group, this entry) for every entry, 0 where x says nothing."""
+        where, ids = self._those(x)
+        result = torch.zeros_like(x)
+        for position in where.nonzero():
+            at = tuple(position)
+            among = where if everything else where & (ids == ids[at])
+            result[at] = function(x[among], x[at])
+        return result
+
+    def _mean_group(self, x: Tensor) -> Tensor:
+        return self._of_groups(x, lambda group, one: group.mean())
+
+    def _mean_siblings(self, x: Tensor) -> Tensor:
+        return self._of_groups(x, lambda group, one: (group.sum() - one) / (len(group) - 1) if len(group) > 1 else one)
+
+    def _std_group(self, x: Tensor, c: int) -> Tensor:
+        return self._of_groups(x, lambda group, one: group.std(correction=c) if len(group) > c else 0 * one)
+
+    def _mean_all(self, x: Tensor) -> Tensor:
+        return self._of_groups(x, lambda group, one: group.mean(), everything=True)
+
+    def _std_all(self, x: Tensor) -> Tensor:
+        return self._of_groups(x, lambda group, one: group.std(), everything=True)
+
+    def _mean_tokens(self, x: Tensor) -> Tensor:
+        return x.expand(self.mask.shape)[self.mask].mean()
+
+    def _std_tokens(self, x: Tensor) -> Tensor:
+        return x.expand(self.mask.shape)[self.mask].std()
+
+    def _tokens(self, row: int) -> list[int]:
+        return self.mask[row].nonzero().squeeze(-1).tolist()
+
+    def _turns(self, row: int) -> list[list[int]]:
+        """The tokens of each turn of a row."""
+        assert self.batch.turn_ends is not None
+        turns: list[list[int]] = [[]]
+        for token in self._tokens(row):
+            turns[-1].append(token)
+            if self.batch.turn_ends[row, token]:
+                turns.append([])
+        return [turn for turn in turns if turn]
+
+    def _at_turn_ends(self, x: Tensor) -> Tensor:
+        result = torch.zeros(self.mask.shape, dtype=x.dtype)
+        for row in range(len(self.mask)):
+            for turn in self._turns(row):
+                result[row, turn[-1]] = x[row, 0]
+        return result
+
+    def _at_last_token(self, x: Tensor) -> Tensor:
+        result = torch.zeros(self.mask.shape, dtype=x.dtype)
+        for row in range(len(self.mask)):
+            for token in self._tokens(row)[-1:]:
+                result[row, token] = x[row, 0]
+        return result
+
+    def _last_token(self, x: Tensor) -> Tensor:
+        rows = [self._tokens(row)[-1:] for row in range(len(self.mask))]
+        return torch.stack([x[row, tokens].sum() for row, tokens in enumerate(rows)]).unsqueeze(-1)
+
+    def _first_token(self, x: Tensor) -> Tensor:
+        rows = [self._tokens(row)[:1] for row in range(len(self.mask))]
+        firsts = [x[row, tokens[0]] if tokens else self.batch.rewards[row] for row, tokens in enumerate(rows)]
+        return torch.stack(firsts).unsqueeze(-1)
+
+    def _next_token(self, x: Tensor, end: Tensor | float) -> Tensor:
+        result, ends = torch.zeros_like(x), torch.as_tensor(end, dtype=x.dtype).expand(len(x), 1)
+        for row in range(len(x)):
+            tokens = self._tokens(row)
+            for token, following in zip_longest(tokens, tokens[1:]):
+                result[row, token] = ends[row, 0] if following is None else x[row, following]
+        return result
+
+    def _next_in_turn(self, x: Tensor, end: Tensor | float) -> Tensor:
+        result = self._next_token(x, end)
+        for row in range(len(x)):
+            for turn in self._turns(row)[:-1]:
+                result[row, turn[-1]] = 0.0
+        return result
+
+    def _to_go_in_turn(self, x: Tensor, c: float, n: int | None = None) -> Tensor:
+        result = torch.zeros_like(x)
+        for row in range(len(x)):
+            for turn in self._turns(row):
+                for i, token in enumerate(turn):
+                    result[row, token] = sum(c**k * x[row, later] for k, later in enumerate(turn[i:][:n]))
+        return result
+
+    def _to_go(self, x: Tensor, c: float, n: int | None = None) -> Tensor:
+        result = torch.zeros_like(x)
+        for row in range(len(x)):
+            tokens = self._tokens(row)
+            for i, token in enumerate(tokens):
+                result[row, token] = sum(c**k * x[row, later] for k, later in enumerate(tokens[i:][:n]))
+        return result
+
+
+class Inner(dict[str, Any]):
+    """The names inside a function of x."""
+
+    def __init__(self, outer: Written, x: Tensor) -> None:
+        super().__init__(x=x)
+        self.outer = outer
+
+    def __missing__(self, name: str) -> Any:
+        return self.outer[name]
+
+
+def words(keys: Any) -> str:
+    return str(keys).translate(str.maketrans("", "", "{}' "))
+
+
+@pytest.fixture(scope="session")
+def loss_on_a_random_step(full_step, scale_of):
+    """(loss, its gradients) of an algorithm on a random step: as the code computes it, or as it is written."""
+
+    def loss_of(algorithm, as_written):
+        outputs, batch = full_step()
+        scale = replace(scale_of(batch), value_scale=1.5)
+        text = torch.tensor([-0.5, -1.5, -0.1], dtype=torch.float64, requires_grad=True)
+        if as_written:
+            loss = Written(algorithm, outputs, batch, scale, text)["L"]
+        else:
+            loss = algorithm.loss(outputs, algorithm.credit(batch), scale).total
+            loss = loss + algorithm.text_loss(text.unsqueeze(0), torch.ones(1, 3, dtype=torch.bool), 3)
+        inputs = (outputs.logprobs, outputs.entropy, outputs.values, text)
+        return loss.detach(), torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+
+    return loss_of
+
+
+@pytest.fixture(scope="session")
+def agrees(loss_on_a_random_step, close):
+    """Asserts that the written loss is the computed one, in value and gradient."""
+
+    def agrees(algorithm):
+        loss, gradients = loss_on_a_random_step(algorithm, as_written=False)
+        written_loss, written_gradients = loss_on_a_random_step(algorithm, as_written=True)
+        assert loss != 0
+        close(written_loss, loss, tol=1e-9)
+        for gradient, other in zip(gradients, written_gradients, strict=True):
+            close(other, gradient, tol=1e-9)
+
+    return agrees
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_printed_loss_of_every_yaml_is_the_loss_that_is_computed(make, agrees, name):
+    agrees(make(name))
+
+
+@pytest.mark.parametrize(("family", "keys"), SETTINGS, ids=words)
+def test_the_printed_loss_is_the_computed_one_with_every_choice(make, agrees, family, keys):
+    agrees(make(family, **keys))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_line_of_a_docstring_is_left_untried(make, family):
+    """The settings above print every definition and every term that the family's file has."""
+    lines = [line for line in docstring_of(family).splitlines() if re.match(r" {4}(\w+(\(x\))? = |  [+-] )", line)]
+    assert len(lines) > 15
+    made = [make(family, **keys) for of, keys in SETTINGS if of == family]
+    printed = " ".join(line for algorithm in made for line in stated(algorithm).lines)
+    for line in lines:
+        assert line.partition("  if ")[0].strip() in printed, line
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_name_in_a_formula_is_a_key_another_line_or_explained(make, family):
+    for of, keys in SETTINGS:
+        if of == family:
+            algorithm = make(family, **keys)
+            loss = stated(algorithm)
+            names = {name for line in loss.lines for name in re.findall(r"[A-Za-z_]\w*", line.replace("1e-8", ""))}
+            known = {line.partition(" = ")[0].removesuffix("(x)") for line in loss.lines} | keys_of(algorithm).keys()
+            assert names - known - ELEMENTARY <= loss.symbols.keys(), keys
+            assert loss.symbols.keys() <= names, keys
+
+
+def test_what_families_share_they_state_in_the_same_lines():
+    """A loss stands whole in each file, so a line may stand in several; of one name and condition it is the same."""
+    shared: dict[tuple[str, str], str] = {}
+    for family in FAMILIES:
+        for line in docstring_of(family).splitlines():
+            match = re.fullmatch(r" {4}(\w+(?:\(x\))?) = (.+?)(?: +if (.+))?", line)
+            if match and match[3] and match[1] in ("agg(x)", "S", "r", "w", "v", "KL", "KL_old"):
+                assert shared.setdefault((match[1], match[3]), match[2]) == match[2], line
+    assert len(shared) == 4 + 5 + 3 + 3 + 2 + 5 + 3
+
+
+OTHER_VALUES = {"n_steps": 2, "eps": 0.1, "clip_low": 0.1}
+"""Where half of a value could leave the loss of the random step as it is: no ratio there is below a half."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_number_stands_in_the_printed_loss_where_it_changes_the_loss_and_nowhere_else(
+    make, loss_on_a_random_step, name
+):
+    algorithm = make(name)
+    loss, _ = loss_on_a_random_step(algorithm, as_written=False)
+    numbers = {key: value for key, value in keys_of(algorithm).items() if type(value) in (int, float)}
+    changes, printed = set(), set()
+    for key, value in numbers.items():
+        changed = make(name, **{key: OTHER_VALUES.get(key, value / 2 if value else 0.5)})
+        other, _ = loss_on_a_random_step(changed, as_written=False)
+        changes |= {key} if other != loss else set()
+        # A coefficient of 0 is not printed, and half of it would be: of the two the one that acts.
+        text = " ".join(value for _, value in lines_of(algorithm if value else changed).values())
+        printed |= {key} if re.search(rf"\b{key}\b", text) else set()
+    assert changes == printed
+    assert len(numbers) > len(changes) >= 2
+
+
+def test_what_kl_coef_adds_is_printed_where_it_is_on(make):
+    assert "kl_coef" not in " ".join(stated(make("grpo")).lines)
+    assert stated(make("grpo", kl_coef=0.1)).lines[0] == "L = agg(w * m * S) + kl_coef * agg(KL)"
+
+
+def test_a_docstring_without_a_loss_states_none():
+    assert formula("Prose.\n\n    S = r * A\n", {}) is None
+    assert formula("", {}) is None
+
+
+def test_lines_that_contradict_each_other_and_unknown_keys_are_errors():
+    with pytest.raises(ValueError, match="L has two definitions"):
+        formula("A.\n\nB.\n\n    L = a\n    L = b    if tau > 0\n", {"tau": 1.0})
+    with pytest.raises(ValueError, match="'tua > 0' is no condition on one of the keys tau"):
+        formula("A.\n\n    L = a    if tua > 0\n", {"tau": 1.0})
+
+
+def test_conditions_read_words_as_yaml_writes_them():
+    doc = "A.\n\n    L = a\n      + b    if x=null and y=true\n      + c    if x!=null|3\n      - d    if z=k1|k2\n"
+    for keys, line in (
+        ({"x": None, "y": True, "z": "k2"}, "L = a + b - d"),
+        ({"x": 2, "y": False, "z": "k3"}, "L = a + c"),
+    ):
+        loss = formula(doc, keys)
+        assert loss is not None
+        assert loss.lines == (line,)
+
+
+def test_symbols_are_explained_once():
+    for family in FAMILIES:
+        own = re.findall(r"(?m)^ {4}(\w+)(?:\(.*?\))?: ", docstring_of(family))
+        assert not set(own) & SYMBOLS.keys()
+    assert written.LOSS not in SYMBOLS
+
+
+def test_it_is_read_from_the_class_of_an_algorithm_that_is_loaded():
+    assert "r = exp(mean_t(lp - lp_old))" in stated(rlft.load_algorithm("gspo")).lines

@@ -1,0 +1,70 @@
+"""A run's config with changes from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlft.config.compose import changed, compose
+from rlft.config.schema import ADDED_KEYS
+from rlft.run import run_folder
+from rlft.types import UserError
+
+PLAIN = compose(["generation.max_tokens=77", "generation.temperature=0.5", "reward.format.weight=3", "seed=9"])
+
+
+def test_only_what_was_named_changes() -> None:
+    after = changed(PLAIN, ["trainer.lr=0.5", "group_size=3"], None)
+    assert (after["trainer"]["lr"], after["group_size"]) == (0.5, 3)
+    after["trainer"]["lr"], after["group_size"] = PLAIN["trainer"]["lr"], PLAIN["group_size"]
+    assert after == PLAIN
+
+
+def test_a_choice_of_a_group_changes_the_whole_section_and_its_keys_follow_in_any_order() -> None:
+    after = changed(PLAIN, ["data.path=rows.jsonl", "data=jsonl"], None)
+    assert after["data"]["path"] == "rows.jsonl"
+    assert "difficulty" not in after["data"]
+    assert after["seed"] == 9
+
+
+def test_other_rewards_refer_to_the_runs_own_limits() -> None:
+    after = changed(PLAIN, ["reward=[exact_match,overlong]"], None)
+    assert list(after["reward"]) == ["exact_match", "overlong"]
+    assert after["reward"]["overlong"]["max_tokens"] == 77
+    again = changed(PLAIN, ["reward=[overlong]", "generation.max_tokens=55"], None)
+    assert again["reward"]["overlong"]["max_tokens"] == 55, "whatever the order"
+
+
+def test_another_engine_samples_as_the_run_did() -> None:
+    after = changed(PLAIN, ["generation=vllm"], None)
+    assert after["generation"] == {**PLAIN["generation"], "engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("override", "verb", "message"),
+    [
+        ("grop_size=3", "train", "grop_size: there is no such key; did you mean group_size?"),
+        ("group_size=3", "sft", "group_size: there is no such key"),
+        ("data=arithmetik", "train", "data: is not one of its choices, got arithmetik; did you mean arithmetic?"),
+    ],
+)
+def test_what_is_not_there_is_refused(override: str, verb: str, message: str) -> None:
+    plain = PLAIN if verb == "train" else compose(["demonstrations.path=x"], verb=verb)
+    with pytest.raises(UserError) as refused:
+        changed(plain, [override], None, verb)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_run_from_before_a_key_can_be_told_it_and_goes_on_with_its_default(tmp_path: Path) -> None:
+    older = {**PLAIN, "lora": {k: v for k, v in PLAIN["lora"].items() if not k.startswith("use_")}}
+    assert changed(older, ["lora.use_rslora=true"], None)["lora"]["use_rslora"] is True
+    run_folder.start(tmp_path, older, {})
+    run_folder.check_same_config(tmp_path, PLAIN)
+    with pytest.raises(UserError, match=r"lora\.use_rslora: False -> True"):
+        run_folder.check_same_config(tmp_path, {**PLAIN, "lora": {**PLAIN["lora"], "use_rslora": True}})
+
+
+@pytest.mark.parametrize("key", ADDED_KEYS)
+def test_the_defaults_of_keys_that_were_added_are_what_older_runs_did(key: str) -> None:
+    assert run_folder.flatten(PLAIN)[key] == ADDED_KEYS[key]

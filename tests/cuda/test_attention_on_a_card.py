@@ -1,0 +1,49 @@
+"""The flash attention of packed rows on a card, in bfloat16, against attention through a mask in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from dense_attention import masked
+
+from rlft.batch import to_device
+from rlft.model.kernels import flash_attention
+from rlft.model.packing import pack
+from rlft.types import Batch
+
+SCALE = 0.3
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "head_size"), [(4, 2, 64), (14, 2, 64), (12, 2, 128), (8, 1, 96)])
+@pytest.mark.parametrize(("prompt", "completion", "group"), [(7, 5, 3), (256, 128, 4), (64, 300, 2)])
+def test_outputs_and_gradients_are_off_by_roundings_alone(
+    heads: int,
+    key_heads: int,
+    head_size: int,
+    prompt: int,
+    completion: int,
+    group: int,
+    make_batch: Callable[..., Batch],
+    card: torch.device,
+) -> None:
+    """Each number is rounded by two calls and once merged, by half of 2^-7 of the largest one."""
+    rows = [
+        (unit, range(1, prompt + unit + 1), range(1, completion + i)) for unit in (0, 1) for i in range(1, group + 1)
+    ]
+    packed = pack(to_device(make_batch(rows), card), prompts_first=True)
+    dice = torch.Generator().manual_seed(0)
+    shapes = [(packed.num_tokens, number, head_size) for number in (heads, key_heads, key_heads)]
+    made = [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes]
+    tensors = [x.to(card, torch.bfloat16).requires_grad_() for x in made]
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    assert packed.lengths is not None
+    assert flash_attention.serves(tensors[0], tensors[2])
+    ours = flash_attention.flash_attention(tensors[0], tensors[1], tensors[2], packed.lengths, SCALE)
+    theirs = masked(exact[0], exact[1], exact[2], packed, SCALE)
+    weight = torch.randn(ours.shape, generator=dice, dtype=torch.float64).to(card)
+    mine = torch.autograd.grad((ours * weight.bfloat16()).sum(), tensors)
+    its = torch.autograd.grad((theirs * weight.bfloat16().double()).sum(), exact)
+    for one, other in zip((ours, *mine), (theirs, *its), strict=True):
+        assert (one.double() - other).abs().max() <= 3 * 2**-8 * max(1.0, other.abs().max().item())

@@ -1,0 +1,369 @@
+"""An engine from outside the tree: one module with keys, availability, memory and remedies, closed whatever happens."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_processes import Ended, Nursery
+
+from rlft import cli
+
+MODULE = """
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar, Self
+
+from rlft.generation.engine import Engine, Missing, Opening
+from rlft.generation.memory import EngineMemory, Load, ModelSizes, Part, When
+from rlft.keys.bounds import NonNegativeInt, PositiveInt
+from rlft.types import Adapter, Completion, FinishReason, Generator, Group, Prompt, Rollout, Sampling
+from rlft.types import ToolCall, Turn, UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canned(Engine):
+    title: ClassVar[str] = "the canned engine"
+    serves_dora: ClassVar[bool] = False
+    rewards_turns: ClassVar[bool] = True
+    largest_rank: ClassVar[int | None] = 16
+    may_change: ClassVar[tuple[str, ...]] = ("megabytes", "fails_at", "runs_out")
+    grows: ClassVar[Mapping[str, tuple[str, str]]] = {"sample": ("its cans", "megabytes")}
+
+    texts: Sequence[str]
+    journal: str = "journal.txt"
+    megabytes: PositiveInt = 64
+    needs: str = "json"
+    fails_at: NonNegativeInt = 0
+    runs_out: bool = False
+    talks: bool = False
+
+    def missing(self) -> Missing | None:
+        problem = f"{self.needs} is not installed"
+        return None if find_spec(self.needs) else Missing(problem, f"pip install {self.needs}")
+
+    def check(self, *, plain_kernels: bool) -> None:
+        if not self.texts:
+            raise UserError("texts", "is empty", remedy="give some")
+
+    def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
+        size = self.megabytes * 2**20
+        return EngineMemory(parts=(Part(name="cans", bytes=size, when=When.always, key="megabytes"),))
+
+    def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
+        yield replace(self, megabytes=1)
+
+    def open(self, opening: Opening) -> Generator:
+        return Cans(self, opening)
+
+
+class Cans(Generator):
+    def __init__(self, keys: Canned, opening: Opening) -> None:
+        self.keys, self.opening, self.version, self.calls = keys, opening, None, 0
+        self.write("opened")
+
+    def write(self, text: str) -> None:
+        with Path(self.keys.journal).open("a") as journal:
+            journal.write(text + "\\n")
+
+    def load(self, adapter: Adapter) -> None:
+        self.version = adapter.version
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        self.calls += 1
+        self.write("sampled")
+        if self.calls == self.keys.fails_at:
+            raise MemoryError if self.keys.runs_out else RuntimeError("the can is empty")
+        return [
+            Group(prompt=p, rollouts=tuple(self.rollout(p, seed + i) for i in range(n)))
+            for p, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    def rollout(self, prompt: Prompt, seed: int) -> Rollout:
+        text = self.keys.texts[seed % len(self.keys.texts)].replace("{answer}", prompt.answer)
+        tokenizer = self.opening.tokenizer
+        if self.keys.talks:
+            return Rollout(prompt=prompt, completion=self.talk(text, seed), policy_version=self.version)
+        ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+        completion = Completion(
+            text=text, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop
+        )
+        return Rollout(prompt=prompt, completion=completion, policy_version=self.version)
+
+    def talk(self, text: str, seed: int) -> Completion:
+        # A first turn that calls a tool and earns something or nothing, the answer of the tool, and the text.
+        ids = self.opening.tokenizer
+        question, answer, end = (ids(t, add_special_tokens=False)["input_ids"] for t in ("2+2", "\\n4\\n", text))
+        mask = (True,) * len(question) + (False,) * len(answer) + (True,) * (len(end) + 1)
+        call = ToolCall(name="add", arguments="2+2", answer="4", failed=seed % 5 == 0)
+        first = Turn(end=len(question), text="2+2", answer="4", reward=float(seed % 2), calls=(call,))
+        return Completion(
+            text="2+2\\n4\\n" + text,
+            token_ids=(*question, *answer, *end, ids.eos_token_id),
+            logprobs=tuple(-0.5 * sampled for sampled in mask),
+            finish_reason=FinishReason.stop,
+            mask=mask,
+            turns=(first, Turn(end=len(mask), text=text)),
+        )
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return []
+
+    def close(self) -> None:
+        self.write("closed")
+
+
+class Half(Engine):
+    pass
+
+
+class NoEngine:
+    pass
+"""
+YAML = """\
+# Canned answers.
+defaults:
+  - auto
+  - _self_
+
+engine: canned
+canned:
+  _target_: canned_engine.Canned
+  texts: ["<think></think><answer>{answer}</answer>", "<think></think><answer>?</answer>", "?"]
+  megabytes: 64
+  fails_at: 0
+  runs_out: false
+  talks: false
+"""
+TINY = (
+    "+recipe=grpo_arithmetic", "generation=canned", "steps=3", "prompts_per_step=2", "group_size=4",
+    "generation.max_tokens=24", "model.device=cpu", "lora.rank=2", "lora.alpha=4", "data.size=32",
+    "data.held_out_size=4", "eval.every=0", "scoring.workers=0", "checkpoint.every=1", "logger=[jsonl]",
+)  # fmt: skip
+
+
+def typed(*words: str) -> list[str]:
+    """These words, and those of TINY whose keys are not among them."""
+    given = {word.partition("=")[0] for word in words}
+    return [*(word for word in TINY if word.partition("=")[0] not in given), *words]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the module and its YAML, in which a user types."""
+    (tmp_path / "canned_engine.py").write_text(MODULE)
+    (tmp_path / "mine" / "generation").mkdir(parents=True)
+    (tmp_path / "mine" / "generation" / "canned.yaml").write_text(YAML)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def train(forks: Nursery, workplace: Path) -> Callable[..., Ended]:
+    """`rlft train` with this engine and more words, in a process of its own."""
+
+    def run(*words: str, folder: str = "run", events: list[dict[str, Any]] | None = None) -> Ended:
+        words = ("train", "--config-dir", "mine", *typed(f"hydra.run.dir={folder}", *words))
+        return forks.run(*words, cwd=workplace, events=events or [])
+
+    return run
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """The steps' metrics, without what a clock or the machine says."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+
+def rollouts_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (folder / "rollouts").iterdir()}
+
+
+def test_a_run_samples_with_it_and_resumed_with_another_size_it_is_the_same_run(
+    forks: Nursery, train: Callable[..., Ended], workplace: Path
+) -> None:
+    whole = train()
+    assert whole.code == 0, whole.err
+    assert {line["reward/std"] for line in lines_of(workplace / "run")} != {0.0}
+    assert Path("journal.txt").read_text().split() == ["opened", "sampled", "sampled", "sampled", "closed"]
+    kill = {"at": "rlft.loop.session:Session.sample", "call": 3, "do": "kill"}
+    assert train(folder="killed", events=[kill]).code == -9
+    resumed = forks.run("resume", "killed", "generation.canned.megabytes=32", cwd=workplace)
+    assert resumed.code == 0, resumed.err
+    assert lines_of(workplace / "killed") == lines_of(workplace / "run")
+    assert rollouts_of(workplace / "killed") == rollouts_of(workplace / "run")
+    refused = forks.run("resume", "killed", "steps=4", "generation.canned.texts=[x]", cwd=workplace)
+    assert refused.code == 2
+    assert "generation.canned.texts: " in refused.err
+
+
+def test_completions_of_several_turns_go_through_a_run_and_its_checkpoints(
+    forks: Nursery, train: Callable[..., Ended], workplace: Path
+) -> None:
+    """The sampled tokens are those that are trained, counted and inspected; a resumed run is the same one."""
+    words = (
+        "generation.canned.talks=true",
+        "algorithm=ppo",
+        "critic.kind=shared",
+        "overlap.lag=1",
+        "token_values.every=3",
+        "algorithm.mismatch=token_truncate",
+    )
+    whole = train(*words)
+    assert whole.code == 0, whole.err
+    for step, line in enumerate(lines_of(workplace / "run"), 1):
+        file = rollouts_of(workplace / "run")[f"step_{step:06d}.jsonl"]
+        rows = [json.loads(row) for row in file.splitlines()]
+        assert (line["turns/mean"], line["turns/calls"]) == (2, 1)
+        assert line["tokens/environment"] == 8 * 3, "a newline, the tool's digit and a newline, eight times"
+        assert line["length/mean"] == sum(sum(row["mask"]) for row in rows) / 8
+        assert line["reward/turns"] == sum(row["turns"][0]["reward"] for row in rows) / 8
+        for row in rows:
+            assert row["mask"][:7] == [1, 1, 1, 0, 0, 0, 1]
+            if "tokens" in row:
+                assert [int(value is not None) for value in row["tokens"]["old"]] == row["mask"]
+        assert any("tokens" in row for row in rows) == (step == 3)
+    kill = {"at": "rlft.loop.session:Session.sample", "call": 3, "do": "kill"}
+    assert train(*words, folder="killed", events=[kill]).code == -9
+    resumed = forks.run("resume", "killed", cwd=workplace)
+    assert resumed.code == 0, resumed.err
+    assert lines_of(workplace / "killed") == lines_of(workplace / "run")
+    assert rollouts_of(workplace / "killed") == rollouts_of(workplace / "run")
+
+
+def test_an_algorithm_learns_from_the_rewards_of_turns_without_a_reward_that_scores_steps(
+    train: Callable[..., Ended], workplace: Path
+) -> None:
+    words = ("generation.canned.talks=true", "algorithm=grpo_process", "algorithm.std=none", "steps=1")
+    done = train(*words, "algorithm.credit_span=turn")
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in rollouts_of(workplace / "run")["step_000001.jsonl"].splitlines()]
+    assert {row["turns"][0]["reward"] for row in rows} == {0.0, 1.0}
+    # The mean over a row's tokens: the first turn's three have its normalised reward besides the completion's.
+    for group in (rows[:4], rows[4:]):
+        turns = [row["turns"][0]["reward"] for row in group]
+        whole = [row["reward"] - reward for row, reward in zip(group, turns, strict=True)]
+        for row, turn, outcome in zip(group, turns, whole, strict=True):
+            expected = outcome - sum(whole) / 4 + (turn - sum(turns) / 4) * 3 / sum(row["mask"])
+            assert row["advantage"] == pytest.approx(expected, abs=1e-6)
+
+
+FAILURE = {"at": "rlft.trainer.local:LocalTrainer.update", "call": 2, "do": "fail"}
+INTERRUPT = {"at": "rlft.loop.session:Session.score", "call": 2, "do": "interrupt"}
+
+
+@pytest.mark.parametrize(
+    ("words", "events", "code", "said"),
+    [
+        (
+            (),
+            [{"at": "rlft.trainer.local:LocalTrainer.update", "call": 2, "do": "fail"}],
+            1,
+            "this failure was planted",
+        ),
+        (("generation.canned.fails_at=2",), [], 1, "the can is empty"),
+        ((), [INTERRUPT], 130, "stopped after step 2, saved"),
+        (
+            (),
+            [INTERRUPT, {"at": "rlft.trainer.optimizer:Optimizer.update", "call": 2, "do": "interrupt"}],
+            130,
+            "stopped at once",
+        ),
+        (
+            ("generation.canned.fails_at=2", "generation.canned.runs_out=true"),
+            [],
+            1,
+            "what grows there is its cans; go on with a lower generation.canned.megabytes (now 64): rlft resume run "
+            "generation.canned.megabytes=32",
+        ),
+    ],
+    ids=["an error in the loop", "an error in the engine", "Ctrl-C", "Ctrl-C twice", "no memory"],
+)
+def test_it_is_closed_once_whatever_ends_the_run(
+    words: tuple[str, ...], events: list[dict[str, Any]], code: int, said: str, train: Callable[..., Ended]
+) -> None:
+    done = train(*words, events=events)
+    assert done.code == code, done.err
+    assert said in done.err
+    journal = Path("journal.txt").read_text().split()
+    assert (journal[0], journal[-1]) == ("opened", "closed")
+    assert journal.count("opened") == journal.count("closed") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "generation.canned.megabites=3",
+            "generation.canned.megabites: there is no such key; did you mean generation.canned.megabytes? "
+            "known here: texts, megabytes, fails_at, runs_out",
+        ),
+        (
+            "+generation.canned.zzz=3",
+            "generation.canned.zzz: there is no such key, got 3; "
+            "known here: texts, journal, megabytes, needs, fails_at, runs_out",
+        ),
+        ("generation.canned.megabytes=many", "generation.canned.megabytes: must be a whole number, got 'many'; "),
+        ("generation.canned.megabytes=0", "generation.canned.megabytes: must be greater than 0, got 0; "),
+        ("~generation.canned.texts", "generation.canned.texts: is missing; "),
+        ("generation.canned.texts=[]", "generation.canned.texts: is empty; give some"),
+        ("lora.use_dora=true", "lora.use_dora: the canned engine serves no DoRA adapters, got true; "),
+        ("lora.rank=17", "lora.rank: the canned engine takes adapters up to rank 16, got 17; "),
+        (
+            "+generation.canned.needs=no_such_library",
+            "generation.engine: no_such_library is not installed, got canned; pip install no_such_library",
+        ),
+        (
+            "generation.canned._target_=canned_engine.NoEngine",
+            "generation.canned._target_: is not an engine's class, got canned_engine.NoEngine; make it a subclass of ",
+        ),
+        (
+            "generation.canned._target_=canned_engine.Half",
+            "generation.canned._target_: is an engine's class without open, got canned_engine.Half; define open in it",
+        ),
+        ("~generation.canned._target_", "generation.canned: has no _target_; name the engine's class"),
+        ("generation.engine=uncanned", "generation.engine: is not an engine, got uncanned; use auto, transformers, "),
+    ],
+)
+def test_what_is_wrong_with_it_is_refused_by_its_own_keys(
+    words: str, line: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["train", "--config-dir", "mine", *typed("hydra.run.dir=run", *shlex.split(words))]) == 2
+    assert capsys.readouterr().err.startswith(f"rlft: {line}")
+    assert not Path("run").exists()
+
+
+def test_its_memory_and_what_makes_it_smaller_are_planned(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*words: str, fits: bool) -> dict[str, Any]:
+        assert cli.run(["plan", "--json", "--config-dir", "mine", *typed(*words)]) == (0 if fits else 1)
+        return json.loads(capsys.readouterr().out)
+
+    whole = planned("+generation.canned.needs=no_such_library", fits=True)
+    parts = {part["part"]: (part["bytes"], part["key"]) for part in whole["memory"]["as_planned"]}
+    assert parts["cans"] == (64 * 2**20, "generation.canned.megabytes")
+    assert "keys and values" not in parts, "it does not decode on the trainer's base"
+    assert ("engine", "canned") in {(row["what"], row["value"]) for row in whole["sizes"]}
+    assert (
+        "no_such_library is not installed here, and the run needs it where it runs: pip install no_such_library"
+        in (whole["notes"])
+    )
+    assert whole["peak"] - whole["peak_without_engine"] == 64 * 2**20
+    short = planned(f"device_memory={whole['peak'] - 10 * 2**20}", fits=False)
+    ways = {key: value for way in short["ways"] for key, value in way["changes"].items()}
+    assert ways["generation.canned.megabytes"] == "1"
+
+
+def test_one_without_keys_is_named_by_its_class(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", *typed("generation=auto", "steps=1", "hydra.run.dir=run")]
+    words.append("generation.engine=canned_engine.Canned")
+    assert cli.run(words) == 2, "this one needs a key"
+    assert capsys.readouterr().err.startswith("rlft: generation.Canned.texts: is missing; ")
+    assert cli.run([*words, "+generation.Canned={texts: [x]}"]) == 0
+    assert Path("journal.txt").read_text().split() == ["opened", "sampled", "closed"]

@@ -1,0 +1,137 @@
+"""A launcher of members in threads, and engines that fail as they are told: the pool's logic without processes."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlft.cluster.member import MemberError, MemberSpec
+from rlft.types import FinishReason, Prompt, Sampling, Turn
+
+
+class CountingEngine:
+    """Its completions are functions of (version, prompt, seed).
+
+    faults: {number of the call to `sample`, from 0: "die" | "raise" | "hang" | "old version"}; "stale" in `scores`:
+    versions whose fixed tokens it scores wrongly.
+    """
+
+    def __init__(self, *, faults: Mapping[int, str], stale: Sequence[int], corrupt: bool, delay_s: float) -> None:
+        self.faults, self.stale, self.corrupt, self.delay_s = dict(faults), stale, corrupt, delay_s
+        self.version: int | None = None
+        self.calls = 0
+        self.closed = False
+
+    def started(self) -> None:
+        pass
+
+    def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:
+        self.version = version
+        return version, hashlib.sha256(weights[1:] if self.corrupt else weights).hexdigest()
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> Any:
+        fault = self.faults.get(self.calls)
+        self.calls += 1
+        if fault == "die":
+            raise Died("was killed by SIGKILL")
+        if fault == "raise":
+            raise ValueError("no such token")
+        if fault == "hang":
+            time.sleep(1.0)
+        time.sleep(self.delay_s)
+        version = None if self.version is None else self.version - (fault == "old version")
+        rest = (-0.5,), FinishReason.stop, (True,), (Turn(end=1, reward=0.5),)
+        rows = [
+            [(f"{prompt.id} {version} {seed + i}", (seed + i,), *rest) for i in range(n)]
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return version, rows
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        assert self.version is not None
+        return [[-float(self.version) - (self.version in self.stale)] for _ in sequences]
+
+    def sleep(self) -> None:
+        pass
+
+    def rehearse(self, prompts: Any, n: int, max_tokens: int) -> None:
+        if self.faults.get(-1) == "raise":
+            raise MemoryError("no room")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Died(Exception):
+    pass
+
+
+class ThreadMember:
+    def __init__(self, spec: MemberSpec, log: Path) -> None:
+        self.name, self.log, self.spec = spec.name, log, spec
+        self.held = CountingEngine(**spec.arguments)
+        self.thread = ThreadPoolExecutor(1)
+        self.futures: list[Future[Any]] = []
+        self.killed = threading.Event()
+        self.methods: list[str] = []
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.methods.append(method)
+        future: Future[Any] = Future()
+        self.futures.append(future)
+        if self.killed.is_set():
+            future.set_exception(MemberError(f"{self.name} is dead"))
+        else:
+            self.thread.submit(self._answer, future, method, args, kwargs)
+        return future
+
+    def kill(self) -> None:
+        self.killed.set()
+        for future in self.futures:
+            with suppress(InvalidStateError):
+                future.set_exception(MemberError(f"{self.name} was killed"))
+
+    def _answer(self, future: Future[Any], method: str, args: Any, kwargs: Any) -> None:
+        try:
+            result = getattr(self.held, method)(*args, **kwargs)
+        except Died as error:
+            self.killed.set()
+            future.set_exception(MemberError(f"{self.name} {error}; its log is {self.log}"))
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
+                future.set_result(result)
+
+
+class ThreadLauncher:
+    """replacements: arguments of the engines that come after the first of each name, in the order of their starts."""
+
+    def __init__(self, folder: Path, replacements: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.folder, self.replacements = folder, list(replacements)
+        self.members: list[ThreadMember] = []
+        self.shared: list[Any] = []
+
+    def start(self, spec: MemberSpec) -> ThreadMember:
+        if "." in spec.name:
+            changed = self.replacements.pop(0) if self.replacements else {}
+            healthy = {"faults": {}, "stale": (), "corrupt": False, "delay_s": 0.0}
+            spec = MemberSpec(name=spec.name, factory=spec.factory, arguments={**healthy, **changed})
+        member = ThreadMember(spec, self.folder / f"{spec.name}.log")
+        member.log.write_text(f"{spec.name} has begun\n")
+        self.members.append(member)
+        return member
+
+    def share(self, value: Any) -> Any:
+        self.shared.append(value)
+        return value
+
+    def close(self) -> None:
+        for member in self.members:
+            member.kill()

@@ -1,0 +1,83 @@
+"""A launcher whose processes serve one member after the other: starting Python and importing torch takes seconds."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from warm_python import WarmPython
+
+from rlft.cluster.member import MemberSpec
+from rlft.cluster.processes import LocalProcesses, ProcessMember
+from rlft.cluster.serve import Shared, named
+
+START_S = 60.0
+
+
+class Holder:
+    """The object of a process: makes and holds the object of whatever member it is at the time."""
+
+    def __init__(self) -> None:
+        self.held: Any = None
+
+    def hold(self, factory: str, arguments: dict[str, Any]) -> None:
+        if self.held is not None:
+            self.held.close()
+            self.held = None
+        self.held = named(factory)(**arguments)
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.held, method)(*args, **kwargs)
+
+
+class ReusedMember:
+    def __init__(self, name: str, process: ProcessMember) -> None:
+        self.name, self.process, self.log = name, process, process.log
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self.process.call("ask", method, *args, **kwargs)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+class ReusedProcesses:
+    """A `Launcher`. `release` gives the processes of the members so far back, for the next ones."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, folder: Path) -> None:
+        self.warm = WarmPython()
+        self.processes = LocalProcesses(folder, self.warm.spawn)
+        self.idle: list[ProcessMember] = []
+        self.started: list[ReusedMember] = []
+        self.num_processes = 0
+
+    def start(self, spec: MemberSpec) -> ReusedMember:
+        alive = [process for process in self.idle if process.is_alive()]
+        process = alive.pop(0) if alive else self.fresh()
+        self.idle = alive
+        process.call("hold", spec.factory, dict(spec.arguments))
+        self.started.append(ReusedMember(spec.name, process))
+        return self.started[-1]
+
+    def fresh(self) -> ProcessMember:
+        self.num_processes += 1
+        name = f"process-{self.num_processes}"
+        return self.processes.start(MemberSpec(name=name, factory="reused_members:Holder"))
+
+    def release(self) -> None:
+        self.idle += [member.process for member in self.started if member.process.is_alive()]
+        self.started.clear()
+
+    def share(self, value: Any) -> Shared:
+        return self.processes.share(value)
+
+    def close(self) -> None:
+        self.processes.close()
+        self.warm.close()

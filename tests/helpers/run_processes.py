@@ -1,0 +1,207 @@
+"""`rlft` in processes of its own: fresh ones, and children of a nursery that spares them the imports (launcher.py)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import rlft
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+LONGEST_S = 240.0
+MARK = "RLFT_WHOLE_RUN"
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a process ended. code: as `subprocess` gives it, minus the signal for one that was killed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Started:
+    """A run that is going on. mark: what the environment of every process that it starts says under MARK."""
+
+    pid: int
+    mark: str
+    out: Path
+    err: Path
+    end: Callable[[], int]
+    ended: Ended | None = field(default=None)
+
+    def wait(self) -> Ended:
+        if self.ended is None:
+            code = self.end()
+            self.ended = Ended(code=code, out=self.out.read_text(), err=self.err.read_text())
+        return self.ended
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def is_stopped(self) -> bool:
+        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
+    def wait_until_stopped(self) -> None:
+        assert happens(self.is_stopped, within_s=LONGEST_S)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def press_until_heard(self, word: str) -> None:
+        """Ctrl-C, again and again: one that falls into a destructor is lost, and a person presses again."""
+        for _ in range(50):
+            os.kill(self.pid, signal.SIGINT)
+            if self.says(word, within_s=1.0):
+                return
+        raise AssertionError(f"never said {word!r}: {self.err.read_text()}")
+
+    def says(self, word: str, within_s: float) -> bool:
+        return happens(lambda: word in self.err.read_text(), within_s)
+
+
+class Nursery:
+    """Starts runs one at a time, of one thread each, because the models are small and the machine has other work.
+
+    hash_seed: of Python's hashes, so that two nurseries order their sets differently.
+    """
+
+    def __init__(self, hash_seed: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(LAUNCHER), "nursery"],
+            env=environment({"PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": "1"}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self._last: Started | None = None
+
+    def start(
+        self,
+        *arguments: str,
+        cwd: Path,
+        events: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> Started:
+        if self._last is None:
+            self._hear("ready")
+        else:
+            self._last.wait()
+        out, err, mark = places(cwd)
+        order = {
+            "arguments": arguments,
+            "events": list(events),
+            "cwd": str(cwd),
+            "environment": {**(variables or {}), MARK: mark},
+        }
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({**order, "out": str(out), "err": str(err)}) + "\n")
+        pid = self._hear("pid")
+        self._last = Started(pid=pid, mark=mark, out=out, err=err, end=lambda: self._end(pid))
+        return self._last
+
+    def run(
+        self,
+        *arguments: str,
+        cwd: Path,
+        events: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> Ended:
+        return self.start(*arguments, cwd=cwd, events=events, variables=variables).wait()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()
+
+    def _end(self, pid: int) -> int:
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], LONGEST_S)[0]:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"process {pid} was still running after {LONGEST_S} s")
+        return self._hear("code")
+
+    def _hear(self, name: str) -> int:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())[name]
+
+
+def start_fresh(
+    *arguments: str, cwd: Path, events: Sequence[Mapping[str, Any]] = (), variables: Mapping[str, str] | None = None
+) -> Started:
+    """The same in a new interpreter, with Python's own choice of a hash seed."""
+    out, err, mark = places(cwd)
+    with out.open("w") as out_stream, err.open("w") as err_stream:
+        process = subprocess.Popen(
+            [sys.executable, str(LAUNCHER), "run", json.dumps(list(events)), *arguments],
+            env=environment({**(variables or {}), MARK: mark}),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out_stream,
+            stderr=err_stream,
+            start_new_session=True,
+        )
+
+    def end() -> int:
+        try:
+            return process.wait(LONGEST_S)
+        finally:
+            process.kill()
+
+    return Started(pid=process.pid, mark=mark, out=out, err=err, end=end)
+
+
+def places(cwd: Path) -> tuple[Path, Path, str]:
+    """Files for stdout and stderr, which are there from the start, and a mark nobody else has."""
+    number = next(_numbers)
+    out, err = cwd / f"process_{number}.out", cwd / f"process_{number}.err"
+    out.touch()
+    err.touch()
+    return out, err, f"{os.getpid()}-{number}"
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    """The rlft that these tests import; threads that wait sleep: torch is imported before rlft can say so."""
+    others = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(filter(None, [str(Path(rlft.__file__).parents[1]), others]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", **more}
+
+
+def marked(mark: str) -> set[int]:
+    """Processes alive that were started by a run of this mark, itself (from a nursery) not among them."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def happens(condition: Callable[[], bool], within_s: float) -> bool:
+    """Whether the condition comes true within so many seconds."""
+    end = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,98 @@
+"""Members that are forked from a process which has imported what they need, but computed nothing: it takes no seconds.
+
+    python warm_python.py <descriptor of a socket>
+
+Each message on the socket has the descriptors of a member's connection and log, and its environment as JSON; the answer
+is the member's process id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from rlft.cluster.member import MemberSpec
+from rlft.cluster.processes import environment
+from rlft.cluster.serve import serve
+
+
+class WarmPython:
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+
+    def spawn(self, spec: MemberSpec, connection: int, output: int) -> Forked:
+        socket.send_fds(self._socket, [json.dumps(environment(spec)).encode()], [connection, output])
+        return Forked(int(self._socket.recv(64)))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(30)
+
+
+class Forked:
+    """A grandchild of this process, whose parent forgets how it ended: in tests by SIGKILL."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        return None if Path(f"/proc/{self.pid}").exists() else -signal.SIGKILL
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (timeout or 0.0)
+        while self.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return -signal.SIGKILL
+
+
+def main() -> None:
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    orders.set_inheritable(False)
+    from transformers.models.qwen2 import modeling_qwen2
+
+    import rlft.loop.rank_worker
+
+    _ = modeling_qwen2, rlft.loop.rank_worker
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # which forgets children as they end
+    while True:
+        message, descriptors, *_ = socket.recv_fds(orders, 65536, 2)
+        if not message:
+            return
+        pid = os.fork()
+        if pid == 0:
+            orders.close()
+            begin(json.loads(message), *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        orders.send(str(pid).encode())
+
+
+def begin(variables: dict[str, str], connection: int, output: int) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.environ.update(variables)
+    theirs = Connection(connection)
+    sys.path[:] = theirs.recv()
+    serve(theirs, replace(theirs.recv(), parent=os.getppid()))
+
+
+if __name__ == "__main__":
+    main()

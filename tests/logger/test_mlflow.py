@@ -1,0 +1,123 @@
+"""MLflow on a database file, read back by its own client, and servers that do not answer."""
+
+import math
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+from mlflow import MlflowClient
+
+from rlft.logger.mlflow import Mlflow
+
+PATIENT = 300.0  # of a machine with other work, where nothing is waited for
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A database, which takes seconds to be made."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+@pytest.fixture
+def start(store, request):
+    """Opens a logger of an experiment that is this test's."""
+
+    def start(run, uri=store, seconds=PATIENT):
+        logger = Mlflow(tracking_uri=uri, experiment=request.node.name, seconds=seconds)
+        logger.start(run)
+        return logger
+
+    return start
+
+
+@pytest.fixture
+def runs(store, request):
+    """The test's runs as the client gives them."""
+    client = MlflowClient(store)
+    return lambda: client.search_runs([client.get_experiment_by_name(request.node.name).experiment_id])
+
+
+@pytest.fixture
+def points(store):
+    return lambda run, name: [(m.step, m.value) for m in MlflowClient(store).get_metric_history(run.info.run_id, name)]
+
+
+def test_steps_evaluations_and_the_config_are_read_back(
+    start, runs, points, make_run, make_step, make_evaluation, capfd
+):
+    config = {"trainer": {"lr": 0.5}, "stop": ["@"], "empty": "", "long": "x" * 7000}
+    logger = start(replace(make_run(), config=config | {f"k{i}": i for i in range(120)}))
+    logger.evaluation(make_evaluation(0))
+    logger.step(make_step(1, a=0.5, b=float("nan"), c=float("-inf")))
+    logger.step(make_step(2, a=0.25))
+    logger.finish("finished")
+    (entry,) = runs()
+    assert (entry.info.status, entry.info.run_name) == ("FINISHED", "tiny")
+    assert points(entry, "a") == [(1, 0.5), (2, 0.25)]
+    assert math.isnan(points(entry, "b")[0][1])
+    assert math.isnan(points(entry, "c")[0][1])
+    assert points(entry, "eval/pass_4") == [(0, 0.75)]
+    assert points(entry, "eval/accuracy") == [(0, 0.5)]
+    expected = {"trainer.lr": "0.5", "stop": '["@"]', "empty": "", "long": "x" * 6000, "k119": "119"}
+    assert {name: entry.data.params[name] for name in expected} == expected
+    assert len(entry.data.params) == 124
+    told = f"mlflow: run {entry.info.run_id} of experiment {logger.experiment}\n"
+    assert capfd.readouterr() == ("", told)
+
+
+def test_a_resumed_run_goes_on_with_each_step_once(start, runs, points, make_run, make_step, make_evaluation):
+    logger = start(make_run())
+    logger.evaluation(make_evaluation(0))
+    for step in (1, 2, 3):
+        logger.step(make_step(step, a=step))
+    logger.evaluation(make_evaluation(3))
+    logger.finish("interrupted")
+    assert runs()[0].info.status == "KILLED"
+    logger = start(replace(make_run(step=2), config={"seed": 1, "new": 2}))
+    assert runs()[0].info.status == "RUNNING"
+    for step in (3, 4):
+        logger.step(make_step(step, a=step, late=1.0))
+        logger.evaluation(make_evaluation(step))
+    logger.finish("stopped: out of memory")
+    (entry,) = runs()
+    assert entry.info.status == "FAILED"
+    assert points(entry, "a") == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert points(entry, "late") == [(3, 1), (4, 1)]
+    assert [step for step, _ in points(entry, "eval/accuracy")] == [0, 3, 4]
+    assert entry.data.params == {"seed": "0", "new": "2"}, "a parameter stays as it was"
+
+
+def test_jobs_of_a_sweep_have_a_run_each(start, runs, make_run, make_step, tmp_path):
+    for job in ("0", "1"):
+        logger = start(make_run(folder=tmp_path / job))
+        logger.step(make_step(1, a=1.0))
+        logger.finish("finished")
+    assert len(runs()) == 2
+
+
+def test_a_run_that_is_deleted_meanwhile_stops_nothing(start, runs, store, make_run, make_step, capsys):
+    logger = start(make_run())
+    logger.step(make_step(1, a=1.0))
+    MlflowClient(store).delete_run(runs()[0].info.run_id)
+    for step in (2, 3):
+        logger.step(make_step(step, a=1.0))
+    logger.finish("finished")
+    told = capsys.readouterr().err.splitlines()[1:]
+    assert len(told) == 1
+    assert told[0].startswith("mlflow: stopped logging at step 2 (MlflowException: ")
+    assert told[0].endswith("); training goes on")
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_server_that_does_not_answer_costs_its_time_limit(listens, start, make_run, make_step, capsys):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:  # and never answers
+            server.listen()
+        begun = time.monotonic()
+        logger = start(make_run(), uri=f"http://127.0.0.1:{server.getsockname()[1]}", seconds=1.0)
+        logger.step(make_step(1))
+        logger.finish("finished")
+        assert time.monotonic() - begun < 30  # MLflow's own limits are minutes
+    assert "mlflow: could not start (TimeoutError: no answer in 1 s); going on without it" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""From an engine to its generator, and to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+
+from rlft.config.schema import RunConfig
+from rlft.generation.engine import Engine, Opening
+from rlft.generation.scripted import ScriptedGenerator
+from rlft.generation.transformers import TransformersGenerator
+from rlft.loop.engines import Engines, opening_of
+from rlft.model.backbone import Backbone
+from rlft.types import UserError
+
+
+class Closing:
+    """Stands for a live engine: to be closed, and that once."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Engine):
+    """An engine that writes down what it opens."""
+
+    started: ClassVar[list[Closing]] = []
+
+    size: int = 1
+
+    def open(self, opening: Opening) -> Any:
+        self.started.append(Closing())
+        return self.started[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared(Started):
+    shared: ClassVar[bool] = True
+
+
+@pytest.fixture
+def started() -> Iterator[list[Closing]]:
+    Started.started.clear()
+    yield Started.started
+    Started.started.clear()
+
+
+@pytest.fixture
+def config(run_config: Any) -> RunConfig:
+    return run_config("generation.scripted.answers={*: [aye]}", "generation.transformers.batch_size=12")
+
+
+@pytest.fixture
+def opening(config: RunConfig, make_roles: Any, backbone: Backbone) -> Opening:
+    return opening_of(config, 4, make_roles(), backbone)
+
+
+def test_an_engines_name_gives_its_generator(config: RunConfig, opening: Opening) -> None:
+    with Engines() as engines:
+        with engines.opened(config.generation.named("transformers"), opening) as sampler:
+            assert isinstance(sampler, TransformersGenerator)
+            assert (sampler.slot, sampler.batch_size, sampler.version) == (opening.slot, 12, None)
+        with engines.opened(config.generation.named("scripted"), opening) as canned:
+            assert isinstance(canned, ScriptedGenerator)
+            assert list(canned.answers["*"]) == ["aye"]
+
+
+def test_what_an_engine_is_opened_with_is_the_runs(config: RunConfig, opening: Opening, backbone: Backbone) -> None:
+    assert (opening.tokenizer, opening.device, opening.dtype) == (backbone.tokenizer, backbone.device, "float32")
+    assert opening.model_path.endswith("tiny-arithmetic")
+    assert (opening.lora_rank, opening.seed) == (4, config.seed)
+    assert opening.max_sequence_tokens == config.prompts.max_tokens + config.generation.max_tokens
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_a_runs_own_engine_is_closed_once_with_the_run(
+    error: type[BaseException] | None, opening: Opening, started: list[Closing]
+) -> None:
+    @contextmanager
+    def expected() -> Iterator[None]:
+        if error is None:
+            yield
+            return
+        with pytest.raises(error):
+            yield
+
+    with Engines() as engines:
+        with expected(), engines.opened(Started(), opening):
+            assert [engine.closed for engine in started] == [0]
+            if error is not None:
+                raise error
+        assert [engine.closed for engine in started] == [1], "another job of a sweep opens one of its own"
+        with engines.opened(Started(), opening):
+            pass
+    assert [engine.closed for engine in started] == [1, 1]
+
+
+def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(opening: Opening, started: list[Closing]) -> None:
+    with Engines() as engines:
+        with engines.opened(Shared(), opening) as first:
+            pass
+        with engines.opened(Shared(), replace(opening, seed=9, slot=None)) as again:
+            assert again is first
+        assert [engine.closed for engine in started] == [0]
+        for engine, needed in (
+            (Shared(), replace(opening, lora_rank=8)),
+            (Shared(), replace(opening, max_sequence_tokens=opening.max_sequence_tokens + 1)),
+            (Shared(size=2), opening),
+        ):
+            with engines.opened(engine, needed) as other:
+                assert other is started[-1]
+        assert [engine.closed for engine in started] == [1, 1, 1, 0]
+    assert [engine.closed for engine in started] == [1, 1, 1, 1]
+
+
+def test_a_shared_engine_is_closed_when_a_job_fails(opening: Opening, started: list[Closing]) -> None:
+    refusal = UserError("steps", "fails", remedy="do not")
+    with pytest.raises(UserError), Engines() as engines, engines.opened(Shared(), opening):
+        raise refusal
+    assert [engine.closed for engine in started] == [1]

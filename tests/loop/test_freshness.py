@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlft.generation.scripted import ScriptedGenerator
+from rlft.generation.transformers import TransformersGenerator, Weights
+from rlft.loop.freshness import Freshness, StaleAdapterError, largest_gap
+from rlft.model.kernels.lora_linear import LoraLinear
+
+SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
+
+
+class Fixed:
+    """Scores that were written down, as an engine or a trainer would give them."""
+
+    def __init__(self, *values):
+        self.values, self.calls = values, 0
+
+    def score(self, sequences):
+        self.calls += 1
+        return [list(self.values)]
+
+
+@pytest.fixture
+def policy(make_roles):
+    return make_roles(noise=0.02)
+
+
+@pytest.fixture
+def engine(policy, backbone):
+    """It computes as the trainer does, so that a gap of nothing is exactly 0."""
+    return TransformersGenerator(policy, backbone.tokenizer, backbone.device, 64, weights=Weights.apart)
+
+
+def move(policy):
+    """Stands for an update."""
+    for _, parameter in policy.named_parameters():
+        parameter.data += 0.01
+
+
+def publish(version, policy, engine):
+    adapter = policy.publish(version)
+    engine.load(adapter)
+    return adapter
+
+
+# -- a healthy engine --------------------------------------------------------------------------------------------------
+def test_the_largest_gap_of_all_tokens_is_measured():
+    gap = Freshness(SEQUENCES, 1.0, 1).check(0, Fixed(-1.0, -2.0, -3.0), Fixed(-1.1, -2.5, -2.8))
+    assert gap == pytest.approx(0.5, abs=1e-12)
+    assert largest_gap([-1.0, -2.0], [-1.0, -2.25]) == (0.25, 1)
+
+
+def test_the_real_engine_passes_after_every_publish(policy, engine):
+    freshness = Freshness(SEQUENCES, 1e-3, 1)
+    for version in range(4):
+        publish(version, policy, engine)
+        assert freshness.check(version, engine, policy) < 1e-5
+        move(policy)
+
+
+def test_a_gap_of_exactly_the_threshold_passes():
+    assert Freshness(SEQUENCES, 0.5, 1).check(0, Fixed(-1.0), Fixed(-1.5)) == 0.5
+
+
+def test_an_engine_without_weights_is_not_checked(backbone, policy):
+    assert Freshness(SEQUENCES, 1e-3, 1).check(0, ScriptedGenerator({}, backbone.tokenizer), policy) is None
+
+
+@pytest.mark.parametrize(("every", "checked"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])
+def test_it_checks_every_so_many_publishes(every, checked):
+    freshness, engine = Freshness(SEQUENCES, 1.0, every), Fixed(-1.0)
+    results = [freshness.check(version, engine, Fixed(-1.25)) for version in range(7)]
+    assert [v for v, gap in enumerate(results) if gap is not None] == checked
+    assert engine.calls == len(checked)
+
+
+def test_the_first_publish_of_a_resumed_run_is_always_checked():
+    freshness = Freshness(SEQUENCES, 1.0, 10)
+    assert [freshness.check(v, Fixed(-1.0), Fixed(-1.0)) for v in (7, 8, 9, 10)] == [0.0, None, None, 0.0]
+
+
+# -- a stale one -------------------------------------------------------------------------------------------------------
+def test_a_generator_that_ignores_a_load_stops_the_run_with_both_numbers_and_the_version_it_holds(policy, engine):
+    freshness = Freshness(SEQUENCES, 1e-3, 1)
+    for version in (0, 1, 2):
+        publish(version, policy, engine)
+        freshness.check(version, engine, policy)
+        move(policy)
+    held, policy_now = engine.score(SEQUENCES), policy.score(SEQUENCES)
+    engine.version = 3  # it says that it took version 3, and did nothing
+    with pytest.raises(StaleAdapterError) as stopped:
+        freshness.check(3, engine, policy)
+    pairs = [(e, t) for row, other in zip(held, policy_now, strict=True) for e, t in zip(row, other, strict=True)]
+    worst = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+    message = str(stopped.value)
+    assert "does not sample from policy version 3" in message
+    assert f"log-prob {worst[0]:.6f}, the trainer {worst[1]:.6f}" in message
+    assert "it still holds version 2 (gap 0.00e+00)" in message
+    assert "threshold 1e-03" in message
+
+
+def test_old_weights_under_a_new_version_are_found(policy, engine):
+    # The trap: the same adapter id is loaded again, and the engine goes on with the weights it had for it.
+    freshness = Freshness(SEQUENCES, 1e-3, 1)
+    first = publish(0, policy, engine)
+    freshness.check(0, engine, policy)
+    move(policy)
+    publish(1, policy, engine)
+    freshness.check(1, engine, policy)
+    move(policy)
+    engine.load(replace(first, version=2))
+    with pytest.raises(StaleAdapterError, match="it still holds version 0"):
+        freshness.check(2, engine, policy)
+
+
+def test_a_sum_that_is_not_the_policys_is_found_though_the_policy_learns_on_it(policy, backbone):
+    engine = TransformersGenerator(policy, backbone.tokenizer, backbone.device, 64, weights=Weights.merged)
+    freshness = Freshness(SEQUENCES, 1e-3, 1)
+    for version in range(2):
+        publish(version, policy, engine)
+        freshness.check(version, engine, policy)
+        policy.lend_sums()
+    layers = [layer for layer in policy.model.modules() if isinstance(layer, LoraLinear)]
+    assert all(layer.lent for layer in layers)
+    for layer in layers:
+        layer.sums["sampler"].mul_(1.1)
+    with pytest.raises(StaleAdapterError):
+        freshness.check(1, engine, policy)
+
+
+def test_an_engine_that_samples_from_the_bare_base_is_found(policy, engine):
+    engine.version = None  # the load was lost: `TransformersGenerator` then uses the base
+    with pytest.raises(StaleAdapterError) as stopped:
+        Freshness(SEQUENCES, 1e-3, 1).check(0, engine, policy)
+    assert "still holds" not in str(stopped.value)
+
+
+def test_a_gap_that_fits_no_earlier_version_names_none():
+    freshness = Freshness(SEQUENCES, 0.1, 1)
+    freshness.check(0, Fixed(-1.0), Fixed(-1.0))
+    with pytest.raises(StaleAdapterError) as stopped:
+        freshness.check(1, Fixed(-3.0), Fixed(-2.0))
+    assert "still holds" not in str(stopped.value)
+    assert "-3.000000, the trainer -2.000000 (gap 1.00e+00" in str(stopped.value)
+
+
+@pytest.mark.parametrize(("engine_says", "trainer_says"), [(math.nan, -1.0), (-1.0, math.nan), (math.nan, math.nan)])
+def test_a_number_that_is_none_counts_as_stale(engine_says, trainer_says):
+    with pytest.raises(StaleAdapterError):
+        Freshness(SEQUENCES, 1e9, 1).check(0, Fixed(-1.0, engine_says), Fixed(-1.0, trainer_says))
+
+
+def test_a_nan_in_the_real_adapter_stops_the_run(policy, engine):
+    with torch.no_grad():  # in the last layer: torch's attention on the CPU turns a NaN query or key into 0
+        policy.named_parameters()[-1][1].fill_(math.nan)
+    publish(1, policy, engine)
+    with pytest.raises(StaleAdapterError):
+        Freshness(SEQUENCES, 1e-3, 1).check(1, engine, policy)
+
+
+def test_minus_infinity_on_one_side_is_stale():
+    with pytest.raises(StaleAdapterError):
+        Freshness(SEQUENCES, 1e9, 1).check(0, Fixed(-math.inf), Fixed(-1.0))
+
+
+def test_an_engine_that_scores_another_number_of_tokens_is_an_error():
+    with pytest.raises(ValueError, match="zip"):
+        Freshness(SEQUENCES, 1.0, 1).check(0, Fixed(-1.0), Fixed(-1.0, -1.0))

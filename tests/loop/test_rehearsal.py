@@ -1,0 +1,93 @@
+"""The rehearsal takes the longest shapes, and changes nothing of the run that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from rlft import cli
+from rlft.generation.transformers import TransformersGenerator
+from rlft.logger.loggers import Loggers
+from rlft.loop.shell import RunShell
+from rlft.model.forward import Forward
+from rlft.model.kernels.prefix_cache import PrefixCache
+from rlft.types import Batch, Outputs
+
+TINY = (
+    "steps=2", "prompts_per_step=2", "group_size=3", "generation=transformers", "generation.max_tokens=20",
+    "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=0", "model.device=cpu",
+    "scoring.workers=0", "logger=[jsonl]", "trainer.lr=1e-3",
+)  # fmt: skip
+PROMPT = 22  # tokens of every question
+RECIPES = ["algorithm=grpo", "algorithm=ppo critic.kind=adapter", "algorithm=grpo algorithm.entropy_coef=0.01"]
+
+
+def run(folder: Path, *words: str) -> dict[str, bytes]:
+    given = {word.partition("=")[0] for word in words}
+    common = [word for word in TINY if word.partition("=")[0] not in given]
+    assert cli.run(["train", *common, *words, f"hydra.run.dir={folder}"]) == 0
+    files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
+
+
+@pytest.mark.parametrize("words", RECIPES)
+def test_a_run_is_the_same_with_and_without_it(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsed = run(tmp_path / "a", *words.split(), "lora.dropout=0.1")
+    monkeypatch.setattr(RunShell, "rehearse", lambda self, step: None)
+    assert run(tmp_path / "b", *words.split(), "lora.dropout=0.1") == rehearsed
+
+
+def test_the_first_forward_with_gradient_is_of_the_longest_rows(
+    tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, call, fill = [], Forward.__call__, PrefixCache.fill
+    filled = []
+
+    def spy(self: Forward, batch: Batch, *args: Any, **keys: Any) -> Outputs:
+        seen.append(self.real_tokens(batch))
+        return call(self, batch, *args, **keys)
+
+    def filling(self: PrefixCache) -> None:
+        fill(self)
+        filled.append(sum(room.numel() for pair in self._own for room in pair))
+
+    stages = []
+    monkeypatch.setattr(Loggers, "stage", lambda self, name: stages.append(name))
+    monkeypatch.setattr(Forward, "__call__", spy)
+    monkeypatch.setattr(PrefixCache, "fill", filling)
+    run(tmp_path / "run")
+    assert seen[0] == max(seen)
+    assert seen[0] == 2 * (PROMPT + 3 * 20), "both groups, of the longest completions"
+    config = AutoConfig.from_pretrained(tiny_path)
+    size = config.hidden_size // config.num_attention_heads
+    assert stages[: stages.index("sample")] == ["rehearse sampling", "rehearse update"]
+    assert filled == [2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 * 3) * 20]
+
+
+@pytest.mark.parametrize("verb", ["train", "sft"])
+def test_an_evaluation_is_rehearsed_with_all_its_samples(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[tuple[int, int]] = []
+    whole = TransformersGenerator.rehearse
+
+    def spy(self: TransformersGenerator, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        rehearsed.append((len(prompts), n))
+        assert self.version == 0, "base and adapter are added up by then"
+        whole(self, prompts, n, max_tokens)
+
+    monkeypatch.setattr(TransformersGenerator, "rehearse", spy)
+    words = ["eval.every=2", "eval.num_prompts=5", "eval.num_samples=7"]
+    if verb == "train":
+        run(tmp_path / "run", *words)
+        assert rehearsed == [(2, 3), (5, 7)]
+        return
+    teach = ["demonstrations.path=embedded:arithmetic-demonstrations", "max_completion_tokens=64", "steps=1"]
+    teach += ["examples_per_step=2", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "data.held_out_size=8"]
+    teach += ["data=arithmetic", "data.size=16", "generation=transformers", "generation.max_tokens=8"]
+    assert cli.run(["sft", *teach, *words, "reward=exact_match", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert rehearsed == [(5, 7)]

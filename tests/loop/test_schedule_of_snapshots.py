@@ -1,0 +1,188 @@
+"""When a run copies the policy into its snapshots, seen in real runs: the schedule of iterative GRPO (MATHS 8).
+
+    for each outer iteration: reference <- policy
+        for each inner step: old <- policy, sample, score, credit, then update the policy several times
+
+The loop has no outer iterations: it copies when the roles are built, and again after each step that ends one.
+So in a list of what happens they stand where the algorithm has them, and after the last step of a run stand those that
+open the next one, for a run that goes on from there.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from rlft.algorithm.grpo import GRPO
+from rlft.config.compose import compose
+from rlft.loop.engines import Engines
+from rlft.loop.session import Session, open_session
+from rlft.model.roles import OLD, POLICY, REFERENCE, SAMPLER, Roles
+from rlft.planning.train_plan import make_plan
+from rlft.train import train
+from rlft.trainer.optimizer import Optimizer
+
+SAMPLE, UPDATE = f"{SAMPLER} <- {POLICY}", f"update {POLICY}"
+SETTINGS = [
+    "+recipe=iterative_grpo_arithmetic",
+    "logger=[]",
+    "eval.every=0",
+    "scoring.workers=0",
+    "prompts_per_step=2",
+    "group_size=4",
+    "generation=transformers",
+    "generation.max_tokens=16",
+    "model.device=cpu",
+    "model.dtype=float32",
+    "lora.rank=2",
+    "trainer.lr=0.01",
+    "algorithm.entropy_coef=0.1",  # so that every update moves the policy, whatever the rewards are
+    "snapshot.reference=copy",
+    "snapshot.refresh_every=3",
+    "snapshot.old=copy",
+    "steps=6",
+]
+
+# Two outer iterations of three steps with two updates each, as the algorithm is printed.
+MATHS_8 = """
+reference <- policy
+    old <- policy, sample, score, credit, update policy, update policy
+    old <- policy, sample, score, credit, update policy, update policy
+    old <- policy, sample, score, credit, update policy, update policy
+reference <- policy
+    old <- policy, sample, score, credit, update policy, update policy
+    old <- policy, sample, score, credit, update policy, update policy
+    old <- policy, sample, score, credit, update policy, update policy
+"""
+NEXT_ITERATION = ["reference <- policy", "old <- policy"]
+
+
+def schedule(text: str) -> list[str]:
+    return [event.strip() for line in text.strip().splitlines() for event in line.split(",")]
+
+
+class Recorder:
+    """Notes every copy between roles and every stage, in order, and whose weights each role held when it sampled.
+
+    held: for each `sample`, by role, the number of updates after which the policy had the weights that the role has.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.held: list[dict[str, int]] = []
+        self.versions: list[dict[str, torch.Tensor]] = []
+        self.roles: Roles | None = None
+        self._watch(monkeypatch, Roles, "copy", lambda roles, source, target: f"{target} <- {source}")
+        self._watch(monkeypatch, Roles, "load_sampler", lambda roles, adapter, **how: SAMPLE)
+        self._watch(monkeypatch, Session, "sample", self._sampling)
+        self._watch(monkeypatch, Session, "score", lambda session, groups: "score")
+        self._watch(monkeypatch, GRPO, "credit", lambda algorithm, batch: "credit")
+        self._watch(monkeypatch, Optimizer, "update", lambda optimizer, lr: f"update {optimizer.role}", self._updated)
+
+    def _watch(self, monkeypatch, owner, name, event, after=lambda: None) -> None:
+        method = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            self.events.append(event(*args, **kwargs))
+            result = method(*args, **kwargs)
+            after()
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def begin(self, roles: Roles) -> None:
+        """Versions that an earlier run has seen keep their numbers."""
+        self.roles = roles
+        self._updated()
+
+    def _updated(self) -> None:
+        assert self.roles is not None
+        if not self._numbers(POLICY):
+            self.versions.append(self.roles.weights(POLICY))
+
+    def _sampling(self, session: Session, step: int) -> str:
+        self.held.append({})
+        for role in (*session.roles.moving, SAMPLER):
+            (self.held[-1][role],) = self._numbers(role)
+        return "sample"
+
+    def _numbers(self, role: str) -> list[int]:
+        assert self.roles is not None
+        weights = self.roles.weights(role)
+        same = [all(torch.equal(w, version[name]) for name, w in weights.items()) for version in self.versions]
+        return [number for number, equal in enumerate(same) if equal]
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+@pytest.fixture
+def run(recorder, tmp_path):
+    """Runs the recipe with these overrides; returns the policy's and the snapshots' last weights."""
+
+    def go(*overrides: str) -> dict[str, dict[str, torch.Tensor]]:
+        plan = make_plan(compose([*SETTINGS, *overrides]))
+        with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
+            recorder.begin(session.roles)
+            train(session)
+            return {role: session.roles.weights(role) for role in session.roles.moving}
+
+    return go
+
+
+@pytest.mark.parametrize("updates", ["epochs=2", "minibatches=2"])
+def test_a_run_copies_samples_and_updates_in_the_order_of_the_algorithm(updates, run, recorder):
+    run(updates)
+    print("\n".join(recorder.events))
+    engine, algorithm = [], []
+    for event in recorder.events:
+        (engine if event == SAMPLE else algorithm).append(event)
+    assert algorithm == schedule(MATHS_8) + NEXT_ITERATION
+    # The engine's copy, which the algorithm takes for granted, is made at the start and after each step.
+    assert len(engine) == 1 + 6
+    # Before step s the policy has had 2 s updates, and its outer iteration began at 3 floor(s / 3) steps.
+    expected = [{REFERENCE: 6 * (s // 3), OLD: 2 * s, SAMPLER: 2 * s, POLICY: 2 * s} for s in range(6)]
+    assert recorder.held == expected
+    # Each update made another policy, so that these numbers mean something.
+    assert len(recorder.versions) == 1 + 2 * 6
+
+
+def test_the_copies_after_the_last_step_are_those_that_a_longer_run_goes_on_from(run, recorder):
+    run("epochs=2", "steps=7")
+    whole = [event for event in recorder.events if event != SAMPLE]
+    seventh = schedule("sample, score, credit, update policy, update policy, old <- policy")
+    assert whole == schedule(MATHS_8) + NEXT_ITERATION + seventh
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_resumed_run_goes_on_from_the_snapshots_that_were_saved(stop, run, recorder, tmp_path):
+    # A stop in the middle of an outer iteration and one at its end, whose copies are already in the checkpoint.
+    whole = run("epochs=2", "steps=5", f"checkpoint.every={stop}", "checkpoint.keep=9")
+    for folder in (tmp_path / "checkpoints").iterdir():
+        if folder.name != f"step_{stop:06d}":
+            shutil.rmtree(folder)
+    expected, recorder.held = recorder.held[stop:], []
+    resumed = run("epochs=2", "steps=5", f"resume={tmp_path}")
+    assert recorder.held == expected
+    assert resumed.keys() == whole.keys() == {POLICY, REFERENCE, OLD}
+    for role, weights in whole.items():
+        assert all(torch.equal(resumed[role][name], weight) for name, weight in weights.items())
+    assert len(recorder.versions) == 1 + 2 * 5  # and its policy was never another one
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # The reference stays the policy of the start: one copy, at the start.
+        (("snapshot.refresh_every=0", "snapshot.old=auto"), ["reference <- policy"]),
+        (("snapshot.reference=base", "snapshot.refresh_every=0", "snapshot.old=auto"), []),
+        (("snapshot.refresh_every=1",), ["reference <- policy", "old <- policy"] * 3),
+    ],
+)
+def test_nothing_is_copied_that_the_config_does_not_ask_for(overrides, expected, run, recorder):
+    run(*overrides, "steps=2")
+    assert [event for event in recorder.events if event.endswith("<- policy") and event != SAMPLE] == expected

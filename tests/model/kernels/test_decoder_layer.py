@@ -1,0 +1,224 @@
+"""Decoder layers over a packed row: the log-probs and gradients of the modules called one by one, from fewer tensors
+and, in the last layer, fewer rows; layers and modules that do more are left alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from rlft.model.activations import set_checkpointing
+from rlft.model.config import KernelChoice
+from rlft.model.forward import packed_forward
+from rlft.model.kernels import decoder_layer, layer_branches, lora_linear, norm_and_mlp, selection
+from rlft.model.packing import pack
+
+LAYERS = 3
+SERVED = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "mistral"]
+"""Families whose branches are one function each."""
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each branch was one function."""
+    counted = Counter()
+    for name in ("attention", "mlp"):
+        plain = getattr(layer_branches, name)
+        monkeypatch.setattr(
+            layer_branches, name, lambda *a, name=name, plain=plain, **k: counted.update([name]) or plain(*a, **k)
+        )
+    return counted
+
+
+def adapted(model, targets="all-linear", **settings):
+    """The model with an adapter that does something, in our layers; its parameters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        config = LoraConfig(r=2, lora_alpha=6, target_modules=targets, init_lora_weights=False, **settings)
+        lora_linear.install(config)
+        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False).eval()
+    return wrapped, [p for p in wrapped.parameters() if p.requires_grad]
+
+
+def installed(model):
+    """As `load_backbone` does it."""
+    selection.install(model, KernelChoice.auto, own_attention=True)
+    return model
+
+
+def weighted(logprobs):
+    """A loss in which every token has its own weight, so that no error can cancel another."""
+    dice = torch.Generator().manual_seed(3)
+    return (torch.randn(logprobs.shape, generator=dice, dtype=torch.float64) * logprobs).sum()
+
+
+def results(model, batch, parameters):
+    """Log-probs and gradients of the packed forward, which tests/model/test_forward.py holds to rows run one by one."""
+    outputs = packed_forward(model, batch, 1.0, False)
+    return outputs.logprobs.detach(), torch.autograd.grad(weighted(outputs.logprobs), parameters)
+
+
+def both(random_model, batch, kind, targets="all-linear", **settings):
+    """Results of transformers' layers, all on all positions, and of ours.
+
+    Both with the norms that test_fused.py holds to their formula: transformers' are in float32 whatever the model is.
+    """
+    found = []
+    for install in (norm_and_mlp.install, installed):
+        model = random_model(kind, dtype=torch.float64)
+        install(model)
+        wrapped, parameters = adapted(model, targets, **settings)
+        found.append(results(wrapped.base_model.model, batch, parameters))
+    return found
+
+
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ["q_proj", "v_proj"], ["k_proj", "down_proj"], ["gate_proj", "o_proj"]]
+)
+@pytest.mark.parametrize("kind", SERVED)
+def test_log_probs_and_gradients_are_those_of_the_modules(kind, targets, random_model, awkward_batch, calls):
+    theirs, ours = both(random_model, awkward_batch, kind, targets)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert calls == {"attention": LAYERS, "mlp": LAYERS}
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_without_gradient_they_are_the_same(kind, random_model, awkward_batch, calls):
+    wrapped, _ = adapted(installed(random_model(kind, dtype=torch.float64)))
+    expected = packed_forward(wrapped.base_model.model, awkward_batch, 1.0, False).logprobs
+    calls.clear()
+    with torch.no_grad():
+        found = packed_forward(wrapped.base_model.model, awkward_batch, 1.0, False).logprobs
+    assert calls == {"attention": LAYERS, "mlp": LAYERS}
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_base_alone_takes_them_too(random_model, awkward_batch, calls):
+    plain, ours = (random_model("qwen3", dtype=torch.float64) for _ in range(2))
+    norm_and_mlp.install(plain)
+    expected, found = (packed_forward(m, awkward_batch, 1.0, False).logprobs for m in (plain, installed(ours)))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    assert calls == {"attention": LAYERS, "mlp": LAYERS}
+
+
+def test_a_second_backward_gives_the_same(random_model, awkward_batch):
+    """What one gradient writes over is nobody else's: neither kept for the next nor the gradient of something else."""
+    wrapped, parameters = adapted(installed(random_model("qwen3")))
+    loss = weighted(packed_forward(wrapped.base_model.model, awkward_batch, 1.0, False).logprobs)
+    first, second = (torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+# -- what is left alone ------------------------------------------------------------------------------------------------
+def test_gemma_has_its_last_layer_narrowed_and_its_own_modules(random_model, awkward_batch, calls):
+    theirs, ours = both(random_model, awkward_batch, "gemma")
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # its norms are in float32
+    assert not calls, "its norm adds 1 to the weight, its MLP's gate is a GELU"
+
+
+def test_layers_without_rotary_positions_keep_their_attention(random_model, awkward_batch, calls):
+    theirs, ours = both(random_model, awkward_batch, "smollm3")
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert calls == {"mlp": LAYERS}
+
+
+def test_an_mlp_with_another_activation_is_its_own(random_model, awkward_batch, calls):
+    found = []
+    for install in (norm_and_mlp.install, installed):
+        model = random_model("llama", dtype=torch.float64, hidden_act="gelu")
+        install(model)
+        wrapped, parameters = adapted(model)
+        found.append(results(wrapped.base_model.model, awkward_batch, parameters))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-11)
+    assert calls == {"attention": LAYERS}
+
+
+def test_attention_that_drops_out_is_its_own(random_model, awkward_batch, calls):
+    model = installed(random_model("llama"))
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    packed_forward(model, awkward_batch, 1.0, False)
+    assert calls.pop("attention") == LAYERS, "nothing is dropped outside training"
+    packed_forward(model.train(), awkward_batch, 1.0, False)
+    assert "attention" not in calls
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2_full", "gpt_oss", "gpt2", "falcon"])
+def test_layers_that_do_more_are_left_as_they_are(kind, random_model):
+    assert not decoder_layer.narrows(installed(random_model(kind)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({"lora_dropout": 0.5, "targets": ["q_proj"]}, {"mlp": LAYERS}),
+        ({"use_dora": True, "targets": ["up_proj"]}, {"attention": LAYERS}),
+        ({"lora_bias": True, "targets": ["q_proj"]}, {"mlp": LAYERS}),
+    ],
+)
+def test_adapters_that_do_more_have_their_branch_called_by_modules(settings, left, random_model, awkward_batch, calls):
+    wrapped, _ = adapted(installed(random_model("qwen2")), **settings)
+    packed_forward(wrapped.base_model.model.train(), awkward_batch, 1.0, False)
+    assert calls == left
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("input_layernorm", {"attention": LAYERS - 1, "mlp": LAYERS}),
+        ("self_attn.q_norm", {"attention": LAYERS - 1, "mlp": LAYERS}),
+        ("post_attention_layernorm", {"attention": LAYERS, "mlp": LAYERS - 1}),
+    ],
+)
+def test_a_norm_that_learns_has_its_gradient(name, left, random_model, awkward_batch, calls):
+    model = installed(random_model("qwen3"))
+    norm = model.model.layers[1].get_submodule(name).weight.requires_grad_(True)
+    [gradient] = torch.autograd.grad(packed_forward(model, awkward_batch, 1.0, False).logprobs.sum(), norm)
+    assert gradient.abs().sum() > 0
+    assert calls == left
+
+
+def test_a_base_that_learns_has_its_gradient(random_model, awkward_batch, calls):
+    model = installed(random_model("llama"))
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+    [gradient] = torch.autograd.grad(packed_forward(model, awkward_batch, 1.0, False).logprobs.sum(), weight)
+    assert gradient.abs().sum() > 0
+    assert calls == {"attention": LAYERS, "mlp": LAYERS - 1}
+
+
+def test_in_16_bits_the_modules_round_as_they_always_did(random_model, awkward_batch, calls):
+    packed_forward(installed(random_model("llama", dtype=torch.bfloat16)), awkward_batch, 1.0, False)
+    assert not calls
+
+
+def test_without_a_packed_row_the_layer_is_its_own(random_model):
+    model, ids = random_model("qwen2"), torch.tensor([[3, 17, 5, 99]])
+    expected = model(input_ids=ids).logits
+    decoder_layer.install(model)
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+# -- the last layer ----------------------------------------------------------------------------------------------------
+def test_its_mlp_sees_the_predicting_positions_alone(random_model, awkward_batch):
+    model = random_model("llama")
+    decoder_layer.install(model)
+    rows = []
+    for layer in model.base_model.layers:
+        layer.mlp.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[1]))
+    packed_forward(model, awkward_batch, 1.0, False)
+    tokens, predicting = pack(awkward_batch).num_tokens, len(pack(awkward_batch).predictor)
+    assert predicting < tokens
+    assert rows == [tokens, tokens, predicting]
+
+
+def test_with_gradient_checkpointing_it_is_the_same(random_model, awkward_batch, calls):
+    wrapped, parameters = adapted(installed(random_model("llama", dtype=torch.float64)))
+    model = wrapped.base_model.model
+    expected = results(model, awkward_batch, parameters)
+    set_checkpointing(model, True)
+    model.train()
+    calls.clear()
+    torch.testing.assert_close(results(model, awkward_batch, parameters), expected, rtol=1e-12, atol=1e-12)
+    assert calls == {"attention": 2 * LAYERS, "mlp": 2 * LAYERS}, "forward, and again in backward"

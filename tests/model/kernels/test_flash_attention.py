@@ -1,0 +1,173 @@
+"""The attention of CUDA cards, run on a CPU through stand-ins for its operators, against attention through a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import flash_stand_in
+import pytest
+import torch
+from dense_attention import masked
+from torch import nn
+
+from rlft.model.kernels import flash_attention
+from rlft.model.kernels.attention import on_this_device, packed_attention
+from rlft.model.kernels.flash_attention import obstacle, row_lengths, serves
+from rlft.model.packing import PackedRows, pack
+
+ROWS = [
+    (0, [5, 6, 7, 8], [20, 21]),
+    (0, [5, 6, 7, 8], [22, 23, 24]),
+    (0, [5, 6, 7, 8], []),
+    (1, [9, 10], [26, 27, 28, 29, 30]),
+    (2, [11, 12, 13], []),
+    (3, [14], [31]),
+    (3, [14], [32, 33]),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def stand_in() -> Iterator[None]:
+    library = flash_stand_in.install()
+    flash_stand_in.CALLS.clear()
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def packed(make_batch) -> PackedRows:
+    return pack(make_batch(ROWS), prompts_first=True)
+
+
+def tensors_of(packed: PackedRows, key_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    dice = torch.Generator().manual_seed(0)
+    shapes = [(packed.num_tokens, heads, 8) for heads in (4, key_heads, key_heads)]
+    return [torch.randn(s, generator=dice, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_outputs_and_gradients_are_those_of_the_mask(key_heads, packed, stand_in):
+    tensors = tensors_of(packed, key_heads, torch.float64)
+    weight = torch.randn(packed.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = flash_attention.flash_attention(*tensors, packed.lengths, 0.3)
+    theirs = masked(*tensors, packed, 0.3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    mine = torch.autograd.grad((ours * weight).sum(), tensors)
+    its = torch.autograd.grad((theirs * weight).sum(), tensors)
+    torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+    assert flash_stand_in.CALLS == ["forward"] * 2 + ["backward"] * 2
+
+
+def test_in_16_bits_it_is_off_by_roundings_alone(packed, stand_in):
+    # A result is rounded once by each of two calls and once merged, each by at most half of 2^-7 (bfloat16 keeps 8
+    # bits); the gradient of a prompt's key is rounded by two calls and once added up. Of numbers up to `largest`.
+    tensors = tensors_of(packed, 2, torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    ours, theirs = flash_attention.flash_attention(*tensors, packed.lengths, 0.3), masked(*exact, packed, 0.3)
+    mine = torch.autograd.grad(ours.sum(), tensors)
+    its = torch.autograd.grad(theirs.sum(), exact)
+    for one, other in zip((ours, *mine), (theirs, *its), strict=True):
+        assert (one.double() - other).abs().max() <= 3 * 2**-8 * max(1, other.abs().max())
+
+
+def test_a_row_of_prompts_alone_is_one_call(make_batch, stand_in):
+    packed = pack(make_batch([(0, [5, 6, 7], []), (1, [8], [])]), prompts_first=True)
+    tensors = tensors_of(packed, 2, torch.float64)
+    ours = flash_attention.flash_attention(*tensors, packed.lengths, None)
+    torch.testing.assert_close(ours, masked(*tensors, packed, 8**-0.5), rtol=1e-12, atol=1e-12)
+    ours.sum().backward()
+    assert flash_stand_in.CALLS == ["forward", "backward"]
+
+
+def test_rows_that_it_cannot_take_have_no_lengths(make_batch, packed):
+    assert packed.lengths is not None
+    assert pack(make_batch(ROWS)).lengths is None, "completions stand between the prompts"
+    assert row_lengths([(0, 2), (2, 0)], [(2, 3), (5, 1)], [0, 1], CPU) is None, "a prompt is empty"
+    assert row_lengths([(0, 2), (2, 1)], [(3, 3), (6, 1)], [1, 0], CPU) is None, "completions in another order"
+
+
+def test_both_layouts_predict_the_same_tokens_from_the_same_ones(make_batch, packed):
+    usual = pack(make_batch(ROWS), prompts_first=False)
+    assert usual.prompts != packed.prompts
+    for name in ("target", "rows", "columns"):
+        torch.testing.assert_close(getattr(packed, name), getattr(usual, name))
+    for name in ("token_ids", "position_ids"):
+        mine, its = (getattr(rows, name)[0][rows.predictor] for rows in (packed, usual))
+        torch.testing.assert_close(mine, its)
+
+
+def test_a_models_log_probs_and_gradients_are_those_of_its_other_attention(
+    make_roles, make_batch, backbone, stand_in, monkeypatch
+):
+    roles = make_roles(noise=0.02)
+    batch = make_batch(ROWS)
+    policy = [p for _, p in roles.named_parameters()]
+
+    def passed(layout: PackedRows):
+        logprobs = roles.forward(batch, 1.0, layout=layout).logprobs
+        return logprobs, torch.autograd.grad(logprobs.sum(), policy)
+
+    theirs = passed(pack(batch))
+    assert not flash_stand_in.CALLS
+    monkeypatch.setattr(flash_attention, "takes", lambda dtype, head_size, device: True)
+    ours = passed(pack(batch, prompts_first=True))
+    assert flash_stand_in.CALLS.count("forward") == 2 * backbone.model.config.num_hidden_layers
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_door_leads_to_it_where_it_serves_and_the_row_is_laid_out_for_it(packed, stand_in, monkeypatch):
+    query, key, value = (x.detach()[None].transpose(1, 2) for x in tensors_of(packed, 2, torch.float64))
+    usual, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=packed)
+    assert not flash_stand_in.CALLS
+    monkeypatch.setattr(flash_attention, "serves", lambda query, value: True)
+    ours, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=packed)
+    torch.testing.assert_close(ours, usual, rtol=1e-12, atol=1e-12)
+    assert flash_stand_in.CALLS == ["forward"] * 2
+    other = replace(packed, owner=tuple(reversed(packed.owner)))  # no layout of the kernel's
+    packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=other)
+    packed_attention(nn.Module(), query, key, value, None, scaling=0.3, packed=packed, dropout=0.5)
+    assert flash_stand_in.CALLS == ["forward"] * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "card", "reason"),
+    [
+        (torch.bfloat16, (64, 64), (8, 0), None),
+        (torch.float16, (256, 256), (9, 0), None),
+        (torch.float32, (64, 64), (9, 0), "flash attention computes in 16 bits, not in float32"),
+        (torch.bfloat16, (264, 264), (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 264"),
+        (torch.bfloat16, (60, 60), (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 60"),
+        (torch.bfloat16, (192, 128), (9, 0), "flash attention takes keys and values of one size, not of 192 and 128"),
+        (torch.bfloat16, (64, 64), (7, 5), "flash attention needs compute capability 8.0, which Some Card lacks"),
+    ],
+)
+def test_what_it_cannot_take_has_a_reason(dtype, sizes, card, reason, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: card)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some Card")
+    assert obstacle(dtype, *sizes, torch.device("cuda")) == reason
+
+
+def test_there_is_none_on_a_cpu(backbone):
+    assert obstacle(torch.bfloat16, 64, 64, CPU) == "flash attention runs on CUDA cards, not on cpu"
+    assert not serves(torch.zeros(1, 8), torch.zeros(1, 8))
+    assert on_this_device(backbone.model) == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        (torch.bfloat16, "attention by variable-length flash calls, fused steps"),
+        (
+            torch.float32,
+            "attention through a mask, since flash attention computes in 16 bits, not in float32, fused steps",
+        ),
+    ],
+)
+def test_a_run_says_which_attention_it_has_on_a_card(dtype, words, backbone, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("rlft.model.kernels.fusion.obstacle", lambda device: None)
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, config=backbone.model.config)
+    assert on_this_device(model) == words

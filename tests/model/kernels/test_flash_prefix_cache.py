@@ -1,0 +1,70 @@
+"""Decoding with each prompt's keys once as a CUDA card does it, run on a CPU through stand-ins for flash attention."""
+
+from __future__ import annotations
+
+import flash_stand_in
+import pytest
+import torch
+
+from rlft.generation.transformers import RepeatedCache
+from rlft.model.forward import choose
+from rlft.model.kernels.decoding import open_prefix_cache
+from rlft.model.kernels.flash_prefix_cache import FlashPrefixCache
+
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
+
+
+def whole_logits(model, row):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([row])).logits[0, -1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_one_kv_head", "qwen3", "gemma"])
+def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_left(kind, random_model, card):
+    model = random_model(kind).double()
+    cache = open_prefix_cache(choose(model), PROMPTS, 7)
+    assert isinstance(cache, FlashPrefixCache)
+    rows = [list(p) for p in PROMPTS for _ in range(3)]
+    dice = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        logits = cache.prefill(3)
+        for step in range(7):
+            expected = torch.stack([whole_logits(model, row) for row in rows])
+            torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+            if step in (2, 4):
+                kept = torch.tensor([0, 2, 3, 8] if step == 2 else [1, 3])  # first no row of a prompt less, then two
+                cache.keep(kept)
+                rows = [rows[i] for i in kept.tolist()]
+            tokens = torch.randint(1, 100, (len(rows),), generator=dice)
+            rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
+            flash_stand_in.CALLS.clear()
+            logits = cache.step(tokens)
+            assert ["forward"] * 2 * model.config.num_hidden_layers == flash_stand_in.CALLS
+
+
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_transformers_own_cache(random_model, card):
+    model = random_model("llama", dtype=torch.bfloat16)
+    forward, exact = choose(model), random_model("llama", dtype=torch.bfloat16).double()
+    dice = torch.Generator().manual_seed(0)
+    rows = [list(p) for p in PROMPTS for _ in range(2)]
+    caches = open_prefix_cache(forward, PROMPTS, 12), RepeatedCache(model, PROMPTS, 12, model.device)
+    assert isinstance(caches[0], FlashPrefixCache)
+    errors = [0.0, 0.0]
+    with torch.no_grad():
+        found = [cache.prefill(2) for cache in caches]
+        for _ in range(12):
+            truth = torch.stack([whole_logits(exact, row) for row in rows])
+            for i, logits in enumerate(found):
+                errors[i] += float((logits.double() - truth).square().mean())
+            tokens = torch.randint(1, 100, (len(rows),), generator=dice)
+            rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
+            found = [cache.step(tokens) for cache in caches]
+    assert errors[0] <= 1.4**2 * errors[1], errors
+
+
+def test_a_prompts_keys_are_there_once_however_large_its_group(random_model, card):
+    cache = FlashPrefixCache(random_model("llama"), PROMPTS, 100)
+    with torch.no_grad():
+        cache.prefill(50)
+    keys, values = cache._prompt[0]
+    assert keys.shape[0] == values.shape[0] == sum(map(len, PROMPTS))

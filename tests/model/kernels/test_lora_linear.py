@@ -1,0 +1,260 @@
+"""The fused LoRA layer against PEFT's own, and what it leaves to it."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from rlft.model.kernels import lora_linear
+from rlft.model.kernels.lora_linear import LoraLinear
+
+
+class Two(nn.Module):
+    def __init__(self, bias, dtype):
+        super().__init__()
+        self.first = nn.Linear(6, 8, bias=bias, dtype=dtype)
+        self.second = nn.Linear(8, 5, bias=bias, dtype=dtype)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def made(*, fused, bias=True, dtype=torch.float64, **settings):
+    torch.manual_seed(0)
+    model = Two(bias, dtype)
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["first", "second"], **settings)
+    if fused:
+        lora_linear.install(config)
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter)
+    assert isinstance(model.base_model.model.first, LoraLinear) == fused
+    return model
+
+
+def outputs_and_gradients(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    parameters = [p for n, p in model.named_parameters() if "lora_" in n]
+    return y, *torch.autograd.grad(y.square().sum(), [x, *parameters])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 6), (2, 3, 6)])
+def test_outputs_and_gradients_are_pefts(shape, bias):
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    ours, theirs = (outputs_and_gradients(made(fused=f, bias=bias), x) for f in (True, False))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(made(fused=True, bias=bias)(x), theirs[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_what_it_does_not_know_is_pefts(settings, monkeypatch):
+    x = torch.randn(4, 6, dtype=torch.float64)
+    calls = []
+    plain = peft.tuners.lora.layer.Linear.forward
+    monkeypatch.setattr(
+        peft.tuners.lora.layer.Linear, "forward", lambda self, x, *a, **k: calls.append(1) or plain(self, x, *a, **k)
+    )
+    made(fused=True, **settings).train()(x)
+    assert len(calls) == 2
+    calls.clear()
+    made(fused=True, lora_dropout=0.5).eval()(x)
+    assert not calls, "dropout that is off is none"
+
+
+def test_the_base_alone_is_the_base_and_merging_is_left_to_peft():
+    x, model = torch.randn(4, 6, dtype=torch.float64), made(fused=True)
+    base = made(fused=False)
+    with model.disable_adapter(), base.disable_adapter():
+        assert torch.equal(model(x), base(x))
+    expected = model(x)
+    model.merge_adapter()
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_float32_matrices_on_a_16_bit_base_learn_in_float32():
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["first", "second"])
+    lora_linear.install(config)
+    model = get_peft_model(Two(True, torch.bfloat16), config)
+    y = model(torch.randn(4, 6, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    found = {p.grad.dtype for n, p in model.named_parameters() if "lora_B" in n}
+    assert found == {torch.float32}
+
+
+def test_a_sum_gives_the_same_and_is_used_without_gradient_only():
+    x, model = torch.randn(4, 6, dtype=torch.float64), made(fused=True)
+    layer, expected = model.base_model.model.first, model.base_model.model.first(x)
+    before = layer.base_layer.weight.clone()
+    layer.add_up("default")
+    assert torch.equal(layer.base_layer.weight, before)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+        layer.lora_B["default"].weight.mul_(2)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)  # until it is added up again
+    assert not torch.allclose(layer(x), expected), "with gradient the matrices themselves count"
+    room = layer.sums["default"]
+    layer.add_up("default")
+    assert layer.sums["default"] is room
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), layer.forward(x), rtol=0, atol=0)
+        assert not torch.allclose(layer(x), expected)
+
+
+def test_a_rounded_sum_is_that_of_the_rounded_operands():
+    x, model = torch.randn(4, 6), made(fused=True, dtype=torch.float32)
+    layer = model.base_model.model.first
+    up, down = layer.lora_B["default"].weight, layer.lora_A["default"].weight
+    layer.add_up("default", torch.bfloat16)
+    with torch.no_grad():
+        rounded = torch.addmm(layer.base_layer.weight, up, down, alpha=3.0).bfloat16()  # lora_alpha / r
+        assert torch.equal(layer.sums["default"].t(), rounded)
+        expected = nn.functional.linear(x.bfloat16(), rounded).float() + layer.base_layer.bias
+        found = layer(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+def test_in_16_bits_nothing_is_added_up():
+    layer = made(fused=True, dtype=torch.bfloat16).base_model.model.first
+    layer.add_up("default")
+    assert not layer.sums
+
+
+# -- layers of one input ----------------------------------------------------------------------------------------------
+class Siblings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(6, 9, dtype=torch.float64)
+        self.narrow = nn.Linear(6, 4, bias=False, dtype=torch.float64)
+
+
+def siblings(targets=("wide", "narrow"), **settings):
+    """Two layers that read the same x, those named with matrices that do something for two roles."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=list(targets), **settings)
+    lora_linear.install(config)
+    model = get_peft_model(Siblings(), config, autocast_adapter_dtype=False)
+    model.add_adapter("sampler", config)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter)
+    return model.base_model.model
+
+
+def together(x, *layers):
+    """As a branch of a decoder layer runs layers of one input (`model/kernels/layer_branches.py`)."""
+
+    class Joint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *operands):
+            ctx.layers = lora_linear.regrouped(operands)
+            ys, *ctx.kept = lora_linear.products(x, ctx.layers)
+            return tuple(ys)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            x_grad, found = lora_linear.gradients(ctx.layers, *ctx.kept, grads, ctx.needs_input_grad[0])
+            return x_grad.view(*grads[0].shape[:-1], -1), *found
+
+    return Joint.apply(x, *(value for operands in lora_linear.operands_of(x, layers) for value in operands))
+
+
+def of_both(layers, run):
+    """Outputs of both layers, and the gradients of x and of all matrices."""
+    x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    ys = run(x, layers.wide, layers.narrow)
+    adapted = [layer for layer in (layers.wide, layers.narrow) if isinstance(layer, LoraLinear)]
+    matrices = [m for layer in adapted for m in layer._matrices("default")]
+    return *ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *matrices])
+
+
+def apart(x, *layers):
+    return [layer(x) for layer in layers]
+
+
+@pytest.mark.parametrize("targets", [("wide", "narrow"), ("wide",), ("narrow",)])
+def test_together_they_give_what_each_gives(targets):
+    layers = siblings(targets)
+    layers.requires_grad_(False)
+    for layer in (layers.wide, layers.narrow):
+        for matrix in layer._matrices("default") if isinstance(layer, LoraLinear) else ():
+            matrix.requires_grad_(True)
+    torch.testing.assert_close(of_both(layers, together), of_both(layers, apart), rtol=1e-12, atol=1e-12)
+
+
+def test_where_one_is_not_plain_there_are_no_joint_operands():
+    layers, x = siblings(lora_dropout=0.5), torch.randn(4, 6, dtype=torch.float64)
+    assert lora_linear.operands_of(x, (layers.wide.eval(), layers.narrow.eval())) is not None
+    assert lora_linear.operands_of(x, (layers.wide.train(), layers.narrow.eval())) is None
+    assert lora_linear.operands_of(x, (layers.wide.eval(), nn.Tanh())) is None
+    assert lora_linear.operands_of(x, (nn.Linear(6, 3, dtype=torch.float64),)) is None, "it learns"
+    assert lora_linear.operands_of(x.float(), (layers.wide.eval(),)) is None, "PEFT casts"
+    frozen = nn.Linear(6, 3, dtype=torch.float64).requires_grad_(False)
+    assert lora_linear.operands_of(x, (frozen,)) is not None
+    assert lora_linear.operands_of(x.float(), (frozen,)) is None
+
+
+# -- sums that are lent ------------------------------------------------------------------------------------------------
+def lent(layers):
+    """The policy's matrices become the sampler's, whose sums it borrows."""
+    for layer in (layers.wide, layers.narrow):
+        for ours, theirs in zip(layer._matrices("default"), layer._matrices("sampler"), strict=True):
+            theirs.data.copy_(ours.data)
+        layer.add_up("sampler")
+        layer.lend("sampler", "default")
+    return layers
+
+
+@pytest.mark.parametrize("run", [apart, together])
+def test_a_lent_sum_gives_the_same_outputs_and_gradients(run):
+    expected = of_both(siblings(), apart)
+    layers = lent(siblings())
+    torch.testing.assert_close(of_both(layers, run), expected, rtol=1e-12, atol=1e-12)
+    for layer in (layers.wide, layers.narrow):
+        layer.sums["sampler"].zero_()
+    with pytest.raises(AssertionError):  # so it is what was multiplied with
+        torch.testing.assert_close(of_both(layers, run), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("matrix", [0, 1])
+@pytest.mark.parametrize("run", [apart, together])
+def test_a_matrix_that_changes_ends_the_loan(run, matrix):
+    layers = lent(siblings())
+    optimizer = torch.optim.AdamW([layers.narrow._matrices("default")[matrix]], lr=0.1)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones_like(optimizer.param_groups[0]["params"][0])
+    optimizer.step()
+    found = of_both(layers, run)
+    layers.narrow.lent.clear()
+    layers.wide.lent.clear()
+    torch.testing.assert_close(found, of_both(layers, apart), rtol=1e-12, atol=1e-12)
+    assert layers.narrow.operands(torch.randn(1, 6, dtype=torch.float64)).total is None
+
+
+def test_only_a_sum_of_the_same_matrices_in_the_same_dtype_is_lent():
+    layer = siblings().wide
+    layer.add_up("sampler")
+    layer.lend("sampler", "default")
+    assert not layer.lent, "the matrices differ"
+    layer = lent(siblings()).wide
+    assert layer.lent
+    layer.add_up("sampler")
+    assert not layer.lent, "it was made anew, maybe of others"
+    layer.scaling["sampler"] *= 2
+    layer.add_up("sampler")
+    layer.lend("sampler", "default")
+    assert not layer.lent, "it is of another scale"
+    layer.scaling["sampler"] /= 2
+    layer.add_up("sampler", torch.bfloat16)
+    layer.lend("sampler", "default")
+    assert not layer.lent, "it is rounded"

@@ -1,0 +1,283 @@
+"""What stands between turns: tokens put together turn by turn are those of the whole conversation's template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from rlft.prepare.conversations import TurnTemplate
+from rlft.types import UserError
+from tests.helpers.family_tokenizers import CHATML, SPECIAL, TAGS, family_tokenizer
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+WITH_TOOLS = ("qwen2.5", "qwen3", "llama-3", "mistral", "smollm3")
+WITH_USERS = ("qwen2.5", "llama-3", "mistral", "gemma", "smollm2", "smollm3")
+FAMILIES_AND_ROLES = [*((family, "tool") for family in WITH_TOOLS), *((family, "user") for family in WITH_USERS)]
+
+ODD = [
+    "\n",
+    "\n\n",
+    " ",
+    "{",
+    '"',
+    "}\n",
+    "</",
+    "▁",
+    "é",
+    "漢",
+    "\U0001f600",
+    "\x00",
+    "\t",
+    "mark0mark",
+    "\ue000",
+    "<|",
+]
+PARTS = st.lists(st.one_of(st.sampled_from([*ODD, *TAGS]), st.text(max_size=5)), max_size=5).map("".join)
+"""What tools and users answer: any text that has no special token in it."""
+ANSWERS = PARTS.filter(lambda text: not any(token in text for tokens in SPECIAL.values() for token in tokens)).map(
+    lambda text: text.encode("utf-8", "replace").decode()
+)
+SAID = st.text("abc 12.\n", min_size=1, max_size=12).map(lambda text: f"x{text}x")
+"""What the policy says: it never begins or ends with spaces, which templates strip."""
+
+
+def asked(system: bool = False) -> list[dict[str, Any]]:
+    return [
+        *([{"role": "system", "content": "Be brief."}] if system else []),
+        {"role": "user", "content": "1 + 1? mark0mark"},
+    ]
+
+
+def said(family: str, text: str, calls: bool) -> dict[str, Any]:
+    """A turn of the policy, as its family's template has it."""
+    content = f"<think>\n{text}\n</think>\n\n{text}" if family == "qwen3" else text
+    if not calls:
+        return {"role": "assistant", "content": content}
+    call = {"name": "add", "arguments": {"a": len(text), "b": 1}}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"type": "function", "id": "abcdefghi", "function": call}],
+    }
+
+
+def answers_of(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
+    if role == "user":
+        return [{"role": "user", "content": texts[0]}]
+    return [{"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": text} for text in texts]
+
+
+def ids_of_template(family: str, messages: Sequence[dict[str, Any]], tools: bool, start: bool) -> list[int]:
+    ids = family_tokenizer(family).apply_chat_template(
+        [*messages], tools=[ADD] if tools else None, add_generation_prompt=start, return_dict=False
+    )
+    return [int(token) for token in ids]  # type: ignore[arg-type]
+
+
+def follow(family: str, role: str, system: bool, turns: Sequence[tuple[str, Sequence[str]]]) -> list[list[int]]:
+    """[the tokens of the conversation put together, those of its template], up to the end of the last turn.
+
+    The policy samples what the template of the whole conversation has where its turns are.
+    """
+    tokenizer, tools = family_tokenizer(family), role == "tool"
+    opening = asked(system)
+    template = TurnTemplate(tokenizer, [role], tools=[ADD] if tools else [], opening=opening)  # type: ignore[list-item]
+    messages = [*opening]
+    for text, texts in turns:
+        messages += [said(family, text, tools), *answers_of(role, texts)]
+    messages.append(said(family, "done", False))
+    whole = ids_of_template(family, messages, tools, start=False)
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>"])
+    assert isinstance(ends, list)
+    ends = [end for end in ends if end not in (None, tokenizer.unk_token_id)]
+
+    def to_its_end(start: int) -> list[int]:
+        return whole[start : next(i for i in range(start, len(whole)) if whole[i] in ends) + 1]
+
+    row = [*template.prompt(opening)]
+    for _, texts in turns:
+        sampled = to_its_end(len(row))
+        row += [*sampled, *template.suffix(sampled, answers_of(role, texts))]
+    row += to_its_end(len(row))
+    return [row, whole[: len(row)]]
+
+
+@pytest.mark.parametrize(("family", "role"), FAMILIES_AND_ROLES)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    turns=st.lists(st.tuples(SAID, st.lists(ANSWERS, min_size=1, max_size=3)), min_size=1, max_size=3),
+    system=st.booleans(),
+)
+@example(turns=[("x", ["\n\n"]), ("x", ["mark0mark"]), ("x", [""])], system=False)
+@example(turns=[("x", [" 2"]), ("x", ["2 "])], system=True)
+def test_a_conversation_put_together_has_the_tokens_of_its_template(family, role, turns, system):
+    if family == "mistral":
+        system = False  # its template moves the system's words to the last turn, and is refused
+    row, whole = follow(family, role, system, turns)
+    assert row == whole
+
+
+@pytest.mark.parametrize(("family", "role"), FAMILIES_AND_ROLES)
+def test_a_turn_that_a_limit_ended_is_ended_in_the_suffix(family, role):
+    template = TurnTemplate(family_tokenizer(family), [role], tools=[ADD] if role == "tool" else [])
+    answers = answers_of(role, ["2"])
+    [end, *rest] = template.suffix([7, 8], answers)
+    assert template.suffix([7, 8, end], answers) == tuple(rest)
+    assert family_tokenizer(family).decode([end]) in ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>")
+
+
+@pytest.mark.parametrize(("family", "role"), FAMILIES_AND_ROLES)
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_special_tokens_that_an_answer_writes_stay_text(family, role, data):
+    tokenizer, special = family_tokenizer(family), SPECIAL[family]
+    hostile = data.draw(st.lists(st.sampled_from([*special, "<", "\n", "x"]), min_size=1, max_size=6).map("".join))
+    template = TurnTemplate(tokenizer, [role], tools=[ADD] if role == "tool" else [])
+    plain, written = (template.suffix([], answers_of(role, [text])) for text in ("x", hostile))
+    of_template = [token for token in plain if token in tokenizer.all_special_ids or token < len(special)]
+    assert [token for token in written if token in tokenizer.all_special_ids or token < len(special)] == of_template
+    text = str(tokenizer.decode([*written]))
+    if family == "mistral":  # its tokenizer puts a space before each part, also where the text is cut
+        text, hostile = text.replace(" ", ""), hostile.replace(" ", "")
+    if role == "tool" and family in ("llama-3", "mistral"):
+        hostile = hostile.replace("\n", "\\n")  # JSON
+    assert hostile.strip() in text
+
+
+def test_a_lone_surrogate_is_answered_as_a_question_mark():
+    template = TurnTemplate(family_tokenizer("qwen2.5"), ["tool"], tools=[ADD])
+    broken, question = (template.suffix([], answers_of("tool", [text])) for text in ("a\ud83d", "a?"))
+    assert broken == question
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+REMEDY = "or put one into the model's folder as chat_template.jinja"
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("gemma", "(add is not shown)"),  # its template has no word about tools
+        ("smollm2", "(add is not shown)"),
+    ],
+)
+def test_a_template_that_cannot_show_tools_is_refused(family, why):
+    with pytest.raises(UserError) as refusal:
+        TurnTemplate(family_tokenizer(family), ["tool"], tools=[ADD])
+    assert str(refusal.value) == (
+        f"model.path: its chat template cannot show tools and their answers {why}, got {family}; "
+        f"use a model with a chat template that does, as Qwen2.5's, {REMEDY}"
+    )
+
+
+def test_a_template_that_takes_no_answers_of_tools_is_refused():
+    with pytest.raises(UserError, match=r"cannot show tools and their answers \(Conversation roles must alternate"):
+        TurnTemplate(family_tokenizer("gemma"), ["tool"])
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "tools", "system"),
+    [
+        ("qwen3", "user", False, False),  # drops the thinking of earlier turns
+        ("qwen3", "user", True, False),
+        ("mistral", "user", True, False),  # moves the tools to the user's last turn
+        ("mistral", "user", False, True),  # says the system's words only where the user spoke last
+        ("mistral", "tool", True, True),
+    ],
+)
+def test_a_template_that_rewrites_earlier_turns_is_refused_or_forks(family, role, tools, system):
+    tokenizer, opening, schemas = family_tokenizer(family), asked(system), [ADD] if tools else []
+    with pytest.raises(UserError) as refusal:
+        TurnTemplate(tokenizer, [role], tools=schemas, opening=opening)
+    who = "a user speaks again" if role == "user" else "a tool answers"
+    assert str(refusal.value) == (
+        f"model.path: its chat template rewrites earlier turns when {who}, so what was sampled would not be what is "
+        f"trained on, got {family}; use a model with a chat template that keeps them as they were, {REMEDY}"
+    )
+    template = TurnTemplate(tokenizer, [role], tools=schemas, opening=opening, may_fork=True)
+    assert template.forking_roles == {role}
+    first, turn, answers = template.prompt(opening), said(family, "x", role == "tool"), answers_of(role, ["2?"])
+    fork = template.prompt([*opening, turn, *answers])
+    assert [*fork] == ids_of_template(family, [*opening, turn, *answers], tools, start=True)
+    whole = ids_of_template(family, [*opening, turn], tools, start=False)
+    assert fork[: len(first)] != first or [*fork[: len(whole)]] != whole
+    assert [*first] == ids_of_template(family, opening, tools, start=True)
+    with pytest.raises(ValueError, match=rf"answers of the roles \['{role}'\] have no suffix"):
+        template.suffix([], answers)
+
+
+def test_tools_of_a_template_that_forks_for_users_go_on_in_one_row():
+    template = TurnTemplate(family_tokenizer("qwen3"), ["tool", "user"], tools=[ADD], may_fork=True)
+    assert template.forking_roles == {"user"}
+    assert template.suffix([], answers_of("tool", ["2"]))
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (None, "tokenizer has no chat template, which says what stands between turns"),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+            "chat template ends an assistant's turn with no special token",
+        ),
+        (
+            "{% for m in messages[:1] %}{{ m.content }}<|im_end|>{% endfor %}{{ messages[1].content }}<|im_end|>",
+            "chat template takes no user's turn after an assistant's (the answer is not shown)",
+        ),
+        (
+            "{% for m in messages %}{% if loop.index > 2 %}{{ raise_exception('One question!') }}{% endif %}"
+            "{{ m.content }}<|im_end|>{% endfor %}",
+            "chat template takes no user's turn after an assistant's (One question!)",
+        ),
+        (
+            "{% for m in messages %}{% if loop.index > 4 %}{{ raise_exception('Two questions!') }}{% endif %}"
+            "{{ m.content }}<|im_end|>{% endfor %}",
+            "chat template takes no second answer (Two questions!)",
+        ),
+    ],
+)
+def test_a_template_without_what_conversations_need_is_refused(tiny_path, template, problem):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.chat_template = template
+    with pytest.raises(UserError) as refusal:
+        TurnTemplate(tokenizer, ["user"])
+    assert str(refusal.value).startswith(f"model.path: its {problem}, got ")
+
+
+def test_a_template_that_drops_nothing_but_thinking_is_refused():
+    tokenizer = family_tokenizer("qwen3")
+    whole = tokenizer.chat_template
+    assert isinstance(whole, str)
+    try:
+        tokenizer.chat_template = whole.replace("(loop.last or thought)", "thought")
+        assert tokenizer.chat_template != whole
+        with pytest.raises(UserError, match="rewrites earlier turns when a user speaks again"):
+            TurnTemplate(tokenizer, ["user"])
+    finally:
+        tokenizer.chat_template = whole
+
+
+def test_a_template_that_wants_arguments_as_text_gets_them_so():
+    tokenizer = family_tokenizer("qwen2.5")
+    whole = tokenizer.chat_template
+    assert isinstance(whole, str)
+    try:
+        tokenizer.chat_template = whole.replace("{{- call.arguments | tojson }}", "{{- '' + call.arguments }}")
+        assert tokenizer.chat_template != whole
+        suffix = TurnTemplate(tokenizer, ["tool"], tools=[ADD]).suffix([], answers_of("tool", ["2"]))
+    finally:
+        tokenizer.chat_template = whole
+    assert suffix == TurnTemplate(tokenizer, ["tool"], tools=[ADD]).suffix([], answers_of("tool", ["2"]))
+    assert tokenizer.decode([*suffix[:1]]) == CHATML[2]

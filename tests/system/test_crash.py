@@ -1,0 +1,221 @@
+"""An error that nobody foresaw: one line, exit code 1, its traceback in a file, and the run says that it stopped."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlft import cli
+from rlft.keys import verbs
+from rlft.keys.verbs import Verb
+from rlft.planning.run_plan import Plan
+from rlft.run import run_status
+from rlft.run.run_status import Status
+from rlft.system import crash
+from rlft.types import UserError
+
+BUG = "rlft should not have failed like this: please report it with that file"
+
+
+class ThreeSteps(Plan):
+    num_steps = 3
+
+
+def that_raises(verb: Verb, make_error: Callable[[], BaseException]) -> Verb:
+    """The verb without a model: planned at once, it raises as soon as it begins."""
+
+    def make_plan(plain: dict[str, Any]) -> Any:
+        config = SimpleNamespace(resume=plain["resume"], token_budget=512)
+        return ThreeSteps(config=config, plain=plain, fingerprints={}, engine=None)
+
+    def do(*args: object) -> Any:
+        raise make_error()
+
+    return replace(verb, make_plan=make_plan, run=do, steps_done=lambda *args: 0)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callable[[], BaseException]], None]:
+    """Has the run of every verb raise this; temporary files lie in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rlft", "train", "seed=1"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(crash.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr("rlft.planning.gpu_budget.fitted", lambda plan: plan)
+    monkeypatch.delenv(crash.DEBUG, raising=False)
+
+    def fail(make_error: Callable[[], BaseException]) -> None:
+        named = verbs.named
+        monkeypatch.setattr(verbs, "named", lambda name: that_raises(named(name), make_error))
+
+    return fail
+
+
+Failing = Callable[[Callable[[], BaseException]], None]
+
+
+def test_a_run_tells_it_in_a_line_and_keeps_the_traceback(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(lambda: ValueError("first line\nsecond line"))
+
+    assert cli.run(["train", "hydra.run.dir=here"]) == 1
+
+    line = "ValueError: first line\\nsecond line; its traceback is in here/error.txt; " + BUG
+    assert capsys.readouterr().err == f"rlft: stopped: {line}\n"
+    kept = Path("here/error.txt").read_text()
+    assert "rlft train seed=1" in kept
+    assert "in do\n" in kept
+    assert kept.endswith("ValueError: first line\nsecond line\n\n")
+    assert run_status.read(Path("here")) == (Status.stopped, line)
+
+
+def test_a_second_start_keeps_what_the_first_left(failing: Failing) -> None:
+    for number in range(2):
+        failing(lambda: KeyError(f"error {number}"))  # noqa: B023  # raised before the next one
+        cli.run(["train", "hydra.run.dir=here", "resume=auto"])
+    kept = Path("here/error.txt").read_text()
+    assert kept.count("Traceback (most recent call last)") == 2
+    assert "error 0" in kept
+    assert "error 1" in kept
+
+
+def test_an_error_of_the_system_says_what_to_look_at(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(lambda: OSError(errno.EMFILE, "Too many open files", "here/metrics.jsonl"))
+    assert cli.run(["sft", "demonstrations.path=embedded:arithmetic-demonstrations", "hydra.run.dir=here"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: stopped: OSError: [Errno 24] Too many open files: 'here/metrics.jsonl'; ")
+    assert "; check the file, disk or connection that it names" in told
+    assert told.count("\n") == 1
+
+
+def test_a_full_disk_that_a_library_met_is_told_as_one(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(lambda: Exception("No space left on device (os error 28)"))  # as tokenizers says it
+    assert cli.run(["train", "hydra.run.dir=here"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: stopped: the disk is full (No space left on device): here has ")
+    assert told.endswith(" free; free some space there, then go on with: rlft resume here\n")
+    assert run_status.read(Path("here")) == (Status.stopped, told.strip().removeprefix("rlft: stopped: "))
+    assert not Path("here/error.txt").exists()
+
+
+def test_errors_that_explain_themselves_are_left_as_they_are(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(lambda: UserError("data.path", "is gone", remedy="put it back"))
+    assert cli.run(["train", "hydra.run.dir=here"]) == 2
+    assert capsys.readouterr().err == "rlft: data.path: is gone; put it back\n"
+    assert not Path("here/error.txt").exists()
+
+
+def test_each_job_of_a_sweep_keeps_its_own(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(lambda: ZeroDivisionError("by zero"))
+
+    assert cli.run(["train", "-m", "seed=1,2", "hydra.sweep.dir=swept"]) == 1
+
+    told = capsys.readouterr().err.splitlines()
+    for number in range(2):
+        line = f"ZeroDivisionError: by zero; its traceback is in swept/{number}/error.txt; {BUG}"
+        assert f"job {number} failed: {line}" in told
+        assert run_status.read(Path("swept") / str(number)) == (Status.stopped, line)
+        assert "ZeroDivisionError: by zero" in Path(f"swept/{number}/error.txt").read_text()
+    assert told[-1].startswith("rlft: stopped: ZeroDivisionError: by zero; its traceback is in swept/0/error.txt; ")
+    assert "Traceback" not in "".join(told)
+
+
+VERBS = {
+    "train": "rlft.verbs.begin.compose_run",
+    "sft": "rlft.verbs.begin.compose_run",
+    "rm": "rlft.verbs.begin.compose_run",
+    "sample": "rlft.verbs.begin.compose_run",
+    "plan": "rlft.verbs.plan_command.compose_run",
+    "doctor": "rlft.verbs.doctor.compose_run",
+    "resume x": "rlft.run.run_folder.read",
+    "eval x": "rlft.verbs.arguments.one_run",
+    "chat x": "rlft.verbs.arguments.one_run",
+    "export x": "rlft.verbs.arguments.one_run",
+    "runs": "rlft.watch.runs.command",
+    "watch x": "rlft.watch.watch.command",
+    "diff x y": "rlft.watch.diff.command",
+    "report x": "rlft.watch.report.command",
+    "recipes": "rlft.keys.catalog.first_comment",
+    "algorithms": "rlft.keys.catalog.first_comment",
+}
+
+
+@pytest.mark.parametrize("typed", VERBS)
+def test_where_no_run_has_begun_the_traceback_is_among_the_temporary_files(
+    typed: str, failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: object, **keys: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(VERBS[typed], broken)
+
+    assert cli.run(typed.split()) == 1
+
+    told = capsys.readouterr().err
+    [file] = Path("temporary").iterdir()
+    assert told == f"rlft: stopped: AssertionError; its traceback is in {file.resolve()}; {BUG}\n"
+    assert "in broken\n" in file.read_text()
+
+
+def test_where_nothing_can_be_written_the_traceback_is_printed(
+    failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(crash.tempfile, "tempdir", str(tmp_path / "gone"))
+    Path("here/error.txt").mkdir(parents=True)  # a folder in the file's place
+    failing(lambda: ValueError("x"))
+    assert cli.run(["train", "hydra.run.dir=here"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback (most recent call last)")
+    assert told.endswith(
+        "rlft: stopped: ValueError: x; its traceback is printed above, since no file could be written\n"
+    )
+
+
+@pytest.mark.parametrize(("value", "printed"), [("1", True), ("0", False), ("", False)])
+def test_tracebacks_are_printed_for_who_wants_them(
+    value: str, printed: bool, failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(crash.DEBUG, value)
+    failing(lambda: ValueError("x"))
+    assert cli.run(["train", "hydra.run.dir=here"]) == 1
+    assert cli.run(["train", "sead=1"]) == 2
+    told = capsys.readouterr().err
+    assert ("in do\n" in told) is printed
+    assert ("rlft.types.UserError: sead: " in told) is printed
+
+
+def test_words_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "data.system_prompt=\udcff"]) == 2
+    assert capsys.readouterr().err == "rlft: data.system_prompt: is not UTF-8 text, got '\\udcff'; type it in UTF-8\n"
+    assert cli.run(["eval", "\udcff"]) == 2
+    assert capsys.readouterr().err == "rlft: command line: is not UTF-8 text, got '\\udcff'; type it in UTF-8\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("rlft.keys.catalog.first_comment", broken)
+    monkeypatch.setattr(cli, "discard", lambda stream: None)
+    assert cli.run(["recipes"]) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_the_status_stays_one_line_of_json(failing: Failing) -> None:
+    failing(lambda: ValueError("\ud800\n" * 1000))
+    assert cli.run(["train", "hydra.run.dir=here"]) == 1
+    reason = json.loads(Path("here/status.json").read_text())["reason"]
+    assert reason.startswith("ValueError: ")
+    assert len(reason) < 600

@@ -1,0 +1,107 @@
+"""Errors of the disk, in one line each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlft.system import disk
+from rlft.system.disk import DiskError, errno_of, explained, failure_of, named_by, size_text, writing
+from rlft.types import UserError
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk with 1,000 blocks free of 4,096 bytes, and files to come."""
+    space = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_files=10, f_favail=5)
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    return space
+
+
+def failed(error: Exception, needed: int | None = 10_000_000, again: str | None = "rlft resume run") -> str:
+    with pytest.raises(DiskError) as caught, explained(again), writing(Path("run/checkpoints/step_000002"), needed):
+        raise error
+    return str(caught.value)
+
+
+def test_it_says_folder_bytes_needed_bytes_free_and_what_to_do(free: SimpleNamespace) -> None:
+    assert failed(OSError(errno.ENOSPC, "x")) == (
+        "the disk is full (No space left on device): run/checkpoints needs 10.0 MB for step_000002 and has 4.1 MB free;"
+        " free 5.9 MB or more there, then go on with: rlft resume run"  # 10,000,000 - 1,000 x 4,096
+    )
+    assert failed(OSError(errno.ENOSPC, "x"), None, None) == (
+        "the disk is full (No space left on device): run/checkpoints/step_000002 has 4.1 MB free;"
+        " free some space there, then repeat the command"
+    )
+
+
+def test_a_disk_without_inodes_is_told_as_one(free: SimpleNamespace) -> None:
+    free.f_favail = 0
+    assert failed(OSError(errno.ENOSPC, "x")).startswith("the disk has room for no more files (inodes) (No space left")
+
+
+@pytest.mark.parametrize("code", [*disk.FAILING, errno.ENOENT, errno.EXDEV, errno.EMFILE])
+def test_every_error_while_writing_is_one_line_with_its_name(code: int, free: SimpleNamespace) -> None:
+    line = failed(OSError(code, "x"))
+    assert f"({os.strerror(code)}): run/checkpoints needs 10.0 MB" in line
+    assert line.endswith(", then go on with: rlft resume run")
+    assert "{" not in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Exception("File too large (os error 27)"),  # tokenizers
+        RuntimeError("Error while serializing: I/O error: File too large (os error 27)"),  # safetensors
+        shutil.Error([("a", "b", "[Errno 27] File too large: 'a' -> 'b'")]),
+        OSError(errno.EFBIG, "File too large"),
+    ],
+)
+def test_libraries_say_it_in_words(error: Exception) -> None:
+    assert errno_of(error) == errno.EFBIG
+    assert "raise the limit (ulimit -f unlimited), then go on" in failed(error)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), KeyError("[Errno] 28"), ConnectionResetError(104, "x"), OSError("x")]
+)
+def test_other_errors_go_on_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, explained("again"), writing(Path("x"), 1):
+        raise error
+    assert caught.value is error
+    assert failure_of(error) is None
+
+
+def test_where_nobody_said_what_was_written_only_what_surely_is_the_disk_is_told_so() -> None:
+    assert failure_of(FileNotFoundError(errno.ENOENT, "x", "data.jsonl")) is None  # something was to be read
+    assert failure_of(PermissionError(errno.EPERM, "x")) is None  # of a process, say
+    full = failure_of(OSError(errno.ENOSPC, "x"), Path("run"))
+    assert full is not None
+    assert full.target == Path("run")
+    named = failure_of(PermissionError(errno.EACCES, "x", "run/metrics.jsonl"))
+    assert named is not None
+    assert named.target == Path("run/metrics.jsonl")
+
+
+def test_a_part_is_told_with_what_the_whole_needs(free: SimpleNamespace) -> None:
+    with pytest.raises(DiskError) as caught, writing(Path("all"), 9_000_000), writing(Path("part")):
+        raise OSError(errno.ENOSPC, "x")
+    assert (caught.value.target, caught.value.needed) == (Path("all"), 9_000_000)
+
+
+def test_a_name_that_cannot_be_written_is_a_mistake_and_a_full_disk_is_none() -> None:
+    with pytest.raises(UserError, match="out: cannot be written \\(Permission denied\\), got x"), named_by("out"):  # noqa: SIM117
+        with writing(Path("x")):
+            raise OSError(errno.EACCES, "x")
+    with pytest.raises(DiskError), named_by("out"), writing(Path("x")):
+        raise OSError(errno.ENOSPC, "x")
+
+
+def test_sizes_are_rounded_up() -> None:
+    assert [size_text(n) for n in (1, 1000, 1001)] == ["1 kB", "1 kB", "2 kB"]

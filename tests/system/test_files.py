@@ -1,0 +1,120 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from rlft.system import files
+from rlft.system.disk import DiskError
+from rlft.system.files import NOT_FLUSHED, append, becoming, flush, write_atomically
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_text_is_written_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.yaml"
+    write_atomically(file, "old\n")
+    write_bytes = Path.write_bytes
+
+    def half(self: Path, data: bytes) -> None:
+        write_bytes(self, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", half)
+        with pytest.raises(DiskError, match="the disk is full"):
+            write_atomically(file, "new and longer\n")
+    assert (file.read_text(), names(tmp_path)) == ("old\n", ["config.yaml"])
+    write_atomically(file, "n\u00fc\n")
+    assert file.read_bytes() == "n\u00fc\n".encode()
+    assert names(tmp_path) == ["config.yaml"]
+
+
+class Filling:
+    """An unbuffered file that takes three bytes at a time, and so many in all."""
+
+    def __init__(self, stream: object, room: int) -> None:
+        self.stream, self.room = stream, room
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def write(self, data: memoryview) -> int:
+        taken = min(3, self.room, len(data))
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= taken
+        return self.stream.write(data[:taken])  # type: ignore[attr-defined]
+
+
+def test_a_line_is_appended_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("ab", buffering=0) as stream:
+        append(stream, b"first\n")
+        append(Filling(stream, 8), b"second\n")  # type: ignore[arg-type]
+        with pytest.raises(DiskError, match=r"needs 5 kB for metrics.jsonl"):  # 6 bytes and a block of 4,096
+            append(Filling(stream, 4), b"third\n")  # type: ignore[arg-type]
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b"first\nsecond\n"
+        append(stream, b"fourth\n", durable=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"first\nsecond\nfourth\n"
+
+
+def test_a_folder_that_cannot_be_renamed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def across(self: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(Path, "rename", across)
+    with (
+        pytest.raises(DiskError, match="its file system cannot rename within a folder"),
+        becoming(tmp_path / "out", tmp_path / ".out") as folder,
+    ):
+        (folder / "file").touch()
+    assert names(tmp_path) == []
+
+
+def test_what_comes_first_in_a_folder_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    for number in range(2):
+        with becoming(final, tmp_path / ".out", replaces=True) as folder:
+            (folder / f"{number}").touch()
+    with pytest.raises(ZeroDivisionError), becoming(final, tmp_path / ".out", replaces=True):
+        raise ZeroDivisionError
+    assert (names(tmp_path), names(final)) == (["out"], ["1"])
+
+
+@pytest.mark.parametrize("code", NOT_FLUSHED)
+def test_file_systems_that_cannot_flush_are_taken_as_they_are(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int) -> None:
+        raise OSError(code, "x")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    write_atomically(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_disk_that_fails_when_it_is_flushed_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS says only then that it is full."""
+
+    def refuse(handle: int) -> None:
+        raise OSError(errno.EDQUOT, "x")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DiskError, match="your disk quota is used up"):
+        write_atomically(tmp_path / "file", "text")
+    assert names(tmp_path) == []
+    with pytest.raises(OSError, match="x"):
+        flush(tmp_path)
+
+
+def test_sizes_are_in_whole_blocks(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "small").write_bytes(b"x")
+    (tmp_path / "below" / "large").write_bytes(bytes(4097))
+    assert files.size_of(tmp_path) == 3 * 4096

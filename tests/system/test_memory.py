@@ -1,0 +1,96 @@
+"""What glibc is told, seen in a process's page faults and resident set."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from rlft.system import memory
+from rlft.system.memory import gc_frozen, keep_blocks
+
+FAULTS = """
+import resource
+from rlft.system.memory import keep_blocks
+{tell}
+import torch
+def pass_over():
+    kept = [torch.ones(5 * 2**18) for _ in range(8)]  # 8 blocks of 5 MiB, as a forward keeps them
+    del kept
+pass_over()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    pass_over()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 20)
+"""
+
+GROWTH = """
+from pathlib import Path
+from rlft.system.memory import keep_blocks
+{tell}
+import torch
+def pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+torch.ones(2**10).sum()
+before = pages()
+large = torch.ones(10 * 2**20)  # 40 MiB
+behind = torch.ones(2**14)
+del large
+print((pages() - before) * 4)
+"""
+
+HOLES = """
+from pathlib import Path
+from rlft.system.memory import keep_blocks
+{tell}
+import torch
+def pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+torch.ones(6 * 2**20).sum()  # 24 MiB, freed: from here on glibc by itself keeps blocks of up to that size
+kept = []
+before = pages()
+for size in range(8, 24):
+    large = torch.ones(size * 2**18)  # 8 .. 23 MiB
+    kept.append(torch.ones(2**14))  # 64 KiB that come to lie behind it
+    del large
+print((pages() - before) * 4)
+"""
+
+
+def printed(code: str, tell: str) -> int:
+    done = subprocess.run([sys.executable, "-c", code.format(tell=tell)], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def test_blocks_of_a_step_are_used_again_without_a_page_fault() -> None:
+    if sys.platform != "linux":
+        assert not keep_blocks(4096), "there is no such setting elsewhere, and it says so"
+        return
+    # A pass fills 10,240 pages, which are all new where blocks of 5 MiB go back to the system.
+    assert printed(FAULTS, "assert keep_blocks(4096)") < 1024
+
+
+def test_with_large_micro_batches_blocks_that_are_freed_leave_no_holes() -> None:
+    if sys.platform == "linux":
+        # What stays is 16 x 64 KiB = 1 MiB, and a few MiB of whatever torch begins to use; each hole is 8 MiB or more.
+        assert printed(HOLES, "assert keep_blocks(16384)") < 6 * 1024 < printed(HOLES, "")
+
+
+def test_a_block_over_32_mib_goes_back_at_once() -> None:
+    if sys.platform == "linux":
+        assert printed(GROWTH, "assert keep_blocks(4096)") < 8 * 1024
+
+
+def test_the_collector_passes_over_old_objects_only_inside() -> None:
+    before = gc.get_freeze_count()
+    with gc_frozen():
+        assert gc.get_freeze_count() > before + 1000
+    assert gc.get_freeze_count() == 0
+
+
+def test_free_memory_is_what_the_system_and_the_container_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 2**28 < memory.free_memory() < 2**45
+    monkeypatch.setattr(memory, "_control_group_room", lambda: 12345)
+    assert memory.free_memory() == 12345

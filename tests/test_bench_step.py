@@ -1,0 +1,222 @@
+"""The comparison of trainers: what it runs, what it goes on with after an interruption, and what its tables say."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import bench_report
+import bench_step
+import bench_trainers
+import bench_trl
+import pytest
+from bench_report import Result, report
+from bench_trainers import Setting
+from bench_work import Measured, MeasurementError, run_to_the_end
+from card_memory import CardMemory
+
+from rlft.doctor.work import Work
+
+WORK = Work(group=2, prompt_tokens=8, completion_tokens=4)
+
+
+def measured(step: float, *, card: int | None = None, **stages: float) -> Measured:
+    return Measured(seconds=[{"sample": 1.0, "train": 2.0, **stages, "step": step}], peak=10**9, card=card)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """(trainer, micro-batch) of every process that was started; none is, and each takes a step of 4 s."""
+    started: list[tuple[str, int | None]] = []
+
+    def measure(trainer: str, size: str, work: Work, setting: Setting, micro_batch: int | None = None) -> Measured:
+        started.append((trainer, micro_batch))
+        return measured(4.0)
+
+    def fastest(*_: object) -> int:
+        started.append(("trials of micro-batches", None))
+        return 8
+
+    monkeypatch.setattr(bench_step, "measure", measure)
+    monkeypatch.setattr(bench_step, "fastest_micro_batch", fastest)
+    return started
+
+
+def benchmark(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> None:
+    command = ["bench_step.py", "--shapes", "8+4", "--groups", "2", "--only", "rlft", "trl", "--out", str(out), *words]
+    monkeypatch.setattr(sys, "argv", command)
+    bench_step.main()
+
+
+# -- after an interruption -------------------------------------------------------------------------------------------
+def test_trainers_run_in_turn_and_what_was_measured_is_not_measured_again(monkeypatch, processes, tmp_path) -> None:
+    benchmark(monkeypatch, tmp_path, "--rounds", "2")
+    assert processes == [("rlft", None), ("trials of micro-batches", None), ("trl", 8), ("rlft", None), ("trl", 8)]
+    table = (tmp_path / "step.md").read_text()
+    processes.clear()
+    benchmark(monkeypatch, tmp_path, "--rounds", "2")
+    assert processes == []
+    assert (tmp_path / "step.md").read_text() == table
+    benchmark(monkeypatch, tmp_path, "--rounds", "3")
+    assert processes == [("rlft", None), ("trl", 8)]
+
+
+def test_what_was_cut_in_the_middle_of_a_line_is_measured_again(monkeypatch, processes, tmp_path) -> None:
+    benchmark(monkeypatch, tmp_path, "--rounds", "1")
+    file = tmp_path / "measurements.jsonl"
+    file.write_text(file.read_text()[:-30])
+    processes.clear()
+    benchmark(monkeypatch, tmp_path, "--rounds", "1")
+    assert processes == [("trl", 8)]
+    processes.clear()
+    benchmark(monkeypatch, tmp_path, "--rounds", "1")
+    assert processes == []
+
+
+@pytest.mark.parametrize("change", ["steps", "engine", "override", "place"])
+def test_what_was_measured_otherwise_or_elsewhere_is_measured_anew(change, monkeypatch, processes, tmp_path) -> None:
+    benchmark(monkeypatch, tmp_path, "--rounds", "1", "--steps", "2")
+    lines = len((tmp_path / "measurements.jsonl").read_text().splitlines())
+    processes.clear()
+    words = {"steps": ["--steps", "3"], "engine": ["--engine", "vllm"], "override": ["--override", "a=b"], "place": []}
+    if change == "place":
+        monkeypatch.setattr(bench_step, "where", lambda: "another card")
+    benchmark(monkeypatch, tmp_path, "--rounds", "1", "--steps", "2", *words[change])
+    assert len(processes) == 3
+    assert len((tmp_path / "measurements.jsonl").read_text().splitlines()) == 2 * lines, "the others stay"
+
+
+def test_a_trainer_that_fails_is_told_and_tried_again_the_next_time(monkeypatch, processes, tmp_path) -> None:
+    works = bench_step.measure
+
+    def fails(trainer: str, *rest: object) -> Measured:
+        if trainer == "trl":
+            raise MeasurementError("exit 1: out of memory; see trl.log")
+        return works(trainer, *rest)
+
+    monkeypatch.setattr(bench_step, "measure", fails)
+    benchmark(monkeypatch, tmp_path, "--rounds", "2")
+    assert [name for name, _ in processes].count("rlft") == 2
+    told = (tmp_path / "step.md").read_text()
+    assert "- 17m 8+4 G2, trl: exit 1: out of memory; see trl.log" in told
+    assert "its step" not in told, "without the other there is no ratio"
+    monkeypatch.setattr(bench_step, "measure", works)
+    processes.clear()
+    benchmark(monkeypatch, tmp_path, "--rounds", "2")
+    assert [name for name, _ in processes] == ["trl", "trl"]
+    assert "Without a measurement" not in (tmp_path / "step.md").read_text()
+
+
+# -- what is run -----------------------------------------------------------------------------------------------------
+def test_one_option_is_the_whole_table_of_a_card(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--card", "--rounds", "1", "--out", str(tmp_path)])
+    given = bench_step.arguments()
+    assert (given.engine, given.rounds, given.only[:3]) == ("vllm", 1, ["rlft", "trl", "trl-transformers"])
+    works = list(bench_step.works(given))
+    assert {work.prompts for _, work in works} == {32}
+    of_each = [(w.prompt_tokens, w.completion_tokens, w.group) for size, w in works if size == "1.5b"]
+    lengths = [(128, 128), (512, 256), (512, 768)]
+    assert of_each == [*((*pair, 8) for pair in lengths), *((128, 128, group) for group in (4, 16, 32, 64))]
+    assert len(works) == 2 * len(of_each)
+
+
+def test_unsloth_is_a_trainer_where_it_is_installed(monkeypatch) -> None:
+    assert "unsloth" not in bench_trainers.trainers_for("vllm")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert bench_trainers.trainers_for("vllm")[-1] == "unsloth"
+    assert bench_trainers.trainers_for("transformers") == ["rlft", "trl"]
+
+
+def test_trl_samples_with_the_engine_that_is_compared() -> None:
+    found = bench_trl.engine_options("vllm", WORK)
+    assert (found["use_vllm"], found["vllm_mode"], found["vllm_max_model_length"]) == (True, "colocate", 20)
+    assert "use_vllm" not in bench_trl.engine_options("transformers", WORK)
+
+
+def test_the_fastest_micro_batch_is_one_that_fits() -> None:
+    def run(size: int) -> Measured:
+        if size == 16:
+            raise MeasurementError("out of memory")
+        return measured({4: 3.0, 8: 2.0}[size])
+
+    assert bench_trainers.fastest([4, 8, 16], run) == 8
+    assert bench_trainers.fastest([16], run) == 16
+
+
+def test_a_process_that_fails_or_hangs_ends_with_its_last_words_and_everything_it_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(MeasurementError, match=r"exit 3: the reason; see .*log"):
+        run_to_the_end([sys.executable, "-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"],
+                       log=log, seconds=60)  # fmt: skip
+    file = tmp_path / "child"
+    code = f"import subprocess, time; p = subprocess.Popen(['sleep', '60']); open({str(file)!r}, 'w').write(str(p.pid))"
+    start = time.monotonic()
+    with pytest.raises(MeasurementError, match="not done after 2 s"):
+        run_to_the_end([sys.executable, "-c", f"{code}; time.sleep(60)"], log=log, seconds=2)
+    assert time.monotonic() - start < 30
+    child = int(file.read_text())
+    for _ in range(100):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("what the process had started is still there")
+
+
+# -- the tables ------------------------------------------------------------------------------------------------------
+def test_the_tables_have_stages_shares_ratios_and_utilisation() -> None:
+    ours = [
+        measured(4.0, score=0.4, publish=0.6, card=8 * 10**9),
+        measured(5.0, score=0.4, publish=0.6, card=6 * 10**9),
+    ]
+    theirs = [measured(12.0, card=16 * 10**9), measured(10.0, card=20 * 10**9)]
+    result = Result(size="0.5b", work=WORK, runs={"rlft": ours, "trl": theirs}, failed={}, micro_batch=8)
+    text = report([result], {result.name: 0.5}, "foot")
+    # 16 completions of 4 tokens in a median step of 4.5 s and of 11 s
+    assert "| 14 | 1.00 GB | 8.00 GB |" in text
+    assert "| 6 | 1.00 GB | 20.00 GB |" in text
+    assert "| 0.5b 8+4 G2 | rlft | 22% | 9% | 44% | 13% |" in text
+    # Of processes that ran one after the other: 12 / 4 and 10 / 5; the most that rlft took of the card to theirs.
+    assert "| 0.5b 8+4 G2 | trl | 2.50 (2.00 to 3.00) | 1.00 (1.00 to 1.00) | 1.00 | 0.40 | 8 |" in text
+    assert "| 0.5b 8+4 G2 | rlft | 25% |" in text, "0.5 s of products in 2 s"
+    assert text.endswith("foot")
+
+
+def test_a_cpus_table_has_no_column_of_a_card() -> None:
+    result = Result(size="1m", work=WORK, runs={"rlft": [measured(4.0)]}, failed={})
+    assert "whole card" not in report([result], {}, "")
+    assert "utilisation" not in report([result], {}, "")
+    assert bench_report.most_of_card(result.runs["rlft"]) is None
+
+
+# -- the memory of a card --------------------------------------------------------------------------------------------
+def test_the_memory_of_a_card_is_the_most_that_was_added(monkeypatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/words\nfor n in 500 '[N/A]' 2500 1500; do echo $n; done\n"
+                       f"touch {tmp_path}/told\nsleep 60\n")  # fmt: skip
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    start = time.monotonic()
+    with CardMemory() as card:
+        while not (tmp_path / "told").exists() or card.peak != 2000 * 2**20:
+            assert time.monotonic() - start < 60
+            time.sleep(0.02)
+    assert card.peak == 2000 * 2**20
+    assert "memory.used" in (tmp_path / "words").read_text()
+    assert time.monotonic() - start < 60, "the watcher ends"
+
+
+def test_without_a_card_nothing_is_said_of_it(monkeypatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with CardMemory() as card:
+        pass
+    assert card.peak is None
+
+
+def test_measurements_can_be_read_again() -> None:
+    found = measured(3.0, card=5)
+    assert Measured(**json.loads(found.dump())) == found

@@ -1,0 +1,113 @@
+"""Which rows are in which lane: balanced, whole where it can be, and a function of the batch alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlft.trainer.lanes import Costs, assign, balance, costs_of, divide
+from rlft.types import Batch
+
+RECORDED = json.loads(Path(__file__).with_name("row_lengths.json").read_text())
+"""{what: [[tokens of a prompt, [tokens of each of its completions]], ..]}: steps of recipes on the embedded model, and
+lengths of a log-normal distribution with a median of 245 and a longest one of 6,000 tokens."""
+
+
+def recorded(name: str) -> Costs:
+    """A token costs 1 here, and a pair of tokens nothing."""
+    groups = RECORDED[name]
+    return Costs(
+        rows=[float(length) for _, lengths in groups for length in lengths],
+        prompts=[float(prompt) for prompt, lengths in groups for _ in lengths],
+        groups=[group for group, (_, lengths) in enumerate(groups) for _ in lengths],
+    )
+
+
+def cost_of(costs: Costs, rows: list[int]) -> float:
+    """By its meaning: each prompt once, each row once."""
+    prompts = {costs.groups[row]: costs.prompts[row] for row in rows}
+    return sum(prompts.values()) + sum(costs.rows[row] for row in rows)
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", RECORDED)
+def test_lanes_of_recorded_lengths_are_within_a_tenth_of_the_best(name: str, num_lanes: int) -> None:
+    """No assignment is better than the mean, or than the dearest row by itself."""
+    costs = recorded(name)
+    lanes, totals = assign(costs, num_lanes)
+    assert sorted(row for lane in lanes for row in lane) == list(range(len(costs.rows)))
+    assert totals == pytest.approx([cost_of(costs, lane) for lane in lanes])
+    dearest_row = max(row + prompt for row, prompt in zip(costs.rows, costs.prompts, strict=True))
+    assert max(totals) <= 1.1 * max(cost_of(costs, list(range(len(costs.rows)))) / num_lanes, dearest_row)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_rows_are_within_a_tenth_of_the_best_of_all_assignments(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(1, 30, (7,), generator=generator).tolist()
+    prompts = torch.randint(0, 12, (3,), generator=generator).tolist()
+    groups = [0, 0, 0, 1, 1, 2, 2]
+    costs = Costs(rows=rows, prompts=[prompts[group] for group in groups], groups=groups)
+    best = min(
+        max(cost_of(costs, [row for row in range(7) if lanes[row] == lane]) for lane in range(3))
+        for lanes in product(range(3), repeat=7)
+    )
+    assert max(assign(costs, 3)[1]) <= 1.1 * best
+
+
+def test_groups_stay_whole_where_that_is_as_good() -> None:
+    """Eight equal groups on four lanes: two each, no prompt twice."""
+    costs = Costs(rows=[5.0] * 32, prompts=[9.0] * 32, groups=[row // 4 for row in range(32)])
+    lanes, totals = assign(costs, 4)
+    assert totals == [58.0] * 4  # 2 x (9 + 4 x 5)
+    assert all(len({costs.groups[row] for row in lane}) == 2 for lane in lanes)
+
+
+def test_one_long_group_is_shared_out() -> None:
+    lanes, totals = assign(Costs(rows=[10.0] * 8, prompts=[1.0] * 8, groups=[0] * 8), 4)
+    assert [len(lane) for lane in lanes] == [2, 2, 2, 2]
+    assert totals == [21.0] * 4
+
+
+def test_there_may_be_fewer_rows_than_lanes() -> None:
+    lanes, totals = assign(Costs(rows=[3.0, 2.0], prompts=[1.0, 1.0], groups=[0, 1]), 4)
+    assert sorted(map(len, lanes)) == [0, 0, 1, 1]
+    assert sorted(totals) == [0.0, 0.0, 3.0, 4.0]
+    assert assign(Costs(rows=[], prompts=[], groups=[]), 3) == ([[], [], []], [0.0] * 3)
+
+
+@pytest.fixture
+def batch(make_batch: Callable[..., Batch]) -> Batch:
+    rows = [(0, [5] * 4, [6] * 8), (0, [5] * 4, [6] * 2), (1, [7] * 9, [8] * 3), (1, [7] * 9, [8])]
+    return make_batch(rows)
+
+
+def test_costs_are_tokens_and_the_pairs_that_attend_to_each_other(batch: Batch) -> None:
+    costs = costs_of(batch, torch.tensor([0, 2]), shared_prompts=True)
+    # 8 tokens, each with 4 before them and half of 8 beside them: 8 x (4 + 4) pairs; 6,144 pairs cost as a token.
+    assert costs.rows == pytest.approx([8 + 64 / 6144, 3 + 3 * (9 + 1.5) / 6144])
+    assert costs.prompts == pytest.approx([4 + 8 / 6144, 9 + 40.5 / 6144])
+    assert costs.groups == [0, 1]
+
+
+def test_a_padded_row_costs_its_whole_length(batch: Batch) -> None:
+    costs = costs_of(batch, torch.arange(4), shared_prompts=False)
+    assert costs.rows == pytest.approx([12 + 72 / 6144, 6 + 18 / 6144, 12 + 72 / 6144, 10 + 50 / 6144])
+    assert costs.prompts == [0.0] * 4
+
+
+def test_rows_of_a_lane_are_in_the_order_of_the_batch(batch: Batch) -> None:
+    division = divide(batch, torch.tensor([3, 1, 2]), 2, shared_prompts=True)
+    assert sorted(torch.cat(division.rows).tolist()) == [1, 2, 3]
+    assert [rows.tolist() for rows in division.rows] == [[3, 2], [1]]  # in the order in which they are given
+    assert all(rows.dtype == torch.int64 for rows in division.rows)
+
+
+def test_the_balance_is_the_share_of_time_in_which_lanes_work() -> None:
+    assert balance([[4.0, 2.0], [1.0, 3.0]]) == pytest.approx((3 + 2) / (4 + 3))
+    assert balance([[0.0, 0.0]]) == 1.0

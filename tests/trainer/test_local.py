@@ -1,0 +1,138 @@
+"""The trainer behind the loop's seam: what it keeps, what it gives away, and that it needs no run around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rlft
+from rlft.config.schema import RunConfig
+from rlft.loop.session import update_settings
+from rlft.model.config import CriticKind, RewardModelConfig
+from rlft.model.critic import CRITIC
+from rlft.model.reward_model import open_learned, reward_role
+from rlft.model.roles import POLICY, REFERENCE, Roles
+from rlft.trainer.local import LocalTrainer, open_optimizers
+from rlft.trainer.protocol import Trainer, TrainerState
+from rlft.trainer.reward_training import RewardRefresh
+from rlft.types import Batch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores
+
+NOBODY = torch.zeros(4, dtype=torch.bool)
+REWARDS = RewardModelConfig(
+    refresh_every=2, labels="math", pairs=8, pairs_per_group=4, replay=0.5, capacity=8, epochs=1, pairs_per_update=2,
+    lr=1e-2,
+)  # fmt: skip
+
+
+@pytest.fixture
+def config(run_config) -> RunConfig:
+    return run_config("prompts_per_step=2", "group_size=2", "generation.max_tokens=4", "trainer.lr=0.01", "epochs=2")
+
+
+@pytest.fixture
+def batch(make_batch) -> Batch:
+    rows = [(0, [5, 6, 7], [20, 21, 2]), (0, [5, 6, 7], [22, 23]), (1, [9, 10], [30, 31]), (1, [9, 10], [32, 33, 34])]
+    return make_batch(rows, rewards=[1, 0, 0.5, 2])
+
+
+@pytest.fixture
+def open_trainer(config, make_roles):
+    """Builds a trainer with every part that moves, on roles of its own; those built before are closed."""
+
+    def build(needs_old: bool = False) -> LocalTrainer:
+        roles: Roles = make_roles(
+            noise=0.02, reference="ema", ema_decay=0.5, kind=CriticKind.adapter, normalize_values=True
+        )
+        open_learned("taste", None, roles, token_budget=99, center=0.0, scale=1.0, learns=True)
+        training = RewardRefresh(REWARDS, roles, reward_role("taste"), config.trainer, config.seed)
+        optimizers = open_optimizers(roles, config.trainer, critic_lr=0.02)
+        return LocalTrainer(roles, optimizers, update_settings(config), needs_old=needs_old, reward_training=training)
+
+    return build
+
+
+def rollouts() -> Rollouts:
+    """One prompt with a right and a wrong completion: a pair for the learned reward."""
+    prompt = Prompt(id="p", messages=(), answer="", token_ids=(5, 6, 7))
+    completions = [
+        Completion(text="", token_ids=ids, logprobs=(-1.0, -1.0), finish_reason=FinishReason.stop)
+        for ids in ((20, 2), (22, 2))
+    ]
+    group = Group(
+        prompt=prompt,
+        rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in completions),
+    )
+    right = torch.tensor([[1.0, 0.0]])
+    return Rollouts(groups=[group], scores=Scores(total=right, by_reward={"math": right}), num_sampled=2)
+
+
+def turn(trainer: Trainer, batch: Batch, step: int) -> dict[str, float]:
+    """A step, as the loop makes it, without sampling and scoring."""
+    algorithm = rlft.load_algorithm("ppo")
+    credited = algorithm.credit(trainer.annotate(batch, NOBODY))
+    return trainer.update(algorithm, credited, NOBODY, step) | trainer.refresh(step + 1, rollouts())
+
+
+def flat(state: TrainerState) -> dict[str, torch.Tensor]:
+    kinds = {"adapter": state.adapters, "head": state.heads, "optimizer": {"all": state.optimizer}}
+    return {f"{k}/{r}/{n}": t for k, roles in kinds.items() for r, named in roles.items() for n, t in named.items()}
+
+
+def test_a_trainer_that_is_restored_goes_on_to_the_same_bits(open_trainer, batch) -> None:
+    first = open_trainer()
+    for step in range(3):
+        turn(first, batch, step)
+    kept, kept_tensors = first.state(), flat(first.state())
+    expected_metrics = turn(first, batch, 3)
+    expected, critic = flat(first.state()), first.state().critic
+    assert expected_metrics.keys() >= {"policy/lr", "critic/lr", "reward_model/loss"}
+    assert not any(torch.equal(kept_tensors[n], t) for n, t in expected.items() if n.startswith("adapter/policy"))
+    assert not any(torch.equal(kept_tensors[n], t) for n, t in expected.items() if n.startswith("adapter/reference"))
+    second = open_trainer()
+    second.restore(kept)
+    assert turn(second, batch, 3) == expected_metrics
+    found = flat(second.state())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert second.state().critic == critic != kept.critic
+
+
+def test_the_state_is_a_copy_of_all_that_moves(open_trainer, batch) -> None:
+    trainer = open_trainer()
+    turn(trainer, batch, 0)
+    state, before = trainer.state(), {n: t.clone() for n, t in flat(trainer.state()).items()}
+    assert set(state.adapters) == {POLICY, REFERENCE, CRITIC, "reward_taste"}
+    assert set(state.heads) == {CRITIC, "reward_taste"}
+    turn(trainer, batch, 1)
+    assert all(torch.equal(t, before[name]) for name, t in flat(state).items())
+
+
+def test_what_is_published_is_the_policy_after_the_last_update(open_trainer, batch) -> None:
+    trainer = open_trainer()
+    before = trainer.publish(0).weights
+    turn(trainer, batch, 0)
+    adapter = trainer.publish(1)
+    assert adapter.version == 1
+    assert all(torch.equal(adapter.weights[n], w) for n, w in trainer.state().adapters[POLICY].items())
+    assert not any(torch.equal(adapter.weights[n], w) for n, w in before.items())
+
+
+@pytest.mark.parametrize("needs_old", [False, True])
+def test_the_old_policy_is_recomputed_where_the_run_needs_it(needs_old, open_trainer, batch) -> None:
+    annotated = open_trainer(needs_old).annotate(batch, NOBODY)
+    assert (annotated.old_logprobs is not None) == needs_old
+    assert annotated.reference_logprobs is not None
+    assert annotated.old_values is not None
+
+
+def test_a_rehearsal_changes_nothing(open_trainer, batch) -> None:
+    trainer, zeros = open_trainer(), torch.zeros_like(batch.sampled_logprobs)
+    before, critic, noise = flat(trainer.state()), trainer.state().critic, torch.random.get_rng_state()
+    micro = replace(batch, old_logprobs=zeros, reference_logprobs=zeros, old_values=zeros, advantages=zeros + 1)
+    trainer.rehearse(rlft.load_algorithm("ppo"), replace(micro, returns=zeros))
+    assert torch.equal(torch.random.get_rng_state(), noise)
+    assert all(p.grad is None for p in trainer.roles.model.parameters())
+    assert all(torch.equal(t, before[n]) for n, t in flat(trainer.state()).items())
+    assert trainer.state().critic == critic

@@ -1,0 +1,91 @@
+"""The exchange between ranks: what arrives, and what is said where somebody does not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from rlft.trainer.ranks import LOOPBACK, Exchange, Meeting, RanksError, Share, in_background, open_store
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    return open_store(LOOPBACK, 20.0)
+
+
+def meeting(store: Any, name: str, ranks: int, timeout: float = 20.0) -> Meeting:
+    return Meeting(host=LOOPBACK, port=store.port, name=name, ranks=ranks, timeout=timeout)
+
+
+@contextmanager
+def met(where: Meeting, store: Any) -> Iterator[list[Exchange]]:
+    """All ranks, in this process."""
+    others: list[Future[Any]] = [
+        in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(1, where.ranks)
+    ]
+    exchanges = [Exchange(where, 0, CPU, store=store), *(other.result(20) for other in others)]
+    try:
+        yield exchanges
+    finally:
+        for exchange in exchanges:
+            exchange.close()
+
+
+def test_what_one_rank_has_arrives_at_the_others(store: Any) -> None:
+    with met(meeting(store, "arrives", 3), store) as exchanges:
+        for root in range(3):
+            tensors = [torch.full((1000,), float(rank)) for rank in range(3)]
+            sent = [
+                in_background(lambda e=e, t=t, root=root: e.broadcast(t, root))
+                for e, t in zip(exchanges, tensors, strict=True)
+            ]
+            for future in sent:
+                future.result(20)
+            assert all(torch.equal(tensor, torch.full((1000,), float(root))) for tensor in tensors)
+
+
+def test_the_lanes_of_a_rank_are_neighbours() -> None:
+    shares = [Share(lanes=6, rank=rank, ranks=3) for rank in range(3)]
+    assert [list(share.mine) for share in shares] == [[0, 1], [2, 3], [4, 5]]
+    assert [shares[0].owner(lane) for lane in range(6)] == [0, 0, 1, 1, 2, 2]
+    buffer = torch.ones(2)
+    assert Share(lanes=6).sent(5, buffer) is buffer
+
+
+def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(store: Any) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RanksError, match=r"^rank 0 waited 0\.5 s \(cluster\.timeout\) to meet the others$"):
+        Exchange(meeting(store, "absent", 2, timeout=0.5), 0, CPU, store=store)
+    assert time.monotonic() - begun < 5.0
+
+
+def test_a_rank_that_takes_no_part_is_waited_for_until_the_limit(store: Any) -> None:
+    with (
+        met(meeting(store, "silent", 2, timeout=1.0), store) as (first, _),
+        pytest.raises(RanksError, match=r"^rank 0 waited 1 s \(cluster\.timeout\) to exchange gradients with rank 1$"),
+    ):
+        first.broadcast(torch.zeros(3), 1)
+
+
+def test_who_knows_that_a_rank_is_gone_need_not_wait(store: Any) -> None:
+    class KnownError(Exception):
+        pass
+
+    def watch() -> None:
+        if is_known:
+            raise KnownError
+
+    is_known, where = False, meeting(store, "known", 2)
+    other = in_background(lambda: Exchange(where, 1, CPU))
+    with closing(Exchange(where, 0, CPU, watch, store)) as first, closing(other.result(20)):
+        is_known = True
+        with pytest.raises(KnownError):
+            first.broadcast(torch.zeros(3), 1)

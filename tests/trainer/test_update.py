@@ -1,0 +1,731 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig
+
+import rlft
+from rlft.batch import select
+from rlft.config.compose import compose
+from rlft.loop.engines import Engines
+from rlft.loop.session import open_session, update_settings
+from rlft.model.backbone import Backbone
+from rlft.model.config import CriticKind
+from rlft.model.critic import CRITIC
+from rlft.model.forward import Forward, padded_forward, padded_values
+from rlft.model.kernels.lora_linear import LoraLinear
+from rlft.model.roles import POLICY
+from rlft.planning.train_plan import make_plan
+from rlft.train import train
+from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
+from rlft.trainer.update import backward, loss_scale, minibatches, update
+from rlft.types import LossScale
+
+BUDGETS = [10**6, 40, 20, 12, 1]
+NOBODY = torch.zeros(9, dtype=torch.bool)
+
+
+class Recorder(Optimizer):
+    """Keeps every gradient and changes nothing."""
+
+    def __init__(self, parameters, config, role=POLICY):
+        super().__init__(parameters, config, role)
+        self.gradients, self.rates = [], []
+
+    def update(self, lr):
+        named = zip(self.names, self.parameters, strict=True)
+        self.gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+        self.rates.append(lr)
+        self.discard()
+        return 1.0
+
+
+class Bench:
+    """Calls `update` with one optimizer a role that learns, and the settings of a config."""
+
+    def __init__(self, config, roles, algorithm, optimizer, text=None):
+        self.roles, self.algorithm, self.settings, self.text = roles, algorithm, update_settings(config), text
+        rates = {POLICY: config.trainer.lr, CRITIC: config.critic.lr}
+        self.optimizers = {
+            role: optimizer(roles.named_parameters(role), replace(config.trainer, lr=rates[role]), role)
+            for role in roles.learning_roles
+        }
+        self.optimizer = self.optimizers[POLICY]
+
+    def update(self, batch, inert, step):
+        return update(self.roles, self.optimizers, self.algorithm, batch, inert, step, self.settings, self.text)
+
+
+class Text:
+    """The same pretraining text in every update; asked: (seed, step, update) of each."""
+
+    def __init__(self, text):
+        self.text, self.asked = text, []
+
+    def batch(self, seed, step, update):
+        self.asked.append((seed, step, update))
+        return self.text
+
+
+@pytest.fixture
+def config(run_config):
+    return run_config("prompts_per_step=3", "group_size=3", "generation.max_tokens=9", "trainer.lr=0.01")
+
+
+@pytest.fixture
+def session(config):
+    """Builds what `update` is called with; `keys` change the config."""
+
+    def build(roles, algorithm, optimizer=Recorder, text=None, **keys):
+        return Bench(replace(config, **keys), roles, algorithm, optimizer, text)
+
+    return build
+
+
+@pytest.fixture
+def batch(make_batch):
+    """Three groups of three; the middle one has equal rewards, so nothing can be learnt from it."""
+    one, two, three = [5, 6, 7, 8], [9, 10], [11, 12, 13]
+    rows = [
+        (0, one, [20, 21, 2]), (0, one, [22, -23, 24, 25]), (0, one, [26, 2]),
+        (1, two, [30, 31]), (1, two, [32, 33, 34, 2]), (1, two, [35]),
+        (2, three, [40, 41, 42, 43, 44, 45, 2]), (2, three, [46, 2]), (2, three, []),
+    ]  # fmt: skip
+    return make_batch(rows, rewards=[1, 0, 0.5, 2, 2, 2, 0, 0, 1])
+
+
+@pytest.fixture
+def double(make_double):
+    return make_double()
+
+
+def double_batch(batch):
+    generator = torch.Generator().manual_seed(0)
+    sampled = -1 + 0.1 * torch.randn(batch.loss_mask.shape, generator=generator, dtype=torch.float64)
+    return replace(batch, sampled_logprobs=sampled, old_logprobs=sampled + 0.05, rewards=batch.rewards.double())
+
+
+def close(gradients, expected, tolerance):
+    assert gradients.keys() == expected.keys()
+    scale = max(g.abs().max() for g in expected.values())
+    assert scale > 0
+    for name, g in gradients.items():
+        torch.testing.assert_close(g / scale, expected[name] / scale, rtol=tolerance, atol=tolerance)
+
+
+# -- one gradient, however it is computed ------------------------------------------------------------------------------
+VARIANTS = {
+    "paper": {"kl_coef": 0.1},
+    "token_mean": {"aggregate": "token_mean", "entropy_coef": 0.1},
+    "token_sum": {"aggregate": "sequence_mean_token_sum", "mismatch": "token_truncate"},
+    "constant": {"aggregate": "constant", "ratio": "sequence"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_token_budget_gives_the_gradient_and_the_loss_of_the_whole_batch(
+    variant, session, make_roles, double, batch
+):
+    algorithm = rlft.load_algorithm("grpo", **VARIANTS[variant])
+    roles = make_roles(noise=0.05, backbone=double, reference="base", temperature=0.8)
+    assert roles.forward.packed
+    batch = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=False))
+    scale = LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9)
+    outputs = padded_forward(double.model, batch, 0.8, algorithm.needs_entropy)
+    loss = algorithm.loss(outputs, batch, scale)
+    expected = dict(
+        zip(
+            [name for name, _ in roles.named_parameters()],
+            torch.autograd.grad(loss.total, [p for _, p in roles.named_parameters()]),
+            strict=True,
+        )
+    )
+    for budget in BUDGETS:
+        run = session(roles, algorithm, token_budget=budget)
+        metrics = run.update(batch, algorithm.inert(batch), 0)
+        (gradients,) = run.optimizer.gradients
+        close(gradients, expected, 1e-9)
+        assert metrics["loss/total"] == pytest.approx(loss.total.item(), rel=1e-9)
+
+
+def test_every_token_budget_gives_the_same_gradient_and_metrics_in_float32(session, make_roles, batch):
+    algorithm = rlft.load_algorithm("grpo", kl_coef=0.1)
+    roles = make_roles(noise=0.02, reference="base")
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    found = []
+    for budget in BUDGETS:
+        run = session(roles, algorithm, token_budget=budget)
+        metrics = run.update(batch, NOBODY, 0)
+        # Prompts repeated in several micro-batches are trained tokens of their own: those two say what was computed.
+        found.append((run.optimizer.gradients[0], {k: v for k, v in metrics.items() if k != "tokens/trained"}))
+    for gradients, metrics in found[1:]:
+        close(gradients, found[0][0], 1e-5)
+        assert metrics == pytest.approx(found[0][1], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if_they_had(
+    session, make_roles, double, batch, monkeypatch
+):
+    algorithm = rlft.load_algorithm("grpo", aggregate="token_mean")
+    roles = make_roles(noise=0.02, backbone=double)
+    batch = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=True))
+    inert = algorithm.inert(batch)
+    assert inert.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    forwarded, call = [], Forward.__call__
+
+    def spy(self, part, *args, **kwargs):
+        forwarded.extend(part.group_ids.tolist())
+        return call(self, part, *args, **kwargs)
+
+    monkeypatch.setattr(Forward, "__call__", spy)
+    results = []
+    for rows in (inert, NOBODY):
+        forwarded.clear()
+        run = session(roles, algorithm, token_budget=30)
+        metrics = run.update(batch, rows, 0)
+        results.append((run.optimizer.gradients[0], metrics, sorted(forwarded)))
+    (without, metrics, seen), (with_them, all_metrics, all_seen) = results
+    assert (seen, all_seen) == ([0, 0, 0, 2, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2])
+    close(without, with_them, 1e-9)
+    # Of two sums in float32, whose order the processor's vector width decides: a few roundings (6e-8) apart.
+    assert metrics["loss/total"] == pytest.approx(all_metrics["loss/total"], rel=1e-6)
+
+
+def test_what_metrics_say_of_tokens_is_of_the_forwarded_tokens(session, make_roles, batch):
+    # The sampled log-probs are -1, old those of the policy: the mean gap over groups 0 and 2 is what must come out.
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    inert = algorithm.inert(batch)
+    gap = (batch.old_logprobs + 1).abs()[~inert][batch.loss_mask[~inert]]
+    metrics = session(roles, algorithm).update(batch, inert, 0)
+    assert metrics["sampler/logprob_gap_mean"] == pytest.approx(gap.mean().item(), rel=1e-5)
+    assert metrics["sampler/logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-5)
+
+
+def test_a_step_that_teaches_nothing_still_counts_as_its_updates(session, make_roles, batch):
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
+    batch = algorithm.credit(batch)
+    before = roles.weights("policy")
+    run = session(roles, algorithm, Optimizer, epochs=2)
+    metrics = run.update(batch, ~NOBODY, 0)
+    assert (metrics["loss/total"], metrics["policy/grad_norm"], metrics["tokens/trained"]) == (0, 0, 0)
+    assert metrics["waste/padding_fraction"] == 0
+    assert all(torch.equal(w, before[n]) for n, w in roles.weights("policy").items())
+    assert int(run.optimizer.state()[f"step/{run.optimizer.names[0]}"]) == 2
+
+
+# -- epochs, minibatches, rates ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("epochs", "num_minibatches"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_there_are_epochs_times_minibatches_updates_each_at_its_rate(
+    epochs, num_minibatches, session, make_roles, batch, config
+):
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
+    trainer = replace(config.trainer, schedule=type(config.trainer.schedule)("linear"))
+    keys = {"epochs": epochs, "minibatches": num_minibatches, "trainer": trainer, "steps": 10}
+    run = session(roles, algorithm, **keys)
+    batch = algorithm.credit(batch)
+    metrics = run.update(batch, NOBODY, 4)
+    updates = epochs * num_minibatches
+    # Linear down to 0 over 10 steps: the updates of the turn that begins after 4 are 4 * updates, + 1, ..
+    expected = [0.01 * (1 - (4 * updates + i) / (10 * updates)) for i in range(updates)]
+    assert run.optimizer.rates == pytest.approx(expected)
+    assert metrics["policy/lr"] == pytest.approx(sum(expected) / updates)
+    assert metrics["policy/grad_norm"] == 1.0
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 3, 6])
+def test_every_epoch_deals_each_group_whole_to_exactly_one_minibatch(num_minibatches, make_batch):
+    batch = make_batch([(group, [3], [4]) for group in (4, 4, 7, 7, 1, 1, 0, 0, 9, 9, 5, 5)])
+    dealt = minibatches(batch, 3, num_minibatches, seed=0)
+    assert len(dealt) == 3 * num_minibatches
+    for epoch in range(3):
+        parts = dealt[epoch * num_minibatches : (epoch + 1) * num_minibatches]
+        assert sorted(torch.cat(parts).tolist()) == list(range(12))
+        groups = [set(batch.group_ids[rows].tolist()) for rows in parts]
+        assert sum(map(len, groups)) == 6
+        assert {len(rows) for rows in parts} == {12 // num_minibatches}
+
+
+def test_the_deal_depends_on_the_seed_alone_and_differs_between_epochs(make_batch):
+    batch = make_batch([(b // 2, [3], [4]) for b in range(40)])
+
+    def deal(seed):
+        torch.manual_seed(torch.seed())
+        return [rows.tolist() for rows in minibatches(batch, 2, 4, seed)]
+
+    assert deal(0) == deal(0)
+    assert deal(0) != deal(1)
+    assert deal(0)[:4] != deal(0)[4:]
+
+
+def test_each_update_is_divided_by_the_sizes_of_its_own_minibatch(session, make_roles, batch, monkeypatch):
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
+    batch = algorithm.credit(batch)
+    scales, loss = [], type(algorithm).loss
+
+    def spy(self, outputs, part, scale):
+        scales.append((part.group_ids.unique().tolist(), scale))
+        return loss(self, outputs, part, scale)
+
+    monkeypatch.setattr(type(algorithm), "loss", spy)
+    session(roles, algorithm, minibatches=3).update(batch, NOBODY, 0)
+    tokens = {0: 3 + 3 + 2, 1: 2 + 4 + 1, 2: 7 + 2 + 0}
+    assert sorted(groups for groups, _ in scales) == [[0], [1], [2]]
+    for (group,), scale in scales:
+        assert scale == LossScale(num_tokens=tokens[group], num_sequences=3, max_completion_tokens=9)
+
+
+def test_the_scale_counts_rows_that_are_never_forwarded(make_roles, batch):
+    roles = make_roles()
+    assert loss_scale(batch, 9, roles) == LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9)
+    part = select(batch, torch.tensor([3, 4, 5]))
+    assert loss_scale(part, 100, roles) == LossScale(num_tokens=7, num_sequences=3, max_completion_tokens=100)
+
+
+# -- what may and may not change ---------------------------------------------------------------------------------------
+def test_an_update_moves_the_policy_and_nothing_else(session, make_roles, batch, backbone):
+    algorithm = rlft.load_algorithm("grpo", kl_coef=0.01)
+    roles = make_roles(noise=0.02, reference="copy")
+    roles.load_sampler(roles.publish(0))
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    run = session(roles, algorithm, Optimizer)
+    before = {name: p.clone() for name, p in roles.model.named_parameters()}
+    metrics = run.update(batch, NOBODY, 0)
+    mine = {name for name, _ in roles.named_parameters()}
+    for name, parameter in roles.model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in mine)
+        assert parameter.grad is None
+    assert math.isfinite(metrics["policy/grad_norm"])
+    assert metrics["policy/grad_norm"] > 0
+
+
+def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_weights_or_moments(session, make_roles, batch):
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02)
+    batch = algorithm.credit(batch)
+    run = session(roles, algorithm, Optimizer)
+    run.update(batch, NOBODY, 0)
+    weights, moments = roles.weights("policy"), run.optimizer.state()
+    poisoned = batch.advantages.clone()
+    poisoned[0, 4] = math.nan
+    with pytest.raises(NonFiniteGradientError, match="policy/grad_norm is nan"):
+        run.update(replace(batch, advantages=poisoned), NOBODY, 1)
+    assert all(torch.equal(w, weights[n]) for n, w in roles.weights("policy").items())
+    assert all(torch.equal(m, moments[n]) for n, m in run.optimizer.state().items())
+
+
+def test_gradients_are_looked_after_in_every_micro_batch(session, make_roles, batch, monkeypatch):
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
+    calls = []
+    check = roles.check_gradients
+    monkeypatch.setattr(roles, "check_gradients", lambda: calls.append(check()))
+    session(roles, algorithm, token_budget=1).update(algorithm.credit(batch), NOBODY, 0)
+    assert len(calls) == 9
+
+
+def test_a_forward_that_lost_the_policy_is_noticed(session, make_roles, batch, monkeypatch):
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02, reference="copy")
+    batch = algorithm.credit(batch)
+    outputs = roles.outputs
+
+    def with_the_wrong_adapter(*args):
+        roles.tuner.set_adapter("reference")
+        return outputs(*args)
+
+    monkeypatch.setattr(roles, "outputs", with_the_wrong_adapter)
+    with pytest.raises(AssertionError, match="no gradient reached"):
+        session(roles, algorithm).update(batch, NOBODY, 0)
+
+
+def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, batch):
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02, dropout=0.3)
+    batch = algorithm.credit(batch)
+
+    def gradients(step, seed=0, num_minibatches=3):
+        torch.manual_seed(torch.seed())
+        run = session(roles, algorithm, minibatches=num_minibatches, seed=seed)
+        run.update(batch, NOBODY, step)
+        return run.optimizer.gradients
+
+    def equal(a, b):
+        return all(torch.equal(g, y[n]) for x, y in zip(a, b, strict=True) for n, g in x.items())
+
+    first = gradients(5)
+    assert equal(gradients(5), first)
+    assert not equal(gradients(6), first)
+    assert not equal(gradients(5, seed=1), first)
+    assert not equal(gradients(5, num_minibatches=1), gradients(6, num_minibatches=1))  # dropout alone
+    assert not any(module.training for module in roles.model.modules())
+
+
+# -- the critic --------------------------------------------------------------------------------------------------------
+KINDS = [CriticKind.adapter, CriticKind.shared]
+
+
+def stir(roles):
+    """Gives the critic weights that say something: a fresh one says 0."""
+    generator = torch.Generator().manual_seed(2)
+    for _, parameter in roles.named_parameters(CRITIC):
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def with_critic(make_roles, **keys):
+    roles = make_roles(noise=0.02, **keys)
+    stir(roles)
+    return roles
+
+
+def by_name(roles, role, gradients):
+    return {name: g for (name, _), g in zip(roles.named_parameters(role), gradients, strict=True)}
+
+
+def weights_of(roles):
+    return {role: {n: p.detach().clone() for n, p in roles.named_parameters(role)} for role in roles.learning_roles}
+
+
+def equal(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("normalize", [False, True])
+def test_policy_and_critic_get_the_gradients_that_each_has_alone_on_a_base_of_its_own(
+    normalize, session, make_roles, make_double, batch
+):
+    algorithm = rlft.load_algorithm("ppo", entropy_coef=0.1)
+    keys = {"kind": CriticKind.adapter, "normalize_values": normalize, "temperature": 0.8}
+    first = with_critic(make_roles, backbone=make_double(), **keys)
+    batch = algorithm.credit(first.annotate(double_batch(batch), NOBODY, needs_old=False))
+    assert (batch.old_values[batch.loss_mask] != 0).all()
+    scale = LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9)
+    # The critic alone: its adapter is the active one all along, and no policy is ever forwarded.
+    first.critic.observe(batch.returns, batch.loss_mask)
+    assert (first.critic.value_scale != 1) == normalize
+    scale = replace(scale, value_scale=first.critic.value_scale)
+    first.tuner.set_adapter(CRITIC)
+    values = first.critic.values(padded_values(first.backbone.model, batch, first.critic.head), batch.loss_mask)
+    value_loss = algorithm.value_loss(values, batch, scale)
+    critic_parameters = [p for _, p in first.named_parameters(CRITIC)]
+    expected = {CRITIC: by_name(first, CRITIC, torch.autograd.grad(value_loss, critic_parameters))}
+    # The policy alone: there is no critic; values are numbers.
+    second = make_roles(noise=0.02, backbone=make_double(), temperature=0.8)
+    outputs = padded_forward(second.backbone.model, batch, 0.8, True)
+    loss = algorithm.loss(replace(outputs, values=values.detach()), batch, scale)
+    policy_parameters = [p for _, p in second.named_parameters(POLICY)]
+    expected[POLICY] = by_name(second, POLICY, torch.autograd.grad(loss.total, policy_parameters))
+
+    for budget in BUDGETS:
+        roles = with_critic(make_roles, backbone=make_double(), **keys)
+        run = session(roles, algorithm, token_budget=budget)
+        metrics = run.update(batch, NOBODY, 0)
+        for role in (POLICY, CRITIC):
+            (gradients,) = run.optimizers[role].gradients
+            close(gradients, expected[role], 1e-9)
+        assert metrics["loss/value"] == pytest.approx(value_loss.item(), rel=1e-9)
+        assert metrics["loss/total"] == pytest.approx(loss.total.item(), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_shared_critics_value_gradient_is_part_of_the_policys(normalize, session, make_roles, make_double, batch):
+    algorithm = rlft.load_algorithm("ppo")
+    keys = {"kind": CriticKind.shared, "normalize_values": normalize, "temperature": 0.8}
+    roles = with_critic(make_roles, backbone=make_double(), **keys)
+    batch = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=False))
+    roles.critic.observe(batch.returns, batch.loss_mask)
+    scale = LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9, value_scale=roles.critic.value_scale)
+    outputs = padded_forward(roles.backbone.model, batch, 0.8, False, roles.critic.head)
+    values = roles.critic.values(outputs.values, batch.loss_mask)
+    loss = algorithm.loss(replace(outputs, values=values), batch, scale)
+    parameters = {role: [p for _, p in roles.named_parameters(role)] for role in (POLICY, CRITIC)}
+    expected = {
+        role: by_name(roles, role, torch.autograd.grad(loss.total, ps, retain_graph=True))
+        for role, ps in parameters.items()
+    }
+    of_values = torch.autograd.grad(algorithm.value_loss(values, batch, scale), parameters[POLICY])
+    assert all(g.abs().max() > 0 for g in of_values)
+    for budget in BUDGETS:
+        roles = with_critic(make_roles, backbone=make_double(), **keys)
+        run = session(roles, algorithm, token_budget=budget)
+        run.update(batch, NOBODY, 0)
+        for role in (POLICY, CRITIC):
+            (gradients,) = run.optimizers[role].gradients
+            close(gradients, expected[role], 1e-9)
+
+
+def test_a_micro_batchs_gradients_add_to_those_before(session, make_roles, batch):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=False))
+    scale = loss_scale(batch, 9, roles)
+    once = []
+    for _ in range(2):
+        backward(roles, algorithm, batch, scale, policy_learns=True)
+        once.append({r: {n: p.grad.clone() for n, p in roles.named_parameters(r)} for r in (POLICY, CRITIC)})
+    for role in (POLICY, CRITIC):
+        assert all(torch.equal(g, 2 * once[0][role][name]) for name, g in once[1][role].items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_first_steps_only_the_critic_learns(kind, session, make_roles, batch, config):
+    algorithm = rlft.load_algorithm("ppo")
+    roles = with_critic(make_roles, kind=kind, reference="copy")
+    critic = replace(config.critic, kind=kind, lr=0.02, warmup_steps=2)
+    run = session(roles, algorithm, Optimizer, critic=critic, epochs=2)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    others = {n: p.clone() for n, p in roles.model.named_parameters() if ".policy." not in n and ".critic." not in n}
+    for step in range(4):
+        before = weights_of(roles)
+        metrics = run.update(batch, NOBODY, step)
+        after, learns = weights_of(roles), step >= 2
+        assert all(torch.equal(w, before[POLICY][n]) != learns for n, w in after[POLICY].items())
+        assert not any(torch.equal(w, before[CRITIC][n]) for n, w in after[CRITIC].items())
+        assert (metrics["policy/lr"], metrics["critic/lr"]) == (0.01 if learns else 0.0, 0.02)
+        assert (metrics["policy/grad_norm"] > 0) == learns
+        assert metrics["critic/grad_norm"] > 0
+        assert (run.optimizers[POLICY].state() == {}) == (not learns)  # Adam's averages begin with its first update
+        assert all(p.grad is None for p in roles.model.parameters())
+    assert equal(others, dict(roles.model.named_parameters()))
+
+
+def test_a_resting_policy_is_forwarded_without_a_graph_and_its_loss_is_still_told(session, make_roles, batch, config):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    critic = replace(config.critic, kind=CriticKind.adapter, warmup_steps=1)
+    told, graphs, outputs = [], [], roles.outputs
+
+    def spy(*args):
+        found = outputs(*args)
+        graphs.append(found.logprobs.requires_grad)
+        return found
+
+    roles.outputs = spy
+    for step in (0, 1):
+        metrics = session(roles, algorithm, critic=critic).update(batch, NOBODY, step)
+        told.append((metrics["loss/policy"], metrics["loss/value"], metrics["loss/total"]))
+    assert graphs == [False, True]
+    assert told[0] == pytest.approx(told[1], rel=1e-6)
+    assert told[0][1] > 0
+
+
+def test_a_resting_policy_reads_no_pretraining_text(session, make_roles, batch, config):
+    algorithm, roles = rlft.load_algorithm("ppo_ptx"), with_critic(make_roles, kind=CriticKind.adapter)
+    assert algorithm.needs_text
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    text, critic = Text(batch), replace(config.critic, kind=CriticKind.adapter, warmup_steps=1)
+    run = session(roles, algorithm, text=text, critic=critic, epochs=2, seed=7)
+    run.update(batch, NOBODY, 0)
+    assert text.asked == []
+    run.update(batch, NOBODY, 1)
+    assert text.asked == [(7, 1, 0), (7, 1, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_pretraining_text_adds_its_gradient_to_the_policys_whatever_the_token_budget(
+    session, make_roles, make_double, batch
+):
+    # 3 texts: at temperature 1 (the run's is 0.8), divided by their tokens.
+    algorithm = rlft.load_algorithm("ppo_ptx", ptx_coef=0.5)
+    keys = {"kind": CriticKind.adapter, "temperature": 0.8}
+    roles = with_critic(make_roles, backbone=make_double(), **keys)
+    step = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=False))
+    text = replace(select(batch, torch.tensor([0, 4, 6])), group_ids=torch.arange(3))
+    logprobs = padded_forward(roles.backbone.model, text, 1.0, False).logprobs
+    parameters = [p for _, p in roles.named_parameters()]
+    added = torch.autograd.grad(-0.5 * logprobs.sum() / text.loss_mask.sum(), parameters)
+    for budget in (10**6, 12):
+        gradients = []
+        for name in ("ppo", "ppo_ptx"):
+            roles = with_critic(make_roles, backbone=make_double(), **keys)
+            subject = algorithm if name == "ppo_ptx" else replace(algorithm, ptx_coef=0.0)
+            run = session(roles, subject, text=Text(text), token_budget=budget)
+            run.update(step, NOBODY, 0)
+            gradients.append(run.optimizer.gradients[0])
+        without, with_text = gradients
+        close({n: g - without[n] for n, g in with_text.items()}, by_name(roles, POLICY, added), 1e-9)
+
+
+def test_moments_are_forgotten_before_the_first_update_of_every_so_many_steps(session, make_roles, batch, config):
+    algorithm = rlft.load_algorithm("ppo")
+    # Two updates a step. Adam counts its updates since the last reset, which is due before steps 0, 3 and 6 begin.
+    for every, counts in ((0, [2, 4, 6, 8, 10, 12, 14]), (1, [2] * 7), (3, [2, 4, 6, 2, 4, 6, 2])):
+        roles = with_critic(make_roles, kind=CriticKind.adapter)
+        credited = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+        trainer = replace(config.trainer, reset_every=every)
+        run = session(roles, algorithm, Optimizer, trainer=trainer, epochs=2, token_budget=10**6)
+        for step, count in enumerate(counts):
+            run.update(credited, NOBODY, step)
+            for optimizer in run.optimizers.values():
+                assert {int(t) for name, t in optimizer.state().items() if name.startswith("step/")} == {count}
+
+
+def test_a_controller_of_the_kl_coefficient_rests_while_the_policy_does(tmp_path):
+    # A resting policy has KL 0, which would halve the coefficient in each of its steps. The target is out of reach, so
+    # of three steps, two of them the critic's, one halves it: 8 to 4, not to 1.
+    settings = [
+        "algorithm=ppo_penalty", "algorithm.kl_coef=8", "algorithm.kl_target=1e6", "epochs=2", "critic.kind=adapter",
+        "critic.warmup_steps=2", "steps=3", "prompts_per_step=2", "group_size=2", "generation=scripted",
+        "generation.scripted.answers={*: [yes, no]}", "model.device=cpu", "model.dtype=float32", "lora.rank=2",
+        "eval.every=0", "logger=[]", "scoring.workers=0",
+    ]  # fmt: skip
+    plan = make_plan(compose(settings))
+    with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
+        assert train(session).algorithm.state() == {"kl_coef": 4.0}
+
+
+def test_the_first_update_of_a_step_is_on_the_samplers_sums_and_the_second_is_not(tmp_path, monkeypatch):
+    settings = [
+        "+recipe=grpo_arithmetic", "model.device=cpu", "generation=transformers", "steps=2", "minibatches=2",
+        "prompts_per_step=4", "group_size=4", "eval.every=0", "logger=[]", "scoring.workers=0", "data.size=16",
+    ]  # fmt: skip
+    borrowed, plain = [], LoraLinear.operands
+
+    def seen(self, x):
+        found = plain(self, x)
+        if found is not None and torch.is_grad_enabled():
+            borrowed[-1].add(found.total is not None)
+        return found
+
+    monkeypatch.setattr(LoraLinear, "operands", seen)
+    step = Optimizer.update
+    monkeypatch.setattr(Optimizer, "update", lambda self, lr: (borrowed.append(set()), step(self, lr))[1])
+    plan = make_plan(compose(settings))
+    with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
+        borrowed.append(set())
+        train(session)
+    # The second set begins after the first optimizer step, the third after the publish that follows the second.
+    assert borrowed[:4] == [{True}, {False}, {True}, {False}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_normalised_by_the_steps_returns_before_its_first_update_and_stay_what_they_were(
+    kind, session, make_roles, batch, monkeypatch
+):
+    # Rewards on the last tokens, gamma = lambda = 1 and values of 0: a row's returns are its reward, token by token.
+    # Rows of 3, 3, 2 (rewards 1, 0, 1/2), 2, 4, 1 (2) and 7, 2 tokens (0; the ninth, of 1, is empty): over 24 tokens
+    # mean (3 + 1 + 14) / 24 = 3/4, mean square (3 + 1/2 + 28) / 24 = 21/16, variance 21/16 - 9/16 = 3/4.
+    algorithm = rlft.load_algorithm("ppo", lam=1.0)
+    roles = make_roles(noise=0.02, kind=kind, normalize_values=True)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    stir(roles)
+    with torch.no_grad(), roles.using(roles.critic.role):
+        before = roles.values(batch)
+    scales, loss = [], type(algorithm).loss
+
+    def spy(self, outputs, part, scale):
+        if not scales:
+            torch.testing.assert_close(outputs.values.detach(), before, rtol=1e-6, atol=1e-6)
+        scales.append(scale.value_scale)
+        return loss(self, outputs, part, scale)
+
+    monkeypatch.setattr(type(algorithm), "loss", spy)
+    run = session(roles, algorithm, Optimizer, epochs=2)
+    run.update(batch, NOBODY, 0)
+    assert scales == pytest.approx([math.sqrt(3 / 4)] * 2, rel=1e-6)
+    assert (roles.critic.statistics.mean, roles.critic.statistics.num_steps) == (pytest.approx(3 / 4, rel=1e-6), 1)
+    run.update(batch, NOBODY, 1)
+    assert roles.critic.statistics.num_steps == 2
+
+
+def test_without_normalisation_errors_of_values_are_in_units_of_reward(session, make_roles, batch):
+    algorithm = rlft.load_algorithm("ppo")
+    for roles in (make_roles(), make_roles(kind=CriticKind.adapter), make_roles(kind=CriticKind.shared)):
+        assert loss_scale(batch, 9, roles).value_scale == 1.0
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    session(roles, algorithm).update(batch, NOBODY, 0)
+    assert (roles.critic.statistics.num_steps, roles.critic.value_scale) == (0, 1.0)
+
+
+def test_each_role_has_its_own_rate_on_one_schedule(session, make_roles, batch, config):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    trainer = replace(config.trainer, schedule=type(config.trainer.schedule)("linear"))
+    run = session(roles, algorithm, trainer=trainer, critic=replace(config.critic, lr=0.5), steps=10, epochs=2)
+    run.update(batch, NOBODY, 4)
+    # Updates 8 and 9 of 20: 1 - 8/20 and 1 - 9/20 of 0.01 and of 0.5.
+    assert run.optimizers[POLICY].rates == pytest.approx([0.006, 0.0055])
+    assert run.optimizers[CRITIC].rates == pytest.approx([0.3, 0.275])
+
+
+def test_a_critics_forward_by_the_wrong_adapter_is_noticed(session, make_roles, batch, monkeypatch):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    values = roles.values
+
+    def by_the_policy(micro, layout=None):
+        roles.tuner.set_adapter(POLICY)
+        return values(micro)
+
+    monkeypatch.setattr(roles, "values", by_the_policy)
+    with pytest.raises(AssertionError, match="no gradient reached 56 parameters of critic"):
+        session(roles, algorithm).update(batch, NOBODY, 0)
+
+
+def test_a_critics_gradient_that_is_not_a_number_stops_before_it_reaches_its_weights(session, make_roles, batch):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    poisoned = batch.returns.clone()
+    poisoned[0, 4] = math.nan
+    run, before = session(roles, algorithm, Optimizer), weights_of(roles)[CRITIC]
+    with pytest.raises(NonFiniteGradientError, match="critic/grad_norm is nan"):
+        run.update(replace(batch, returns=poisoned), NOBODY, 0)
+    assert equal(before, weights_of(roles)[CRITIC])
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------
+def test_packed_rows_waste_nothing_and_train_each_prompt_once(session, make_roles, batch):
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
+    metrics = session(roles, algorithm).update(algorithm.credit(batch), algorithm.inert(batch), 0)
+    # Groups 0 and 2: prompts 4 + 3, completions 3 + 4 + 2 and 7 + 2 + 0. (A masked token is in the network too.)
+    assert metrics["tokens/trained"] == 7 + 9 + 9
+    assert metrics["waste/padding_fraction"] == 0
+
+
+def test_padded_rows_own_up_to_their_padding(session, make_roles, batch, backbone):
+    sizes = MistralConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, sliding_window=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(sizes).eval().requires_grad_(False)
+    windowed = Backbone(model=model, tokenizer=backbone.tokenizer, device=torch.device("cpu"), path="none")
+    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(backbone=windowed)
+    assert not roles.forward.packed
+    batch = algorithm.credit(batch)
+    metrics = session(roles, algorithm).update(batch, NOBODY, 0)
+    # Rows of 7, 8, 6, 4, 6, 3, 10, 5 and 3 tokens, 52 in all, in one rectangle of 9 x 10.
+    assert metrics["tokens/trained"] == 52
+    assert metrics["waste/padding_fraction"] == pytest.approx(1 - 52 / 90)
+
+
+# -- several turns -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_what_stands_at_an_answers_tokens_reaches_no_gradient(packed, make_roles, make_batch):
+    """On the model that ships, of all terms of a loss: log-probs and advantages there are no numbers."""
+    roles = make_roles(noise=0.05)
+    if not packed:
+        roles.forward = replace(roles.forward, packed=False, reason="for this test")
+    rows = [(0, (5, 6), (7, 8, -9, -10, 11)), (0, (5, 6), (-9, 12, 13)), (1, (3, 4), (6, -7, 8))]
+    clean = make_batch(rows, rewards=[1.0, 0.0, 0.5])
+    weights = torch.randn(clean.loss_mask.shape, generator=torch.Generator().manual_seed(2))
+    values = {
+        "sampled_logprobs": -2 + 0.1 * weights,
+        "old_logprobs": -2 + 0.2 * weights,
+        "reference_logprobs": -2 + 0.3 * weights,
+        "advantages": weights,
+    }
+    junk = {name: value.where(clean.loss_mask, math.nan) for name, value in values.items()}
+    algorithm = rlft.load_algorithm("grpo", kl_coef=0.1, entropy_coef=0.1, mismatch="token_truncate")
+
+    def gradients(batch):
+        for _, parameter in roles.named_parameters(POLICY):
+            parameter.grad = None
+        metrics = backward(roles, algorithm, batch, loss_scale(batch, 9, roles), policy_learns=True)
+        return metrics, [parameter.grad.clone() for _, parameter in roles.named_parameters(POLICY)]
+
+    expected, found = gradients(replace(clean, **values)), gradients(replace(clean, **junk))
+    assert max(gradient.abs().max() for gradient in expected[1]) > 1e-3
+    assert all(torch.equal(a, b) for a, b in zip(expected[1], found[1], strict=True))
+    assert expected[0] == found[0]

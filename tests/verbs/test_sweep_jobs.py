@@ -1,0 +1,263 @@
+"""Jobs of a sweep side by side: how many run at a time, failures, silence, interruptions, cards; and whole sweeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from run_folders import check_same
+from run_processes import happens
+
+import rlft
+from rlft.cluster.config import ClusterConfig
+from rlft.cluster.member import MemberError, MemberSpec
+from rlft.cluster.processes import LocalProcesses
+from rlft.system.interrupt import EXIT_CODE, Interrupt
+from rlft.types import UserError
+from rlft.verbs import sweep_jobs
+from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cards_of, cluster_of, threads_of_a_job
+
+
+class FakeMember:
+    """A member whose job ends with `code` after it was asked so often; never answers where `code` is a string."""
+
+    def __init__(self, spec: MemberSpec, folder: Path, code: Any, looks: int) -> None:
+        self.name, self.log, self.spec = spec.name, folder / f"{spec.name}.log", spec
+        self.code, self.looks, self.is_alive, self.signals = code, looks, True, []
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if method == "send":
+            self.signals += args
+            self.code, self.looks = EXIT_CODE, 0
+            future.set_result(None)
+            return future
+        self.looks -= 1
+        if isinstance(self.code, Exception):
+            future.set_exception(self.code)
+        elif self.code != "silent":
+            future.set_result(self.code if self.looks < 0 else None)
+        return future
+
+    def kill(self) -> None:
+        self.is_alive = False
+
+
+class FakeLauncher:
+    def __init__(self, folder: Path, codes: Sequence[Any] = (), looks: int = 2) -> None:
+        self.folder, self.codes, self.looks = folder, list(codes), looks
+        self.members: list[FakeMember] = []
+        self.most_alive = 0
+
+    def start(self, spec: MemberSpec) -> FakeMember:
+        code = self.codes.pop(0) if self.codes else 0
+        self.members.append(FakeMember(spec, self.folder, code, self.looks))
+        self.most_alive = max(self.most_alive, sum(member.is_alive for member in self.members))
+        return self.members[-1]
+
+    def share(self, value: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_jobs, "POLL_S", 0.001)
+
+
+def side_by_side(launcher: Any, said: list[str], **keys: Any) -> SideBySide:
+    cards = keys.pop("cards", ())
+    config = ClusterConfig(**{"jobs": 2, "timeout": 5.0, **keys})
+    return SideBySide(launcher, config, Interrupt(said.append), said.append, on_cards=bool(cards), cards=cards)
+
+
+def start_all(jobs: SideBySide, number: int, folder: Path) -> None:
+    for i in range(number):
+        jobs.start(i, f"seed={i}", ["train", f"seed={i}"], folder / str(i))
+
+
+def test_so_many_jobs_run_at_a_time_and_each_has_its_words(tmp_path: Path, said: list[str]) -> None:
+    launcher = FakeLauncher(tmp_path)
+    jobs = side_by_side(launcher, said)
+    start_all(jobs, 5, tmp_path)
+    jobs.finish()
+    assert launcher.most_alive == 2
+    assert [m.spec.arguments["words"] for m in launcher.members] == [["train", f"seed={i}"] for i in range(5)]
+    assert not any(member.is_alive for member in launcher.members)
+    assert said[0].startswith("job 0: seed=0; its output is in ")
+    assert sum("is finished" in line for line in said) == 5
+
+
+def test_each_running_job_has_a_card_of_its_own(tmp_path: Path, said: list[str]) -> None:
+    launcher = FakeLauncher(tmp_path)
+    jobs = side_by_side(launcher, said, cards=("4", "6"))
+    start_all(jobs, 4, tmp_path)
+    jobs.finish()
+    cards = [member.spec.environment["CUDA_VISIBLE_DEVICES"] for member in launcher.members]
+    assert cards[:2] == ["4", "6"]
+    assert sorted(cards) == ["4", "4", "6", "6"]
+    assert {member.spec.gpus for member in launcher.members} == {0.0}
+
+
+def test_a_cluster_that_is_joined_gives_each_job_a_card(tmp_path: Path, said: list[str]) -> None:
+    launcher = FakeLauncher(tmp_path)
+    config = ClusterConfig(kind="ray", address="auto", jobs=2)
+    jobs = SideBySide(launcher, config, Interrupt(said.append), said.append, on_cards=True)
+    start_all(jobs, 2, tmp_path)
+    jobs.finish()
+    assert [(member.spec.gpus, dict(member.spec.environment)) for member in launcher.members] == [(1.0, {})] * 2
+
+
+def test_a_failed_job_does_not_stop_the_others(tmp_path: Path, said: list[str]) -> None:
+    launcher = FakeLauncher(tmp_path, [0, 1, MemberError("job-2 was killed by SIGKILL"), 0])
+    (tmp_path / "job-1.log").write_text("step 1\nrlft: stopped: the disk is full\n")
+    jobs = side_by_side(launcher, said)
+    start_all(jobs, 4, tmp_path)
+    with pytest.raises(
+        JobsFailedError, match=r"2 jobs failed, the first of them job 1: the disk is full; its output is"
+    ):
+        jobs.finish()
+    assert jobs.failed[2] == "job-2 was killed by SIGKILL"
+    assert [f"job {i} is finished: {tmp_path / str(i)}" in said for i in range(4)] == [True, False, False, True]
+
+
+def test_a_job_whose_process_says_nothing_is_given_up(tmp_path: Path, said: list[str]) -> None:
+    launcher = FakeLauncher(tmp_path, ["silent", 0])
+    jobs = side_by_side(launcher, said, timeout=0.05)
+    start_all(jobs, 2, tmp_path)
+    with pytest.raises(JobsFailedError, match=r"job 0: its process has not answered for 0\.05 s \(cluster\.timeout\)"):
+        jobs.finish()
+    assert not launcher.members[0].is_alive
+
+
+def test_an_interruption_reaches_every_job_and_starts_no_other(tmp_path: Path, said: list[str]) -> None:
+    launcher = FakeLauncher(tmp_path, looks=10**9)
+    jobs = side_by_side(launcher, said)
+    start_all(jobs, 2, tmp_path)
+    jobs._interrupt.requested = True
+    start_all(jobs, 4, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        jobs.finish()
+    assert len(launcher.members) == 2
+    assert [member.signals for member in launcher.members] == [[signal.SIGINT]] * 2
+    assert jobs.failed == {}
+
+
+def test_real_processes_end_as_their_commands_do(tmp_path: Path, said: list[str]) -> None:
+    launcher = LocalProcesses(tmp_path)
+    jobs = side_by_side(launcher, said, timeout=60.0)
+    try:
+        jobs.start(0, "a version", ["--version"], tmp_path / "0")
+        jobs.start(1, "a mistake", ["trian"], tmp_path / "1")
+        with pytest.raises(JobsFailedError, match=r"job 1: trian: there is no such verb; did you mean rlft train\?"):
+            jobs.finish()
+    finally:
+        launcher.close()
+    assert (tmp_path / "cluster" / "job-0.log").read_text() == f"rlft {rlft.__version__}\n"
+
+
+def plain(**cluster: Any) -> dict[str, Any]:
+    from rlft.config.compose import compose
+
+    return compose([f"cluster.{key}={value}" for key, value in cluster.items()])
+
+
+def test_what_cannot_differ_between_jobs_is_refused() -> None:
+    assert cluster_of([plain(jobs=3), plain(jobs=3)]) == ClusterConfig(**plain(jobs=3)["cluster"])
+    assert cluster_of([{"verb": "sft"}]) is None
+    with pytest.raises(UserError, match=r"cluster\.jobs: is one for all jobs of a sweep, got 1, 2"):
+        cluster_of([plain(jobs=1), plain(jobs=2)])
+    with pytest.raises(UserError, match=r"cluster\.ranks: a job that runs beside others \(cluster\.jobs=2\).* got 4"):
+        cluster_of([plain(jobs=2, ranks=4, lanes=4)])
+
+
+def test_jobs_need_a_card_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert cards_of(ClusterConfig(jobs=2)) == ["0", "1"]
+    with pytest.raises(UserError, match=r"cluster\.jobs: .* there are 2 here, got 3; use cluster\.jobs=2"):
+        cards_of(ClusterConfig(jobs=3))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    assert cards_of(ClusterConfig(jobs=3)) == ["3", "5", "7"]
+    assert cards_of(ClusterConfig(jobs=9, kind="ray", address="auto")) == []
+
+
+def test_jobs_share_the_threads_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    assert [threads_of_a_job(jobs) for jobs in (2, 4, 8)] == [3, 1, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads_of_a_job(4) == 5
+
+
+# -- a whole sweep -----------------------------------------------------------------------------------------------------
+WORDS = (
+    "steps=30", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=12",
+    "data.size=32", "eval.every=0", "scoring.workers=0", "lora.rank=2", "lora.alpha=4", "model.device=cpu",
+    "checkpoint.every=1", "logger=[jsonl]", "seed=0,1", "hydra.sweep.dir=sweep",
+)  # fmt: skip
+
+
+def start_sweep(cwd: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "rlft.cli", "train", "-m", *WORDS, *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def steps_of(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.slow
+def test_a_sweep_side_by_side_is_interrupted_killed_and_repeated_and_equals_jobs_one_by_one(tmp_path: Path) -> None:
+    serial, beside = tmp_path / "serial", tmp_path / "beside"
+    serial.mkdir(), beside.mkdir()
+    done = start_sweep(serial)
+    assert done.wait(300) == 0, done.communicate()[1]
+
+    first = start_sweep(beside, "cluster.jobs=2")
+    assert happens(lambda: all(steps_of(beside / "sweep" / job) for job in "01"), within_s=120)
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == EXIT_CODE, said
+    assert "interrupted: finishing this step, then saving" in said
+    saved = [steps_of(beside / "sweep" / job) for job in "01"]
+    assert all(0 < steps < 30 for steps in saved)
+    for job, steps in zip("01", saved, strict=True):
+        assert (beside / "sweep" / job / "checkpoints" / f"step_{steps:06d}").exists(), "the step it was in is saved"
+
+    second = start_sweep(beside, "cluster.jobs=2")
+    assert happens(
+        lambda: any(steps_of(beside / "sweep" / j) > s for j, s in zip("01", saved, strict=True)), within_s=120
+    )
+    family = psutil.Process(second.pid).children(recursive=True)
+    assert len(family) >= 4, "a member and a job for each"
+    second.kill()
+    second.wait(30)
+    assert happens(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), within_s=20)
+
+    third = start_sweep(beside, "cluster.jobs=2")
+    out, said = third.communicate(timeout=300)
+    assert third.returncode == 0, said
+    assert "written to sweep/sweep.csv" in out
+    for job in "01":
+        check_same(beside / "sweep" / job, serial / "sweep" / job)
+        status = json.loads((beside / "sweep" / job / "status.json").read_text())
+        assert status["status"] == "finished"

@@ -1,0 +1,81 @@
+"""Folders of runs as their loggers leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlft.config.compose import compose
+from rlft.logger.jsonl import encode
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the folder of a run as its loggers would: metrics, evaluations, and rollouts of groups of two.
+
+    marks: {step: the alarm it is marked with}. tokens_in: the group that has values of tokens. The first group of step
+    1 is asked again in the third last step.
+    """
+
+    def completion_line(step: int, group: int, index: int, text: str, steps: int, tokens: bool) -> dict[str, Any]:
+        again = group == 0 and step in (1, steps - 2)
+        values = {name: [-0.123] for name in ("old", "after", "reference", "entropy", "advantage")}
+        return {
+            "step": step,
+            "prompt_id": "again" if again else f"p{step}.{group}",
+            "index": index,
+            "prompt": [{"role": "user", "content": f"question {step}.{group}"}],
+            "answer": "7",
+            "completion": text,
+            "token_ids": [5],
+            "logprobs": [-0.1],
+            "rewards": {"exact_match": float(index), "format": 1.0 - index},
+            "reward": float(index),
+            "advantage": 2.0 * index - 1,
+            "policy_version": step - 1,
+            "finish_reason": "length" if group == 1 else "stop",
+            **({"tokens": {"text": [text], **values}} if tokens else {}),
+        }
+
+    def make(
+        name: str,
+        *,
+        steps: int = 3,
+        groups: int = 4,
+        seed: int = 0,
+        lr: float = 0.01,
+        completion: str = "it is 7",
+        marks: Mapping[int, str] | None = None,
+        tokens_in: int | None = None,
+    ) -> Path:
+        folder = tmp_path / "made" / name
+        (folder / "rollouts").mkdir(parents=True)
+        group_name = "other" if name == "other" else "made"
+        plain = compose(["+recipe=grpo_arithmetic", f"name={group_name}", f"seed={seed}", f"trainer.lr={lr}"])
+        (folder / "config.yaml").write_text(yaml.safe_dump(plain | {"origin": {"commit": "abc"}}))
+        metrics, evaluations = [], []
+        for step in range(1, steps + 1):
+            rising = 1 - 1 / (1 + step / 20)
+            line = {"step": step, "reward/mean": rising + 0.01 * seed, "time/step": 1.0, "time/sample": 0.4}
+            line |= {"time/update": 0.5, "policy/entropy": 1 / step, "memory/peak_bytes": 10**9}
+            line |= {f"alarm/{marks[step]}": 1.0} if marks and step in marks else {}
+            metrics.append(line)
+            lines = [
+                completion_line(step, g, i, completion, steps, g == tokens_in) for g in range(groups) for i in range(2)
+            ]
+            (folder / "rollouts" / f"step_{step:06d}.jsonl").write_bytes(b"".join(map(encode, lines)))
+        example = {"prompt_id": "h", "question": "held?", "answer": "7", "score": 1.0, "finish_reason": "stop"}
+        for step in (0, steps):
+            text = f"it was {step} of {completion}"
+            line = {"step": step, "accuracy": 0.5, "accuracy_se": 0.1, "examples": [example | {"completion": text}]}
+            evaluations.append(line)
+        (folder / "metrics.jsonl").write_bytes(b"".join(map(encode, metrics)))
+        (folder / "eval.jsonl").write_bytes(b"".join(map(encode, evaluations)))
+        (folder / "status.json").write_text('{"status": "finished"}')
+        return folder
+
+    return make

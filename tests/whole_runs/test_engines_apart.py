@@ -1,0 +1,70 @@
+"""Runs whose engines are members of a cluster: the numbers of a run by one process, and no process left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_folders import checkpoints, files_of, metrics, rollouts
+from run_processes import Nursery, Started, happens, marked
+
+END_S = 10.0
+UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+ENGINES = ("cluster.engines=2", "scoring.workers=1")
+
+
+def keys(tiny: tuple[str, ...]) -> list[str]:
+    own = [key for key in tiny if not key.startswith("scoring.")]
+    return [*own, "checkpoint.every=1", "checkpoint.keep=9", "generation.transformers.batch_size=4"]
+
+
+@pytest.fixture(scope="module")
+def by_one_process(rough: Nursery, tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one process")
+    done = rough.run("train", *keys(tiny), "scoring.workers=0", "hydra.run.dir=run", cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+def check_same(run: Path, expected: Path) -> None:
+    assert metrics(run) == metrics(expected)
+    assert rollouts(run) == rollouts(expected)
+    assert (run / "eval.jsonl").read_bytes() == (expected / "eval.jsonl").read_bytes()
+    assert [files_of(folder) for folder in checkpoints(run)] == [files_of(folder) for folder in checkpoints(expected)]
+
+
+def check_nothing_lives(started: Started) -> None:
+    assert happens(lambda: not marked(started.mark), within_s=END_S), marked(started.mark)
+
+
+def test_engines_in_processes_of_their_own_change_no_bit(
+    rough: Nursery, tiny: tuple[str, ...], by_one_process: Path, tmp_path: Path
+) -> None:
+    started = rough.start("train", *keys(tiny), *ENGINES, "hydra.run.dir=run", cwd=tmp_path)
+    done = started.wait()
+    assert done.code == 0, done.err
+    check_nothing_lives(started)
+    check_same(tmp_path / "run", by_one_process)
+    assert sorted(file.name for file in (tmp_path / "run" / "cluster").iterdir()) == ["engine-0.log", "engine-1.log"]
+
+
+def test_a_run_on_ray_that_is_stopped_goes_on_anywhere_and_leaves_no_process(
+    rough: Nursery, tiny: tuple[str, ...], by_one_process: Path, tmp_path: Path
+) -> None:
+    folders = {file.name for file in Path("/tmp").glob("rlft-ray-*")}
+    stop = {"at": UPDATE, "call": 1, "do": "terminate"}
+    words = ("cluster=ray", *ENGINES, "cluster.scoring=true", "hydra.run.dir=run")
+    started = rough.start("train", *keys(tiny), *words, cwd=tmp_path, events=[stop])
+    done = started.wait()
+    assert done.code == 130, done.err
+    check_nothing_lives(started)
+    assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["step_000001"]
+    assert "Ray is asked for a process" in (tmp_path / "run" / "cluster" / "scorer-0.log").read_text()
+    again = rough.start("resume", "run", cwd=tmp_path, events=[{**stop, "call": 2, "do": "interrupt"}])
+    done = again.wait()
+    assert done.code == 130, done.err
+    check_nothing_lives(again)
+    assert {file.name for file in Path("/tmp").glob("rlft-ray-*")} == folders
+    done = rough.run("resume", "run", "cluster=local", "cluster.engines=0", cwd=tmp_path)
+    assert done.code == 0, done.err
+    check_same(tmp_path / "run", by_one_process)
