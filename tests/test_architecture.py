@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import operator
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -340,6 +343,17 @@ def test_every_engine_has_its_yaml_and_its_code() -> None:
 def test_tests_mirror_the_tree(module: Path) -> None:
     expected = TESTED_ELSEWHERE.get(str(module), f"{module.parent}/test_{module.name}.py")
     assert (TESTS / expected).is_file()
+
+
+def places_of_events() -> list[tuple[str, str]]:
+    """Where tests plant events in other processes, `module:name`; also in tests that run with a CUDA card only."""
+    named = re.compile(r"""["'](rlft(?:\.\w+)+):([\w.]+)["']""")
+    return sorted({place for file in TESTS.rglob("*.py") for place in named.findall(file.read_text())})
+
+
+@pytest.mark.parametrize(("module", "name"), places_of_events())
+def test_the_places_that_tests_name_exist(module: str, name: str) -> None:
+    operator.attrgetter(name)(importlib.import_module(module))
 
 
 def test_no_module_is_a_drawer_for_odds_and_ends() -> None:

@@ -191,7 +191,7 @@ class RankedTrainer:
         self._call("ready")
         self._answers("start", max(START_S, self._timeout))
         if self._store is None:
-            self._store = open_store(self._host, self._timeout)
+            self._store = open_store(self._host)
         self._num_meetings += 1
         meeting = Meeting(
             host=self._host,
@@ -202,7 +202,7 @@ class RankedTrainer:
         )
         self._call("join", meeting, self._launcher.share(on_cpu(self._local.state())))
         device = self._local.roles.backbone.device
-        self._exchange = Exchange(meeting, 0, device, self._watch, self._store)
+        self._exchange = Exchange(meeting, 0, device, self._watch)
         self._local.share = replace(self._share, exchange=self._exchange)
         self._answers("join")
 

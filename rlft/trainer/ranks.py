@@ -26,6 +26,9 @@ dist: Any = torch.distributed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
 """Between looks at a collective: short at first, since most are done in a moment."""
 LOOPBACK = "127.0.0.1"
+BACKEND_LIMIT = timedelta(days=1)
+"""Of torch's own waits: far beyond `cluster.timeout`, which is counted here. Torch's limit passes while the process is
+stopped, and its error does not say which rank is missing."""
 
 
 class RanksError(RuntimeError):
@@ -58,7 +61,6 @@ class Exchange:
         rank: of this process.
         device: of the tensors that are exchanged.
         watch: is called during each wait, and raises where a rank is known to be gone.
-        store: of rank 0, which holds it; the others connect.
     """
 
     def __init__(
@@ -67,10 +69,9 @@ class Exchange:
         rank: int,
         device: torch.device,
         watch: Callable[[], None] = lambda: None,
-        store: Any = None,
     ) -> None:
         self._meeting, self._rank, self._watch = meeting, rank, watch
-        made: Future[Any] = in_background(lambda: _group(meeting, rank, device, store))
+        made: Future[Any] = in_background(lambda: _group(meeting, rank, device))
         self._group: Any = None
         self._wait(made.done, "meet the others")
         try:
@@ -137,9 +138,9 @@ class Share:
         return buffer
 
 
-def open_store(host: str, timeout: float) -> Any:
-    """The store of rank 0, at a free port of this machine."""
-    return dist.TCPStore(host, 0, None, True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+def open_store(host: str) -> Any:
+    """The store of rank 0, at a free port of this machine; it serves the other ranks as long as this object lives."""
+    return dist.TCPStore(host, 0, None, True, timeout=BACKEND_LIMIT, wait_for_workers=False)
 
 
 def in_background(function: Callable[[], Any]) -> Future[Any]:
@@ -156,18 +157,19 @@ def in_background(function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def _group(meeting: Meeting, rank: int, device: torch.device, store: Any) -> Any:
-    """A group of its own rather than torch's default one, which belongs to an engine in this process, if to anyone."""
-    limit = timedelta(seconds=meeting.timeout)
-    if store is None:
-        store = dist.TCPStore(meeting.host, meeting.port, None, False, timeout=limit)
+def _group(meeting: Meeting, rank: int, device: torch.device) -> Any:
+    """A group of its own rather than torch's default one, which belongs to an engine in this process, if to anyone.
+
+    Each group has a connection of its own to the store: a wait on a shared one would hold up every other user of it.
+    """
+    store = dist.TCPStore(meeting.host, meeting.port, None, False, timeout=BACKEND_LIMIT)
     named = dist.PrefixStore(meeting.name, store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        options._timeout = BACKEND_LIMIT
         return dist.ProcessGroupNCCL(named, rank, meeting.ranks, options)
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = limit
+    options._timeout = BACKEND_LIMIT
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
     return dist.ProcessGroupGloo(named, rank, meeting.ranks, options)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlft.trainer import ranks
 from rlft.trainer.ranks import LOOPBACK, Exchange, Meeting, RanksError, Share, in_background, open_store
 
 CPU = torch.device("cpu")
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def store() -> Any:
-    return open_store(LOOPBACK, 20.0)
+    return open_store(LOOPBACK)
 
 
 def meeting(store: Any, name: str, ranks: int, timeout: float = 20.0) -> Meeting:
@@ -26,12 +27,12 @@ def meeting(store: Any, name: str, ranks: int, timeout: float = 20.0) -> Meeting
 
 
 @contextmanager
-def met(where: Meeting, store: Any) -> Iterator[list[Exchange]]:
+def met(where: Meeting) -> Iterator[list[Exchange]]:
     """All ranks, in this process."""
     others: list[Future[Any]] = [
         in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(1, where.ranks)
     ]
-    exchanges = [Exchange(where, 0, CPU, store=store), *(other.result(20) for other in others)]
+    exchanges = [Exchange(where, 0, CPU), *(other.result(20) for other in others)]
     try:
         yield exchanges
     finally:
@@ -40,7 +41,7 @@ def met(where: Meeting, store: Any) -> Iterator[list[Exchange]]:
 
 
 def test_what_one_rank_has_arrives_at_the_others(store: Any) -> None:
-    with met(meeting(store, "arrives", 3), store) as exchanges:
+    with met(meeting(store, "arrives", 3)) as exchanges:
         for root in range(3):
             tensors = [torch.full((1000,), float(rank)) for rank in range(3)]
             sent = [
@@ -63,16 +64,29 @@ def test_the_lanes_of_a_rank_are_neighbours() -> None:
 def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(store: Any) -> None:
     begun = time.monotonic()
     with pytest.raises(RanksError, match=r"^rank 0 waited 0\.5 s \(cluster\.timeout\) to meet the others$"):
-        Exchange(meeting(store, "absent", 2, timeout=0.5), 0, CPU, store=store)
+        Exchange(meeting(store, "absent", 2, timeout=0.5), 0, CPU)
     assert time.monotonic() - begun < 5.0
 
 
 def test_a_rank_that_takes_no_part_is_waited_for_until_the_limit(store: Any) -> None:
     with (
-        met(meeting(store, "silent", 2, timeout=1.0), store) as (first, _),
+        met(meeting(store, "silent", 2, timeout=1.0)) as (first, _),
         pytest.raises(RanksError, match=r"^rank 0 waited 1 s \(cluster\.timeout\) to exchange gradients with rank 1$"),
     ):
         first.broadcast(torch.zeros(3), 1)
+
+
+def test_time_in_which_this_process_could_not_run_ends_no_wait(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGSTOP: our clock has stood still, and the limit of torch's own wait, if it had one, has passed."""
+    monkeypatch.setattr(ranks, "RunningTime", lambda: lambda: 0.0)
+    with met(meeting(store, "stopped", 2, timeout=0.5)) as (first, second):
+        received = torch.zeros(3)
+        sent = in_background(lambda: first.broadcast(received, 1))
+        time.sleep(1.5)
+        assert not sent.done()
+        second.broadcast(torch.ones(3), 1)
+        sent.result(20)
+        assert torch.equal(received, torch.ones(3))
 
 
 def test_who_knows_that_a_rank_is_gone_need_not_wait(store: Any) -> None:
@@ -85,7 +99,7 @@ def test_who_knows_that_a_rank_is_gone_need_not_wait(store: Any) -> None:
 
     is_known, where = False, meeting(store, "known", 2)
     other = in_background(lambda: Exchange(where, 1, CPU))
-    with closing(Exchange(where, 0, CPU, watch, store)) as first, closing(other.result(20)):
+    with closing(Exchange(where, 0, CPU, watch)) as first, closing(other.result(20)):
         is_known = True
         with pytest.raises(KnownError):
             first.broadcast(torch.zeros(3), 1)

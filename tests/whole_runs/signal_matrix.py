@@ -59,7 +59,7 @@ def at(place: str, call: int = 1, **more: Any) -> Event:
 
 
 # While a worker scores: a moment after it has got its task.
-SCORING = at("rlft.scoring.pool:_packed", when="after", later=0.04)
+SCORING = at("rlft.scoring.pool:packed_task", when="after", later=0.04)
 UPDATE = at("rlft.trainer.optimizer:Optimizer.update", when="after")
 CHECKPOINT = at("rlft.trainer.checkpoint:_write_manifest")
 
