@@ -97,10 +97,10 @@ class Exchange:
             raise RanksError(f"rank {self._rank} lost the connection to another rank: {error}") from error
 
     def close(self) -> None:
-        """Ends the connections. What is under way on them may hold the call up, so a thread of its own makes it."""
-        group, self._group = self._group, None
-        if group is not None:
-            in_background(lambda: _end(group))
+        """Ends the connections. What is under way on them may hold that up, so a thread of its own does it."""
+        groups, self._group = [self._group], None
+        if groups[0] is not None:
+            in_background(lambda: _end(groups))
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         clock, pause = RunningTime(), FIRST_PAUSE_S
@@ -183,5 +183,9 @@ def _own_address(meeting: Meeting) -> str:
         return way.getsockname()[0]
 
 
-def _end(group: Any) -> None:
-    group.abort()
+def _end(groups: list[Any]) -> None:
+    """Also frees them: that waits for what is under way, without an end where the other rank is stopped, so that the
+    last reference to a group must be this thread's."""
+    for group in groups:
+        group.abort()
+    groups.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from typing import Any
@@ -87,6 +87,21 @@ def test_time_in_which_this_process_could_not_run_ends_no_wait(store: Any, monke
         second.broadcast(torch.ones(3), 1)
         sent.result(20)
         assert torch.equal(received, torch.ones(3))
+
+
+def test_closing_waits_for_nothing_that_is_under_way(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB are more than a connection takes without a reader. The thread that ends it is far ahead of the caller."""
+
+    def is_ahead(function: Callable[[], Any]) -> Future[Any]:
+        future = in_background(function)
+        time.sleep(0.5)
+        return future
+
+    with met(meeting(store, "closing", 2, timeout=0.5)) as (first, _):
+        with pytest.raises(RanksError, match="to exchange gradients with rank 0"):
+            first.broadcast(torch.zeros(2**24), 0)
+        monkeypatch.setattr(ranks, "in_background", is_ahead)
+        in_background(first.close).result(10)
 
 
 def test_who_knows_that_a_rank_is_gone_need_not_wait(store: Any) -> None:
