@@ -65,12 +65,12 @@ def costs_of(batch: Batch, rows: Tensor, *, shared_prompts: bool) -> Costs:
     lengths = batch.attention_mask.sum(1)[rows].tolist()
     groups = batch.group_ids[rows].tolist()
     if not shared_prompts:
-        return Costs(rows=[_cost(0, n) for n in lengths], prompts=[0.0] * len(groups), groups=groups)
-    own = [_cost(p, n - p) for p, n in zip(prompts, lengths, strict=True)]
-    return Costs(rows=own, prompts=[_cost(0, p) for p in prompts], groups=groups)
+        return Costs(rows=[token_cost(0, n) for n in lengths], prompts=[0.0] * len(groups), groups=groups)
+    own = [token_cost(p, n - p) for p, n in zip(prompts, lengths, strict=True)]
+    return Costs(rows=own, prompts=[token_cost(0, p) for p in prompts], groups=groups)
 
 
-def _cost(before: int, own: int) -> float:
+def token_cost(before: int, own: int) -> float:
     """Of `own` tokens after `before` others, which each of them attends to."""
     return own + own * (before + own / 2) / PAIRS_PER_TOKEN
 
