@@ -900,6 +900,16 @@ def test_what_only_looks_like_a_mistake_is_planned(typed: str, workplace: Path) 
         ("generation.top_k=5", "got 5; use generation.top_p=1 generation.top_k=0"),
         ("prompts_per_step=5000", "prompts_per_step: there are only 4096 train prompts"),
         ("eval.num_prompts=500", "eval.num_prompts: there are only 256 held-out prompts"),
+        # 16 prompts x 8 are fewer than the 256 completions that the engine computes together.
+        (
+            "generation=transformers cluster.engines=4",
+            "cluster.engines: only 1 of them will have something to sample: the transformers engine computes 256 "
+            "completions of a step together, got 4; use generation.transformers.batch_size=32",
+        ),
+        (
+            "generation=transformers cluster.engines=3 prompts_per_step=2 generation.transformers.batch_size=8",
+            "only 2 of them will have something to sample: a step has 2 prompts, got 3; raise prompts_per_step, or use",
+        ),
     ],
 )
 def test_what_is_hardly_ever_meant_is_said_and_goes_on(typed: str, fragment: str, workplace: Path) -> None:

@@ -100,6 +100,8 @@ class Engine(ABC):
     """Its keys that change no number, so that a run may go on with other values."""
     divisible: ClassVar[bool] = True
     """Whether a completion's tokens and log-probs do not depend on which prompts are sampled in the same call."""
+    at_once_key: ClassVar[str | None] = None
+    """Its key that says `at_once`, if there is one."""
     rewards_turns: ClassVar[bool] = False
     """Whether the turns of its completions may have rewards (`Turn.reward`), which count as rewards of steps."""
     packages: ClassVar[tuple[str, ...]] = ()

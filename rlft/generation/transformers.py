@@ -53,6 +53,7 @@ class Transformers(Engine):
     on_trainers_base: ClassVar[bool] = True
     serves_whole_models: ClassVar[bool] = True
     divisible: ClassVar[bool] = False  # products of other shapes may be other ones in their last bits
+    at_once_key: ClassVar[str | None] = "batch_size"
     may_change: ClassVar[tuple[str, ...]] = ("batch_size",)
     grows: ClassVar[Mapping[str, tuple[str, str]]] = {
         "sample": ("keys and values of the completions", "batch_size"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.algorithm.protocol import Algorithm
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers, uses
+from rlft.checks.ranks import idle_engines
 from rlft.checks.servers import check_servers
 from rlft.checks.train import check_config
 from rlft.cluster.placement import Placement
@@ -20,6 +21,7 @@ from rlft.cluster.ray_session import check_address, check_installed
 from rlft.config.schema import RunConfig
 from rlft.data.lazy import joined
 from rlft.data.text import load_texts
+from rlft.generation.config import section_of
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.keys.instantiate import instantiate
@@ -278,10 +280,17 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
                 len(train_prompts.prompts) if trains else None,
                 None if held_out is None else len(held_out.prompts),
             ),
+            *([idle] if trains and (idle := idle_of(config, engine)) else ()),
             *notes(rewards),
             *data_notes,
         ),
     )
+
+
+def idle_of(config: RunConfig, engine: str) -> str | None:
+    """The warning that engines have nothing to sample, if so."""
+    opened = config.generation.named(engine)
+    return idle_engines(config.cluster, section_of(engine), opened, config.prompts_per_step, config.group_size)
 
 
 def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainText | None:
