@@ -104,12 +104,17 @@ class StepTime:
         return max(beside, sum(self.driver.values())) + self.publish
 
 
-def simulate(groups: Sequence[Group], costs: StageCosts, layout: Layout) -> StepTime:
-    """The step in which these groups are sampled and trained on once."""
+def simulate(
+    groups: Sequence[Group], costs: StageCosts, layout: Layout, trained: Sequence[Group] | None = None
+) -> StepTime:
+    """The step in which these groups are sampled and trained on once.
+
+    trained: those that teach something; others are left out of the update. None: all.
+    """
     completions = sum(len(lengths) for _, lengths in groups)
     finished, busy = sampled(groups, costs, layout)
     sample = finished[-1][0]
-    updated, balance = update_seconds(groups, costs, layout)
+    updated, balance = update_seconds(groups if trained is None else trained, costs, layout)
     machines = max(1, math.ceil(layout.engines / layout.a_machine))
     rank_machines = max(0, math.ceil(layout.ranks / layout.a_machine) - 1)
     driver = {

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -77,60 +77,51 @@ def main() -> None:
 
 # -- measured in one process -----------------------------------------------------------------------------------------
 def measure(options: argparse.Namespace) -> None:
-    lines = [line for words in MEASURED for line in steps_of(run(options, words))]
+    steps = [step for words in MEASURED for step in steps_of(run(options, words))]
     alone = run(options, {"cluster.engines": "0"})
     own = steps_of(alone)
     speeds = speeds_of(options)
-    costs = fitted(lines, own, speeds, adapter_of(alone))
+    costs = fitted(steps, own, speeds, adapter_of(alone))
     (options.out / "costs.json").write_text(json.dumps(asdict(costs), indent=1) + "\n")
     print(json.dumps(asdict(costs), indent=1))
 
 
-def fitted(lines: Sequence[Any], own: Sequence[Any], speeds: Sequence[float], adapter: Path) -> StageCosts:
-    """lines: steps of runs with one engine and one rank. own: of a run that samples itself, and scores afterwards."""
+def fitted(steps: Sequence[Step], own: Sequence[Step], speeds: Sequence[float], adapter: Path) -> StageCosts:
+    """steps: of runs with one engine and one rank. own: of a run that samples itself, and scores afterwards."""
     sampling = [
         (
-            len(units := parts(groups, at_once)),
+            len(units := parts(step.groups, step.at_once)),
             sum(max(max(n) for _, n in unit) for unit in units),
-            sum(sum(n) for _, n in groups),
+            sum(sum(n) for _, n in step.groups),
         )
-        for groups, at_once, _ in lines
+        for step in steps
     ]
-    unit, position, token = positive_fit(sampling, [line["time/sample"] for *_, line in lines])
-    costs = [sum(lane_costs(groups, LANES)) for groups, *_ in lines]
-    update, update_token = positive_fit([(1, cost) for cost in costs], [line["time/update"] for *_, line in lines])
-    completions = [sum(len(n) for _, n in groups) for groups, *_ in lines]
-    credit = statistics.median(
-        line["time/credit"] / number for number, (*_, line) in zip(completions, lines, strict=True)
-    )
+    unit, position, token = positive_fit(sampling, [step.seconds["sample"] for step in steps])
+    training = [(1, sum(lane_costs(step.trained, LANES))) for step in steps]
+    update, update_token = positive_fit(training, [step.seconds["update"] for step in steps])
     publish, size = sending(adapter)
     gradient = 4 * count_of(adapter)
-    groups = lines[0][0]
-    bytes_each, send = handing_over(groups)
+    bytes_each, send = handing_over(steps[0].groups)
     exchange, exchange_byte = exchanging(gradient)
     return StageCosts(
         unit=unit,
         position=position,
         token=token,
-        score=statistics.median(line["time/score"] / sum(len(n) for _, n in groups) for groups, _, line in own),
-        credit=credit,
+        score=statistics.median(step.seconds["score"] / step.completions for step in own),
+        credit=statistics.median(step.seconds["credit"] / step.completions for step in steps),
         update=update,
         update_token=update_token,
         send=send,
         exchange=exchange,
         exchange_byte=exchange_byte,
         publish=publish,
-        load=max(0.0, statistics.median(line["time/publish"] for *_, line in lines) - publish),
-        rest=max(0.0, statistics.median(line["time/step"] - stages(line) for *_, line in lines)),
+        load=max(0.0, statistics.median(step.seconds["publish"] for step in steps) - publish),
+        rest=max(0.0, statistics.median(step.rest for step in steps)),
         adapter_bytes=size,
         gradient_bytes=gradient,
         completion_bytes=bytes_each,
         speeds=tuple(speeds),
     )
-
-
-def stages(line: dict[str, float]) -> float:
-    return sum(seconds for name, seconds in line.items() if name.startswith("time/") and name != "time/step")
 
 
 def positive_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -153,10 +144,10 @@ def speeds_of(options: argparse.Namespace) -> list[float]:
         processes = [started(folder, {"cluster.engines": "0"}, options.steps + 2) for folder in folders]
         for process in processes:
             ended(process)
-        lines = [line for folder in folders for *_, line in steps_of(folder)[:-2]]  # the last ones may run alone
-        seconds.append(statistics.median(line["time/sample"] + line["time/update"] for line in lines))
+        steps = [step for folder in folders for step in steps_of(folder)[:-2]]  # the last ones may run alone
+        seconds.append(statistics.median(step.seconds["sample"] + step.seconds["update"] for step in steps))
         print(f"{number} side by side: {seconds[-1]:.3f} s a step", flush=True)
-    return [seconds[0] / each for each in seconds]
+    return [min(1.0, seconds[0] / each) for each in seconds]
 
 
 def adapter_of(folder: Path) -> Path:
@@ -249,15 +240,15 @@ def broadcasts(meeting: Any, rank: int, gradient_bytes: int) -> tuple[float, flo
 def check(options: argparse.Namespace) -> None:
     costs = read_costs(options.out)
     layouts = [tuple(map(int, layout.split("x"))) for layout in options.layouts]
-    real: dict[Any, list[dict[str, float]]] = {layout: [] for layout in layouts}
+    real: dict[Any, list[Step]] = {layout: [] for layout in layouts}
     model: dict[Any, list[StepTime]] = {layout: [] for layout in layouts}
     for number in range(options.rounds):
         for engines, ranks in layouts:
             folder = run(options, {"cluster.engines": str(engines), "cluster.ranks": str(ranks)})
-            for groups, at_once, line in steps_of(folder):
-                layout = Layout(engines=engines, ranks=ranks, lanes=LANES, at_once=at_once)
-                real[engines, ranks].append(line)
-                model[engines, ranks].append(simulate(groups, costs, layout))
+            for step in steps_of(folder):
+                layout = Layout(engines=engines, ranks=ranks, lanes=LANES, at_once=step.at_once)
+                real[engines, ranks].append(step)
+                model[engines, ranks].append(simulate(step.groups, costs, layout, step.trained))
             print(f"round {number + 1}, {engines} engines, {ranks} ranks", flush=True)
     text = compared(layouts, real, model) + f"\n\n{where_and_when()}."
     (options.out / "check.md").write_text(text + "\n")
@@ -271,8 +262,8 @@ def compared(layouts: Sequence[Any], real: dict[Any, Any], model: dict[Any, Any]
         row = [str(layout[0]), str(layout[1])]
         for name in ("sample", "update", "publish"):
             told = statistics.median(getattr(step, name) for step in model[layout])
-            row.append(f"{statistics.median(line[f'time/{name}'] for line in real[layout]):.3f} / {told:.3f}")
-        steps = [line["time/step"] for line in real[layout]]
+            row.append(f"{statistics.median(step.seconds[name] for step in real[layout]):.3f} / {told:.3f}")
+        steps = [step.seconds["step"] for step in real[layout]]
         told = statistics.median(step.total for step in model[layout])
         error = told / statistics.median(steps) - 1
         row += [
@@ -305,28 +296,59 @@ def ended(process: subprocess.Popen[bytes]) -> None:
         sys.exit(f"{' '.join(map(str, process.args))} ended with {process.returncode}")  # pyright: ignore[reportArgumentType]
 
 
-def steps_of(folder: Path) -> list[tuple[list[Group], int, dict[str, float]]]:
-    """(groups, completions that an engine computes together, metrics) of each step after the first ones."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step of a run did, and how long it took.
+
+    Args:
+        trained: groups that taught something, which alone are in the update.
+        at_once: completions that an engine computes together.
+        seconds: by stage, and of the whole `step`.
+    """
+
+    groups: list[Group]
+    trained: list[Group]
+    at_once: int
+    seconds: dict[str, float]
+
+    @property
+    def completions(self) -> int:
+        return sum(len(lengths) for _, lengths in self.groups)
+
+    @property
+    def rest(self) -> float:
+        """Seconds that no stage counts."""
+        return 2 * self.seconds["step"] - sum(self.seconds.values())
+
+
+def steps_of(folder: Path) -> list[Step]:
+    """The steps of a run after the first ones."""
     metrics = {line["step"]: line for line in read_lines(folder / METRICS)}
-    at_once = int((WORDS | given(folder))["generation.transformers.batch_size"])
-    found = []
+    at_once = batch_size_of(folder)
+    steps = []
     for path, step in rollout_files(folder):
         if step <= WARM_UP:
             continue
-        prompts: dict[str, list[int]] = {}
+        lengths: dict[str, list[int]] = {}
+        teaching: set[str] = set()
         for line in read_lines(path):
-            prompts.setdefault(line["prompt_id"], []).append(len(line["token_ids"]))
-        prompt = round(metrics[step]["tokens/prompt"] / len(prompts))
-        found.append(([(prompt, lengths) for lengths in prompts.values()], at_once, metrics[step]))
-    return found
+            lengths.setdefault(line["prompt_id"], []).append(len(line["token_ids"]))
+            if line["advantage"]:
+                teaching.add(line["prompt_id"])
+        prompt = round(metrics[step]["tokens/prompt"] / len(lengths))
+        groups: dict[str, Group] = {name: (prompt, own) for name, own in lengths.items()}
+        seconds = {name[5:]: value for name, value in metrics[step].items() if name.startswith("time/")}
+        trained = [group for name, group in groups.items() if name in teaching]
+        steps.append(Step(groups=list(groups.values()), trained=trained, at_once=at_once, seconds=seconds))
+    return steps
 
 
-def given(folder: Path) -> dict[str, str]:
-    """The batch size of a run, from its config."""
+def batch_size_of(folder: Path) -> int:
+    """Of the transformers engine of a run, from its config."""
     import yaml
 
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    return {"generation.transformers.batch_size": str(config["generation"]["transformers"]["batch_size"])}
+    return config["generation"]["transformers"]["batch_size"]
 
 
 def read_costs(out: Path) -> StageCosts:

@@ -173,10 +173,10 @@ class RankedTrainer:
                 if before is not None:
                     self._local.restore(before)
             except BaseException:  # also a signal: members may be anywhere in their work
-                self._leave()
                 for member in self._members:
                     if member is not None:
                         member.kill()
+                self._leave()  # after them: it takes until no other rank is connected
                 raise
             else:
                 self._num_failures = 0

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,6 +25,7 @@ dist: Any = torch.distributed
 """Without its types, which do not know the classes of its C++ part."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
 """Between looks at a collective: short at first, since most are done in a moment."""
+CLOSE_S = 1.0
 LOOPBACK = "127.0.0.1"
 BACKEND_LIMIT = timedelta(days=1)
 """Of torch's own waits: far beyond `cluster.timeout`, which is counted here. Torch's limit passes while the process is
@@ -97,10 +98,13 @@ class Exchange:
             raise RanksError(f"rank {self._rank} lost the connection to another rank: {error}") from error
 
     def close(self) -> None:
-        """Ends the connections. What is under way on them may hold that up, so a thread of its own does it."""
+        """Ends the connections. What is under way on them may hold that up, so a thread of its own does it.
+
+        It is waited for a moment: a process that ends while the thread is at it would be aborted.
+        """
         groups, self._group = [self._group], None
         if groups[0] is not None:
-            in_background(lambda: _end(groups))
+            wait([in_background(lambda: _end(groups))], timeout=CLOSE_S)
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         clock, pause = RunningTime(), FIRST_PAUSE_S

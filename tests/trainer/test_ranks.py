@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -102,6 +104,21 @@ def test_closing_waits_for_nothing_that_is_under_way(store: Any, monkeypatch: py
             first.broadcast(torch.zeros(2**24), 0)
         monkeypatch.setattr(ranks, "in_background", is_ahead)
         in_background(first.close).result(10)
+
+
+def test_a_process_that_ends_after_closing_is_not_aborted() -> None:
+    script = """
+import torch
+from rlft.trainer.ranks import LOOPBACK, Exchange, Meeting, in_background, open_store
+store, cpu = open_store(LOOPBACK), torch.device("cpu")
+where = Meeting(host=LOOPBACK, port=store.port, name="ends", ranks=2, timeout=20.0)
+other = in_background(lambda: Exchange(where, 1, cpu))
+first = Exchange(where, 0, cpu)
+other.result(20).close()
+first.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_who_knows_that_a_rank_is_gone_need_not_wait(store: Any) -> None:
