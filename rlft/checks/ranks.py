@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlft.cluster.config import ClusterConfig
 from rlft.cluster.engine_pool import units_of
+from rlft.config.schema import RunConfig
 from rlft.generation.engine import Engine
 from rlft.types import UserError
 
@@ -39,3 +40,23 @@ def idle_engines(cluster: ClusterConfig, name: str, engine: Engine, num_prompts:
         remedy = f"use generation.{name}.{engine.at_once_key}={num_prompts // cluster.engines * group_size}"
     problem = f"only {parts} of them will have something to sample: {why}"
     return f"cluster.engines: {problem}, got {cluster.engines}; {remedy}"
+
+
+def check_shard_base(config: RunConfig) -> None:
+    """Refuses to divide the layers of a base that must be whole."""
+    if config.cluster.shard_base and (why := why_whole(config)) is not None:
+        problem, remedy = why
+        raise UserError("cluster.shard_base", problem, got="true", remedy=f"{remedy}, or leave it out")
+
+
+def why_whole(config: RunConfig) -> tuple[str, str] | None:
+    """Why ranks cannot divide the layers of this run's base, and what to change; None where they can."""
+    if not config.cluster.engines:
+        return "an engine in the run's own process needs the whole base", "set cluster.engines=1 or more"
+    if config.cluster.num_lanes == 1:  # the policy learns on sums of base and adapter then, which are of all weights
+        return "is of ranks that share lanes, and there is one lane", "set cluster.ranks=2 or cluster.lanes=2, or more"
+    if config.model.quantization is not None:
+        return "layers in 4 bits are not divided", "set model.quantization=null"
+    if config.lora.use_dora:
+        return "DoRA asks for the lengths of all weights before there are ranks", "set lora.use_dora=false"
+    return None

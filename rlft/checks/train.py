@@ -9,7 +9,7 @@ from rlft.algorithm.protocol import Algorithm
 from rlft.checks import rules
 from rlft.checks.adapters import check_folders, uses
 from rlft.checks.files import check_data
-from rlft.checks.ranks import check_ranks
+from rlft.checks.ranks import check_ranks, check_shard_base
 from rlft.checks.roles import check_roles
 from rlft.config.compose import build
 from rlft.config.schema import RunConfig
@@ -41,6 +41,7 @@ def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Algorit
     rules.check(config, algorithm, trains=trains)
     if trains:
         check_ranks(config.cluster)
+        check_shard_base(config)
     rewards = specs(config.reward)
     check_roles(config, algorithm, rewards)
     rules.check_stops_and_rewards(config.generation, rewards)

@@ -25,6 +25,7 @@ class ClusterConfig:
     max_engine_restarts: NonNegativeInt = 3
     scoring: bool = False
     jobs: PositiveInt = 1
+    shard_base: bool = False
 
     @property
     def num_lanes(self) -> int:

@@ -37,6 +37,7 @@ ADDED_KEYS: Mapping[str, Any] = {
     "alarms.effective_samples": 0.3,
     "rollouts.every": 1,
     "rollouts.keep": None,
+    "cluster.shard_base": False,
 }
 """Keys that the configs of older runs lack, with the values that those runs had."""
 

@@ -48,6 +48,7 @@ class ModelSizes:
         packed: whether prompts are shared and nothing is padded.
         kernels: what it will be computed with (rlft.model.kernels.selection.Decision).
         linear: weights of its linear layers without the output head.
+        layers: weights of each decoder layer that ranks can divide; empty where they cannot.
     """
 
     parameters: int
@@ -61,6 +62,15 @@ class ModelSizes:
     packed: bool
     kernels: Any
     linear: int = 0
+    layers: tuple[int, ...] = ()
+
+    def divided_bytes(self, ranks: int) -> int:
+        """Of the base on rank 0's device, where so many ranks divide the layers (rlft.trainer.sharded_base).
+
+        These are all that is no layer, its own layers, and two buffers in which the others take turns.
+        """
+        own = self.layers[::ranks] if ranks > 1 else ()
+        return self.base_bytes + self.itemsize * (sum(own) + 2 * max(self.layers) - sum(self.layers))
 
     @property
     def quantized(self) -> bool:

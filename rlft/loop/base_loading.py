@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from rlft.checks.adapters import empty_model, fresh_shapes
+from rlft.cluster.config import ClusterConfig
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, set_checkpointing
 from rlft.model.backbone import Adopt, Backbone, load_backbone, read_backbone
 from rlft.model.config import LoraSettings, ModelConfig
 from rlft.model.lora_config import lora_config
 from rlft.system.memory import free_memory
+from rlft.trainer.sharded_base import ShardedLayers
 
 SHARE = 0.5
 """Share of the memory that is free after loading the weights which activations may take without checkpointing."""
@@ -24,6 +26,7 @@ def load_for_training(
     *,
     own: bool = False,
     adopt: Adopt | None = None,
+    sharded: ShardedLayers | None = None,
 ) -> Backbone:
     """Loads the base.
 
@@ -33,9 +36,14 @@ def load_for_training(
         token_budget: the most tokens of a forward with gradient.
         own: whether no other job of a sweep may share the base, because its weights will be trained.
         adopt: puts the base on its device (`rlft.model.backbone.read_backbone`).
+        sharded: takes the base's layers, which no other job can then share.
     """
-    arguments = (config,) if adopt is None else (config, adopt)
-    backbone = read_backbone(config) if own else load_backbone(*arguments)
+    if sharded is not None:
+        own, adopt = True, sharded.adopt
+    if own:
+        backbone = read_backbone(config, adopt)
+    else:  # jobs share a base by the arguments that it was loaded with
+        backbone = load_backbone(config) if adopt is None else load_backbone(config, adopt)
     if config.gradient_checkpointing == "auto":
         model, free = backbone.model, free_bytes(backbone.device)
         plain, itemsize = backbone.kernels.are_plain, model.dtype.itemsize
@@ -51,6 +59,11 @@ def load_for_training(
         )
         set_checkpointing(model, needed and model.supports_gradient_checkpointing)
     return backbone
+
+
+def layers_of_rank(cluster: ClusterConfig, rank: int) -> ShardedLayers | None:
+    """The layers of the base that the ranks divide, for one of them; None where each has all."""
+    return ShardedLayers(rank, cluster.ranks) if cluster.shard_base else None
 
 
 def needs_checkpointing(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlft.algorithm.protocol import Algorithm
 from rlft.config.schema import RunConfig
-from rlft.loop.base_loading import load_for_training
+from rlft.loop.base_loading import layers_of_rank, load_for_training
 from rlft.loop.session import critic_source, update_settings
 from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.backbone import resolve_device
@@ -25,9 +25,10 @@ from rlft.types import Batch
 
 
 @contextmanager
-def opened_trainer(config: RunConfig, *, needs_old: bool) -> Iterator[LocalTrainer]:
+def opened_trainer(config: RunConfig, *, needs_old: bool, rank: int = 0) -> Iterator[LocalTrainer]:
     """The trainer of this config on a base and roles of its own, without pretraining text and learned rewards."""
-    backbone = load_for_training(config.model, config.lora, config.token_budget)
+    base = layers_of_rank(config.cluster, rank)
+    backbone = load_for_training(config.model, config.lora, config.token_budget, sharded=base)
     roles = Roles(
         backbone,
         config.lora,
@@ -37,9 +38,11 @@ def opened_trainer(config: RunConfig, *, needs_old: bool) -> Iterator[LocalTrain
         token_budget=config.token_budget,
         seed=config.seed,
     )
+    if base is not None and rank > 0:
+        base.drop_copies()
     try:
         optimizers = open_optimizers(roles, config.trainer, config.critic.lr)
-        yield LocalTrainer(roles, optimizers, update_settings(config), needs_old=needs_old)
+        yield LocalTrainer(roles, optimizers, update_settings(config), needs_old=needs_old, base=base)
     finally:
         roles.close()
 
@@ -59,7 +62,7 @@ class RankWorker:
         self._stack = ExitStack()
         self._stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
         keep_blocks(config.token_budget)
-        self._trainer = self._stack.enter_context(opened_trainer(config, needs_old=needs_old))
+        self._trainer = self._stack.enter_context(opened_trainer(config, needs_old=needs_old, rank=rank))
         self._exchange: Exchange | None = None
 
     def ready(self) -> None:
@@ -77,24 +80,23 @@ class RankWorker:
         rows_of, share = self._trainer.rows_of_lanes(batch, inert_B), self._trainer.share
         assert share is not None, "it has joined"
         rows = torch.cat([rows_of[lane] for lane in share.mine])
-        return {name: values[rows] for name, values in self._trainer.annotations(batch, inert_B).items()}
+        with self._together():
+            return {name: values[rows] for name, values in self._trainer.annotations(batch, inert_B).items()}
 
     def update(
         self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int, texts: list[Batch]
     ) -> list[UpdateRecord]:
         """This rank's part of all updates of a step. texts: of each update, where the algorithm needs text."""
-        try:
+        with self._together():
             return self._trainer.update_lanes(algorithm, batch, inert_B, step, GivenText(texts))
-        except Exception:
-            self._leave()  # so that no rank waits for this one
-            raise
 
     def refresh(self, step: int) -> None:
         """Moves the snapshots that are due after `step` steps."""
         self._trainer.roles.refresh(step)
 
     def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
-        self._trainer.rehearse(algorithm, micro)
+        with self._together():
+            self._trainer.rehearse(algorithm, micro)
 
     def digest(self) -> str:
         return self._trainer.digest()
@@ -102,6 +104,15 @@ class RankWorker:
     def close(self) -> None:
         self._leave()
         self._stack.close()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Inside, ranks exchange something; one that fails leaves, so that no other waits for it."""
+        try:
+            yield
+        except Exception:
+            self._leave()
+            raise
 
     def _leave(self) -> None:
         exchange, self._exchange = self._exchange, None

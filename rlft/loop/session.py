@@ -20,7 +20,7 @@ from rlft.generation.engine import Engine
 from rlft.logger.alarms import Alarms, AlarmsConfig
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
-from rlft.loop.base_loading import load_for_training
+from rlft.loop.base_loading import layers_of_rank, load_for_training
 from rlft.loop.dynamic_sampling import replace_uninformative_groups
 from rlft.loop.engine_members import open_engines
 from rlft.loop.engines import Engines, adopting_of, opening_of
@@ -52,6 +52,7 @@ from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.protocol import Trainer, TrainerState
 from rlft.trainer.reward_training import RewardRefresh
+from rlft.trainer.sharded_base import ShardedLayers
 from rlft.trainer.update import UpdateSettings
 from rlft.types import Adapter, Batch, Evaluation, Generator, Group, Prompt, Rollouts, Scores, StepRecord, TokenValues
 
@@ -82,6 +83,7 @@ class Session(RunShell):
         interrupt: Interrupt,
         say: Callable[[str], None],
         ranks: Ranks | None = None,
+        base: ShardedLayers | None = None,
     ) -> None:
         super().__init__(plan, folder, logger, interrupt, say)
         self.plan, self.config = plan, plan.config
@@ -95,7 +97,7 @@ class Session(RunShell):
         self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
         self._published: Adapter | None = None
         self._earlier: Adapter | None = None  # what a run with a lag sampled with before the last publish
-        self.trainer: Trainer = divided(open_trainer(plan, roles), self.config.cluster, ranks, logger.note)
+        self.trainer: Trainer = divided(open_trainer(plan, roles, base), self.config.cluster, ranks, logger.note)
         engine = self.config.generation.named(plan.engine)
         self.freshness = open_freshness(self.config.freshness, plan.train_prompts, backbone, engine)
         # The policy learns on sums of base and adapter that such an engine makes here (`Roles.lend_sums`).
@@ -349,8 +351,8 @@ def alarms_of(settings: AlarmsConfig, overlap: OverlapConfig) -> AlarmsConfig:
     return replace(settings, logprob_gap=None) if overlap.lag else settings
 
 
-def open_trainer(plan: TrainPlan, roles: Roles) -> LocalTrainer:
-    """The trainer of this run on these roles, with fresh optimizers."""
+def open_trainer(plan: TrainPlan, roles: Roles, base: ShardedLayers | None = None) -> LocalTrainer:
+    """The trainer of this run on these roles, with fresh optimizers. base: its layers, where ranks divide them."""
     config = plan.config
     reward_training: RewardRefresh | None = None
     if config.reward_model.refresh_every and (learned := learned_rewards(specs(config.reward))):
@@ -363,6 +365,7 @@ def open_trainer(plan: TrainPlan, roles: Roles) -> LocalTrainer:
         needs_old=plan.needs_old,
         text=plan.pretrain_text,
         reward_training=reward_training,
+        base=base,
     )
 
 
@@ -449,7 +452,8 @@ def open_session(
                 open_rewards = partial(open_reward_members, config, launcher, say)
         if pool is None:
             adopt = adopting_of(engines, config, config.lora.rank, plan.engine)
-        backbone = load_for_training(config.model, config.lora, config.token_budget, adopt=adopt)
+        base = None if pool is None else layers_of_rank(config.cluster, rank=0)  # an engine here needs the whole base
+        backbone = load_for_training(config.model, config.lora, config.token_budget, adopt=adopt, sharded=base)
         roles = Roles(
             backbone,
             config.lora,
@@ -472,7 +476,7 @@ def open_session(
             generator = stack.enter_context(engines.opened(config.generation.named(plan.engine), opening))
         else:
             generator = pool
-        session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say, ranks)
+        session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say, ranks, base)
         stack.callback(session.ahead.close)
         return session
 

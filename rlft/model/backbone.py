@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -169,6 +169,25 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
         path=config.path,
         kernels=kernels,
     )
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers in their order; empty where they are not one list of as many modules as the config says, or
+    have weights in common."""
+    number = cast(Any, model).config.get_text_config().num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == number]
+    inside = {id(module) for found in lists[:1] for module in found.modules()}  # as lists of experts are
+    if not lists or any(id(other) not in inside for other in lists):
+        return []
+    layers = list(lists[0])
+    weights = [id(weight) for layer in layers for weight in layer_weights(layer)]
+    return layers if len(set(weights)) == len(weights) else []
+
+
+def layer_weights(layer: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a decoder layer that are matrices, or more, of the dtype of the first: not norms and biases."""
+    weights = [parameter for parameter in layer.parameters() if parameter.dim() > 1]
+    return [weight for weight in weights if weight.dtype == weights[0].dtype]
 
 
 def _silence_dropout(model: PreTrainedModel) -> None:

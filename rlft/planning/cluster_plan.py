@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from rlft.checks.ranks import why_whole
 from rlft.cluster.placement import CardMemory, Placement, place
+from rlft.config.schema import RunConfig
 from rlft.config.token_budget import AUTO
 from rlft.generation.memory import ModelSizes, peak
 from rlft.model.backbone import resolve_device
@@ -15,6 +17,10 @@ from rlft.planning.memory_demand import CUDA_CONTEXT, on_a_gpu, sizes_of
 from rlft.planning.memory_parts import Demand, engine_memory, parts
 from rlft.planning.run_plan import Plan
 from rlft.planning.train_plan import TrainPlan
+from rlft.types import UserError
+
+MORE_RANKS = (2, 4, 8, 16, 32, 64)
+"""How many of them are suggested."""
 
 
 def placed_here(plan: Plan) -> Plan:
@@ -23,16 +29,37 @@ def placed_here(plan: Plan) -> Plan:
     Raises:
         UserError: the cards are too few or too small.
     """
-    if not isinstance(plan, TrainPlan) or not has_members(plan):
+    if not isinstance(plan, TrainPlan):
         return plan
     device = resolve_device(plan.config.model.device)
     if device.type != "cuda":
-        return replace(plan, placement=placement_of(plan, None, None, on_cards=False))
-    joined = plan.config.cluster.is_joined
+        return replace(plan, placement=placement_of(plan, None, None, on_cards=False)) if has_members(plan) else plan
     card = torch.cuda.get_device_properties(device).total_memory
     model = sizes_of(plan.config.model, plan.config.lora)
+    check_base(plan.config, model, card)
+    if not has_members(plan):
+        return plan
+    joined = plan.config.cluster.is_joined
     available = None if joined else torch.cuda.device_count()
     return replace(plan, placement=placement_of(plan, model, card, on_cards=True, available=available))
+
+
+def check_base(config: RunConfig, model: ModelSizes, card: int) -> None:
+    """Refuses a base that is larger than a card alone, with what each rank would hold of one that is divided."""
+    ranks, sharded = config.cluster.ranks, config.cluster.shard_base
+    divided = model.divided_bytes(ranks) if model.layers else model.base_bytes
+    taken = divided if sharded else model.base_bytes
+    if taken <= card:
+        return
+    problem = f"{'what a rank holds of ' * sharded}the base takes {in_words(taken)}, and a card has {in_words(card)}"
+    if not sharded and divided <= card and why_whole(config) is None:
+        remedy = f"set cluster.shard_base=true: each of the {ranks} ranks then holds {in_words(divided)} at most"
+    elif fitting := next((n for n in MORE_RANKS if model.layers and model.divided_bytes(n) <= card), None):
+        remedy = f"divide it: cluster.shard_base=true cluster.engines=1 cluster.ranks={fitting} (or more)"
+        remedy += ", or use model.quantization=4bit" * (config.model.quantization is None)
+    else:
+        remedy = "use a smaller model, or model.quantization=4bit"
+    raise UserError("model.path", problem, got=config.model.path, remedy=remedy)
 
 
 def placed_elsewhere(plan: Plan, model: ModelSizes, card: int | None, *, on_cards: bool, absent: bool) -> Plan:

@@ -68,6 +68,8 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
         smaller = replace(demand, engine=engine)
         [(key, value)] = _as_keys(demand, smaller).items()
         yield remedy(key, value, smaller)
+    if demand.sharded is False and demand.device == "cuda":
+        yield remedy("cluster.shard_base", "true", replace(demand, sharded=True))
     if model.itemsize == 4 and not demand.whole_model:
         half = replace(model, itemsize=2, base_bytes=model.base_bytes // 2)
         yield remedy("model.dtype", "bfloat16", demand, half)

@@ -18,7 +18,14 @@ from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.model.activations import NO_ADAPTER, AdapterLayers
 from rlft.model.adapter_folder import is_adapter
-from rlft.model.backbone import read_config, resolve_device, resolve_dtype, resolve_path
+from rlft.model.backbone import (
+    decoder_layers,
+    layer_weights,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+    resolve_path,
+)
 from rlft.model.config import KernelChoice, LoraSettings, ModelConfig
 from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
@@ -41,6 +48,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         kernels.choice is KernelChoice.auto and settings.attn_implementation == "auto" and known_refusal(empty) is None
     )
     linear = linear_weights(empty)
+    layers = tuple(sum(p.numel() for p in layer_weights(layer)) for layer in decoder_layers(empty))
     shapes: Mapping[str, tuple[int, ...]] = {}
     adapter = NO_ADAPTER
     if lora is not None:
@@ -58,6 +66,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         packed=packed,
         kernels=kernels,
         linear=linear,
+        layers=layers,
     )
 
 

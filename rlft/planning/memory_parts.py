@@ -65,6 +65,8 @@ class Demand:
         max_sequence_tokens: the most tokens of a prompt with its completion.
         device_memory: bytes of a GPU's memory; 0 if unknown.
         engines_apart: how many engines are in other processes on this device, each with a base of its own.
+        ranks: how many share the passes.
+        sharded: whether they divide the base's layers; None where they cannot.
     """
 
     adapters: int
@@ -89,6 +91,8 @@ class Demand:
     max_sequence_tokens: int = 0
     device_memory: int = 0
     engines_apart: int = 0
+    ranks: int = 1
+    sharded: bool | None = None
 
     @property
     def load(self) -> Load:
@@ -113,6 +117,7 @@ def model_sizes(
     packed: bool,
     kernels: Decision,
     linear: int = 0,
+    layers: tuple[int, ...] = (),
 ) -> ModelSizes:
     """The sizes of a base and of one adapter on it.
 
@@ -125,6 +130,7 @@ def model_sizes(
         packed: whether rows are packed.
         kernels: the kernels that the model gets.
         linear: number of weights in linear layers without the output head.
+        layers: number of weights of each decoder layer that ranks can divide.
     """
     text = config.get_text_config()
     outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
@@ -146,6 +152,7 @@ def model_sizes(
         packed=packed,
         kernels=kernels,
         linear=linear,
+        layers=layers,
     )
 
 
@@ -156,7 +163,7 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
     adapters = demand.adapters + has_copy
     counted = [
         Part(name="process and libraries", bytes=process + FIRST_USE * (demand.device == "cpu"), when=When.always),
-        Part(name="base", bytes=model.base_bytes, when=When.always, key="model.dtype"),
+        Part(name="base", bytes=base_bytes(model, demand), when=When.always, key="model.dtype"),
         Part(name="adapters", bytes=adapters * model.lora * FLOAT32, when=When.always, key="lora.rank"),
         Part(
             name="optimizer and gradients",
@@ -174,6 +181,15 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
         counted.append(Part(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
     updating = updating_parts(model, demand)
     return [*counted, *engine.parts, *updating, *holes(demand, left_by_sampling(model, demand, engine), updating)]
+
+
+def base_bytes(model: ModelSizes, demand: Demand) -> int:
+    """Of what the trainer's device holds of the base."""
+    if not demand.sharded:
+        return model.base_bytes
+    if demand.device == "cuda":
+        return model.divided_bytes(demand.ranks)
+    return model.divided_bytes(1) + sum(model.layers) * model.itemsize  # rank 0 keeps all layers in main memory
 
 
 def engine_memory(model: ModelSizes, demand: Demand) -> EngineMemory:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.protocol import Algorithm
 from rlft.checks import rules
-from rlft.checks.adapters import check_adapters, check_classifiers, uses
-from rlft.checks.ranks import idle_engines
+from rlft.checks.adapters import check_adapters, check_classifiers, empty_model, uses
+from rlft.checks.ranks import idle_engines, why_whole
 from rlft.checks.servers import check_servers
 from rlft.checks.train import check_config
 from rlft.cluster.placement import Placement
@@ -27,8 +27,8 @@ from rlft.generation.stops import check_stops
 from rlft.keys.instantiate import instantiate
 from rlft.logger.rollouts import Rollouts
 from rlft.model.adapter_folder import content_fingerprint
-from rlft.model.backbone import fingerprint, load_tokenizer, read_config, resolve_device
-from rlft.model.config import CriticKind, Old
+from rlft.model.backbone import decoder_layers, fingerprint, load_tokenizer, read_config, resolve_device
+from rlft.model.config import CriticKind, ModelConfig, Old
 from rlft.planning.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
 from rlft.planning.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
 from rlft.planning.memory_parts import Demand
@@ -39,7 +39,7 @@ from rlft.prepare.prompts import PromptSet, left_out, scan, untokenised
 from rlft.prepare.texts import PretrainText, scan_texts
 from rlft.run.fork import MOVING_REFERENCES
 from rlft.scoring.reward_spec import examined, notes, specs
-from rlft.types import Split
+from rlft.types import Split, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,7 +127,7 @@ class TrainPlan(Plan):
         if cluster.num_lanes == 1:
             return []
         lanes = f"share {cluster.num_lanes} lanes; a resume may have any number of ranks that divides them"
-        return [("ranks", str(cluster.ranks), lanes)]
+        return [("ranks", str(cluster.ranks), lanes + "; each holds a part of the base's layers" * cluster.shard_base)]
 
     def _cluster_rows(self) -> list[TableRow]:
         """A row of engines and ranks, one of reward workers; none where this process does all."""
@@ -177,6 +177,8 @@ class TrainPlan(Plan):
             own_critic=critic is CriticKind.adapter,
             beside=sum(networks),
             device=resolve_device(run.model.device).type,
+            ranks=run.cluster.ranks,
+            sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
             **self._sampling_demand(),
         )
 
@@ -241,6 +243,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     base_fingerprint = fingerprint(config.model)
     rules.check_context(config, model_config)
     rules.check_targets(config.lora, config.model, model_config)
+    if trains and config.cluster.shard_base:
+        check_layers(config.model, model_config)
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
     check_classifiers(rewards)
     tokenizer = load_tokenizer(config.model)
@@ -291,6 +295,13 @@ def idle_of(config: RunConfig, engine: str) -> str | None:
     """The warning that engines have nothing to sample, if so."""
     opened = config.generation.named(engine)
     return idle_engines(config.cluster, section_of(engine), opened, config.prompts_per_step, config.group_size)
+
+
+def check_layers(settings: ModelConfig, model_config: Any) -> None:
+    """Refuses to divide the base of a model whose layers are not known."""
+    if not decoder_layers(empty_model(settings, model_config)):
+        problem = f"the layers of a {model_config.model_type} are not one list, or have weights in common"
+        raise UserError("cluster.shard_base", problem, got="true", remedy="leave it out, or use another model")
 
 
 def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainText | None:

@@ -17,9 +17,11 @@ from rlft.algorithm.protocol import Algorithm
 from rlft.batch import select
 from rlft.model.roles import Roles
 from rlft.seeds import derive
+from rlft.trainer import sharded_base
 from rlft.trainer.lanes import Division, balance, divide
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.ranks import Share
+from rlft.trainer.sharded_base import ShardedLayers
 from rlft.trainer.update import (
     UpdateSettings,
     UpdateText,
@@ -93,8 +95,11 @@ def update_in_lanes(
     settings: UpdateSettings,
     text: UpdateText | None,
     share: Share,
+    base: ShardedLayers | None = None,
 ) -> list[UpdateRecord]:
     """As `update.update`, for one rank of those that share the lanes; returns what each update was.
+
+    base: the layers of the base, where the ranks divide them.
 
     Raises:
         RanksError: another rank is gone, or is late; nothing is left of the gradients.
@@ -111,10 +116,11 @@ def update_in_lanes(
                 working = work.lanes
                 passes: dict[int, list[Measured]] = {}
                 buffers: dict[int, Tensor] = {}
-                for lane in (lane for lane in share.mine if lane in working):
-                    gradients.clear()
-                    passes[lane] = list(passes_of(work, lane, roles, algorithm, settings))
-                    buffers[lane] = gradients.flat()
+                with sharded_base.passes(base, share.exchange):
+                    for lane in (lane for lane in share.mine if lane in working):
+                        gradients.clear()
+                        passes[lane] = list(passes_of(work, lane, roles, algorithm, settings))
+                        buffers[lane] = gradients.flat()
                 add_up(gradients, buffers, working, share)
                 numbers = optimizer_step(optimizers, settings, step, i, learns)
                 records.append(UpdateRecord(passes=passes, costs=work.costs, optimizers=numbers))

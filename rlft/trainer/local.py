@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from rlft.algorithm.protocol import Algorithm
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
+from rlft.trainer import sharded_base
 from rlft.trainer.config import TrainerConfig
 from rlft.trainer.lane_update import UpdateRecord, metrics_of, update_in_lanes
 from rlft.trainer.lanes import divide
@@ -19,6 +21,7 @@ from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.protocol import TrainerState
 from rlft.trainer.ranks import Share
 from rlft.trainer.reward_training import RewardRefresh
+from rlft.trainer.sharded_base import ShardedLayers
 from rlft.trainer.update import UpdateSettings, UpdateText, backward, loss_scale, policy_learns, update
 from rlft.types import Adapter, Batch, Rollouts
 
@@ -34,6 +37,7 @@ class LocalTrainer:
         text: pretraining text of each update, for algorithms that need it.
         reward_training: of the learned reward between steps, None where it is not trained.
         share: the lanes that this process does of those that the passes are divided into; None: they are not divided.
+        base: the layers of the base, where ranks divide them, which also share lanes; None: it is whole.
     """
 
     def __init__(
@@ -46,10 +50,11 @@ class LocalTrainer:
         text: UpdateText | None = None,
         reward_training: RewardRefresh | None = None,
         share: Share | None = None,
+        base: ShardedLayers | None = None,
     ) -> None:
         self.roles, self.optimizers, self.settings = roles, optimizers, settings
         self.needs_old, self.text, self.reward_training = needs_old, text, reward_training
-        self.share = share
+        self.share, self.base = share, base
 
     def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
         if self.share is None:
@@ -65,7 +70,12 @@ class LocalTrainer:
             for lane in self.share.mine
             for part in roles.forward.micro_batches(batch, rows_of[lane], roles.token_budget)
         ]
-        return roles.annotations(batch, parts, needs_old=self.needs_old)
+        with self.passes():
+            return roles.annotations(batch, parts, needs_old=self.needs_old)
+
+    def passes(self) -> AbstractContextManager[None]:
+        """Inside, this process makes its part of passes that all ranks make."""
+        return sharded_base.passes(self.base, None if self.share is None else self.share.exchange)
 
     def rows_of_lanes(self, batch: Batch, inert_B: Tensor) -> tuple[Tensor, ...]:
         """Indices of the rows that each lane annotates."""
@@ -84,7 +94,7 @@ class LocalTrainer:
         """All updates of the step, of which this process does its lanes' part."""
         assert self.share is not None, "only passes that are divided have lanes"
         return update_in_lanes(
-            self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, text, self.share
+            self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, text, self.share, self.base
         )
 
     def publish(self, version: int) -> Adapter:
@@ -102,7 +112,8 @@ class LocalTrainer:
         if self.reward_training is None:
             return {}
         self.reward_training.collect(step, rollouts.groups, rollouts.scores)
-        return self.reward_training.train_if_due(step)
+        with sharded_base.passes(self.base, None):  # other ranks have no learned reward
+            return self.reward_training.train_if_due(step)
 
     def policy_learns(self, step: int) -> bool:
         return policy_learns(self.roles, self.settings, step)
@@ -110,7 +121,7 @@ class LocalTrainer:
     def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
         roles, on_device = self.roles, self.roles.to_device(micro)
         scale = loss_scale(micro, self.settings.max_completion_tokens, roles)
-        with torch.random.fork_rng(), roles.training():
+        with torch.random.fork_rng(), roles.training(), self.passes():
             backward(roles, algorithm, on_device, scale, policy_learns=True)
         for role in roles.learning_roles:
             for _, parameter in roles.named_parameters(role):

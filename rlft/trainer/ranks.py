@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,39 +73,58 @@ class Exchange:
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._meeting, self._rank, self._watch = meeting, rank, watch
-        made: Future[Any] = in_background(lambda: _group(meeting, rank, device))
+        made: Future[Any] = in_background(lambda: _groups(meeting, rank, device))
         self._group: Any = None
+        self._host_group: Any = None
         self._wait(made.done, "meet the others")
         try:
-            self._group = made.result()
+            self._group, self._host_group = made.result()
         except RuntimeError as error:
             raise RanksError(f"rank {rank} could not meet the others: {error}") from error
 
-    def broadcast(self, tensor: Tensor, root: int) -> None:
+    def broadcast(self, tensor: Tensor, root: int, what: str = "exchange gradients") -> None:
         """Copies the tensor of rank `root` into that of each other rank.
+
+        what: is done so, for the message of an error.
 
         Raises:
             RanksError: a rank is gone, or is late.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        try:
-            work = self._group.broadcast([tensor], options)
-            self._wait(work.is_completed, f"exchange gradients with rank {root}")
-            work.wait()
-        except RuntimeError as error:
-            if isinstance(error, RanksError):
-                raise
-            raise RanksError(f"rank {self._rank} lost the connection to another rank: {error}") from error
+        self._complete(lambda: self._group.broadcast([tensor], options), f"{what} with rank {root}")
+
+    def numbers(self, own: int) -> list[int]:
+        """The numbers that all ranks give, in their order; exchanged in main memory, whatever the device is.
+
+        Raises:
+            RanksError: a rank is gone, or is late.
+        """
+        given = torch.tensor([own])
+        taken = [torch.empty_like(given) for _ in range(self._meeting.ranks)]
+        self._complete(lambda: self._host_group.allgather([taken], [given]), "hear from all other ranks")
+        return [int(number) for number in taken]
 
     def close(self) -> None:
         """Ends the connections. What is under way on them may hold that up, so a thread of its own does it.
 
         It is waited for a moment: a process that ends while the thread is at it would be aborted.
         """
-        groups, self._group = [self._group], None
-        if groups[0] is not None:
-            wait([in_background(lambda: _end(groups))], timeout=CLOSE_S)
+        groups = [group for group in (self._group, self._host_group) if group is not None]
+        self._group = self._host_group = None
+        if groups:
+            wait([in_background(partial(_end, groups))], timeout=CLOSE_S)
+
+    def _complete(self, begin: Callable[[], Any], what: str) -> None:
+        """Begins a collective, and waits for its end."""
+        try:
+            work = begin()
+            self._wait(work.is_completed, what)
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(error, RanksError):
+                raise
+            raise RanksError(f"rank {self._rank} lost the connection to another rank: {error}") from error
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         clock, pause = RunningTime(), FIRST_PAUSE_S
@@ -161,21 +181,30 @@ def in_background(function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def _group(meeting: Meeting, rank: int, device: torch.device) -> Any:
-    """A group of its own rather than torch's default one, which belongs to an engine in this process, if to anyone.
+def _groups(meeting: Meeting, rank: int, device: torch.device) -> tuple[Any, Any]:
+    """(the group of this device, that of main memory), which is the same on a CPU.
 
-    Each group has a connection of its own to the store: a wait on a shared one would hold up every other user of it.
+    Groups of their own rather than torch's default one, which belongs to an engine in this process, if to anyone. Each
+    has a connection of its own to the store: a wait on a shared one would hold up every other user of it.
     """
+    host = _gloo(meeting, rank)
+    if device.type != "cuda":
+        return host, host
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = BACKEND_LIMIT
+    return dist.ProcessGroupNCCL(_store(meeting, "cards"), rank, meeting.ranks, options), host
+
+
+def _store(meeting: Meeting, group: str) -> Any:
     store = dist.TCPStore(meeting.host, meeting.port, None, False, timeout=BACKEND_LIMIT)
-    named = dist.PrefixStore(meeting.name, store)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = BACKEND_LIMIT
-        return dist.ProcessGroupNCCL(named, rank, meeting.ranks, options)
+    return dist.PrefixStore(f"{meeting.name}/{group}", store)
+
+
+def _gloo(meeting: Meeting, rank: int) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = BACKEND_LIMIT
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(meeting))]
-    return dist.ProcessGroupGloo(named, rank, meeting.ranks, options)
+    return dist.ProcessGroupGloo(_store(meeting, "hosts"), rank, meeting.ranks, options)
 
 
 def _own_address(meeting: Meeting) -> str:

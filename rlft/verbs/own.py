@@ -32,6 +32,7 @@ TRAIN = Verb(
         "cluster.max_engine_restarts",
         "cluster.scoring",
         "cluster.jobs",
+        "cluster.shard_base",
     ),
 )
 

@@ -53,6 +53,7 @@ CASES = {
     "ppo with pretraining text": ("ppo_ptx", ("algorithm=ppo_ptx", "critic.kind=adapter", "minibatches=2")),
 }  # fmt: skip
 GRPO = next(iter(CASES))
+SHARDED = ("cluster.ranks=2", "cluster.shard_base=true", "cluster.engines=1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +72,8 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReusedProcess
 
 
 @pytest.fixture
-def make_config(run_config: Callable[..., RunConfig]) -> Callable[[str], RunConfig]:
-    return lambda case: run_config(*COMMON, *CASES[case][1])
+def make_config(run_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
+    return lambda case, *keys: run_config(*COMMON, *CASES[case][1], *keys)
 
 
 class Texts:
@@ -210,6 +211,20 @@ def test_four_ranks_give_the_bits_of_one(
         assert_same(train(trainer, "ppo with pretraining text", batches), expected)
 
 
+def test_two_ranks_that_divide_the_base_give_the_bits_of_one(
+    alone: Callable[[str], Trained],
+    make_config: Callable[..., RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    launcher: ReusedProcesses,
+) -> None:
+    expected = alone("ppo with pretraining text")
+    with opened(make_config("ppo with pretraining text", *SHARDED), texts, launcher, ranks=2) as (trainer, local):
+        held = [p.untyped_storage().data_ptr() for p in local.roles.backbone.model.parameters() if p.dim() > 1]
+        assert len(set(held)) < len(held), "layers lie in buffers"
+        assert_same(train(trainer, "ppo with pretraining text", batches), expected)
+
+
 def test_ranks_without_rows_wait_for_the_others(
     make_config: Callable[[str], RunConfig], texts: Texts, batches: list[Batch], launcher: ReusedProcesses
 ) -> None:
@@ -261,6 +276,33 @@ def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(
         assert [member.name for member in launcher.started] == ["rank-1", "rank-1"], "it was replaced, once"
     note = capsys.readouterr().out
     assert "a rank is replaced, and the work of the ranks done again: " in note
+    late = r"rank-1 has not answered for 2 s \(cluster\.timeout\); its log is "
+    assert re.search(late if number == signal.SIGSTOP else "was killed by SIGKILL", note), note
+
+
+@pytest.mark.parametrize(("number", "call"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 37)])
+def test_a_rank_that_dies_or_hangs_between_two_layers_costs_no_step_and_no_bit(
+    number: signal.Signals,
+    call: int,
+    alone: Callable[[str], Trained],
+    make_config: Callable[..., RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    launcher: ReusedProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Call 3 is in the forward of the first annotation. Of four layers, these of two roles by two lanes announce
+    2 * 2 * 4, and the end of the passes: 17 rounds in all. An update announces 4 + 3 layers of one pass, forwards and
+    backwards, 3 + 3 of the next, which begins with the layer that is there, and the end: 14 rounds. So call 37, the
+    sixth of the second update, is in a backward."""
+    expected = alone(GRPO)
+    timeout = 2.0 if number == signal.SIGSTOP else 60.0
+    with opened(make_config(GRPO, *SHARDED), texts, launcher, ranks=2, timeout=timeout) as (trainer, _):
+        at_call(monkeypatch, (Exchange, "numbers", call), lambda: os.kill(launcher.started[0].pid, number))
+        assert_same(train(trainer, GRPO, batches), expected)
+        assert [member.name for member in launcher.started] == ["rank-1", "rank-1"], "it was replaced, once"
+    note = capsys.readouterr().out
     late = r"rank-1 has not answered for 2 s \(cluster\.timeout\); its log is "
     assert re.search(late if number == signal.SIGSTOP else "was killed by SIGKILL", note), note
 

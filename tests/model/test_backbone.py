@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlft.model.backbone import (
+    decoder_layers,
     fingerprint,
+    layer_weights,
     load_backbone,
     load_tokenizer,
     read_config,
@@ -103,6 +105,22 @@ def test_the_attention_the_user_names_is_used(model_config):
 def test_every_model_is_loaded_with_the_attention_that_is_right_for_it(kind, expected, saved, model_config):
     model = load_backbone.__wrapped__(model_config(path=saved(kind))).model
     assert model.config._attn_implementation == expected
+
+
+@pytest.mark.parametrize(("kind", "matrices"), [("llama", 7), ("qwen3", 7), ("gpt2", 4), ("gemma2", 7)])
+def test_the_layers_of_a_model_and_their_matrices_are_found(kind, matrices, random_model):
+    """Queries, keys, values and outputs, and three of a gated MLP; GPT-2 has one for the first three, and two."""
+    model = random_model(kind)
+    layers = decoder_layers(model)
+    assert len(layers) == model.config.num_hidden_layers
+    assert [len(layer_weights(layer)) for layer in layers] == [matrices] * len(layers)
+
+
+def test_layers_with_weights_in_common_are_none_to_divide(random_model):
+    model = random_model("llama")
+    first, second, *_ = decoder_layers(model)
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    assert decoder_layers(model) == []
 
 
 def test_dropout_of_the_base_is_silent_even_in_training_mode(saved, model_config):

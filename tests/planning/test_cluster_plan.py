@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from rlft.config.compose import compose
-from rlft.planning.cluster_plan import card_memory
+from rlft.planning import train_plan
+from rlft.planning.cluster_plan import card_memory, check_base
 from rlft.planning.memory_demand import CUDA_CONTEXT, sizes_of
 from rlft.planning.train_plan import TrainPlan
 from rlft.types import UserError
@@ -104,3 +108,62 @@ def test_engines_on_a_cpu_count_as_often_as_they_are_there() -> None:
     assert three.notes[1:] == [
         "memory is that of the run's own process and its engines; the other rank takes as much again as this process"
     ]
+
+
+# -- a base that ranks divide ------------------------------------------------------------------------------------------
+
+
+def test_each_rank_holds_its_layers_and_two_buffers() -> None:
+    """The embedded model has four layers of 2 * 128 * 128 weights in queries and outputs, 2 * 64 * 128 in keys and
+    values and 3 * 384 * 128 in the MLP, in 16 bits. Two ranks hold two and two buffers each, so nothing is won; four
+    hold one and two buffers."""
+    layer = 2 * (2 * 128**2 + 2 * 64 * 128 + 3 * 384 * 128)
+    plan = planned(*ON_A_CARD, "cluster.engines=1", "cluster.ranks=4", "cluster.shard_base=true")
+    assert row(plan, "ranks")[1].endswith("; each holds a part of the base's layers")
+
+    def base(**changes: Any) -> int:
+        return bytes_of(replace(plan, demand=replace(plan.demand, **changes)))["base"]
+
+    whole = base(sharded=False)
+    assert [base(ranks=ranks) for ranks in (1, 2, 4)] == [whole - fewer * layer for fewer in (2, 0, 1)]
+    assert base(device="cpu") == whole + 2 * layer, "in main memory rank 0 has all layers, and the buffers"
+
+
+def test_dividing_the_base_is_named_where_it_makes_a_run_fit() -> None:
+    plan = planned(*ON_A_CARD, "cluster.engines=1", "cluster.ranks=4", "cluster.placement=divided")
+    limit = plan.peak - 2**18  # a layer is 393,216 bytes
+    told = {str(remedy) for remedy in replace(plan, limit=limit).remedies()}
+    assert "cluster.shard_base=true" in told
+    with_dora = planned("model.device=cuda", "generation=transformers", "cluster.engines=1", "lora.use_dora=true")
+    assert with_dora.demand.sharded is None
+
+
+@pytest.mark.parametrize(
+    ("words", "card", "text"),
+    [
+        (("cluster.ranks=4", "cluster.engines=1"), 9, "set cluster.shard_base=true: each of the 4 ranks then holds 8"),
+        (("cluster.ranks=2", "cluster.engines=1"), 9, "cluster.shard_base=true cluster.engines=1 cluster.ranks=4 (or"),
+        ((), 9, "model.path: the base takes 10.00 GiB, and a card has 9.00 GiB, got embedded:tiny-arithmetic; divide"),
+        (("cluster.ranks=2", "cluster.engines=1", "cluster.shard_base=true"), 9,
+         "what a rank holds of the base takes 10.00 GiB, and a card has 9.00 GiB, got"),
+        (("cluster.ranks=2", "cluster.engines=1"), 3, "use a smaller model, or model.quantization=4bit"),
+    ],
+)  # fmt: skip
+def test_a_base_that_no_card_can_hold_is_refused_with_the_numbers(words: tuple[str, ...], card: int, text: str) -> None:
+    """10 GiB, of which four layers of 2 GiB; four ranks hold 2 + 2 + 2 * 2 = 8 GiB of it each, sixteen no less."""
+    plan = without_running(compose(["+recipe=grpo_arithmetic", *words]))
+    assert isinstance(plan, TrainPlan)
+    model = sizes_of(plan.config.model, plan.config.lora)
+    large = replace(model, itemsize=2, base_bytes=10 * GIB, layers=(GIB,) * 4)
+    with pytest.raises(UserError) as refused:
+        check_base(plan.config, large, card * GIB)
+    assert text in str(refused.value)
+    check_base(plan.config, large, 10 * GIB)
+
+
+def test_layers_that_are_not_known_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_plan, "decoder_layers", lambda model: [])
+    with pytest.raises(
+        UserError, match=r"^cluster\.shard_base: the layers of a qwen2 are not one list, or have weights"
+    ):
+        planned("cluster.engines=1", "cluster.ranks=2", "cluster.shard_base=true")

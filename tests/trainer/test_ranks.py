@@ -55,6 +55,12 @@ def test_what_one_rank_has_arrives_at_the_others(store: Any) -> None:
             assert all(torch.equal(tensor, torch.full((1000,), float(root))) for tensor in tensors)
 
 
+def test_every_rank_hears_the_numbers_of_all(store: Any) -> None:
+    with met(meeting(store, "numbers", 3)) as exchanges:
+        heard = [in_background(lambda e=e, n=n: e.numbers(n)) for n, e in enumerate(exchanges, start=-1)]
+        assert [future.result(20) for future in heard] == [[-1, 0, 1]] * 3
+
+
 def test_the_lanes_of_a_rank_are_neighbours() -> None:
     shares = [Share(lanes=6, rank=rank, ranks=3) for rank in range(3)]
     assert [list(share.mine) for share in shares] == [[0, 1], [2, 3], [4, 5]]

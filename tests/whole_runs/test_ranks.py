@@ -50,6 +50,23 @@ def test_ranks_that_are_killed_and_resumed_as_others_are_the_same_run(
 
 
 @pytest.mark.slow
+def test_ranks_that_divide_the_base_are_killed_and_resumed_as_the_same_run(
+    rough: Nursery, keys: tuple[str, ...], one_process: Path, tmp_path: Path
+) -> None:
+    """Two ranks until SIGKILL in the second step; then one, which has all layers in main memory."""
+    kill = {"at": UPDATE, "call": 5, "do": "kill"}
+    words = ("cluster.ranks=2", "cluster.engines=1", "cluster.shard_base=true", "hydra.run.dir=run")
+    started = rough.start("train", *keys, *words, cwd=tmp_path, events=[kill])
+    done = started.wait()
+    assert done.code == -9, done.err
+    assert happens(lambda: not marked(started.mark), within_s=5)
+    check_so_far(tmp_path / "run", one_process)
+    done = rough.run("resume", "run", "cluster.ranks=1", cwd=tmp_path)
+    assert done.code == 0, done.err
+    check_same(tmp_path / "run", one_process)
+
+
+@pytest.mark.slow
 def test_ctrl_c_in_an_update_of_ranks_leaves_no_process_and_loses_no_step(
     rough: Nursery, keys: tuple[str, ...], one_process: Path, tmp_path: Path
 ) -> None:

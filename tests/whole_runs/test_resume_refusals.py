@@ -84,6 +84,7 @@ FREE = {
     "token_values.every", "token_values.groups",
     "cluster.kind", "cluster.address", "cluster.engines", "cluster.gpus_per_engine", "cluster.ranks",
     "cluster.placement", "cluster.timeout", "cluster.max_engine_restarts", "cluster.scoring", "cluster.jobs",
+    "cluster.shard_base",
     "logger.jsonl._target_", "rollouts.every", "rollouts.keep",
 }  # fmt: skip
 

@@ -1,0 +1,296 @@
+"""Layers divided among ranks: what is computed with them is what a whole base gives, and every wait has an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+import rlft
+from rlft.algorithm.protocol import Algorithm
+from rlft.config.schema import RunConfig
+from rlft.loop import rank_worker
+from rlft.loop.rank_worker import opened_trainer
+from rlft.model.activations import set_checkpointing
+from rlft.model.backbone import Backbone, decoder_layers
+from rlft.model.config import KernelChoice
+from rlft.model.kernels import selection
+from rlft.trainer.local import LocalTrainer
+from rlft.trainer.ranks import LOOPBACK, Exchange, Meeting, RanksError, Share, in_background, open_store
+from rlft.trainer.sharded_base import ShardedLayers
+from rlft.types import Batch
+
+LANES, LAYERS = 4, 5
+CPU = torch.device("cpu")
+KEYS = (
+    "model.device=cpu", "algorithm=ppo", "algorithm.kl_coef=0.1", "critic.kind=adapter", "snapshot.reference=copy",
+    "snapshot.refresh_every=1", "prompts_per_step=4", "group_size=3", "minibatches=2", "generation.max_tokens=9",
+    "trainer.lr=0.01", "lora.rank=2", "steps=3", "token_budget=20", f"cluster.lanes={LANES}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    return open_store(LOOPBACK)
+
+
+@pytest.fixture
+def met(store: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Exchange]]]:
+    """Connects so many ranks, all in this process."""
+    opened: list[Exchange] = []
+
+    def meet(ranks: int, timeout: float = 60.0) -> list[Exchange]:
+        where = Meeting(host=LOOPBACK, port=store.port, name=request.node.name, ranks=ranks, timeout=timeout)
+        futures = [in_background(lambda rank=rank: Exchange(where, rank, CPU)) for rank in range(ranks)]
+        opened.extend(future.result(60) for future in futures)
+        return opened
+
+    yield meet
+    for exchange in opened:
+        exchange.close()
+
+
+def random_model() -> PreTrainedModel:
+    """Five random layers in float64, the same at each call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = Qwen3Config(
+            vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.3,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float64)
+    return model.eval().requires_grad_(False)
+
+
+def together(works: Sequence[Callable[[], Any]], limit: float = 60.0) -> list[Any]:
+    """What functions return that run at the same time."""
+    futures: list[Future[Any]] = [in_background(work) for work in works]
+    return [future.result(limit) for future in futures]
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    metrics: list[dict[str, float]]
+    tensors: dict[str, Tensor]
+
+
+@pytest.fixture
+def batches(make_batch: Callable[..., Batch]) -> list[Batch]:
+    """Four groups of three completions of unlike lengths."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(most: int) -> list[int]:
+        number = int(torch.randint(1, most, (), generator=generator))
+        return torch.randint(5, 60, (number,), generator=generator).tolist()
+
+    def batch(rewards: list[float]) -> Batch:
+        prompts = [tokens(9) for _ in range(4)]
+        rows = [(group, prompts[group], tokens(9)) for group in range(4) for _ in range(3)]
+        return make_batch(rows, rewards=rewards, dtype=torch.float64)
+
+    return [batch([1, 0, 0.5, 2, 2, 1, 0, 0, 1, 1, 0, 1]) for _ in range(2)]
+
+
+@pytest.fixture
+def opened(
+    run_config: Callable[..., RunConfig], backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Opens the trainer of a rank as its process does, on the random model with these kernels."""
+
+    @contextmanager
+    def open_one(
+        rank: int, ranks: int, exchange: Exchange | None, kernels: str, checkpointing: bool, sharded: bool = True
+    ) -> Iterator[LocalTrainer]:
+        def load(*_: Any, sharded: ShardedLayers | None) -> Backbone:
+            model = random_model()
+            if sharded is not None:
+                sharded.adopt(model, CPU)
+            chosen = selection.install(model, KernelChoice(kernels), own_attention=True)
+            set_checkpointing(model, checkpointing)
+            return Backbone(model=model, tokenizer=backbone.tokenizer, device=CPU, path="none", kernels=chosen)
+
+        monkeypatch.setattr(rank_worker, "load_for_training", load)
+        of_ranks = (f"cluster.ranks={ranks}", f"cluster.shard_base={sharded}", "cluster.engines=1")
+        with opened_trainer(run_config(*KEYS, *of_ranks), needs_old=True, rank=rank) as trainer:
+            trainer.share = Share(lanes=LANES, rank=rank, ranks=ranks, exchange=exchange)
+            yield trainer
+
+    return open_one
+
+
+def train(trainer: LocalTrainer, algorithm: Algorithm, batches: list[Batch]) -> Trained:
+    """Steps as a rank makes them."""
+    share = trainer.share
+    assert share is not None
+    metrics = []
+    for step, batch in enumerate(batches):
+        inert_B = torch.zeros(12, dtype=torch.bool)
+        inert_B[1:] = step == 1  # one lane has a row, the others and their ranks have none
+        credited = algorithm.credit(replace(batch, **summed(trainer.annotations(batch, inert_B), share)))
+        records = trainer.update_lanes(algorithm, credited, inert_B, step, None)
+        metrics += [dict(record.optimizers) for record in records]
+        trainer.roles.refresh(step + 1)
+    state = trainer.state()
+    kinds = {"adapter": state.adapters, "head": state.heads, "optimizer": {"all": state.optimizer}}
+    tensors = {f"{k}/{r}/{n}": t for k, roles in kinds.items() for r, named in roles.items() for n, t in named.items()}
+    return Trained(metrics=metrics, tensors=tensors)
+
+
+def summed(values: dict[str, Tensor], share: Share) -> dict[str, Tensor]:
+    """Annotations of all rows, of those that each rank has made of its own; they are 0 in the others."""
+    if share.exchange is None:
+        return values
+    result = {name: torch.zeros_like(value) for name, value in values.items()}
+    for rank in range(share.ranks):
+        for name in sorted(values):
+            sent = values[name].clone()
+            share.exchange.broadcast(sent, rank)
+            result[name] += sent
+    return result
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kernels", "checkpointing"),
+    [(1, "auto", True), (2, "auto", True), (2, "plain", False), (4, "plain", True)],
+)
+def test_a_divided_base_trains_as_a_whole_one(
+    ranks: int,
+    kernels: str,
+    checkpointing: bool,
+    opened: Callable[..., Any],
+    met: Callable[..., list[Exchange]],
+    batches: list[Batch],
+) -> None:
+    """The same products of the same numbers: float64, so 1e-12 is a few thousand roundings of the largest, about 1."""
+    algorithm = rlft.load_algorithm("ppo")
+    with opened(0, 1, None, kernels, checkpointing, sharded=False) as whole:
+        begun = whole.state().adapters["policy"]
+        expected = train(whole, algorithm, batches)
+    assert not all(torch.equal(t, expected.tensors[f"adapter/policy/{n}"]) for n, t in begun.items()), "it has learned"
+    exchanges = met(ranks) if ranks > 1 else [None]
+    with ExitStack() as stack:
+        trainers = [
+            stack.enter_context(opened(rank, ranks, exchange, kernels, checkpointing))
+            for rank, exchange in enumerate(exchanges)
+        ]
+        found = together([lambda t=t: train(t, algorithm, batches) for t in trainers])
+    for trained in found:
+        assert trained.metrics == [pytest.approx(numbers, rel=0, abs=1e-12) for numbers in expected.metrics]
+        gaps = {name: float((trained.tensors[name] - t).abs().max()) for name, t in expected.tensors.items()}
+        assert max(gaps.values()) <= 1e-12, max(gaps, key=lambda name: gaps[name])
+
+
+# -- where weights are -------------------------------------------------------------------------------------------------
+def adopted(rank: int, ranks: int) -> tuple[ShardedLayers, PreTrainedModel]:
+    model, sharded = random_model(), ShardedLayers(rank, ranks)
+    sharded.adopt(model, CPU)
+    return sharded, model
+
+
+def layer_bytes(model: PreTrainedModel) -> int:
+    """Of all memory that the matrices of the layers lie in."""
+    weights = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() > 1]
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in weights}
+    return sum(storages.values())
+
+
+def test_a_rank_has_its_own_layers_and_two_buffers() -> None:
+    """Of five layers two ranks hold three and two; float64. A layer has 2 * 16 * 16 weights in queries and outputs,
+    2 * 16 * 8 in keys and values and 3 * 16 * 24 in its MLP, each a multiple of 256 bytes."""
+    layer = 8 * (2 * 256 + 2 * 128 + 3 * 384)
+    assert layer_bytes(random_model()) == 5 * layer
+    assert [layer_bytes(adopted(rank, 2)[1]) for rank in range(2)] == [(3 + 2) * layer, (2 + 2) * layer]
+    assert layer_bytes(adopted(0, 1)[1]) == 2 * layer
+
+
+def test_what_is_not_a_layers_matrix_is_whole_on_every_rank() -> None:
+    whole = dict(random_model().named_parameters())
+    for name, parameter in adopted(1, 2)[1].named_parameters():
+        assert parameter.shape == whole[name].shape
+        if parameter.dim() == 1 or ".layers." not in name:
+            assert torch.equal(parameter, whole[name]), name
+
+
+def test_ranks_may_need_layers_in_any_order_and_number(met: Callable[..., list[Exchange]]) -> None:
+    """Three ranks: all layers, some of them twice, and none. In the first round rank 0 gets layers 1 and 4, which have
+    one buffer there, and needs the former."""
+    expected = [[p.clone() for p in layer.parameters()] for layer in decoder_layers(random_model())]
+    orders = [[1, 2, 3, 0, 4], [4, 1, 0, 1], []]
+    bases = [adopted(rank, 3) for rank in range(3)]
+    for sharded, _ in bases:
+        sharded.drop_copies()
+
+    def walk(sharded: ShardedLayers, model: PreTrainedModel, exchange: Exchange, order: list[int]) -> int:
+        with sharded.passes(exchange), torch.no_grad():
+            for index in order:
+                layer = decoder_layers(model)[index]
+                layer.mlp(torch.ones(1, 16, dtype=torch.float64))
+                assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), expected[index], strict=True))
+        return len(order)
+
+    walks = [
+        lambda base=base, exchange=exchange, order=order: walk(*base, exchange, order)
+        for base, exchange, order in zip(bases, met(3), orders, strict=True)
+    ]
+    assert together(walks) == [5, 4, 0]
+
+
+def test_alone_a_rank_has_the_layers_of_others_from_main_memory() -> None:
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        expected = random_model()(ids).logits
+        for _, model in (adopted(0, 2), adopted(0, 1)):
+            assert torch.equal(model(ids).logits, expected)
+        sharded, model = adopted(1, 2)
+        assert torch.equal(model(ids).logits, expected)
+        sharded.drop_copies()
+        with pytest.raises(AssertionError, match="without the layers in main memory makes no passes alone"):
+            model(ids)
+
+
+def test_a_rank_that_stays_away_is_waited_for_until_the_limit(met: Callable[..., list[Exchange]]) -> None:
+    """In a forward, in a backward, and at the end of a rank's own passes; and then passes can be made anew."""
+    sharded, model = adopted(0, 2)
+    exchange = met(2, timeout=0.5)[0]
+    late = r"^rank 0 waited 0\.5 s \(cluster\.timeout\) to hear from all other ranks$"
+    with pytest.raises(RanksError, match=late), sharded.passes(exchange):
+        model(torch.arange(1, 9)[None])
+    with pytest.raises(RanksError, match=late), sharded.passes(exchange):
+        pass
+    assert model(torch.arange(1, 9)[None]).logits.isfinite().all()
+
+
+def test_a_rank_that_leaves_in_a_backward_is_missed_there(met: Callable[..., list[Exchange]]) -> None:
+    (sharded, model), (other, other_model) = (adopted(rank, 2) for rank in range(2))
+    first, second = met(2, timeout=0.5)
+    x = torch.ones(1, 3, 16, dtype=torch.float64, requires_grad=True)
+
+    def forward(model: PreTrainedModel) -> Tensor:
+        return model(inputs_embeds=x).logits.sum()
+
+    def leaves() -> None:
+        with other.passes(second):
+            forward(other_model)
+            raise ZeroDivisionError
+
+    gone = in_background(leaves)
+
+    def goes_on() -> None:
+        with sharded.passes(first):
+            loss = forward(model)
+            with pytest.raises(ZeroDivisionError):
+                gone.result(20)
+            loss.backward()
+
+    with pytest.raises(RanksError, match=r"^rank 0 waited 0\.5 s \(cluster\.timeout\) to hear from all"):
+        goes_on()
+    assert x.grad is None
