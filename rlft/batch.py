@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rlft.types import Batch, Completion, FinishReason, Group, Rollout, Scores, StepScores
+from rlft.types import Batch, Completion, Group, Rollout, Scores, StepScores
 
 Decode = Callable[[Sequence[int]], str]
 """Decodes token ids to text, as in `Completion.text`."""
@@ -64,7 +64,7 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
         token_rewards=token_rewards_BT,
         step_ends=step_ends_BT,
         turn_ends=turn_ends_BT,
-        truncated=torch.tensor([r.completion.finish_reason == FinishReason.length for r in rollouts]),
+        truncated=torch.tensor([r.completion.finish_reason.is_limit for r in rollouts]),
     )
 
 

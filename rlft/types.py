@@ -29,19 +29,47 @@ class Split(StrEnum):
 
 
 class FinishReason(StrEnum):
+    """Why a completion ended: the policy ended it (or an environment, whose game is over), or a limit did."""
+
     stop = "stop"
-    length = "length"
+    length = "length"  # generation.max_tokens, or environment.turn_tokens
+    turns = "turns"  # environment.max_turns
+    calls = "calls"  # environment.max_tool_calls
+    time = "time"  # environment.timeout
+
+    @property
+    def is_limit(self) -> bool:
+        return self is not FinishReason.stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ongoing:
+    """Where the conversation stands whose next turn is sampled.
+
+    Args:
+        turn: turns of the policy before it.
+        seed: of the conversation's first turn.
+        max_tokens: the most tokens of this turn, where that is less than `Sampling.max_tokens`.
+    """
+
+    turn: int
+    seed: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py)."""
+    """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py).
+
+    ongoing: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
+    """
 
     id: str
     messages: tuple[Message, ...]
     answer: str
     token_ids: tuple[int, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    ongoing: Ongoing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +107,14 @@ class ToolCall:
         arguments: as the policy wrote them.
         answer: the text that the policy reads next; the error's where the call failed.
         failed: whether the call was malformed, or its tool raised or ran out of time.
+        cause: why it failed, a `rlft.environment.protocol.Cause`; "" where it did not.
     """
 
     name: str
     arguments: str
     answer: str
     failed: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +250,7 @@ class Batch:
     token_rewards: Tensor | None = None
     step_ends: Tensor | None = None  # bool: a scored step ends with this token (its score may be 0)
     turn_ends: Tensor | None = None  # bool: a turn ends with this token; None: each completion is one turn
-    truncated: Tensor | None = None  # bool [B]: the length limit ended the completion; None: none was
+    truncated: Tensor | None = None  # bool [B]: a limit ended the completion; None: none was
     advantages: Tensor | None = None
     returns: Tensor | None = None
 
@@ -292,6 +322,10 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
 
+    def tokens_of(self, prompt: Prompt) -> int:
+        """The most tokens of a completion of this prompt."""
+        return self.max_tokens if prompt.ongoing is None else min(self.max_tokens, prompt.ongoing.max_tokens)
+
 
 class Generator(Protocol):
     """A generation engine: holds the base model and at most one adapter version at a time."""
@@ -301,7 +335,11 @@ class Generator(Protocol):
         ...
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        """n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`."""
+        """n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.
+
+        One of an ongoing conversation has at most `sampling.tokens_of(prompt)` tokens; an engine that gives more has
+        wasted them.
+        """
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

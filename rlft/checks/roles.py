@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlft.algorithm.protocol import Algorithm
+from rlft.checks.environments import environment_of
 from rlft.config.schema import RunConfig
 from rlft.generation.config import section_of
 from rlft.model.adapter_folder import is_adapter
@@ -72,7 +73,8 @@ def _reference(config: RunConfig, algorithm: Algorithm) -> None:
 
 def _steps(config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, RewardSpec]) -> None:
     engine = config.generation.engines.get(section_of(config.generation.engine))
-    if engine is not None and engine.rewards_turns:
+    environment = environment_of(config)
+    if (engine is not None and engine.rewards_turns) or (environment is not None and environment.rewards_turns):
         return
     if algorithm.needs_steps and not any(spec.scores_steps and spec.weight for spec in rewards.values()):
         raise UserError(

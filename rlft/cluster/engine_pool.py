@@ -111,6 +111,7 @@ class EnginePool:
         timeout_s: seconds that an engine may take for one answer.
         max_restarts: engines replaced without a finished group in between; one more stops the run.
         note: takes a line for the person watching when an engine is replaced.
+        with_rows: whether engines get the prompts' metadata, which environments read.
 
     `finished` is called with groups of `sample` as soon as they are there.
     """
@@ -124,7 +125,9 @@ class EnginePool:
         timeout_s: float,
         max_restarts: int,
         note: Callable[[str], None],
+        with_rows: bool = False,
     ) -> None:
+        self._with_rows = with_rows
         self._launcher, self._unit, self._timeout_s, self._max_restarts = launcher, unit, timeout_s, max_restarts
         self.note = note
         self.finished: Callable[[list[Group]], None] = lambda groups: None
@@ -290,7 +293,7 @@ class EnginePool:
     def _begin(
         self, seat: Seat, unit: slice, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> Work:
-        bare = [replace(prompt, metadata={}) for prompt in prompts[unit]]
+        bare = [prompt if self._with_rows else replace(prompt, metadata={}) for prompt in prompts[unit]]
         future = seat.member.call("sample", bare, n, [int(seed) for seed in seeds[unit]], sampling)
         return self._work(seat, [future], "sample", unit)
 
@@ -392,10 +395,16 @@ def _is_done(work: Work) -> bool:
     return all(f.done() for f in work.futures) or any(f.done() and f.exception(0) is not None for f in work.futures)
 
 
-def _groups(prompts: Sequence[Prompt], version: int | None, sampled: Sequence[Sequence[Any]]) -> list[Group]:
-    """Groups of these prompts from what a member sent: their completions as plain tuples."""
+def _groups(
+    prompts: Sequence[Prompt],
+    version: int | None,
+    sampled: Sequence[Sequence[Any]],
+    opened: Sequence[Prompt | None],
+) -> list[Group]:
+    """Groups of these prompts from what a member sent: their completions as plain tuples, and prompts that changed."""
     groups = []
-    for prompt, rows in zip(prompts, sampled, strict=True):
+    for asked, rows, changed in zip(prompts, sampled, opened, strict=True):
+        prompt = changed or asked
         completions = map(Completion.from_tuple, rows)
         rollouts = (Rollout(prompt=prompt, completion=each, policy_version=version) for each in completions)
         groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))

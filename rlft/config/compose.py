@@ -305,11 +305,11 @@ def changed(
     missing = {o.partition("=")[0].partition(".")[0] for o in overrides} & added - config.keys()
     if missing:
         defaults = compose([], config_dir, verb)
-        result.update({section: defaults[section] for section in missing})
+        result.update({section: defaults[section] for section in missing if section in defaults})
     # Plain keys come first, because a group's YAML may refer to them; then groups; then keys of the chosen files.
     for override in sorted(overrides, key=lambda o: _turn(o.partition("=")[0], verb)):
         key = override.partition("=")[0]
-        if key in catalog.groups(verb) and key in config:
+        if key in catalog.groups(verb) and (key in config or key in added):
             # Composed with the verb whose keys all have defaults, and with the section's own keys.
             whose = USUAL if key in catalog.groups(USUAL) else verb
             words = [override, *(o for o in overrides if o.startswith(f"{key}."))]

@@ -1,7 +1,7 @@
 """The typed roots of configs, one per verb, and their sections; defaults and meanings are in configs/.
 
-The sections `algorithm`, `data`, `reward`, `logger`, `demonstrations` and `preferences` are open: `_target_` names a
-class, the rest is its keys.
+The sections `algorithm`, `data`, `reward`, `environment`, `logger`, `demonstrations` and `preferences` are open:
+`_target_` names a class, the rest is its keys.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ class SamplingRoot(Root):
     freshness: FreshnessConfig
     data: Mapping[str, Any]
     reward: Mapping[str, Any]
+    environment: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

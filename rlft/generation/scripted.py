@@ -40,10 +40,11 @@ class ScriptedGenerator:
     """answers: {prompt id, or "*" for every other prompt: texts}.
 
     Completion i is the text number (seed + i) modulo their number. In a text, `{answer}` stands for the
-    prompt's reference answer. Log-probs are 0: nothing is sampled.
+    prompt's reference answer. In place of a text there may be a list: of the turns of a conversation, the last of which
+    is repeated. Log-probs are 0: nothing is sampled.
     """
 
-    def __init__(self, answers: Mapping[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, answers: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase) -> None:
         self.answers, self.tokenizer = answers, tokenizer
         self.version: int | None = None
 
@@ -78,12 +79,17 @@ class ScriptedGenerator:
                 got=prompt.id,
                 remedy='add "*": [text, ..] for every other prompt',
             )
-        text = texts[seed % len(texts)].replace("{answer}", prompt.answer)
+        ongoing = prompt.ongoing
+        is_first = ongoing is None or ongoing.turn == 0
+        script = texts[(seed if ongoing is None or is_first else ongoing.seed) % len(texts)]
+        if not isinstance(script, str):
+            script = script[0 if ongoing is None else min(ongoing.turn, len(script) - 1)]
+        text = script.replace("{answer}", prompt.answer)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
         finish = FinishReason.stop
         ids, text = self._stopped(ids, text, prompt, sampling)
-        if len(ids) > sampling.max_tokens:
-            finish, ids = FinishReason.length, ids[: sampling.max_tokens]
+        if len(ids) > (most := sampling.tokens_of(prompt)):
+            finish, ids = FinishReason.length, ids[:most]
             text = self.tokenizer.batch_decode([ids], skip_special_tokens=True)[0]
         completion = Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=finish)
         return Rollout(prompt=prompt, completion=completion, policy_version=self.version)

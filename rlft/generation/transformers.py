@@ -215,13 +215,14 @@ class TransformersGenerator:
         self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> list[Group]:
         uniforms = _uniforms(seeds, n, sampling.max_tokens)
+        limits = torch.tensor([sampling.tokens_of(prompt) for prompt in prompts]).repeat_interleave(n)
         ends = end_tokens(model, self.tokenizer) | frozenset(sampling.stop_token_ids)
         decoder = self._decoder(model, [p.token_ids for p in prompts], sampling.max_tokens)
         watch = None
         if sampling.stop:
             owners = [prompt.token_ids for prompt in prompts for _ in range(n)]
             watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), owners)
-        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch)
+        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits)
         rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
         stopped = [row[-1] in ends or (watch is not None and r in watch.stopped) for r, row in enumerate(rows)]
         texts = shown_texts(self.tokenizer, rows, stopped, sampling)
@@ -319,17 +320,18 @@ def _decode(
     ends: frozenset[int],
     sampling: Sampling,
     watch: StopStrings | None,
+    limits_R: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(token ids int64, log-probs float32), both `[P * n, max_tokens]`; after a row's end they hold -1 and 0.
 
-    A row ends with one of the tokens in `ends`, or where `watch` says so.
+    A row ends with one of the tokens in `ends`, where `watch` says so, or with its own limit.
     """
     logits = decoder.prefill(n)
     device = logits.device
     tokens_RT = torch.full(uniforms_RT.shape, -1, dtype=torch.int64)
     logprobs_RT = torch.zeros(uniforms_RT.shape)
     end_ids = torch.tensor(sorted(ends), device=device)
-    uniforms_RT = uniforms_RT.to(device)
+    uniforms_RT, limits_R = uniforms_RT.to(device), limits_R.to(device)
     rows = torch.arange(len(uniforms_RT), device=device)  # which completions are still in the batch
     going = torch.ones_like(rows, dtype=torch.bool)  # of those, which have not ended
     for t in range(sampling.max_tokens):
@@ -339,7 +341,8 @@ def _decode(
         going = going & ~torch.isin(token, end_ids)
         if watch is not None:
             going = going & ~_complete_a_stop(watch, rows, token, going)
-        if t + 1 == sampling.max_tokens or not going.any():
+        going = going & (limits_R[rows] > t + 1)
+        if not going.any():
             break
         if (~going).float().mean() >= COMPACT_AT:
             kept = going.nonzero()[:, 0]

@@ -202,14 +202,16 @@ class VLLMGenerator:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "max_tokens": sampling.max_tokens,
             "stop": list(sampling.stop),
             "stop_token_ids": list(sampling.stop_token_ids),
             "logprobs": 0,  # the sampled token's only
             "flat_logprobs": True,
             "detokenize": bool(sampling.stop),  # else once at the end, not at every token
         }
-        params = [SamplingParams(seed=int(seed), **settings) for seed in seeds]
+        params = [
+            SamplingParams(seed=int(seed), max_tokens=sampling.tokens_of(prompt), **settings)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
         outputs = self._generate([prompt.token_ids for prompt in prompts], params)
         return [self._group(prompt, output, copies, sampling) for prompt, output in zip(prompts, outputs, strict=True)]
 
@@ -307,9 +309,10 @@ class VLLMGenerator:
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise ValueError(f"vLLM samples at 0 or at {MIN_TEMPERATURE} and above, not at {sampling.temperature}")
         for prompt in prompts:
-            if not prompt.token_ids or len(prompt.token_ids) + sampling.max_tokens > self.max_sequence_tokens:
+            to_come = sampling.tokens_of(prompt)
+            if not prompt.token_ids or len(prompt.token_ids) + to_come > self.max_sequence_tokens:
                 raise ValueError(
-                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens and {sampling.max_tokens} to come; "
+                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens and {to_come} to come; "
                     f"the engine was made for 1 or more, and {self.max_sequence_tokens} together"
                 )
 

@@ -10,6 +10,7 @@ from rlft.cluster.engine_pool import EnginePool, units_of
 from rlft.cluster.member import Launcher, MemberSpec
 from rlft.cluster.placement import Placement
 from rlft.config.schema import RunConfig
+from rlft.environment.protocol import Environment
 from rlft.loop.engine_worker import EngineSettings
 from rlft.loop.members import Cards, cards_of_a_member, model_of_a_member
 from rlft.planning.train_plan import TrainPlan
@@ -27,15 +28,18 @@ def open_engines(plan: TrainPlan, launcher: Launcher, note: Callable[[str], None
     opened = plan.config.generation.named(plan.engine)
     return EnginePool(
         launcher,
-        engine_specs(plan.config, plan.engine, plan.placement),
+        engine_specs(plan.config, plan.engine, plan.placement, plan.environment),
         unit=units_of(opened.at_once, divisible=opened.divisible, num_engines=cluster.engines),
         timeout_s=cluster.timeout,
         max_restarts=cluster.max_engine_restarts,
         note=note,
+        with_rows=plan.environment is not None,
     )
 
 
-def engine_specs(config: RunConfig, engine: str, placement: Placement) -> list[MemberSpec]:
+def engine_specs(
+    config: RunConfig, engine: str, placement: Placement, environment: Environment | None = None
+) -> list[MemberSpec]:
     """The members, each with as many threads as this process: on a CPU the bits of a product depend on them."""
     cluster = config.cluster
     settings = EngineSettings(
@@ -47,6 +51,7 @@ def engine_specs(config: RunConfig, engine: str, placement: Placement) -> list[M
         generation=config.generation,
         token_budget=config.token_budget,
         seed=config.seed,
+        environment=environment,
     )
     return [
         MemberSpec(

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlft.config.schema import PromptsConfig
+from rlft.environment.protocol import Environment
 from rlft.generation.config import GenerationConfig
 from rlft.generation.engine import Engine, Opening
+from rlft.loop.conversing import conversing
 from rlft.loop.engines import opening_apart, opening_on
 from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.backbone import load_backbone, resolve_device
@@ -37,6 +39,7 @@ class EngineSettings:
     generation: GenerationConfig
     token_budget: int
     seed: int
+    environment: Environment | None = None
 
 
 class EngineWorker:
@@ -47,7 +50,10 @@ class EngineWorker:
         device = resolve_device(settings.model.device)
         self._stack.enter_context(deterministic_on_cpu(device))
         engine: Engine = settings.generation.named(settings.engine).apart().on_cards(settings.cards)
-        self._generator = engine.open(self._opening(engine, settings))
+        opening = self._opening(engine, settings)
+        self._engine = engine.open(opening)
+        # Its conversations take place here: each group goes on with its own engine, whatever the others are at.
+        self._generator = conversing(self._engine, engine, settings.environment, opening.tokenizer)
         self._version: int | None = None
 
     def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:
@@ -62,8 +68,10 @@ class EngineWorker:
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
-    ) -> tuple[int | None, list[list[tuple[Any, ...]]]]:
-        """(version, for each prompt its completions as plain tuples, which are sent faster than objects)."""
+    ) -> tuple[int | None, list[list[tuple[Any, ...]]], list[Prompt | None]]:
+        """(version, for each prompt its completions as plain tuples, which are sent faster than objects, and the prompt
+        if an environment has put something behind it).
+        """
         try:
             groups = self._generator.sample(prompts, n, seeds, sampling)
         except Exception as error:
@@ -71,7 +79,9 @@ class EngineWorker:
             raise
         versions = {rollout.policy_version for group in groups for rollout in group.rollouts}
         [version] = versions or {self._version}
-        return version, [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
+        completions = [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
+        opened = [None if g.prompt is prompt else g.prompt for g, prompt in zip(groups, prompts, strict=True)]
+        return version, completions, opened
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         try:
@@ -90,7 +100,9 @@ class EngineWorker:
         """Answers once the engine is made, or with what went wrong."""
 
     def close(self) -> None:
-        self._generator.close()
+        if self._generator is not self._engine:
+            self._generator.close()
+        self._engine.close()
         self._stack.close()
 
     def _opening(self, engine: Engine, settings: EngineSettings) -> Opening:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from rlft.logger.rollouts import turn_of
 from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.sampling import StepSampler
-from rlft.types import Completion, FinishReason, Group, Rollout
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
 
 
 class AheadSampler:
@@ -102,12 +102,12 @@ def check_versions(groups: Sequence[Group], versions: set[int]) -> None:
 
 
 # -- in a checkpoint ---------------------------------------------------------------------------------------------------
-def packed(groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, plain values) of groups that a checkpoint keeps.
+def packed(groups: Sequence[Group], asked: Sequence[Prompt]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, plain values) of groups that a checkpoint keeps; `asked` are the prompts of their step.
 
     Tensors: token_ids int64 `[N]` and logprobs float64 `[N]` of all completions, one after the other, and their
-    lengths, int64 `[B]`; mask bool `[N]`, if an environment put tokens into any. Prompts are left out: they are those
-    of the step.
+    lengths, int64 `[B]`; mask bool `[N]`, if an environment put tokens into any. Prompts are left out where they are
+    those of the step: an environment may have put something behind them.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     completions = [rollout.completion for rollout in rollouts]
@@ -128,6 +128,11 @@ def packed(groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         values["masked"] = [c.mask is not None for c in completions]
     if any(c.turns for c in completions):
         values["turns"] = [[asdict(turn) for turn in c.turns] for c in completions]
+    opened = [group.prompt for group in groups]
+    if any(prompt.token_ids != before.token_ids for prompt, before in zip(opened, asked, strict=True)):
+        values["prompts"] = [
+            {"token_ids": list(prompt.token_ids), "messages": list(map(dict, prompt.messages))} for prompt in opened
+        ]
     return tensors, values
 
 
@@ -143,7 +148,11 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
     columns = (values["texts"], token_ids, logprobs, values["finish_reasons"], masks, turns)
     completions = iter(zip(*columns, strict=True))
     versions, groups = iter(values["versions"]), []
-    for prompt, size in zip(sampler.prompts_at(step), values["sizes"], strict=True):
+    prompts = sampler.prompts_at(step)
+    for p, opened in enumerate(values.get("prompts", ())):
+        ids, messages = tuple(opened["token_ids"]), tuple(opened["messages"])
+        prompts[p] = replace(prompts[p], token_ids=ids, messages=messages)
+    for prompt, size in zip(prompts, values["sizes"], strict=True):
         rollouts = []
         for _ in range(size):
             text, ids, chosen, reason, mask, spoken = next(completions)

@@ -21,6 +21,7 @@ from rlft.logger.alarms import Alarms, AlarmsConfig
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
 from rlft.loop.base_loading import layers_of_rank, load_for_training
+from rlft.loop.conversing import conversing_here
 from rlft.loop.dynamic_sampling import replace_uninformative_groups
 from rlft.loop.engine_members import open_engines
 from rlft.loop.engines import Engines, adopting_of, opening_of
@@ -92,7 +93,8 @@ class Session(RunShell):
         self.hints = Hints()
         self.alarms = None if self.config.alarms is None else Alarms(alarms_of(self.config.alarms, self.config.overlap))
         self._failures_noted = 0
-        self.sampler = StepSampler(generator, plan.train_prompts.prompts, self.config)
+        self.player = conversing_here(plan, generator, backbone.tokenizer)
+        self.sampler = StepSampler(self.player, plan.train_prompts.prompts, self.config)
         beside = self.config.cluster.engines > 0
         self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
         self._published: Adapter | None = None
@@ -285,7 +287,7 @@ class Session(RunShell):
         if settings.temperature is not None:
             sampling = replace(sampling, temperature=settings.temperature)
         return evaluate(
-            self.generator,
+            self.player,
             self.scorer,
             prompts,
             step=step,
@@ -324,7 +326,7 @@ class Session(RunShell):
             return {}, {}
         origin = {"derived_from": derived_from(self.sampler, step)}
         if (groups := self.ahead.of(step)) is not None:
-            tensors, values = packed(groups)
+            tensors, values = packed(groups, self.sampler.prompts_at(step))
             return {"sampled": tensors}, values | origin
         assert self._earlier is not None, "a step was published before this one"
         scores = self.freshness.history.get(step - 1)
@@ -477,6 +479,8 @@ def open_session(
         else:
             generator = pool
         session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say, ranks, base)
+        if session.player is not generator:
+            stack.callback(session.player.close)
         stack.callback(session.ahead.close)
         return session
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers
+from rlft.checks.environments import environment_of
 from rlft.checks.sample import check_config, lora_of, uses_of
 from rlft.checks.servers import check_servers
 from rlft.config.schema import SampleConfig
+from rlft.environment.protocol import Environment
 from rlft.generation.config import AUTO, GenerationConfig
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
@@ -20,6 +22,7 @@ from rlft.model.backbone import fingerprint, load_tokenizer, read_config
 from rlft.model.config import LoraSettings
 from rlft.planning.disk_space import TOKEN_ID, completion_bytes
 from rlft.planning.run_plan import Plan
+from rlft.planning.shown import shown_in_prompts
 from rlft.prepare.prompts import PromptSet, scan, tokenizer_fingerprint, untokenised
 from rlft.scoring.reward_spec import examined, specs
 from rlft.types import Prompt, Split, UserError
@@ -43,6 +46,7 @@ class SamplePlan(Plan):
     data_notes: tuple[str, ...]
     lora: LoraSettings
     tokenizer: str
+    environment: Environment | None = None
 
     @property
     def num_steps(self) -> int:
@@ -102,7 +106,9 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
     tokenizer, split = load_tokenizer(config.model), Split(config.split)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
     data = instantiate(config.data, "data").load(split)
-    prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style)
+    environment = environment_of(config)
+    shown = shown_in_prompts(environment, tokenizer, data)
+    prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
     rules.check_metadata(rewards, prompts.prompts[0])
     data_notes = examined(rewards, untokenised(prompts))
     check_servers(rewards, prompts.prompts[0])
@@ -114,6 +120,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
         data_notes=data_notes,
         lora=lora,
         tokenizer=tokenizer_fingerprint(tokenizer),
+        environment=environment,
         fingerprints={
             "data_fingerprint": prompts.fingerprint,
             "base_fingerprint": base_fingerprint,

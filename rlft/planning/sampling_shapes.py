@@ -14,7 +14,17 @@ def of_training(prompts: PromptSet, held_out: PromptSet | None, run: RunConfig) 
     """The decodings of a step's groups and, if there is one, of an evaluation."""
     longest = prompts.longest().token_ids
     step = Decoding(num_prompts=run.prompts_per_step, samples=run.group_size, longest=longest)
-    return [step, *of_evaluation(held_out, run.eval)]
+    decodings = [step, *of_evaluation(held_out, run.eval)]
+    if run.environment:
+        decodings += [of_a_later_round(decoding, run.generation.max_tokens) for decoding in decodings]
+    return decodings
+
+
+def of_a_later_round(first: Decoding, max_tokens: int) -> Decoding:
+    """The decoding of a later turn of these conversations, each of which reads its own: half of it is said by then."""
+    said = tuple(first.longest[i % len(first.longest)] for i in range(max_tokens // 2))
+    longest = (*first.longest, *said)
+    return Decoding(num_prompts=first.num_prompts * first.samples, samples=1, longest=longest)
 
 
 def of_evaluation(held_out: PromptSet | None, settings: EvalConfig) -> list[Decoding]:

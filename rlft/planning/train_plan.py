@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.algorithm.protocol import Algorithm
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers, empty_model, uses
+from rlft.checks.environments import environment_of
 from rlft.checks.ranks import idle_engines, why_whole
 from rlft.checks.servers import check_servers
 from rlft.checks.train import check_config
@@ -21,6 +22,7 @@ from rlft.cluster.ray_session import check_address, check_installed
 from rlft.config.schema import RunConfig
 from rlft.data.lazy import joined
 from rlft.data.text import load_texts
+from rlft.environment.protocol import Environment
 from rlft.generation.config import section_of
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
@@ -34,6 +36,7 @@ from rlft.planning.memory_demand import SamplingDemand, classifier_bytes, sampli
 from rlft.planning.memory_parts import Demand
 from rlft.planning.run_plan import DataLengths, Plan
 from rlft.planning.sampling_shapes import of_training
+from rlft.planning.shown import shown_in_prompts
 from rlft.planning.startup_table import Facts, TableRow
 from rlft.prepare.prompts import PromptSet, left_out, scan, untokenised
 from rlft.prepare.texts import PretrainText, scan_texts
@@ -56,6 +59,7 @@ class TrainPlan(Plan):
     train_prompts: PromptSet
     held_out: PromptSet | None
     pretrain_text: PretrainText | None
+    environment: Environment | None = None
     placement: Placement | None = None  # of engines and ranks; None until their cards are known
 
     @property
@@ -251,10 +255,14 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
     data = instantiate(config.data, "data")
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
-    train_prompts = scan(data.load(Split.train), tokenizer, limit, over_limit, Split.train, config.prompts.style)
+    environment = environment_of(config)
+    texts = data.load(Split.train)
+    shown = shown_in_prompts(environment, tokenizer, texts)
+    style = config.prompts.style
+    train_prompts = scan(texts, tokenizer, limit, over_limit, Split.train, style, shown)
     held_out = None
     if config.eval.every:
-        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, config.prompts.style)
+        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
     rules.check_metadata(rewards, train_prompts.prompts[0])
     data_notes = examined(rewards, joined(untokenised(train_prompts), untokenised(held_out) if held_out else ()))
     check_servers(rewards, train_prompts.prompts[0])
@@ -277,6 +285,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
             **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
         },
         pretrain_text=pretrain_text,
+        environment=environment,
         notes=(
             *(rules.warnings(config, algorithm) if trains else ()),
             *rules.warnings_of_sizes(

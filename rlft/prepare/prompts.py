@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from rlft.data.lazy import Chosen, Lazy
+from rlft.environment.protocol import NOTHING, Shown
 from rlft.system.progress import with_progress
 from rlft.types import Prompt, Split, UserError
 
@@ -69,8 +70,10 @@ class PromptSet:
 class TokenisedPrompts(Lazy[Prompt]):
     """Prompts of streamed data with token ids, which are computed at each access; `texts` are the prompts without."""
 
-    def __init__(self, texts: Lazy[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> None:
-        self.texts, self._tokenizer, self._style = texts, tokenizer, style
+    def __init__(
+        self, texts: Lazy[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
+    ) -> None:
+        self.texts, self._tokenizer, self._style, self._shown = texts, tokenizer, style, shown
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -79,7 +82,7 @@ class TokenisedPrompts(Lazy[Prompt]):
         return next(self.between(index, index + 1))
 
     def between(self, start: int, stop: int) -> Iterator[Prompt]:
-        return tokenised(self.texts.between(start, stop), self._tokenizer, self._style)
+        return tokenised(self.texts.between(start, stop), self._tokenizer, self._style, self._shown)
 
 
 def scan(
@@ -89,6 +92,7 @@ def scan(
     over_limit: Literal["drop", "refuse"],
     split: Split,
     style: Literal["chat", "raw"] = "chat",
+    shown: Shown = NOTHING,
 ) -> PromptSet:
     """Tokenises the prompts of a split; prompts over the limit are dropped or refused.
 
@@ -100,6 +104,7 @@ def scan(
         split: their split.
         style: `chat` uses the tokenizer's chat template. `raw`, or a tokenizer without one, joins the texts of the
             messages with blank lines.
+        shown: what prompts show of an environment; only the chat template can.
 
     Raises:
         UserError: there are no prompts, or none is left; an id occurs twice; prompts are too long and refused; the chat
@@ -113,7 +118,7 @@ def scan(
     kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
     empty, long = Noted(), Noted()
     progress = with_progress(
-        tokenised(prompts, tokenizer, style), f"data: tokenising the {split} prompts", len(prompts)
+        tokenised(prompts, tokenizer, style, shown), f"data: tokenising the {split} prompts", len(prompts)
     )
     for index, prompt in enumerate(progress):
         number = len(prompt.token_ids)
@@ -133,7 +138,7 @@ def scan(
         raise _over_limit(long, len(prompts), max_prompt_tokens, over_limit, split)
     kept_prompts: Sequence[Prompt] = tuple(held)
     if isinstance(prompts, Lazy):
-        kept_prompts = TokenisedPrompts(Chosen(prompts, kept), tokenizer, style)
+        kept_prompts = TokenisedPrompts(Chosen(prompts, kept), tokenizer, style, shown)
     return PromptSet(
         prompts=kept_prompts,
         num_tokens=num_tokens,
@@ -219,10 +224,12 @@ def token_ids(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, sty
     return [prompt.token_ids for prompt in tokenised(prompts, tokenizer, style)]
 
 
-def tokenised(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> Iterator[Prompt]:
+def tokenised(
+    prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
+) -> Iterator[Prompt]:
     """The prompts with their tokens, up to the start of their completions."""
     for chunk in chunked(prompts, lambda prompt: sum(len(message["content"]) for message in prompt.messages)):
-        for prompt, ids in zip(chunk, _tokenise(chunk, tokenizer, style), strict=True):
+        for prompt, ids in zip(chunk, _tokenise(chunk, tokenizer, style, shown), strict=True):
             yield replace(prompt, token_ids=tuple(ids))
 
 
@@ -241,14 +248,17 @@ def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterato
         yield chunk
 
 
-def _tokenise(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> Sequence[Sequence[int]]:
+def _tokenise(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown
+) -> Sequence[Sequence[int]]:
     if style == "raw" or not tokenizer.chat_template:
         return tokenizer(["\n\n".join(m["content"] for m in p.messages) for p in prompts])["input_ids"]  # type: ignore[return-value]
     from jinja2.exceptions import TemplateError
 
-    conversations = [[dict(m) for m in p.messages] for p in prompts]
+    conversations = [shown.messages(p.messages) for p in prompts]
+    tools: Any = [dict(tool) for tool in shown.tools] or None
     try:
-        return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)  # type: ignore[return-value]
+        return tokenizer.apply_chat_template(conversations, tools=tools, add_generation_prompt=True, return_dict=False)  # type: ignore[return-value]
     except TemplateError as error:
         has_system = any(p.messages[0]["role"] == "system" for p in prompts)
         remedy = (

@@ -12,7 +12,17 @@ from rlft.run.find import NamedRun, find
 from rlft.run.naming import one_run
 from rlft.system.terminal import say
 
-SHARED_WITH_RUNS = ("model", "prompts", "generation", "data", "reward", "scoring", "freshness", "token_budget")
+SHARED_WITH_RUNS = (
+    "model",
+    "prompts",
+    "generation",
+    "data",
+    "reward",
+    "environment",
+    "scoring",
+    "freshness",
+    "token_budget",
+)
 
 
 def like_run(plain: Mapping[str, Any], source: NamedRun) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
@@ -35,8 +35,7 @@ from rlft.scoring.worker import (
     programs_ended,
     serve,
 )
-from rlft.system import signals
-from rlft.system.children import how_it_ended, kill_group
+from rlft.system.children import how_it_ended, kill, spawned
 from rlft.system.running_time import TICK_S, RunningTime, is_stopped
 
 START_LIMIT_S = 300.0
@@ -234,32 +233,10 @@ class InProcess:
 
 
 def start_worker(specs: Sequence[RewardSpec], timeout_s: float) -> Worker:
-    """A worker process on its way up; returns before it is ready.
-
-    Spawned, not forked: the parent has torch's and the engine's threads, whose locks a fork would copy in any state.
-    """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    progress: Any = context.RawArray("i", [NOWHERE, NOWHERE])
-    process = context.Process(
-        target=serve, args=(theirs, specs, timeout_s, progress, os.getpid()), name="rlft-reward-worker"
-    )
-    # A signal to the whole job while Python starts would end it: the mask is inherited until the worker handles them.
-    # multiprocessing's own helper process starts first: it lifts SIGINT and SIGTERM from this thread's mask.
-    with signals.blocked():
-        resource_tracker.ensure_running()
-        with signals.blocked():
-            process.start()
-    theirs.close()
-    return Worker(process=process, pipe=ours, progress=progress, left_s=START_LIMIT_S)
-
-
-def kill(process: BaseProcess) -> None:
-    """Ends a worker and the programs its reward started, if need be against their will."""
-    if process.pid is not None:
-        kill_group(process.pid)
-    process.kill()
-    process.join(10)
+    """A worker process on its way up; returns before it is ready."""
+    progress: Any = multiprocessing.get_context("spawn").RawArray("i", [NOWHERE, NOWHERE])
+    process, pipe = spawned(serve, specs, timeout_s, progress, os.getpid(), name="rlft-reward-worker")
+    return Worker(process=process, pipe=pipe, progress=progress, left_s=START_LIMIT_S)
 
 
 def packed_task(task: Task) -> bytes:

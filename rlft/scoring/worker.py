@@ -102,7 +102,7 @@ def serve(
             reply = answer(unpack(connection.recv_bytes()), rewards, timeout_s, progress)
             connection.send((reply, programs_ended() != programs_before))
     except (EOFError, ConnectionError):
-        _end_process_group()
+        end_process_group()
 
 
 def pack(task: Task) -> bytes:
@@ -150,13 +150,13 @@ def programs_ended() -> Any:
 def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) -> Outcome:
     """The reward's scores of a group, checked: one finite number, or sound StepScores, for each completion."""
     watched = replace(group, rollouts=WatchedRollouts(group.rollouts, progress))
-    alarm = _Alarm()
+    alarm = Alarm()
     values: Any = None
     try:
         with alarm.set(timeout_s):
             values = loaded.reward(watched)
             values = list(values) if isinstance(values, Iterator) else values  # a generator does its work only now
-    except _OutOfTime:
+    except OutOfTime:
         pass
     except Unscored as error:
         if not alarm.rang:
@@ -168,9 +168,9 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
         if not alarm.rang:
             return Failure(
                 cause=Cause.raised,
-                problem=f"raised {type(error).__name__}: {error}{_place(error)}"[:MAX_PROBLEM],
+                problem=f"raised {type(error).__name__}: {error}{place_of(error)}"[:MAX_PROBLEM],
                 completion=_at(progress),
-                traceback=_traceback(),
+                traceback=traceback_text(),
             )
     if alarm.rang:
         return out_of_time(timeout_s, _at(progress))
@@ -251,11 +251,11 @@ class WatchedRollouts(tuple[Rollout, ...]):
         return super().__getitem__(index)
 
 
-class _OutOfTime(BaseException):
+class OutOfTime(BaseException):
     """Not an Exception, so that a reward's `except Exception` doesn't swallow it."""
 
 
-class _Alarm:
+class Alarm:
     """The soft time limit: a timer that raises in the main thread, and remembers having rung.
 
     It counts time in which the process ran: the timer rings every TICK_S, and a tick that comes late counts as no more
@@ -294,7 +294,7 @@ class _Alarm:
             return
         self._armed = False
         self.rang = True
-        raise _OutOfTime
+        raise OutOfTime
 
 
 def _load(spec: RewardSpec) -> Loaded | Failure:
@@ -306,10 +306,10 @@ def _load(spec: RewardSpec) -> Loaded | Failure:
         return Loaded(reward=reward, scores_steps=spec.scores_steps)
     except Exception as error:  # it is told with the first group; the worker must live to tell it
         problem = f"could not be started in its worker: {type(error).__name__}: {error}"[:MAX_PROBLEM]
-        return Failure(cause=Cause.not_built, problem=problem, traceback=_traceback())
+        return Failure(cause=Cause.not_built, problem=problem, traceback=traceback_text())
 
 
-def _traceback() -> str:
+def traceback_text() -> str:
     """Of the error that is handled: all of it, or its beginning and its end where a message in it is very long."""
     text = traceback.format_exc()
     half = MAX_TRACEBACK // 2
@@ -377,13 +377,13 @@ def _finite(value: Any) -> float | None:
         return None
 
 
-def _place(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """Where it was raised, in the innermost frame: " (mine.py, line 12)"."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
-def _end_process_group() -> None:
+def end_process_group() -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
+from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 from rlft.system import signals
 
@@ -23,6 +28,32 @@ def detach(parent: int) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def spawned(target: Callable[..., None], *arguments: Any, name: str) -> tuple[BaseProcess, connection.Connection]:
+    """(process, our end of its pipe) of `target(their end of the pipe, *arguments)`; returns before it has started.
+
+    Spawned, not forked: the parent has torch's and the engine's threads, whose locks a fork would copy in any state.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), name=name)
+    # A signal to the whole job while Python starts would end it: the mask is inherited until the worker handles them.
+    # multiprocessing's own helper process starts first: it lifts SIGINT and SIGTERM from this thread's mask.
+    with signals.blocked():
+        resource_tracker.ensure_running()
+        with signals.blocked():
+            process.start()
+    theirs.close()
+    return process, ours
+
+
+def kill(process: BaseProcess) -> None:
+    """Ends a process that leads a group, and what it has started, if need be against their will."""
+    if process.pid is not None:
+        kill_group(process.pid)
+    process.kill()
+    process.join(10)
 
 
 def kill_group(pid: int) -> None:

@@ -20,6 +20,7 @@ from rlft.data.sampled import is_sampled, sampled_line
 from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import encode
 from rlft.logger.lines import Lost, complete_lines, lost_text
+from rlft.loop.conversing import conversing_here
 from rlft.loop.engines import Engines, adopting_of, largest_of, opening_of
 from rlft.loop.outcome import Outcome
 from rlft.loop.session import open_freshness, open_resident
@@ -212,6 +213,9 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         if config.adapter is not None:
             generator.load(roles.publish(0))
             open_freshness(config.freshness, plan.prompts, backbone, engine).check(0, generator, roles)
+        player = conversing_here(plan, generator, backbone.tokenizer)
+        if player is not generator:
+            stack.callback(player.close)
         dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
         for note in (*dropped, plan.prompts.note, *notes(rewards), *plan.data_notes):
             if note:
@@ -221,7 +225,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         bar = Bar(stack, len(plan.chosen))
         while samples.state["step"] < plan.num_steps:
             doing.finished = step = samples.state["step"]
-            groups = sample(plan, generator, step)
+            groups = sample(plan, player, step)
             samples.add(step, groups, scorer(groups))
             bar.show(min(len(plan.chosen), (step + 1) * config.prompts_per_step), samples.state)
         return Outcome(step=samples.state["step"], interrupted=False)

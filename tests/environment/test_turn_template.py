@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from rlft.prepare.conversations import TurnTemplate
+from rlft.environment.turn_template import TurnTemplate
 from rlft.types import UserError
 from tests.helpers.family_tokenizers import CHATML, SPECIAL, TAGS, family_tokenizer
 

@@ -58,6 +58,8 @@ class TurnTemplate:
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and len(t.content) > 1]
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         self._starts_special = re.compile(f"(?={self._special.pattern})")
+        self._special_at_end = re.compile(f"(?:{self._special.pattern})$")
+        self._some_special = special[0] if special else ""
         if not tokenizer.chat_template:
             raise self._refused("tokenizer has no chat template, which says what stands between turns", "chat template")
         self._check_shows_tools()
@@ -79,6 +81,30 @@ class TurnTemplate:
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens of a conversation up to the start of the policy's next turn: of its first turn, or of a fork."""
         return tuple(self._ids(self._rendered(messages, start=True)))
+
+    def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+        """(the messages, their tokens) with this text of an environment behind the last one.
+
+        What is written in the text like a special token stays text.
+        """
+        *before, last = (dict(message) for message in messages)
+        text = text.encode("utf-8", "replace").decode()
+        said = [message["content"] for message in (*before, last)]
+        gap = _unused([*said, text])
+        joined = f"{last['content']}\n\n"
+        cut = {**last, "content": joined + gap.join(self._cut(text))}
+        parts = self._rendered([*before, cut], start=True).split(gap)
+        ids = self._ids(parts[0])
+        for part in parts[1:]:
+            ids = [*ids, *self._ids(self._some_special + part)[1:]]
+        return [*before, {**last, "content": joined + text}], tuple(ids)
+
+    def spoken(self, sampled: Sequence[int]) -> str:
+        """The text of a turn with the special tokens in it, but without those at its end."""
+        text = str(self._tokenizer.decode(list(sampled), skip_special_tokens=False))
+        while (bare := text.rstrip()) and (match := self._special_at_end.search(bare)):
+            text = bare[: match.start()]
+        return text
 
     def suffix(self, sampled: Sequence[int], answers: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens that follow a turn of the policy: the answers, and the start of its next turn.
@@ -106,8 +132,8 @@ class TurnTemplate:
         The character stands inside of what is written like a special token; "" if nothing is.
         """
         contents = [answer["content"].encode("utf-8", "replace").decode() for answer in answers]
-        gap = next(c for c in map(chr, range(0xE000, 0xF8FF)) if not any(c in content for content in contents))
-        cut = ["".join(self._cut(content, gap)) for content in contents]
+        gap = _unused(contents)
+        cut = [gap.join(self._cut(content)) for content in contents]
         number = next(n for n in range(10**6) if not any(_mark(n) in content for content in contents))
         said = [
             {**answer, "content": content} | ({} if role == "user" else {"tool_call_id": _call_id(answer, k)})
@@ -118,12 +144,11 @@ class TurnTemplate:
         end, rest = self._after(text, _mark(number))
         return end, rest, gap if cut != contents else ""
 
-    def _cut(self, content: str, gap: str) -> Iterator[str]:
-        """The content with a gap behind the first character of each special token in it."""
+    def _cut(self, content: str) -> Iterator[str]:
+        """The content in parts, cut behind the first character of each special token in it."""
         at = 0
         for match in self._starts_special.finditer(content):
             yield content[at : match.start() + 1]
-            yield gap
             at = match.start() + 1
         yield content[at:]
 
@@ -205,6 +230,11 @@ class TurnTemplate:
         name = self._tokenizer.name_or_path or None
         remedy = f"use a model with a {wanted}, or put one into the model's folder as chat_template.jinja"
         return UserError("model.path", f"its {problem}", got=name, remedy=remedy)
+
+
+def _unused(texts: Sequence[str]) -> str:
+    """A character that is in none of the texts."""
+    return next(c for c in map(chr, range(0xE000, 0xF8FF)) if not any(c in text for text in texts))
 
 
 def _mark(number: int) -> str:

@@ -1,0 +1,63 @@
+"""Checks of the `environment` section, without torch, the model or the data."""
+
+from __future__ import annotations
+
+from rlft.config.schema import RunConfig, SamplingRoot
+from rlft.environment.protocol import Environment
+from rlft.keys.instantiate import instantiate
+from rlft.types import UserError
+
+SECTION = "environment"
+
+
+def environment_of(config: SamplingRoot) -> Environment | None:
+    """The environment that the config names; None for completions of a single turn.
+
+    Raises:
+        UserError: its keys are wrong, or its class is none of an environment.
+    """
+    if not config.environment:
+        return None
+    environment = instantiate(config.environment, SECTION)
+    if not isinstance(environment, Environment):
+        remedy = "make it a subclass of rlft.environment.protocol.Environment, or use environment=class"
+        raise UserError(f"{SECTION}._target_", "is no environment", got=config.environment["_target_"], remedy=remedy)
+    return environment
+
+
+def check_environment(config: SamplingRoot) -> None:
+    """Refuses an environment that cannot work: its own keys, and its limits beside those of the run."""
+    environment = environment_of(config)
+    if environment is None:
+        return
+    environment.check()
+    generation, tokens = config.generation, environment.turn_tokens
+    if tokens is not None and tokens > generation.max_tokens:
+        raise UserError(
+            f"{SECTION}.turn_tokens",
+            f"is more than all turns have together (generation.max_tokens={generation.max_tokens})",
+            got=tokens,
+            remedy=f"set it to {generation.max_tokens} or less, or raise generation.max_tokens",
+        )
+    if environment.timeout < environment.call_timeout:
+        raise UserError(
+            f"{SECTION}.timeout",
+            f"is less than a single call may take (environment.call_timeout={environment.call_timeout:g})",
+            got=f"{environment.timeout:g}",
+            remedy=f"raise it to {environment.call_timeout:g} or more, or lower environment.call_timeout",
+        )
+    if config.prompts.style == "raw":
+        raise UserError(
+            "prompts.style",
+            "has no turns: only a chat template says what stands between what the policy says and what it is answered",
+            got="raw",
+            remedy="set prompts.style=chat, or environment=null",
+        )
+    if isinstance(config, RunConfig) and config.cluster.engines and environment.timeout >= config.cluster.timeout:
+        raise UserError(
+            f"{SECTION}.timeout",
+            f"leaves an engine no time: one that has not answered for cluster.timeout={config.cluster.timeout:g} is"
+            " taken for dead",
+            got=f"{environment.timeout:g}",
+            remedy=f"lower it, or raise cluster.timeout above {environment.timeout:g}",
+        )

@@ -1,0 +1,266 @@
+"""How the policy writes calls of tools, and how they are read from its text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from rlft.environment.protocol import Call, Schema
+from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Syntax = Literal["template", "json", "xml"]
+
+SAID, ARGUMENT, MARK = "said", "argument", "mark"
+CALL_ID = "000000000"
+
+AS_JSON = """\
+You can call tools. A call is a JSON object with the tool's name and its arguments:
+{"name": "<tool>", "arguments": {"<argument>": <value>}}
+End your turn after it; the answer is the next message. Tools:
+"""
+AS_XML = """\
+You can call tools. A call is written as
+<call tool="<tool>"><<argument>><value></<argument>></call>
+End your turn after it; the answer is the next message. Tools:
+"""
+NOT_JSON = "this call is not valid JSON ({}); write it as {}"
+
+
+class CallReader(Protocol):
+    """Reads the calls in a turn of the policy."""
+
+    def calls(self, text: str) -> list[Call]:
+        """The calls in order, those that cannot be made with their `problem`.
+
+        text: the turn with its special tokens, but without the one that ends it.
+        """
+        ...
+
+
+def preamble(syntax: Syntax, schemas: Sequence[Schema]) -> str:
+    """What a prompt says of the tools where the chat template does not."""
+    lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
+    return {"json": AS_JSON, "xml": AS_XML}[syntax] + "\n".join(lines)
+
+
+def reader_of(
+    syntax: Syntax,
+    tokenizer: PreTrainedTokenizerBase,
+    schemas: Sequence[Schema],
+    opening: Sequence[Mapping[str, Any]],
+) -> CallReader:
+    """Reads calls in this syntax; that of a template is found by having it write one.
+
+    Raises:
+        UserError: the template's calls cannot be read.
+    """
+    if syntax == "json":
+        return JsonCalls()
+    if syntax == "xml":
+        return XmlCalls(schemas)
+    described = getattr(tokenizer, "response_template", None)
+    if described is not None:
+        return DescribedCalls(tokenizer, schemas)
+    form = _written_by(tokenizer, schemas, opening)
+    if form is None:
+        raise UserError(
+            "environment.syntax",
+            "the chat template writes calls of tools in a form that is not known here",
+            got="template",
+            remedy="use environment.syntax=json or xml",
+        )
+    return form
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateCalls:
+    """Calls as a chat template writes them: JSON objects behind a marker.
+
+    Args:
+        marker: what stands before them, as `<tool_call>` or `[TOOL_CALLS]`; "": a turn that is a call is nothing else.
+        name: the key of the tool's name.
+        arguments: the key of its arguments.
+    """
+
+    marker: str
+    name: str
+    arguments: str
+
+    def calls(self, text: str) -> list[Call]:
+        if not self.marker:
+            stripped = text.strip()
+            starts = [0] if re.match(rf'\{{\s*"(?:{self.name}|type)"\s*:', stripped) else []
+            text = stripped
+        else:
+            starts = [match.end() for match in re.finditer(re.escape(self.marker), text)]
+        return [call for start in starts for call in self._at(text, start)]
+
+    def _at(self, text: str, start: int) -> Iterator[Call]:
+        values, error = decoded(text[start:])
+        example = f'{self.marker}{{"{self.name}": "<tool>", "{self.arguments}": {{..}}}}'
+        if error:
+            end = text.find(self.marker, start) if self.marker else -1
+            yield unreadable(text[start : end if end >= 0 else None], NOT_JSON.format(error, example))
+            return
+        for value in values if isinstance(values, list) else [values]:
+            yield call_of(value, self.name, self.arguments, example)
+
+
+class JsonCalls:
+    """Calls as JSON objects with a name and arguments, anywhere in the text."""
+
+    START = re.compile(r'\{\s*"name"\s*:')
+    EXAMPLE = '{"name": "<tool>", "arguments": {..}}'
+
+    def calls(self, text: str) -> list[Call]:
+        found: list[Call] = []
+        at = 0
+        while match := self.START.search(text, at):
+            value, error = decoded(text[match.start() :])
+            if error:
+                found.append(unreadable(text[match.start() :], NOT_JSON.format(error, self.EXAMPLE)))
+                return found
+            found.append(call_of(value, "name", "arguments", self.EXAMPLE))
+            at = match.start() + json.JSONDecoder().raw_decode(text[match.start() :])[1]
+        return found
+
+
+class XmlCalls:
+    """Calls as `<call tool="name"><argument>value</argument></call>`; values that are no strings as JSON has them."""
+
+    CALL = re.compile(r'<call(?:\s+tool="(?P<name>[^"]*)")?[^>]*>(?P<body>.*?)(?P<end></call>|$)', re.DOTALL)
+    EXAMPLE = '<call tool="<tool>"><argument>value</argument></call>'
+
+    def __init__(self, schemas: Sequence[Schema]) -> None:
+        self.properties = {
+            schema["function"]["name"]: schema["function"]["parameters"].get("properties", {}) for schema in schemas
+        }
+
+    def calls(self, text: str) -> list[Call]:
+        return [self._call(match) for match in self.CALL.finditer(text)]
+
+    def _call(self, match: re.Match[str]) -> Call:
+        name, body = match["name"], match["body"]
+        if name is None or not match["end"]:
+            problem = "names no tool" if name is None else "has no </call>"
+            return unreadable(body, f"this call {problem}; write it as {self.EXAMPLE}", name or "")
+        arguments, rest, properties = {}, body, self.properties.get(name, {})
+        for argument in re.finditer(r"<(\w+)>(.*?)</\1>", body, re.DOTALL):
+            kind = properties.get(argument[1], {}).get("type", "string")
+            arguments[argument[1]] = argument[2] if kind == "string" else _json_or_text(argument[2])
+            rest = rest.replace(argument[0], "", 1)
+        if rest.strip():
+            return unreadable(body, f"this call has text outside of arguments; write it as {self.EXAMPLE}", name)
+        return Call(name=name, arguments=arguments, written=body)
+
+
+class DescribedCalls:
+    """Calls read by transformers, of a tokenizer that says by `response_template` how its model answers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema]) -> None:
+        self.tokenizer, self.schemas = tokenizer, [dict(schema) for schema in schemas]
+
+    def calls(self, text: str) -> list[Call]:
+        parse: Any = self.tokenizer.parse_response  # type: ignore[attr-defined]
+        try:
+            message = parse(text, prefix="", tools=self.schemas)
+        except Exception as error:  # of a parser that somebody has described: it may raise anything
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return [unreadable(text, f"this call cannot be read ({first[:200]})")]
+        written = message.get("tool_calls") or []
+        return [call_of(each.get("function", each), "name", "arguments", "the template does") for each in written]
+
+
+# -- details -----------------------------------------------------------------------------------------------------------
+def decoded(text: str) -> tuple[Any, str]:
+    """(the JSON value that the text begins with, "") or (None, what is wrong with it).
+
+    >>> decoded(' {"a": 1} and more'), decoded("[1,")[1]
+    (({'a': 1}, ''), 'Expecting value')
+    """
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text.lstrip())[0], ""
+    except json.JSONDecodeError as error:
+        return None, error.msg
+    except RecursionError:
+        return None, "too deep"
+
+
+def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call:
+    """The call that a JSON value is."""
+    if not isinstance(value, Mapping) or not isinstance(value.get(name_key), str):
+        return unreadable(json.dumps(value, ensure_ascii=False), f"this call names no tool; write it as {example}")
+    name, arguments = value[name_key], value.get(arguments_key, {})
+    if isinstance(arguments, str):  # JSON in a string, as OpenAI's API has it
+        arguments = _json_or_text(arguments)
+    written = json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, Mapping):
+        problem = f"the {arguments_key} of this call are no JSON object; write it as {example}"
+        return unreadable(written, problem, name)
+    return Call(name=name, arguments={str(key): each for key, each in arguments.items()}, written=written)
+
+
+def unreadable(written: str, problem: str, name: str = "") -> Call:
+    return Call(name=name, arguments={}, written=written, problem=problem)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _written_by(
+    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
+) -> TemplateCalls | None:
+    """The form in which the tokenizer's template writes a call; None if it is none of JSON objects."""
+    tool = schemas[0]["function"]["name"]
+    for arguments in ({ARGUMENT: MARK}, json.dumps({ARGUMENT: MARK})):
+        called = {"type": "function", "id": CALL_ID, "function": {"name": tool, "arguments": arguments}}
+        turn = {"role": "assistant", "content": SAID, "tool_calls": [called]}
+        try:
+            before = _rendered(tokenizer, schemas, opening, start=True)
+            text = _rendered(tokenizer, schemas, [*opening, turn], start=False)
+        except Exception:  # a template may raise anything; how it wants arguments is tried
+            continue
+        turn_text = text[len(before) :] if text.startswith(before) else text[_common(before, text) :]
+        for match in re.finditer(r"\{", turn_text):
+            value, error = decoded(turn_text[match.start() :])
+            if not error and (keys := _keys(value, tool)) is not None:
+                marker = turn_text[: match.start()].rpartition(SAID)[2].strip()
+                return TemplateCalls(marker=marker.removesuffix("[").strip(), name=keys[0], arguments=keys[1])
+    return None
+
+
+def _keys(value: Any, tool: str) -> tuple[str, str] | None:
+    """The keys of name and arguments in a call as a template has written it."""
+    if not isinstance(value, dict):
+        return None
+    names = [key for key, each in value.items() if each == tool]
+    arguments = [k for k, each in value.items() if each == {ARGUMENT: MARK} or each == json.dumps({ARGUMENT: MARK})]
+    return (names[0], arguments[0]) if names and arguments else None
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    schemas: Sequence[Schema],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    start: bool,
+) -> str:
+    tools: Any = [dict(schema) for schema in schemas]
+    conversation = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(conversation, tools=tools, add_generation_prompt=start, tokenize=False))
+
+
+def _common(a: str, b: str) -> int:
+    """The number of characters that both texts begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

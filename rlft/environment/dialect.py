@@ -1,0 +1,84 @@
+"""What conversations look like to one model: its prompts, how calls are read, and what stands between turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlft.environment.calls import preamble, reader_of
+from rlft.environment.protocol import Call, Environment, Schema, Shown
+from rlft.environment.turn_template import TurnTemplate
+from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def shown_by(environment: Environment, schemas: Sequence[Schema]) -> Shown:
+    """What prompts show of this environment."""
+    if not schemas or not environment.show_tools:
+        return Shown()
+    if environment.syntax == "template":
+        return Shown(tools=tuple(schemas))
+    return Shown(preamble=preamble(environment.syntax, schemas))
+
+
+class Dialect:
+    """The chat template and the syntax of calls, for one environment.
+
+    Args:
+        environment: which is acted in.
+        tokenizer: the model's.
+        opening: messages like those that conversations begin with.
+
+    Raises:
+        UserError: the template cannot show tools or their answers, rewrites earlier turns, or writes calls in a form
+            that is not known here; or a tool has no types or docstring.
+    """
+
+    def __init__(
+        self, environment: Environment, tokenizer: PreTrainedTokenizerBase, opening: Sequence[Mapping[str, Any]]
+    ) -> None:
+        schemas = environment.schemas()
+        self.shown = shown_by(environment, schemas)
+        self._as_messages_of_tools = environment.syntax == "template" and not environment.plays_a_game
+        shown_opening = self.shown.messages(opening)
+        try:
+            self.template = TurnTemplate(
+                tokenizer,
+                {"tool" if self._as_messages_of_tools else "user"},
+                tools=self.shown.tools,
+                opening=shown_opening,
+            )
+        except UserError as error:
+            if not self._as_messages_of_tools or not tokenizer.chat_template:
+                raise
+            remedy = f"set environment.syntax=json or xml, or {error.remedy}"
+            raise UserError(error.key, error.problem, got=error.got, remedy=remedy) from None
+        self._tokenizer = tokenizer
+        self._reader = None
+        if not environment.plays_a_game:
+            self._reader = reader_of(environment.syntax, tokenizer, schemas, shown_opening)
+
+    def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+        """(messages, tokens) of a prompt behind which the environment says this text."""
+        return self.template.opened(self.shown.messages(messages), text)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def calls(self, sampled: Sequence[int]) -> list[Call]:
+        """The calls in a turn of the policy, in order; those that cannot be made with their `problem`."""
+        return [] if self._reader is None else self._reader.calls(self.template.spoken(sampled))
+
+    def suffix(self, sampled: Sequence[int], answers: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """The tokens between this turn and the next: the answers, and the start of the policy's next turn.
+
+        answers: (name of the tool, what it answered) in the order of the calls; ("", observation) of a game.
+        """
+        if self._as_messages_of_tools:
+            return self.template.suffix(
+                sampled, [{"role": "tool", "name": name or "tool", "content": text} for name, text in answers]
+            )
+        return self.template.suffix(sampled, [{"role": "user", "content": "\n".join(text for _, text in answers)}])

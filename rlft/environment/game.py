@@ -1,0 +1,67 @@
+"""`environment=game`: a class that answers each turn of the policy as a whole, in Gymnasium's manner.
+
+`reset(**row)` begins and may return text for the end of the prompt; `step(text)` returns (observation, reward, done).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rlft.environment.duck_type import accepted
+from rlft.environment.protocol import Environment, Step
+from rlft.keys.instantiate import locate
+from rlft.types import UserError
+
+KEY = "environment.factory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Game(Environment):
+    """factory: `module.Class`. arguments: with which it is made."""
+
+    plays_a_game: ClassVar[bool] = True
+
+    factory: str
+    arguments: Mapping[str, Any]
+
+    def check(self) -> None:
+        made = locate(self.factory, KEY)
+        for method, remedy in (
+            ("reset", "give it a method reset(self, **row), which begins a game"),
+            ("step", "give it a method step(self, text) that returns (observation, reward, done)"),
+        ):
+            if not callable(getattr(made, method, None)):
+                raise UserError(KEY, f"is a class without {method}", got=self.factory, remedy=remedy)
+
+    @property
+    def rewards_turns(self) -> bool:
+        return True
+
+    def start(self) -> None:
+        locate(self.factory, KEY)
+
+    def make(self) -> ObjectSteps:
+        return ObjectSteps(locate(self.factory, KEY)(**self.arguments))
+
+
+class ObjectSteps:
+    """A `Play` of an object of such a class."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        text = self.held.reset(**accepted(self.held.reset, {"seed": seed, **row}))
+        return None if text is None else str(text)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        raise NotImplementedError("a game has no tools")
+
+    def step(self, text: str) -> Step:
+        observation, reward, done = self.held.step(text)
+        return Step(observation, None if reward is None else float(reward), bool(done))
+
+    def reward(self) -> float | None:
+        return None

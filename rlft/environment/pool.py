@@ -1,0 +1,264 @@
+"""Where environments run: worker processes that may hang, crash or be killed, without harm to other conversations.
+
+As in `rlft.scoring.pool` there are no threads: the calling thread deals orders out over one pipe a worker and waits
+with deadlines. A conversation whose environment keeps state stays with one worker. Where that worker has to be
+replaced, the conversation's earlier orders are repeated in the new one: an environment is a function of its orders and
+their seeds. Make and use a pool in the thread that samples.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+
+from rlft.environment.protocol import Cause, Environment
+from rlft.environment.worker import READY, Order, Reply, out_of_time, serve
+from rlft.scoring.pool import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S, STOPPED_LIMIT_S
+from rlft.system.children import how_it_ended, kill, spawned
+from rlft.system.running_time import TICK_S, RunningTime, is_stopped
+
+SPENT = "Error: the time for all calls is used up"
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment cannot be used at all: which one, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Orders of one conversation, done one after the other. left_s: seconds that they may take together."""
+
+    key: int
+    orders: Sequence[Order]
+    left_s: float
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Running:
+    """A job and how far it is: the earlier orders that are repeated first, and the replies so far."""
+
+    index: int
+    job: Job
+    left_s: float
+    again: deque[Order] = field(default_factory=deque)
+    replies: list[Reply] = field(default_factory=list)
+
+    @property
+    def order(self) -> Order | None:
+        """What is next; None at the end."""
+        if self.again:
+            return self.again[0]
+        return self.job.orders[len(self.replies)] if len(self.replies) < len(self.job.orders) else None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Seat:
+    """A worker process and the job that it is at.
+
+    Args:
+        knows: the conversations whose state it has.
+        limit_s: seconds that the order may take.
+        left_s: seconds until it is given up, counted while both processes run.
+        stopped_s: seconds that it was stopped alone.
+        asked: an order is on its way.
+    """
+
+    process: BaseProcess
+    pipe: connection.Connection
+    left_s: float = START_LIMIT_S
+    stopped_s: float = 0.0
+    limit_s: float = 0.0
+    ready: bool = False
+    asked: bool = False
+    running: Running | None = None
+    knows: set[int] = field(default_factory=set)
+
+
+class EnvironmentPool:
+    """Runs jobs in `environment.workers` processes, which start in the background."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._failed_starts = 0
+        self._clock = RunningTime()
+        self._told: dict[int, list[Order]] = {}  # of each conversation the orders that its state comes from
+        self._seats = [self._started() for _ in range(environment.workers)]
+        atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
+
+    def run(self, jobs: Sequence[Job]) -> list[list[Reply]]:
+        """The replies to each job's orders, in their order.
+
+        Raises:
+            EnvironmentFailure: workers cannot start.
+        """
+        for number, seat in enumerate(self._seats):  # left by a run that was interrupted
+            if seat.running is not None:
+                self._replace(number)
+        waiting = deque(Running(index=index, job=job, left_s=job.left_s) for index, job in enumerate(jobs))
+        finished: dict[int, list[Reply]] = {}
+        self._clock.since_last()  # nothing counts of the time before
+        while len(finished) < len(jobs):
+            for number in range(len(self._seats)):
+                while self._has_begun(number, waiting):
+                    self._ask(number, finished)
+            for number in self._awake():
+                self._hear(number)
+        return [finished[index] for index in range(len(jobs))]
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """These conversations are over."""
+        keys = list(keys)
+        for key in keys:
+            self._told.pop(key, None)
+        for seat in self._seats:
+            known = [key for key in keys if key in seat.knows]
+            seat.knows.difference_update(known)
+            if known and seat.running is None:
+                with contextlib.suppress(OSError):  # one that has died is replaced when it is next used
+                    seat.pipe.send(known)
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are at. Safe to call twice."""
+        atexit.unregister(self.close)
+        for seat in self._seats:
+            kill(seat.process)
+            seat.pipe.close()
+        self._seats = []
+
+    # -- one worker ----------------------------------------------------------------------------------------------------
+    def _started(self) -> Seat:
+        process, pipe = spawned(serve, self._environment, os.getpid(), name="rlft-environment-worker")
+        return Seat(process=process, pipe=pipe)
+
+    def _has_begun(self, number: int, waiting: deque[Running]) -> bool:
+        """Whether the worker waits for an order of its job; one without a job gets the first that may be its."""
+        seat, size, keeps = self._seats[number], len(self._seats), self._environment.keeps_state
+        if not seat.ready or seat.asked:
+            return False
+        if seat.running is not None:
+            return True
+        job = next((job for job in waiting if not keeps or job.job.key % size == number), None)
+        if job is None:
+            return False
+        waiting.remove(job)
+        seat.running = job
+        key = job.job.key
+        if keeps and key not in seat.knows:
+            job.again = deque(self._told.get(key, ()))
+            seat.knows.add(key)
+        return True
+
+    def _ask(self, number: int, finished: dict[int, list[Reply]]) -> None:
+        """Sends the next order of the worker's job; the job is finished where there is none."""
+        seat = self._seats[number]
+        running = seat.running
+        assert running is not None, "a worker without a job is not asked"
+        while not running.again and running.order is not None and running.left_s <= 0:
+            running.replies.append(Reply(text=SPENT, cause=Cause.time))
+        order = running.order
+        if order is None:
+            finished[running.index] = running.replies
+            seat.running = None
+            return
+        seat.limit_s = self._environment.call_timeout
+        if not running.again:
+            seat.limit_s = min(seat.limit_s, running.left_s)
+        seat.left_s, seat.stopped_s = seat.limit_s + GRACE_S, 0.0
+        try:
+            seat.pipe.send((running.job.key, order, seat.limit_s))
+            seat.asked = True
+        except OSError:  # it died while idle, which is no order's fault: another one gets it
+            self._replace(number, running)
+
+    def _awake(self) -> list[int]:
+        """The workers that have something to say, have died, or are out of time; waits for the first."""
+        concerned = [n for n, seat in enumerate(self._seats) if seat.asked or not seat.ready]
+        if not concerned:
+            return []
+        seats = [self._seats[n] for n in concerned]
+        left_s = min(seat.left_s for seat in seats)
+        waited = [*(seat.pipe for seat in seats), *(seat.process.sentinel for seat in seats)]
+        heard = connection.wait(waited, timeout=max(0.0, min(left_s, TICK_S)))
+        passed = self._clock.since_last()
+        for seat in seats:
+            if is_stopped(seat.process.pid or 0):
+                seat.stopped_s += passed
+            else:
+                seat.left_s -= passed
+                seat.stopped_s = 0.0
+        return [
+            n
+            for n, seat in zip(concerned, seats, strict=True)
+            if seat.pipe in heard or seat.left_s <= 0 or seat.stopped_s > STOPPED_LIMIT_S or not seat.process.is_alive()
+        ]
+
+    def _hear(self, number: int) -> None:
+        seat = self._seats[number]
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+            if seat.pipe.poll():
+                message = seat.pipe.recv()
+                if seat.ready:
+                    seat.asked = False
+                    self._take(seat, message)
+                elif message == READY:
+                    seat.ready, self._failed_starts = True, 0
+                else:
+                    raise EnvironmentFailure(f"environment: cannot be started in its workers ({message}); repair it")
+                return
+        self._bury(number)
+
+    def _take(self, seat: Seat, reply: Reply) -> None:
+        """Adds a reply to the worker's job; one to a repeated order is dropped."""
+        running = seat.running
+        assert running is not None, "who is asked has a job"
+        order = running.order
+        assert order is not None, "a reply is to an order"
+        if running.again:
+            running.again.popleft()
+            return
+        if self._environment.keeps_state and reply.cause is not Cause.time:
+            self._told.setdefault(running.job.key, []).append(order)
+        running.replies.append(reply)
+        running.left_s -= reply.seconds
+
+    def _bury(self, number: int) -> None:
+        """Replaces a worker that has died or is out of time; its order is answered with what has become of it."""
+        seat = self._seats[number]
+        late = seat.process.is_alive()
+        running = seat.running
+        was_repeating = running is not None and bool(running.again)
+        self._replace(number, running)
+        if running is None:
+            self._failed_starts += 1
+            if self._failed_starts == MAX_FAILED_STARTS:
+                what = "took too long to start" if late else f"{how_it_ended(seat.process.exitcode)} before they began"
+                raise EnvironmentFailure(f"environment: {MAX_FAILED_STARTS} workers in a row {what}; see their output")
+            return
+        if late and seat.stopped_s > STOPPED_LIMIT_S:  # somebody has stopped it, which is no tool's fault
+            return
+        text = out_of_time(seat.limit_s) if late else f"Error: the tool's process {how_it_ended(seat.process.exitcode)}"
+        cause = Cause.time if late else Cause.died
+        if was_repeating:  # what was harmless before is not now: the conversation has lost its environment
+            running.again.clear()
+            self._told.pop(running.job.key, None)
+        running.replies.append(Reply(text=text, cause=cause, seconds=seat.limit_s if late else 0.0))
+        running.left_s -= running.replies[-1].seconds
+
+    def _replace(self, number: int, running: Running | None = None) -> None:
+        """Puts a new worker in the place of this one, which goes on with the job."""
+        old = self._seats[number]
+        kill(old.process)
+        old.pipe.close()
+        self._seats[number] = seat = self._started()
+        if running is not None:
+            seat.running = running
+            if self._environment.keeps_state:
+                running.again = deque(self._told.get(running.job.key, ()))
+                seat.knows.add(running.job.key)

@@ -1,0 +1,146 @@
+"""The interface of an environment: its keys, the tools that it shows, and its side of one conversation.
+
+An environment is one module. Its class is a frozen dataclass whose fields are the keys below `environment`; workers get
+a copy, in which `make` gives each conversation a `Play`. Nothing here imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar, Literal, Protocol
+
+from rlft.keys.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+
+Schema = Mapping[str, Any]
+"""A tool as chat templates show it: `transformers.utils.get_json_schema`."""
+
+
+class Cause(StrEnum):
+    """Why a call of a tool has no answer of the tool's own."""
+
+    malformed = "malformed"  # it cannot be read, names no tool, or has other arguments than the tool
+    raised = "raised"
+    time = "time"  # no answer within environment.call_timeout, or what was left of environment.timeout
+    died = "died"  # the tool has ended its process
+    limit = "limit"  # not made: beyond environment.max_tool_calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call as the policy wrote it.
+
+    Args:
+        name: of the tool; "" where it cannot be read.
+        arguments: by name.
+        written: the arguments as text.
+        problem: why it cannot be made, as a sentence for the policy; "" if it can.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    written: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a prompt shows of the environment beside its own messages.
+
+    Args:
+        tools: schemas for the chat template.
+        preamble: text before the first message of the user, for templates that cannot show tools; "" for none.
+    """
+
+    tools: tuple[Schema, ...] = ()
+    preamble: str = ""
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the preamble."""
+        shown = [dict(message) for message in messages]
+        if self.preamble:
+            first = next((m for m in shown if m["role"] == "user"), shown[0])
+            first["content"] = f"{self.preamble}\n\n{first['content']}"
+        return shown
+
+
+NOTHING = Shown()
+
+
+class Malformed(ValueError):
+    """A call names no tool, or has other arguments than the tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a game answers to what the policy has said. reward: of this turn; None for none. done: the game is over."""
+
+    observation: Any
+    reward: float | None = None
+    done: bool = False
+
+
+class Play(Protocol):
+    """The environment's side of one conversation. It lives in a worker process, and may raise anything."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        """Begins; returns what stands behind the prompt's last message, None for nothing.
+
+        Args:
+            row: the prompt as a row of data: prompt (its messages), id, answer and its metadata.
+            seed: the same for all completions of a prompt.
+        """
+        ...
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """What a tool answers. Malformed if there is none of that name, or its arguments are others."""
+        ...
+
+    def step(self, text: str) -> Step:
+        """What a game answers to the text of a turn."""
+        ...
+
+    def reward(self) -> float | None:
+        """The reward of the whole conversation, at its end; None for none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment(ABC):
+    """An environment. Subclasses are frozen dataclasses; meanings and defaults are in configs/environment/."""
+
+    plays_a_game: ClassVar[bool] = False
+    """Whether it answers each turn as a whole (`Play.step`), and not the calls of tools in it."""
+    keeps_state: ClassVar[bool] = True
+    """Whether what it answers depends on earlier turns, so that each conversation stays with its worker."""
+
+    max_turns: PositiveInt
+    max_tool_calls: NonNegativeInt | None
+    turn_tokens: PositiveInt | None
+    call_timeout: PositiveFloat
+    timeout: PositiveFloat
+    max_answer: PositiveInt
+    workers: PositiveInt
+    syntax: Literal["template", "json", "xml"]
+    show_tools: bool
+
+    def check(self) -> None:  # noqa: B027 (not every environment has something to refuse)
+        """Imports what is named and looks at it. UserError with the environment's own key."""
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools. UserError with the environment's own key for one without types or docstring."""
+        return []
+
+    @property
+    def rewards_turns(self) -> bool:
+        """Whether it gives rewards itself."""
+        return False
+
+    def start(self) -> None:  # noqa: B027
+        """Called once in each worker: the place for slow imports, which no time limit counts."""
+
+    @abstractmethod
+    def make(self) -> Play:
+        """The environment's side of a new conversation, in a worker."""

@@ -1,0 +1,103 @@
+"""`environment=tools`: functions that the policy may call; each call stands for itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rlft.environment.protocol import Environment, Malformed, Step
+from rlft.keys.instantiate import locate
+from rlft.types import UserError
+
+KEY = "environment.tools"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools(Environment):
+    """tools: `module.function` of each."""
+
+    keeps_state: ClassVar[bool] = False
+
+    tools: Sequence[str]
+
+    def check(self) -> None:
+        if not self.tools:
+            remedy = "name importable functions, as environment.tools=[mine.search]"
+            raise UserError(KEY, "is empty, so there is nothing to call", got="[]", remedy=remedy)
+        named: dict[str, str] = {}
+        for path in self.tools:
+            name = getattr(locate(path, KEY), "__name__", path.rpartition(".")[2])
+            if name in named:
+                problem = f"two tools are called {name}: {named[name]} and {path}"
+                raise UserError(KEY, problem, got=path, remedy="rename one of the functions")
+            named[name] = path
+
+    def schemas(self) -> list[dict[str, Any]]:
+        return [schema_of(locate(path, KEY), KEY, path) for path in self.tools]
+
+    def start(self) -> None:
+        for path in self.tools:
+            locate(path, KEY)
+
+    def make(self) -> FunctionCalls:
+        return FunctionCalls({f.__name__: f for f in (locate(path, KEY) for path in self.tools)})
+
+
+class FunctionCalls:
+    """A `Play` that only calls functions, by their names."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.functions = functions
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        return None
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        return called(self.functions, name, arguments)
+
+    def step(self, text: str) -> Step:
+        raise NotImplementedError("tools play no game")
+
+    def reward(self) -> float | None:
+        return None
+
+
+def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]) -> Any:
+    """What the function of this name returns for these arguments.
+
+    Raises:
+        Malformed: there is no such function, or it has other parameters.
+        Exception: whatever the function raises.
+    """
+    if name not in functions:
+        raise Malformed(f"there is no tool {name!r:.80}; the tools are {', '.join(functions)}")
+    function = functions[name]
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise Malformed(f"{name}: {error}") from None
+    return function(**arguments)
+
+
+def schema_of(function: Any, key: str, path: str) -> dict[str, Any]:
+    """The JSON schema of a function or method.
+
+    Raises:
+        UserError: it has no docstring, a parameter without a type, or one that the docstring does not describe.
+    """
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    remedy = "give it a docstring with an Args: line for each parameter, and each parameter a type"
+    try:
+        return get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise UserError(key, f"cannot be shown as a tool ({error})", got=path, remedy=remedy) from None
+    except Exception as error:  # annotations are evaluated, and may raise anything
+        problem = f"cannot be shown as a tool ({type(error).__name__}: {error})"
+        raise UserError(key, problem, got=path, remedy=remedy) from None

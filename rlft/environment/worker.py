@@ -1,0 +1,189 @@
+"""What runs in a worker of an environment: its side of conversations, each order under a time limit.
+
+A worker imports no torch. It dies with its parent, whatever ends the parent, and takes along what tools have started.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlft.environment.protocol import Cause, Environment, Malformed, Play
+from rlft.scoring.worker import Alarm, OutOfTime, end_process_group, place_of
+from rlft.system.children import detach
+
+READY = "ready"
+MAX_ERROR = 500
+"""Characters of an error that the policy reads."""
+
+
+class Kind(StrEnum):
+    reset = "reset"
+    call = "call"
+    step = "step"
+    reward = "reward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a conversation asks of its environment.
+
+    Args:
+        name: of the tool that is called.
+        values: the tool's arguments, or the row of a reset.
+        text: of the turn that a game answers.
+        seed: what `random` (and numpy's, where it is loaded) draws from meanwhile.
+    """
+
+    kind: Kind
+    seed: int
+    name: str = ""
+    values: Mapping[str, Any] | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What an order was answered.
+
+    Args:
+        text: for the policy; of an error, where there is a cause.
+        cause: why it failed; None if it did not.
+        reward: of a turn or of the conversation.
+        done: the game is over.
+        seconds: that it took.
+    """
+
+    text: str = ""
+    cause: Cause | None = None
+    reward: float | None = None
+    done: bool = False
+    seconds: float = 0.0
+
+
+def serve(connection: Connection, environment: Environment, parent: int) -> None:
+    """The life of a worker process: obeys until the parent closes its end, or dies.
+
+    A message is (conversation, order, seconds), or a list of conversations that are over, which is not answered.
+    """
+    detach(parent)
+    own = os.getpid()
+    plays: dict[int, Play] = {}
+    try:
+        environment.start()
+        connection.send(READY)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}{place_of(error)}")
+    try:
+        while True:
+            message = connection.recv()
+            if isinstance(message, list):
+                for key in message:
+                    plays.pop(key, None)
+                continue
+            key, order, limit_s = message
+            reply = obeyed(plays, key, order, environment, limit_s)
+            if os.getpid() != own:  # a tool has forked, and its child has come back from the call, too
+                os._exit(0)
+            connection.send(reply)
+    except (EOFError, ConnectionError):
+        end_process_group()
+
+
+def obeyed(plays: dict[int, Play], key: int, order: Order, environment: Environment, limit_s: float) -> Reply:
+    """The reply to one order; whatever the environment's code does becomes a text for the policy."""
+    began, alarm = time.monotonic(), Alarm()
+    reply: Reply | None = None
+    try:
+        with alarm.set(limit_s):
+            seeded(order.seed)
+            if order.kind is Kind.reset or key not in plays:
+                plays[key] = environment.make()
+            reply = _done(plays[key], order, environment.max_answer)
+    except OutOfTime:
+        pass
+    except Malformed as error:
+        reply = Reply(text=f"Error: {error}"[:MAX_ERROR], cause=Cause.malformed)
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, which a tool may raise
+        reply = Reply(text=_said(error), cause=Cause.raised)
+    if alarm.rang or reply is None:
+        reply = Reply(text=out_of_time(limit_s), cause=Cause.time)
+    return Reply(
+        text=reply.text,
+        cause=reply.cause,
+        reward=reply.reward,
+        done=reply.done,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _done(play: Play, order: Order, max_answer: int) -> Reply:
+    values = order.values or {}
+    match order.kind:
+        case Kind.reset:
+            text = play.reset(values, order.seed)
+            return Reply(text="" if text is None else answered(text, max_answer))
+        case Kind.call:
+            return Reply(text=answered(play.call(order.name, values), max_answer))
+        case Kind.step:
+            step = play.step(order.text)
+            text = answered(step.observation, max_answer)
+            return Reply(text=text, reward=finite(step.reward), done=step.done)
+        case Kind.reward:
+            return Reply(reward=finite(play.reward()))
+
+
+def answered(value: Any, max_answer: int) -> str:
+    """What a tool returned, as text of at most so many characters, and a note where it was cut.
+
+    >>> answered({"sum": 5}, 100), answered("abcdef", 4), answered(None, 4)
+    ('{"sum": 5}', 'abcd [cut: 2 more characters]', '')
+    """
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    more = len(text) - max_answer
+    text = text if more <= 0 else f"{text[:max_answer]} [cut: {more} more characters]"
+    return text.encode("utf-8", "replace").decode()
+
+
+def finite(reward: Any) -> float | None:
+    """The reward as a float.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    if reward is None:
+        return None
+    value = float(reward)
+    if not math.isfinite(value):
+        raise ValueError(f"the reward is {value}, and no finite number")
+    return value
+
+
+def seeded(seed: int) -> None:
+    """Makes the global generators of random numbers draw from this seed, as far as they are loaded."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def out_of_time(limit_s: float) -> str:
+    return f"Error: no answer within {limit_s:.3g} s"
+
+
+def _said(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # of an exception that cannot say what it is
+        text = ""
+    return f"Error: {type(error).__name__}: {text}"[:MAX_ERROR].encode("utf-8", "replace").decode()

@@ -1,0 +1,27 @@
+"""What prompts show of an environment, and whether the model's chat template can hold its conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlft.environment.protocol import NOTHING, Environment, Shown
+from rlft.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def shown_in_prompts(
+    environment: Environment | None, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> Shown:
+    """What prompts show of the environment, for `rlft.prepare.prompts.scan`; nothing without one.
+
+    Raises:
+        UserError: a tool has no types or docstring, or the chat template cannot hold such conversations.
+    """
+    if environment is None or not len(prompts):
+        return NOTHING
+    from rlft.environment.dialect import Dialect
+
+    return Dialect(environment, tokenizer, prompts[0].messages).shown

@@ -1,0 +1,349 @@
+"""Conversations over an engine: tokens, masks, seeds, limits and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rlft.batch import fault
+from rlft.environment.conversations import Conversations
+from rlft.environment.duck_type import DuckType
+from rlft.environment.game import Game
+from rlft.environment.pool import EnvironmentFailure
+from rlft.environment.protocol import Environment
+from rlft.environment.tools import Tools
+from rlft.generation.scripted import ScriptedGenerator
+from rlft.types import Completion, FinishReason, Group, Prompt, Sampling
+from tests.helpers.family_tokenizers import family_tokenizer
+
+LIMITS: dict[str, Any] = {
+    "max_turns": 8,
+    "max_tool_calls": None,
+    "turn_tokens": None,
+    "call_timeout": 10.0,
+    "timeout": 60.0,
+    "max_answer": 400,
+    "workers": 1,
+    "syntax": "template",
+    "show_tools": True,
+}
+TOOLS = ("conversation_tools.add", "conversation_tools.say", "conversation_tools.misbehave")
+SAMPLING = Sampling(max_tokens=1000, temperature=1.0)
+TOKENIZER = family_tokenizer("qwen2.5")
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call as Qwen2.5's template writes it."""
+    import json
+
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def prompt(name: str = "p", **metadata: Any) -> Prompt:
+    messages = ({"role": "user", "content": "2 + 3?"},)
+    ids = TOKENIZER.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
+    return Prompt(id=name, messages=messages, answer="5", token_ids=tuple(ids), metadata=metadata)
+
+
+class Recorder(ScriptedGenerator):
+    """A scripted policy that keeps what it was asked."""
+
+    def __init__(self, answers: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerFast = TOKENIZER) -> None:
+        super().__init__(answers, tokenizer)
+        self.asked: list[tuple[list[Prompt], int, list[int], Sampling]] = []
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        self.asked.append((list(prompts), n, list(seeds), sampling))
+        return super().sample(prompts, n, seeds, sampling)
+
+
+@pytest.fixture
+def converse() -> Iterator[Callable[..., Conversations]]:
+    """Opens conversations of a scripted policy: `converse({"*": [["call", "answer"]]}, environment)`."""
+    opened: list[Conversations] = []
+
+    def make(answers: Mapping[str, Sequence[Any]], environment: Environment, at_once: int | None = None) -> Any:
+        opened.append(Conversations(Recorder(answers), environment, TOKENIZER, at_once))
+        return opened[-1]
+
+    yield make
+    for conversations in opened:
+        conversations.close()
+
+
+def tools(*names: str, **limits: Any) -> Tools:
+    return Tools(**{**LIMITS, **limits}, tools=names or TOOLS)
+
+
+def duck(name: str, **limits: Any) -> DuckType:
+    return DuckType(**{**LIMITS, **limits}, factory=f"conversation_tools.{name}")
+
+
+def one(groups: Sequence[Group]) -> Completion:
+    [group] = groups
+    [rollout] = group.rollouts
+    assert fault(rollout.completion) is None
+    return rollout.completion
+
+
+def sampled_text(completion: Completion) -> str:
+    mask = completion.mask or [True] * len(completion.token_ids)
+    return TOKENIZER.decode([t for t, own in zip(completion.token_ids, mask, strict=True) if own])
+
+
+def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(
+    converse: Callable[..., Conversations],
+) -> None:
+    said = [call("add", a=2, b=3), "It is 5."]
+    conversations = converse({"*": [said]}, tools("conversation_tools.add"))
+    asked = prompt()
+    completion = one(conversations.sample([asked], 1, [0], SAMPLING))
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "2 + 3?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}],
+        },
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "It is 5."},
+    ]
+    whole = str(TOKENIZER.apply_chat_template(messages, tokenize=False)).removesuffix("\n")
+    # The prompt of this test shows no tools: the plan's scan does. Qwen2.5 writes a newline before a call's tag.
+    ids = [*asked.token_ids, *completion.token_ids]
+    assert TOKENIZER.decode(ids).replace("assistant\n<tool_call>", "assistant\n<tool_call>") == whole
+    # Only what was sampled is the policy's: both turns with their end tokens.
+    assert sampled_text(completion) == f"{said[0]}<|im_end|>{said[1]}<|im_end|>"
+    assert completion.finish_reason is FinishReason.stop
+    first, last = completion.turns
+    [made] = first.calls
+    assert (made.name, made.arguments, made.answer, made.failed) == ("add", '{"a": 2, "b": 3}', "5", False)
+    assert (last.end, last.text, last.calls) == (len(completion.token_ids), "It is 5.", ())
+    assert completion.mask is not None
+    assert completion.mask[first.end - 1]
+    assert not completion.mask[first.end]
+
+
+def test_a_policy_that_calls_nothing_says_what_it_says_without_an_environment(
+    converse: Callable[..., Conversations],
+) -> None:
+    """Also the seeds and limits that the engine gets are those of a run without an environment."""
+    texts = {"*": ["one", "two", "three"]}
+    conversations = converse(texts, tools())
+    prompts, seeds = [prompt("p"), prompt("q")], [10, 13]
+    groups = conversations.sample(prompts, 3, seeds, SAMPLING)
+    alone = ScriptedGenerator(texts, TOKENIZER).sample(prompts, 3, seeds, SAMPLING)
+    [(asked, n, given, sampling)] = conversations.generator.asked  # type: ignore[attr-defined]
+    assert ([p.token_ids for p in asked], n, given) == ([p.token_ids for p in prompts], 3, seeds)
+    assert sampling == SAMPLING
+    for group, single in zip(groups, alone, strict=True):
+        assert group.prompt is single.prompt
+        for rollout, other in zip(group.rollouts, single.rollouts, strict=True):
+            assert replace(rollout.completion, turns=()) == other.completion
+            assert len(rollout.completion.turns) == 1
+
+
+def test_a_rounds_prompts_are_whole_conversations_with_seeds_and_rests_of_their_own(
+    converse: Callable[..., Conversations],
+) -> None:
+    texts = {"*": [[call("say", text="a"), "done"], "nothing to call"]}
+    conversations = converse(texts, tools())
+    sampling = replace(SAMPLING, max_tokens=200)
+    [group] = conversations.sample([prompt()], 4, [6], sampling)
+    first, second = conversations.generator.asked  # type: ignore[attr-defined]
+    assert (first[1], second[1]) == (4, 1)
+    # Seeds 6, 7, 8, 9 modulo two texts: siblings 0 and 2 call.
+    calling = [group.rollouts[0].completion, group.rollouts[2].completion]
+    assert len(second[0]) == 2
+    for asked, completion in zip(second[0], calling, strict=True):
+        # What stands before the last turn: the whole completion but "done" and its end token.
+        last = completion.turns[-1].end - len(TOKENIZER("done")["input_ids"]) - 1
+        assert asked.token_ids == (*prompt().token_ids, *completion.token_ids[:last])
+        assert asked.ongoing.max_tokens == 200 - last
+    assert len({*first[2], *second[2]}) == 3, "a seed for each turn"
+    again = converse(texts, tools()).sample([prompt()], 4, [6], sampling)
+    assert again == [group], "it replays"
+
+
+def test_conversations_do_not_depend_on_those_beside_them(converse: Callable[..., Conversations]) -> None:
+    texts = {"*": [[call("increase", by=1), call("draw"), "done"], [call("draw"), "done"], "no"]}
+    prompts, seeds = [prompt(str(i)) for i in range(6)], [100 * i for i in range(6)]
+    together = converse(texts, duck("Counter", workers=2)).sample(prompts, 3, seeds, SAMPLING)
+    in_parts = converse(texts, duck("Counter")).sample(prompts, 3, seeds, SAMPLING)
+    cut = converse(texts, duck("Counter"), at_once=3)
+    assert together == in_parts == cut.sample(prompts, 3, seeds, SAMPLING)
+    # at_once=3 is a group at a time: its first round has one prompt.
+    assert len(cut.generator.asked[0][0]) == 1  # type: ignore[attr-defined]
+    draws = {c.answer for g in together for r in g.rollouts for t in r.completion.turns for c in t.calls if c.name == "draw"}
+    assert len(draws) == 12, "12 of 18 conversations draw, each from its own seed"
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "turns"),
+    [
+        ({"max_turns": 2}, FinishReason.turns, 2),
+        ({"max_tool_calls": 2}, FinishReason.calls, 3),  # the third call is not made
+        ({"timeout": 0.2, "call_timeout": 0.1}, FinishReason.time, 2),
+        ({"turn_tokens": 5}, FinishReason.length, 1),
+        ({"max_turns": 50}, FinishReason.length, None),
+    ],
+)
+def test_each_limit_ends_a_conversation_with_its_own_reason(
+    converse: Callable[..., Conversations], limits: dict[str, Any], reason: FinishReason, turns: int | None
+) -> None:
+    said = call("misbehave", how="hang" if reason is FinishReason.time else "well")
+    conversations = converse({"*": [said]}, tools(**limits))
+    completion = one(conversations.sample([prompt()], 1, [0], replace(SAMPLING, max_tokens=400)))
+    assert completion.finish_reason is reason
+    assert completion.finish_reason.is_limit
+    assert len(completion.token_ids) <= 400
+    if turns is not None:
+        assert len(completion.turns) == turns
+    else:  # another answer with the start of a turn would fill it: there is no room for a token after it
+        assert len(completion.token_ids) > 400 - 100
+    if reason is FinishReason.turns:
+        assert completion.turns[-1].calls[0].answer == "well", "the last turn's calls are made: they may count"
+        assert completion.turns[-1].end == len(completion.token_ids), "and not read"
+    if reason is FinishReason.calls:
+        assert [c.cause for t in completion.turns for c in t.calls] == ["", "", "limit"]
+    if reason is FinishReason.length and "turn_tokens" in limits:
+        assert completion.num_sampled == 5
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "said"),
+    [
+        ("hang", "time", "Error: no answer within 0.5 s"),
+        ("raise", "raised", "Error: ValueError: a \x00 ? problem <|im_end|>"),
+        ("exit", "raised", "Error: SystemExit: 3"),
+        ("interrupt", "raised", "Error: KeyboardInterrupt: "),
+        ("die", "died", "Error: the tool's process ended with exit code 7"),
+        ("fork", "", "fork"),
+        ("shout", "", "x" * 400 + f" [cut: {2**20 - 400} more characters]"),
+    ],
+)
+def test_a_tool_that_misbehaves_is_told_and_the_conversation_goes_on(
+    converse: Callable[..., Conversations], how: str, cause: str, said: str
+) -> None:
+    texts = {"*": [[call("misbehave", how=how), call("add", a=1, b=1), "done"]]}
+    conversations = converse(texts, tools(call_timeout=0.5))
+    completion = one(conversations.sample([prompt()], 1, [0], SAMPLING))
+    first, second, last = completion.turns
+    assert (first.calls[0].answer, first.calls[0].cause, first.calls[0].failed) == (said, cause, bool(cause))
+    assert (second.calls[0].answer, last.text) == ("2", "done")
+    # Text that looks like a special token stays text: the only end tokens between turns are the template's own.
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    assert completion.mask is not None
+    foreign = [t for t, own in zip(completion.token_ids, completion.mask, strict=True) if not own]
+    assert foreign.count(end) == 2, "that of each answer's message"
+
+
+def test_a_tool_that_ignores_the_alarm_is_killed(converse: Callable[..., Conversations]) -> None:
+    texts = {"*": [[call("misbehave", how="hang for good"), "done"]]}
+    completion = one(converse(texts, tools(call_timeout=0.3)).sample([prompt()], 1, [0], SAMPLING))
+    assert [c.cause for c in completion.turns[0].calls] == ["time"]
+    assert completion.turns[1].text == "done"
+
+
+def test_a_malformed_call_is_answered_with_the_error(converse: Callable[..., Conversations]) -> None:
+    wrong = [
+        "<tool_call>\n{'name': 'add'}\n</tool_call>",
+        call("subtract", a=1, b=2),
+        call("add", a=1),
+        call("add", a=1, b=2, c=3),
+        '<tool_call>\n{"name": "add", "arguments": [1, 2]}\n</tool_call>',
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',
+    ]
+    conversations = converse({"*": [[*wrong, "done"]]}, tools("conversation_tools.add"))
+    completion = one(conversations.sample([prompt()], 1, [0], replace(SAMPLING, max_tokens=3000)))
+    answers = [c for t in completion.turns for c in t.calls]
+    assert [c.cause for c in answers] == ["malformed"] * 6
+    assert "not valid JSON" in answers[0].answer
+    assert answers[1].answer == "Error: there is no tool 'subtract'; the tools are add"
+    assert answers[2].answer == "Error: add: missing a required argument: 'b'"
+    assert "unexpected keyword argument 'c'" in answers[3].answer
+    assert "no JSON object" in answers[4].answer
+    assert "names no tool" in answers[5].answer
+
+
+def test_parallel_calls_are_made_and_answered_in_their_order(converse: Callable[..., Conversations]) -> None:
+    both = f"{call('increase', by=2)}\n{call('increase', by=3)}"
+    completion = one(converse({"*": [[both, "done"]]}, duck("Counter")).sample([prompt()], 1, [0], SAMPLING))
+    assert [c.answer for c in completion.turns[0].calls] == ["2", "5"]
+    text = TOKENIZER.decode(list(completion.token_ids))
+    assert "<tool_response>\n2\n</tool_response>\n<tool_response>\n5\n</tool_response>" in text
+
+
+def test_a_class_of_trls_form_begins_by_the_row_and_gives_a_reward(converse: Callable[..., Conversations]) -> None:
+    conversations = converse({"*": [[call("increase", by=2), "done"]]}, duck("Counter"))
+    [plain, opened] = conversations.sample([prompt("p"), prompt("q", start=40)], 2, [0, 2], SAMPLING)
+    assert [r.completion.turns[-1].reward for r in plain.rollouts] == [2.0, 2.0]
+    assert [r.completion.turns[-1].reward for r in opened.rollouts] == [42.0, 42.0]
+    assert plain.prompt.token_ids == prompt().token_ids
+    assert opened.prompt.messages[-1]["content"] == "2 + 3?\n\nIt stands at 40."
+    assert "It stands at 40.<|im_end|>\n<|im_start|>assistant\n" in TOKENIZER.decode(list(opened.prompt.token_ids))
+    assert all(r.prompt is opened.prompt for r in opened.rollouts)
+
+
+def test_openings_that_differ_are_masked_parts_of_completions(converse: Callable[..., Conversations]) -> None:
+    conversations = converse({"*": ["done"]}, duck("DiceAtReset"))
+    [group] = conversations.sample([prompt()], 2, [0], SAMPLING)
+    rows = [TOKENIZER.decode([*group.prompt.token_ids, *r.completion.token_ids]) for r in group.rollouts]
+    # One worker: it draws 1, then 2.
+    for row, drawn in zip(rows, "12", strict=True):
+        assert row.endswith(f"You have drawn {drawn}.<|im_end|>\n<|im_start|>assistant\ndone<|im_end|>")
+    for rollout in group.rollouts:
+        assert fault(rollout.completion) is None
+        assert sampled_text(rollout.completion) == "done<|im_end|>"
+        assert rollout.completion.text == "done"
+        assert rollout.completion.turns[0].end == len(rollout.completion.token_ids)
+
+
+def test_a_worker_that_dies_takes_no_conversations_state_along(converse: Callable[..., Conversations]) -> None:
+    """Sibling 0 kills the worker that both live in, after both have counted; they go on from where they were."""
+    texts = {"*": [[call("increase", by=3), call("increase", by=99), call("increase", by=4), "done"]] +
+             [[call("increase", by=10), call("increase", by=-1), call("increase", by=20), "done"]]}  # fmt: skip
+    [group] = converse(texts, duck("Counter")).sample([prompt(start=100)], 2, [0], SAMPLING)
+    dying, other = (r.completion for r in group.rollouts)
+    assert [c.cause for t in dying.turns for c in t.calls] == ["", "died", ""]
+    assert [c.answer for t in other.turns for c in t.calls] == ["110", "Error: ValueError: it only goes up", "130"]
+    assert [r.completion.turns[-1].reward for r in group.rollouts] == [107.0, 130.0]
+
+
+def test_a_game_answers_whole_turns_and_rewards_each(converse: Callable[..., Conversations]) -> None:
+    environment = Game(**LIMITS, factory="conversation_tools.Guessing", arguments={})
+    conversations = converse({"*": [["low or high?", "{answer}"], ["?", "9"]]}, environment)
+    [group] = conversations.sample([prompt()], 2, [0], SAMPLING)
+    right, wrong = (r.completion for r in group.rollouts)
+    assert [t.reward for t in right.turns] == [0.25, 1.0]
+    assert [t.reward for t in wrong.turns] == [0.25, 0.0]
+    assert right.turns[0].answer == "high"
+    assert right.finish_reason is wrong.finish_reason is FinishReason.stop
+    assert TOKENIZER.decode(list(right.token_ids)) == (
+        "low or high?<|im_end|>\n<|im_start|>user\nhigh<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("syntax", ["json", "xml"])
+def test_other_syntaxes_explain_themselves_and_answer_as_users(
+    converse: Callable[..., Conversations], syntax: str
+) -> None:
+    written = {
+        "json": 'So {"name": "add", "arguments": {"a": 2, "b": 3}}',
+        "xml": 'So <call tool="add"><a>2</a><b>3</b></call>',
+    }
+    environment = tools("conversation_tools.add", syntax=syntax)
+    completion = one(converse({"*": [[written[syntax], "5"]]}, environment).sample([prompt()], 1, [0], SAMPLING))
+    assert [c.answer for c in completion.turns[0].calls] == ["5"]
+    assert "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n" in TOKENIZER.decode(list(completion.token_ids))
+
+
+def test_an_environment_that_cannot_begin_stops_the_run(converse: Callable[..., Conversations]) -> None:
+    conversations = converse({"*": ["x"]}, duck("Counter"))
+    with pytest.raises(EnvironmentFailure, match=r"prompt 'p' \(Error: ValueError: invalid literal.*repair its reset"):
+        conversations.sample([prompt(start="no number")], 1, [0], SAMPLING)
+    assert conversations.sample([prompt()], 1, [0], SAMPLING), "and the next call is none the worse"

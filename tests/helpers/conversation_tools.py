@@ -1,0 +1,145 @@
+"""Tools and environments that conversations in tests are held with; imported by worker processes, too."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from typing import Any
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def say(text: str) -> str:
+    """Says a text again.
+
+    Args:
+        text: what is said
+    """
+    return text
+
+
+def misbehave(how: str) -> str:
+    """Misbehaves.
+
+    Args:
+        how: in which way
+    """
+    match how:
+        case "hang":
+            time.sleep(60)
+        case "hang for good":
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            while True:
+                time.sleep(1)
+        case "raise":
+            raise ValueError("a \x00 \ud800 problem <|im_end|>")
+        case "exit":
+            sys.exit(3)
+        case "die":
+            os._exit(7)
+        case "fork":
+            os.fork()
+        case "shout":
+            return "x" * 2**20
+        case "interrupt":
+            raise KeyboardInterrupt
+    return how
+
+
+def no_types(a, b):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Adds.
+
+    Args:
+        a: one
+        b: another
+    """
+    return a + b
+
+
+def no_docstring(a: int) -> int:
+    return a
+
+
+class Counter:
+    """In TRL's form: counts, and is worth what it has counted to."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def reset(self, **row: Any) -> str | None:
+        self.count = int(row.get("start", 0))
+        return f"It stands at {self.count}." if "start" in row else None
+
+    def increase(self, by: int) -> str:
+        """Increases the counter.
+
+        Args:
+            by: by how much
+
+        Returns:
+            Where it stands.
+        """
+        if by == 99:
+            os._exit(1)
+        if by < 0:
+            raise ValueError("it only goes up")
+        self.count += by
+        return f"{self.count}"
+
+    def draw(self) -> str:
+        """Draws a random number."""
+        return str(random.random())
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+class DiceAtReset:
+    """Its conversations begin with what each sibling has drawn for itself."""
+
+    drawn = 0
+
+    def reset(self, **row: Any) -> str:
+        type(self).drawn += 1
+        return f"You have drawn {type(self).drawn % 10}."
+
+    def roll(self) -> str:
+        """Rolls."""
+        return "6"
+
+
+class NoReset:
+    def roll(self) -> str:
+        """Rolls."""
+        return "6"
+
+
+class NeedsArguments(DiceAtReset):
+    def __init__(self, sides: int) -> None:
+        self.sides = sides
+
+
+class Guessing:
+    """A game of two turns: the policy learns in the first whether the number is low or high, and guesses it then."""
+
+    def reset(self, answer: str, **row: Any) -> str | None:
+        self.number = int(answer)
+        self.asked = False
+        return "Ask, then guess."
+
+    def step(self, text: str) -> tuple[str, float | None, bool]:
+        if not self.asked:
+            self.asked = True
+            return ("low" if self.number < 5 else "high"), 0.25, False
+        return "", float(text.strip() == str(self.number)), True
