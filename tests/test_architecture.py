@@ -27,7 +27,7 @@ LEVELS = (
     ("types", "seeds"),
     ("keys", "system", "ops", "batch"),
     ("algorithm", "data", "generation", "logger", "model", "sandbox", "scoring"),
-    ("trainer",),
+    ("trainer", "environment"),
     ("cluster",),
     ("config", "reward"),
     ("checks", "prepare", "run"),
@@ -39,12 +39,13 @@ LEVELS = (
     ("entry",),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MOST_ROOMS, MOST_ROOT_MODULES = 30, 8
+MOST_ROOMS, MOST_ROOT_MODULES = 31, 8
 
 # Modules whose tests have another name than theirs: what they are for is seen where they are used.
 TESTED_ELSEWHERE = {
     "algorithm/protocol": "algorithm/test_grpo.py",
     "checks/adapters": "test_refusals.py",
+    "checks/environments": "test_refusals.py",
     "checks/device_memory": "test_refusals.py",
     "checks/files": "test_refusals.py",
     "checks/ranks": "test_refusals.py",
@@ -78,6 +79,12 @@ TESTED_ELSEWHERE = {
     "doctor/trial": "verbs/test_doctor.py",
     "doctor/versions": "verbs/test_doctor.py",
     "doctor/work": "test_bench_scripts.py",
+    "environment/dialect": "environment/test_conversations.py",
+    "environment/duck_type": "environment/test_conversations.py",
+    "environment/game": "environment/test_conversations.py",
+    "environment/protocol": "environment/test_conversations.py",
+    "environment/tools": "environment/test_conversations.py",
+    "environment/worker": "environment/test_conversations.py",
     "entry": "whole_runs/test_interrupts.py",
     "export/model_card": "verbs/test_export.py",
     "generation/config": "config/test_compose.py",
@@ -90,6 +97,7 @@ TESTED_ELSEWHERE = {
     "keys/catalog": "test_recipes.py",
     "keys/instantiate": "config/test_compose.py",
     "keys/verbs": "verbs/test_outside_verb.py",
+    "loop/conversing": "environment/test_runs.py",
     "loop/engine_members": "loop/test_engine_worker.py",
     "loop/outcome": "verbs/test_launch.py",
     "loop/rank_worker": "cluster/test_ranked_trainer.py",
@@ -107,6 +115,7 @@ TESTED_ELSEWHERE = {
     "planning/sample_plan": "verbs/test_sample.py",
     "planning/sampling_shapes": "planning/test_memory_parts.py",
     "planning/sft_plan": "verbs/test_sft.py",
+    "planning/shown": "test_refusals.py",
     "planning/startup_table": "verbs/test_plan.py",
     "planning/train_plan": "verbs/test_plan.py",
     "run/config_file": "run/test_damaged_files.py",
@@ -271,11 +280,26 @@ LIGHT_VERBS = (
     "eval",
     "export",
 )
+LIGHT_ROOMS = (
+    *(
+        "types",
+        "seeds",
+        "keys",
+        "data",
+        "reward",
+        "scoring",
+        "sandbox",
+        "environment",
+        "checks",
+        "config",
+        "run",
+        "watch",
+    ),
+)
 LIGHT = [
     m
     for m in MODULES
-    if m.parts[0]
-    in ("types", "seeds", "keys", "data", "reward", "scoring", "sandbox", "checks", "config", "run", "watch")
+    if m.parts[0] in LIGHT_ROOMS
     or str(m) in ("cli", "entry", "prepare/prompts", "algorithm/formula")
     or (m.parts[0] == "verbs" and m.name in LIGHT_VERBS)
 ]

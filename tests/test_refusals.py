@@ -50,6 +50,7 @@ REFRESH = "reward_model.refresh_every=10 reward_model.labels=exact_match"
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 MAGNITUDE = "base_model.model.model.layers.0.mlp.down_proj.lora_magnitude_vector"
 DEEPER = "base_model.model.model.layers.99.mlp.down_proj.lora_A.weight"
+OWN = "conversation_tools"
 
 # What is typed after `rlft`, the key its refusal begins with, and a part of the refusal. The rows run in a folder that
 # `templates` filled: see there for `mine`, `run`, `file`, the .jsonl files and the adapters.
@@ -72,6 +73,36 @@ TABLE = [
     ("recipes gsm8k", "recipes", "takes no further words, got gsm8k"),
     ("algorithms grpoo", "algorithms", "there is no such algorithm, got grpoo; did you mean grpo? All: a2c, cispo, "),
     ("algorithms +recipe=grpo_arithmetic", "recipe", "is not a key of rlft algorithms, got +recipe=grpo_arithmetic"),
+    # Environments
+    ("train environment=none", "environment", "got none; write environment=null for none"),
+    ("train environment=tools", "environment.tools", "has no value yet; give environment.tools=<value> (importable f"),
+    ("train environment=tools environment.tools=[]", "environment.tools", "is empty, so there is nothing to call"),
+    ("train environment=tools environment.tools=[nothere.x]", "environment.tools", "cannot be imported (ModuleNot"),
+    (f"train environment=tools environment.tools=[{OWN}.no_types] environment.syntax=json", "environment.tools",
+     "cannot be shown as a tool (Argument a is missing a type hint in function no_types), got conversation_tools.no_"),
+    (f"train environment=tools environment.tools=[{OWN}.no_docstring] environment.syntax=json", "environment.tools",
+     "because it has no docstring!), got conversation_tools.no_docstring; give it a docstring with an Args: line"),
+    (f"train environment=tools environment.tools=[{OWN}.add,{OWN}.add]", "environment.tools", "two tools are called"),
+    (f"train environment=class environment.factory={OWN}.NoReset", "environment.factory",
+     "is a class without reset, got conversation_tools.NoReset; give it a method reset(self, **row)"),
+    (f"train environment=class environment.factory={OWN}.NeedsArguments", "environment.factory",
+     "needs the arguments sides, and it is made without any"),
+    (f"train environment=game environment.factory={OWN}.Counter", "environment.factory", "is a class without step"),
+    ("train environment=calculator", "model.path", "cannot show tools and their answers (calculate is not shown)"),
+    ("train environment=calculator", "model.path", "set environment.syntax=json or xml, or use a model with a chat te"),
+    ("sample environment=calculator", "model.path", "cannot show tools and their answers (calculate is not shown)"),
+    ("train environment=calculator environment.turn_tokens=300", "environment.turn_tokens",
+     "is more than all turns have together (generation.max_tokens=256), got 300; set it to 256 or less"),
+    ("train environment=calculator environment.timeout=3", "environment.timeout",
+     "is less than a single call may take (environment.call_timeout=10), got 3; raise it to 10 or more"),
+    ("train environment=calculator prompts.style=raw", "prompts.style", "has no turns"),
+    ("train environment=calculator environment.timeout=9999 cluster.engines=1", "environment.timeout",
+     "is taken for dead, got 9999; lower it, or raise cluster.timeout above 9999"),
+    ("train environment=calculator environment.max_turns=0", "environment.max_turns", "must be greater than 0, got 0"),
+    ("train environment=calculator environment.syntax=yaml", "environment.syntax", "got 'yaml'"),
+    ("train environment=calculator environment.wrokers=1", "environment.wrokers", "did you mean environment.workers?"),
+    ("train environment.workers=1", "environment.workers", "the environment chosen here has no such key; it belon"),
+    ("train environment=calculator reward=null", "reward", "is empty: nothing would be learned"),
     # Misspelt groups, choices and keys
     ("train algorithm=grpoo", "algorithm", "got grpoo; did you mean grpo? All: a2c, cispo, dapo, dr_grpo, grpo"),
     ("train algorithm=GRPO", "algorithm", "got GRPO; did you mean grpo? All: a2c"),

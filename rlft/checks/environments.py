@@ -25,6 +25,13 @@ def environment_of(config: SamplingRoot) -> Environment | None:
     return environment
 
 
+def check_rewarded(config: SamplingRoot) -> None:
+    """Refuses a run whose completions nothing would score: neither rewards nor the environment."""
+    environment = environment_of(config)
+    if not config.reward and (environment is None or not environment.rewards_turns):
+        raise UserError("reward", "is empty: nothing would be learned", remedy="try reward=[exact_match,format]")
+
+
 def check_environment(config: SamplingRoot) -> None:
     """Refuses an environment that cannot work: its own keys, and its limits beside those of the run."""
     environment = environment_of(config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlft.checks import rules
 from rlft.checks.adapters import AdapterUse, Use, check_folders, check_learned, uses_of_rewards
-from rlft.checks.environments import check_environment
+from rlft.checks.environments import check_environment, check_rewarded
 from rlft.checks.files import check_data
 from rlft.config.compose import build
 from rlft.config.schema import Keep, SampleConfig
@@ -39,6 +39,7 @@ def check_config(plain: Mapping[str, Any]) -> SampleConfig:
         raise UserError("min_reward", problem, got=config.min_reward, remedy="set keep=above, or leave it out")
     rules.check_stops_and_rewards(config.generation, specs(config.reward))
     check_environment(config)
+    check_rewarded(config)
     check_learned(specs(config.reward))
     check_folders(uses_of(config), lora_of(config))
     check_data(config.data)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlft.checks import rules
 from rlft.checks.adapters import AdapterUse, Use, check_folders, check_learned, uses_of_rewards
+from rlft.checks.environments import check_rewarded
 from rlft.checks.files import check_data
 from rlft.config.compose import build
 from rlft.config.schema import SftConfig
@@ -35,6 +36,8 @@ def check_config(plain: Mapping[str, Any]) -> tuple[SftConfig, tuple[Logger, ...
     longest = config.prompts.max_tokens + max(config.max_completion_tokens, config.generation.max_tokens)
     rules.check_budget(config.token_budget, longest, "prompts.max_tokens and a completion")
     if config.lora is not None:
+        if config.data:
+            check_rewarded(config)
         rewards = specs(config.reward) if config.data else {}
         check_learned(rewards)
         check_folders([*uses_of(config), *uses_of_rewards(rewards)], config.lora)

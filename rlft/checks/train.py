@@ -8,7 +8,7 @@ from typing import Any
 from rlft.algorithm.protocol import Algorithm
 from rlft.checks import rules
 from rlft.checks.adapters import check_folders, uses
-from rlft.checks.environments import check_environment
+from rlft.checks.environments import check_environment, check_rewarded
 from rlft.checks.files import check_data
 from rlft.checks.ranks import check_ranks, check_shard_base
 from rlft.checks.roles import check_roles
@@ -44,6 +44,7 @@ def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Algorit
         check_ranks(config.cluster)
         check_shard_base(config)
     check_environment(config)
+    check_rewarded(config)
     rewards = specs(config.reward)
     check_roles(config, algorithm, rewards)
     rules.check_stops_and_rewards(config.generation, rewards)

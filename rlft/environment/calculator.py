@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from rlft.environment.tools import Tools
 
 OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -19,6 +22,13 @@ OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 MAX_CHARACTERS = 200
 """Of an expression: products of so many digits are computed at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calculator(Tools):
+    """`environment=tools` with this tool."""
+
+    tools: Sequence[str] = ("rlft.environment.calculator.calculate",)
 
 
 def calculate(expression: str) -> str:

@@ -64,9 +64,10 @@ def reader_of(
         return JsonCalls()
     if syntax == "xml":
         return XmlCalls(schemas)
-    described = getattr(tokenizer, "response_template", None)
-    if described is not None:
-        return DescribedCalls(tokenizer, schemas)
+    if getattr(tokenizer, "response_template", None) is not None:
+        described = DescribedCalls(tokenizer, schemas)
+        if not described.calls(""):  # else the description itself cannot be used
+            return described
     form = _written_by(tokenizer, schemas, opening)
     if form is None:
         raise UserError(

@@ -85,12 +85,20 @@ class Conversations:
         tokenizer: the model's.
         at_once: completions that the engine computes together, where what they are depends on that
             (`Engine.divisible`): whole groups of so many are then played one after the other. None: all together.
+        longest_row: the most tokens of a prompt, with what the environment has put behind it, and its completion.
     """
 
     def __init__(
-        self, generator: Generator, environment: Environment, tokenizer: PreTrainedTokenizerBase, at_once: int | None
+        self,
+        generator: Generator,
+        environment: Environment,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        at_once: int | None,
+        longest_row: int,
     ) -> None:
-        self.generator, self.environment, self._tokenizer, self._at_once = generator, environment, tokenizer, at_once
+        self.generator, self.environment, self._tokenizer = generator, environment, tokenizer
+        self._at_once, self._longest_row = at_once, longest_row
         self._pool = EnvironmentPool(environment)
         self._dialect: Dialect | None = None
         self._keys = itertools.count()
@@ -173,11 +181,10 @@ class Conversations:
                 prompt = conversation.asked
                 messages, ids = self._dialect.opened(prompt.messages, reply.text)
                 conversation.opening = replace(prompt, messages=tuple(messages), token_ids=ids)
-                # What it says counts as the conversation's, so that no row is longer than planned.
-                conversation.limit -= max(0, len(ids) - len(prompt.token_ids))
+                conversation.limit = min(conversation.limit, self._longest_row - len(ids))
                 if conversation.limit < 1:
-                    problem = f"environment: begins with more than generation.max_tokens for prompt {prompt.id!r}"
-                    raise EnvironmentFailure(f"{problem}; raise it")
+                    problem = f"environment: what it puts behind prompt {prompt.id!r} leaves no token for an answer"
+                    raise EnvironmentFailure(f"{problem}; raise prompts.max_tokens by {1 - conversation.limit} or more")
 
     def _first_round(self, groups: Sequence[Sequence[Conversation]], sampling: Sampling) -> None:
         """As without an environment where all siblings read the same: each prompt is computed once for its group."""

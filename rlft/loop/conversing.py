@@ -22,15 +22,20 @@ class SamplingPlan(Protocol):
     def environment(self) -> Environment | None: ...
 
 
-def conversing(generator: Generator, engine: Engine, environment: Environment | None, tokenizer: Any) -> Generator:
+def conversing(
+    generator: Generator, engine: Engine, environment: Environment | None, tokenizer: Any, longest_row: int
+) -> Generator:
     """The generator, or conversations over it, whose `close` ends the environment's workers alone."""
     if environment is None:
         return generator
-    return Conversations(generator, environment, tokenizer, None if engine.divisible else engine.at_once)
+    at_once = None if engine.divisible else engine.at_once
+    return Conversations(generator, environment, tokenizer, at_once=at_once, longest_row=longest_row)
 
 
 def conversing_here(plan: SamplingPlan, generator: Generator, tokenizer: Any) -> Generator:
     """As `conversing`, for what samples in this process; engines of a pool have conversations of their own."""
     if isinstance(generator, EnginePool) or plan.engine is None:
         return generator
-    return conversing(generator, plan.config.generation.named(plan.engine), plan.environment, tokenizer)
+    config = plan.config
+    longest = config.prompts.max_tokens + config.generation.max_tokens
+    return conversing(generator, config.generation.named(plan.engine), plan.environment, tokenizer, longest)

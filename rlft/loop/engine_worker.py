@@ -53,7 +53,9 @@ class EngineWorker:
         opening = self._opening(engine, settings)
         self._engine = engine.open(opening)
         # Its conversations take place here: each group goes on with its own engine, whatever the others are at.
-        self._generator = conversing(self._engine, engine, settings.environment, opening.tokenizer)
+        self._generator = conversing(
+            self._engine, engine, settings.environment, opening.tokenizer, opening.max_sequence_tokens
+        )
         self._version: int | None = None
 
     def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:

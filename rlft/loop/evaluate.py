@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from rlft.loop.metrics import turn_metrics
 from rlft.model.roles import POLICY, Roles
 from rlft.ops.kl import k3
 from rlft.ops.mask import row_sum
@@ -49,6 +50,7 @@ def summarise(
     completions = [r.completion for g in groups for r in g.rollouts]
     metrics["eval/length/mean"] = sum(c.num_sampled for c in completions) / len(completions)
     metrics["eval/length/truncated_fraction"] = sum(c.finish_reason == "length" for c in completions) / len(completions)
+    metrics |= {f"eval/{name}": value for name, value in turn_metrics(completions).items()}
     shown = groups[:num_examples]
     return Evaluation(
         step=step,

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from rlft.environment.protocol import Cause
 from rlft.system.memory import peak_resident_bytes
-from rlft.types import Batch, Completion, Rollouts
+from rlft.types import Batch, Completion, FinishReason, Rollouts
+
+BY_CAUSE = {
+    Cause.malformed: "calls/malformed_fraction",
+    Cause.raised: "calls/raised_fraction",
+    Cause.time: "calls/time_fraction",
+    Cause.died: "calls/died_fraction",
+}
+"""Why a call failed; one beyond the limit ends its conversation, of which there is another metric."""
+BY_END = {
+    FinishReason.stop: "finish/stop",
+    FinishReason.length: "finish/length",
+    FinishReason.turns: "finish/turns",
+    FinishReason.calls: "finish/calls",
+    FinishReason.time: "finish/time",
+}
 
 
 class Clock:
@@ -59,12 +76,16 @@ def rollout_metrics(rollouts: Rollouts, batch: Batch, inert_B: Tensor) -> dict[s
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """The turns, the calls of tools and the tokens that the policy only read; nothing where no completion has turns."""
+    """Turns, calls of tools, ends and the tokens that the policy only read; nothing where no completion has turns."""
     turns = [turn for completion in completions for turn in completion.turns]
     if not turns and all(completion.mask is None for completion in completions):
         return {}
     calls = [call for turn in turns for call in turn.calls]
+    ends = Counter(str(completion.finish_reason) for completion in completions)
+    causes = Counter(call.cause for call in calls if call.cause)
     return {
+        **{name: ends[reason] / len(completions) for reason, name in BY_END.items()},
+        **{name: causes[cause] / max(1, len(calls)) for cause, name in BY_CAUSE.items()},
         "tokens/environment": sum(len(c.token_ids) - c.num_sampled for c in completions),
         "turns/mean": sum(max(1, len(c.turns)) for c in completions) / len(completions),
         "turns/calls": len(calls) / len(completions),

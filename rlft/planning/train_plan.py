@@ -82,6 +82,8 @@ class TrainPlan(Plan):
         held_out = 0 if self.held_out is None else min(run.eval.num_prompts, len(self.held_out.prompts))
         epochs = run.steps * run.prompts_per_step / len(self.train_prompts.prompts)
         rewards = ", ".join(f"{name} x {reward['weight']:g}" for name, reward in run.reward.items())
+        if self.environment is not None and self.environment.rewards_turns:
+            rewards = f"{rewards}, the environment's".removeprefix(", ")
         return [
             facts.model_row(run.model.path),
             ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),

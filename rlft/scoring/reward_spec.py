@@ -97,10 +97,8 @@ def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:
     """The specs of a `reward` config, `{name: {_target_, weight, ...}}`, each of them built once as a trial.
 
     Raises:
-        UserError: no reward, not importable, not callable, keys that don't fit, a weight that is no number.
+        UserError: not importable, not callable, keys that don't fit, a weight that is no number.
     """
-    if not rewards:
-        raise UserError("reward", "is empty: nothing would be learned", remedy="try reward=[exact_match,format]")
     if "_target_" in rewards:  # a YAML of a user's own, which lacks its first line
         name = str(rewards["_target_"]).rpartition(".")[2]
         problem = "has a _target_ that is no reward's: a reward's YAML begins with the reward's name"

@@ -62,8 +62,8 @@ class Scorer:
         resident: Mapping[str, Resident] = MappingProxyType({}),
         open_pool: Callable[[Sequence[RewardSpec]], Pool] | None = None,
     ) -> None:
-        if not rewards or workers < 0 or timeout_s <= 0:
-            raise ValueError(f"needs rewards, workers >= 0 and timeout_s > 0, got {rewards}, {workers}, {timeout_s}")
+        if workers < 0 or timeout_s <= 0:
+            raise ValueError(f"needs workers >= 0 and timeout_s > 0, got {workers}, {timeout_s}")
         if unknown := [name for name in resident if name not in rewards]:
             raise ValueError(f"resident rewards {unknown} are not among the rewards {list(rewards)}")
         if missing := [name for name, spec in rewards.items() if spec.runs_in_trainer and name not in resident]:
@@ -116,6 +116,8 @@ class Scorer:
         by_reward: dict[str, Rows] = {name: list(pooled.get(name, [])) for name in self._rewards}
         for name, compute in self._resident.items():
             by_reward[name].extend(resident_scores(name, compute(groups), groups))
+        if not by_reward:
+            return with_turns(unscored_rows(groups), groups)
         scores = mixed(by_reward, {name: spec.weight for name, spec in self._rewards.items()}, self._process)
         return with_turns(scores, groups)
 
@@ -315,6 +317,14 @@ def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]
     rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
     steps = [[merged_steps(parts, factors) for parts in zip(*rows, strict=True)] for rows in rows_of_each]
     return Scores(total=total, by_reward=single, outcome=weighted_sum(whole), steps=steps)
+
+
+def unscored_rows(groups: Sequence[Group]) -> Scores:
+    """Scores of a run without rewards of its own: 0, to which the environment's are added."""
+    import torch
+
+    nothing = torch.zeros(len(groups), len(groups[0].rollouts) if groups else 0)
+    return Scores(total=nothing, by_reward={TURNS: nothing}, outcome=nothing)
 
 
 def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:

@@ -22,6 +22,7 @@ TRAIN = Verb(
         "rollouts",
         "token_values",
         "pretrain.path",
+        "environment.workers",
         "cluster.kind",
         "cluster.address",
         "cluster.engines",
@@ -75,5 +76,5 @@ SAMPLE = Verb(
     closing=late("rlft.verbs.sample:closing"),
     compose=late("rlft.run.like:composed_like_a_run"),
     headline=None,
-    free_keys=("num_prompts",),
+    free_keys=("num_prompts", "environment.workers"),
 )

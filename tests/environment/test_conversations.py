@@ -67,7 +67,8 @@ def converse() -> Iterator[Callable[..., Conversations]]:
     opened: list[Conversations] = []
 
     def make(answers: Mapping[str, Sequence[Any]], environment: Environment, at_once: int | None = None) -> Any:
-        opened.append(Conversations(Recorder(answers), environment, TOKENIZER, at_once))
+        policy = Recorder(answers)
+        opened.append(Conversations(policy, environment, TOKENIZER, at_once=at_once, longest_row=1200))
         return opened[-1]
 
     yield make
@@ -178,7 +179,9 @@ def test_conversations_do_not_depend_on_those_beside_them(converse: Callable[...
     assert together == in_parts == cut.sample(prompts, 3, seeds, SAMPLING)
     # at_once=3 is a group at a time: its first round has one prompt.
     assert len(cut.generator.asked[0][0]) == 1  # type: ignore[attr-defined]
-    draws = {c.answer for g in together for r in g.rollouts for t in r.completion.turns for c in t.calls if c.name == "draw"}
+    draws = {
+        c.answer for g in together for r in g.rollouts for t in r.completion.turns for c in t.calls if c.name == "draw"
+    }
     assert len(draws) == 12, "12 of 18 conversations draw, each from its own seed"
 
 
@@ -305,8 +308,8 @@ def test_openings_that_differ_are_masked_parts_of_completions(converse: Callable
 
 def test_a_worker_that_dies_takes_no_conversations_state_along(converse: Callable[..., Conversations]) -> None:
     """Sibling 0 kills the worker that both live in, after both have counted; they go on from where they were."""
-    texts = {"*": [[call("increase", by=3), call("increase", by=99), call("increase", by=4), "done"]] +
-             [[call("increase", by=10), call("increase", by=-1), call("increase", by=20), "done"]]}  # fmt: skip
+    scripts = [[*(call("increase", by=by) for by in steps), "done"] for steps in ((3, 99, 4), (10, -1, 20))]
+    texts = {"*": scripts}
     [group] = converse(texts, duck("Counter")).sample([prompt(start=100)], 2, [0], SAMPLING)
     dying, other = (r.completion for r in group.rollouts)
     assert [c.cause for t in dying.turns for c in t.calls] == ["", "died", ""]
@@ -347,3 +350,16 @@ def test_an_environment_that_cannot_begin_stops_the_run(converse: Callable[..., 
     with pytest.raises(EnvironmentFailure, match=r"prompt 'p' \(Error: ValueError: invalid literal.*repair its reset"):
         conversations.sample([prompt(start="no number")], 1, [0], SAMPLING)
     assert conversations.sample([prompt()], 1, [0], SAMPLING), "and the next call is none the worse"
+
+
+def test_what_an_environment_puts_behind_a_prompt_takes_no_room_that_was_not_planned(
+    converse: Callable[..., Conversations],
+) -> None:
+    """Rows have at most 1200 tokens: the prompt, three hundred digits behind it, and what is left for the policy."""
+    conversations = converse({"*": ["x" * 2000]}, duck("Counter", max_answer=3000))
+    [group] = conversations.sample([prompt(start=10**300)], 1, [0], replace(SAMPLING, max_tokens=1190))
+    [rollout] = group.rollouts
+    assert len(group.prompt.token_ids) + len(rollout.completion.token_ids) == 1200
+    assert rollout.completion.finish_reason is FinishReason.length
+    with pytest.raises(EnvironmentFailure, match=r"prompt 'p' leaves no token .* raise prompts.max_tokens by"):
+        conversations.sample([prompt(start=10**1300)], 1, [0], SAMPLING)

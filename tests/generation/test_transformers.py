@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from rlft.generation.transformers import TransformersGenerator, Weights, draw, end_tokens
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.lora_linear import LoraLinear
-from rlft.types import FinishReason, Sampling
+from rlft.types import FinishReason, Ongoing, Sampling
 
 HOT = Sampling(max_tokens=24, temperature=1.0)
 QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
@@ -218,6 +218,19 @@ def test_a_completion_that_reaches_the_limit_is_truncated(make_generator, prompt
             assert len(short.logprobs) == len(short.token_ids) <= limit
             assert short.finish_reason == ("stop" if short.token_ids[-1] == eos else "length")
         assert cut[[r.completion for r in full].index(stopped)].finish_reason == reason
+
+
+def test_a_turn_of_a_conversation_ends_with_its_own_limit(make_generator, prompts):
+    """What it says until there is what it says without one, whatever the rows beside it may say."""
+    generator = make_generator()
+    whole = completions(generator.sample(prompts, 2, [0, 2, 4, 6, 8], HOT))
+    limits = [1, 5, 24, 99, 7]  # at most HOT.max_tokens = 24
+    asked = [replace(p, ongoing=Ongoing(turn=1, seed=0, max_tokens=m)) for p, m in zip(prompts, limits, strict=True)]
+    groups = generator.sample(asked, 2, [0, 2, 4, 6, 8], HOT)
+    for group, before, limit in zip(groups, whole, limits, strict=True):
+        for rollout, ids in zip(group.rollouts, before, strict=True):
+            assert rollout.completion.token_ids == ids[:limit]
+            assert len(ids) <= limit or rollout.completion.finish_reason is FinishReason.length
 
 
 def test_the_text_shows_no_end_token(make_generator, prompts, backbone):

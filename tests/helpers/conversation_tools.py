@@ -57,7 +57,7 @@ def misbehave(how: str) -> str:
     return how
 
 
-def no_types(a, b):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def no_types(a, b):  # type: ignore[no-untyped-def]
     """Adds.
 
     Args:

@@ -68,13 +68,13 @@ def test_a_steps_rewards_lengths_and_tokens_are_the_numbers_one_gets_by_hand(ste
 def test_what_a_policy_only_read_has_metrics_of_its_own_and_is_no_length(step):
     calls = (
         ToolCall(name="add", arguments="{}", answer="3"),
-        ToolCall(name="?", arguments="", answer="?", failed=True),
+        ToolCall(name="?", arguments="", answer="?", failed=True, cause="malformed"),
     )
     spoken = Completion(
         text="",
         token_ids=(7,) * 6,
         logprobs=(-0.5, -0.5, 0.0, 0.0, 0.0, -1.0),
-        finish_reason=FinishReason.stop,
+        finish_reason=FinishReason.turns,
         mask=(True, True, False, False, False, True),
         turns=(Turn(end=2, calls=calls), Turn(end=6)),
     )
@@ -82,7 +82,7 @@ def test_what_a_policy_only_read_has_metrics_of_its_own_and_is_no_length(step):
     first = replace(groups[0], rollouts=(replace(groups[0].rollouts[0], completion=spoken), groups[0].rollouts[1]))
     step = replace(step, groups=[first, groups[1]])
     found = rollout_metrics(step, batch_of(step), torch.zeros(4, dtype=torch.bool))
-    shown = ("length/mean", "tokens/completion", "policy/entropy", "tokens/environment", "turns/")
+    shown = ("length/mean", "tokens/completion", "policy/entropy", "tokens/environment", "turns/", "calls/", "finish/")
     # Sampled: 3 + 3 + 2 + 2 tokens, of which 7 at -1/4 and 3 at -2 in all; turns 2 + 1 + 1 + 1.
     assert {name: value for name, value in found.items() if name.startswith(shown)} == {
         "length/mean": 10 / 4,
@@ -92,6 +92,12 @@ def test_what_a_policy_only_read_has_metrics_of_its_own_and_is_no_length(step):
         "turns/mean": 5 / 4,
         "turns/calls": 2 / 4,
         "turns/failed_calls_fraction": 1 / 2,
+        **{f"calls/{cause}_fraction": 0.0 for cause in ("raised", "time", "died")},
+        "calls/malformed_fraction": 1 / 2,
+        **dict.fromkeys(("finish/calls", "finish/time"), 0.0),
+        "finish/turns": 1 / 4,
+        "finish/stop": found["finish/stop"],
+        "finish/length": 3 / 4 - found["finish/stop"],
     }
 
 

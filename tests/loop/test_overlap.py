@@ -134,7 +134,7 @@ def test_groups_of_another_version_stop_the_run() -> None:
 def test_groups_come_back_from_a_checkpoint_as_they_were(tmp_path: Path) -> None:
     sampler = sampler_with(Engine(), "group_size=3")
     groups = sampler.sample(2)
-    tensors, values = packed(groups)
+    tensors, values = packed(groups, sampler.prompts_at(2))
     assert unpacked(tensors, json.loads(json.dumps(values)), sampler, 2) == groups
 
 
@@ -149,9 +149,11 @@ def test_a_checkpoint_keeps_masks_and_turns() -> None:
     groups[1] = replace(
         groups[1], rollouts=(replace(first, completion=nothing), second, replace(third, completion=spoken))
     )
-    tensors, values = packed(groups)
+    tensors, values = packed(groups, sampler.prompts_at(2))
     assert unpacked(tensors, json.loads(json.dumps(values)), sampler, 2) == groups
-    assert packed(sampler.sample(2))[0].keys() == {"token_ids", "logprobs", "lengths"}, "as in earlier checkpoints"
+    assert packed(sampler.sample(2), sampler.prompts_at(2))[0].keys() == {"token_ids", "logprobs", "lengths"}, (
+        "as in earlier checkpoints"
+    )
 
 
 @pytest.mark.parametrize("word", ["seed=1", "group_size=8", "generation.temperature=0.5", "prompts_per_step=2"])
@@ -281,3 +283,13 @@ def test_a_lag_on_a_card_that_engine_and_trainer_share_is_refused(
         return
     with pytest.raises(UserError, match=r"overlap\.lag: .* shares the trainer's card.*got 1; give engines cards"):
         check_lag_has_devices(config, device)
+
+
+def test_a_checkpoint_keeps_prompts_behind_which_an_environment_has_put_something() -> None:
+    sampler = sampler_with(Engine(), "group_size=3")
+    groups, asked = sampler.sample(2), sampler.prompts_at(2)
+    messages = ({"role": "user", "content": "A board."},)
+    opened = replace(asked[1], token_ids=(*asked[1].token_ids, 7), messages=messages)
+    groups[1] = Group(prompt=opened, rollouts=tuple(replace(r, prompt=opened) for r in groups[1].rollouts))
+    tensors, values = packed(groups, asked)
+    assert unpacked(tensors, json.loads(json.dumps(values)), sampler, 2) == groups

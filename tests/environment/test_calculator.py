@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from rlft.environment.calculator import calculate
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2+3*4", "14"),
+        ("-(2-5)", "3"),
+        ("7/2", "3.5"),
+        ("8/2", "4"),
+        ("7//2", "3"),
+        ("7%4", "3"),
+        (" 12345*6789 ", "83810205"),
+    ],
+)
+def test_it_computes(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["", "2+", "a", "2**9", "(1).real", "True", "'a'*9", "[1]", "1<2", "9*" * 200 + "9", "f(1)", "(" * 99]
+)
+def test_it_computes_nothing_else(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"expression|numbers"):
+        calculate(expression)
+
+
+def test_a_division_by_zero_is_told() -> None:
+    with pytest.raises(ZeroDivisionError):
+        calculate("1/0")

@@ -1,0 +1,140 @@
+"""Calls of tools are read as each family's template writes them, and what cannot be read is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlft.environment.calls import DescribedCalls, JsonCalls, TemplateCalls, XmlCalls, reader_of
+from rlft.types import UserError
+from tests.helpers.family_tokenizers import family_tokenizer
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "array"}, "say": {"type": "string"}},
+        },
+    },
+}
+OPENING = ({"role": "user", "content": "1 + 1?"},)
+ARGUMENTS = {"a": 2, "b": [1, {"c": "}"}], "say": "<x> \"y\" {'z'}"}
+FORMS = {
+    "qwen2.5": TemplateCalls(marker="<tool_call>", name="name", arguments="arguments"),
+    "qwen3": TemplateCalls(marker="<tool_call>", name="name", arguments="arguments"),
+    "smollm3": TemplateCalls(marker="<tool_call>", name="name", arguments="arguments"),
+    "mistral": TemplateCalls(marker="[TOOL_CALLS]", name="name", arguments="arguments"),
+    "llama-3": TemplateCalls(marker="", name="name", arguments="parameters"),
+}
+
+
+def written(family: str, number: int) -> str:
+    """A turn with so many calls, as the family's template writes it."""
+    tokenizer = family_tokenizer(family)
+    calls = [
+        {"type": "function", "id": "123456789", "function": {"name": "add", "arguments": {**ARGUMENTS, "a": n}}}
+        for n in range(number)
+    ]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    tools: Any = [ADD]
+    before = tokenizer.apply_chat_template(list(OPENING), tools=tools, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template([*OPENING, turn], tools=tools, tokenize=False)
+    return str(text)[len(str(before)) :].strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>")
+
+
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [(family, n) for family in FORMS for n in (1, 2) if (family, n) != ("llama-3", 2)],  # which writes one call a turn
+)
+def test_what_a_template_writes_is_read(family: str, number: int) -> None:
+    reader = reader_of("template", family_tokenizer(family), [ADD], OPENING)
+    assert reader == FORMS[family]
+    calls = reader.calls(written(family, number))
+    assert [(c.name, c.arguments, c.problem) for c in calls] == [
+        ("add", {**ARGUMENTS, "a": n}, "") for n in range(number)
+    ]
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_text_without_a_call_has_none(family: str) -> None:
+    reader = reader_of("template", family_tokenizer(family), [ADD], OPENING)
+    for text in ("", "It is 5.", '{"answer": 5}', "a {b} c", "<think>{</think>"):
+        assert reader.calls(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}', "not valid JSON"),
+        ("<tool_call>5</tool_call>", "names no tool"),
+        ('<tool_call>{"name": 5}</tool_call>', "names no tool"),
+        ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', "no JSON object"),
+        ("<tool_call>" + "[" * 100_000, "too deep"),
+    ],
+)
+def test_a_call_that_cannot_be_made_says_why(text: str, problem: str) -> None:
+    [call] = FORMS["qwen2.5"].calls(text)
+    assert problem in call.problem
+
+
+def test_arguments_may_be_json_in_a_string() -> None:
+    [call] = FORMS["qwen2.5"].calls('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>')
+    assert (call.arguments, call.problem) == ({"a": 1}, "")
+
+
+def test_json_calls_stand_anywhere_in_the_text() -> None:
+    one, two = ({"name": "add", "arguments": {"a": n, "say": '{"name": 1}'}} for n in (1, 2))
+    calls = JsonCalls().calls(f"First {json.dumps(one)} then {json.dumps(two)}.")
+    assert [c.arguments["a"] for c in calls] == [1, 2]
+    [broken] = JsonCalls().calls('so {"name": "add", "arguments": {')
+    assert "not valid JSON" in broken.problem
+
+
+def test_xml_calls_have_values_of_their_parameters_types() -> None:
+    reader = XmlCalls([ADD])
+    [call] = reader.calls('<call tool="add"><a>2</a><b>[1]</b><say>3 < 4 </say></call> and more')
+    assert call.arguments == {"a": 2, "b": [1], "say": "3 < 4 "}
+    for text, problem in (
+        ('<call tool="add"><a>2</a>', "has no </call>"),
+        ("<call><a>2</a></call>", "names no tool"),
+        ('<call tool="add">2</call>', "text outside"),
+    ):
+        [call] = reader.calls(text)
+        assert problem in call.problem
+
+
+def test_a_tokenizer_that_describes_its_answers_is_read_by_transformers() -> None:
+    tokenizer = family_tokenizer("qwen2.5")
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {},
+            "tool_calls": {
+                "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }  # fmt: skip
+    try:
+        tokenizer.response_template = template  # type: ignore[attr-defined]
+        reader = reader_of("template", tokenizer, [ADD], OPENING)
+        assert isinstance(reader, DescribedCalls)
+        [call] = reader.calls('Yes.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+        assert (call.name, call.arguments, call.problem) == ("add", {"a": 1}, "")
+        [broken] = reader.calls("<tool_call>{</tool_call>")
+        assert "cannot be read" in broken.problem
+    finally:
+        del tokenizer.response_template  # type: ignore[attr-defined]
+
+
+def test_a_template_with_a_form_of_its_own_is_refused() -> None:
+    tokenizer = family_tokenizer("smollm2")  # its template shows no calls at all
+    with pytest.raises(UserError, match=r"environment.syntax: .* not known here, got template; use .*json or xml"):
+        reader_of("template", tokenizer, [ADD], OPENING)

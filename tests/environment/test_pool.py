@@ -1,0 +1,100 @@
+"""The workers of environments: what an interrupted call leaves, and those that cannot start or are killed idle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import pytest
+
+from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
+from rlft.environment.protocol import Cause, Environment
+from rlft.environment.tools import FunctionCalls, Tools
+from rlft.environment.worker import Kind, Order
+from tests.environment.test_conversations import LIMITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CannotStart(Environment):
+    def start(self) -> None:
+        raise RuntimeError("no server")
+
+    def make(self) -> FunctionCalls:
+        return FunctionCalls({})
+
+
+TOOLS = Tools(**LIMITS, tools=("conversation_tools.say", "conversation_tools.misbehave"))
+
+
+def job(key: int, text: str, tool: str = "say", left_s: float = 60.0) -> Job:
+    values: dict[str, Any] = {"how" if tool == "misbehave" else "text": text}
+    return Job(key=key, orders=[Order(kind=Kind.call, seed=0, name=tool, values=values)], left_s=left_s)
+
+
+@pytest.fixture
+def pool() -> Iterator[EnvironmentPool]:
+    opened = EnvironmentPool(replace(TOOLS, workers=2))
+    yield opened
+    opened.close()
+
+
+def test_replies_come_in_the_order_of_jobs(pool: EnvironmentPool) -> None:
+    assert [reply.text for [reply] in pool.run([job(k, str(k)) for k in range(20)])] == [str(k) for k in range(20)]
+    assert pool.run([]) == []
+
+
+def test_what_an_interruption_left_is_not_taken_for_an_answer(
+    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run([job(0, "up"), job(1, "up")])
+    hear = EnvironmentPool._hear
+
+    def interrupt(self: EnvironmentPool, number: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EnvironmentPool, "_hear", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([job(0, "old"), job(1, "old")])
+    monkeypatch.setattr(EnvironmentPool, "_hear", hear)
+    assert [reply.text for [reply] in pool.run([job(2, "new"), job(3, "newer")])] == ["new", "newer"]
+
+
+def test_a_worker_that_is_killed_while_idle_is_replaced(pool: EnvironmentPool) -> None:
+    pool.run([job(0, "up"), job(1, "up")])
+    for child in psutil.Process().children():
+        if child.pid in {seat.process.pid for seat in pool._seats}:
+            os.kill(child.pid, signal.SIGKILL)
+            child.wait(10)
+    replies = [reply for [reply] in pool.run([job(2, "a"), job(3, "b")])]
+    # Its death is noticed when the order is sent, or just after: then it is told as the order's end.
+    assert all(reply.text in ("a", "b") or reply.cause is Cause.died for reply in replies)
+    assert [reply.text for [reply] in pool.run([job(4, "a"), job(5, "b")])] == ["a", "b"]
+
+
+def test_orders_beyond_a_conversations_time_are_not_made(pool: EnvironmentPool) -> None:
+    [[late]] = pool.run([job(0, "x", left_s=0.0)])
+    assert (late.cause, late.text) == (Cause.time, "Error: the time for all calls is used up")
+
+
+def test_closing_leaves_no_process_of_a_tool() -> None:
+    pool = EnvironmentPool(TOOLS)
+    pool.run([job(0, "fork", "misbehave")])
+    workers = [seat.process.pid for seat in pool._seats]
+    started = [child for pid in workers if pid for child in psutil.Process(pid).children(recursive=True)]
+    pool.close()
+    pool.close()
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in started)
+    assert not any(psutil.pid_exists(pid) for pid in workers if pid)
+
+
+def test_an_environment_that_cannot_start_says_why() -> None:
+    pool = EnvironmentPool(CannotStart(**LIMITS))
+    try:
+        with pytest.raises(EnvironmentFailure, match=r"cannot be started in its workers \(RuntimeError: no server"):
+            pool.run([job(0, "x")])
+    finally:
+        pool.close()
