@@ -240,7 +240,12 @@ CHOSEN = [catalog.config_folder() / group / f"{choice}.yaml" for group, choice i
 BASES = list(dict.fromkeys(base for file in CHOSEN for base in catalog.bases(file)))
 ROOT_FILES = list(dict.fromkeys(file for verb in verbs.OWN for file in catalog.root_files(verb)))
 FILES = [*ROOT_FILES, *CHOSEN, *BASES]
-NEEDS = {("data", "jsonl"): ["data.path=some.jsonl"]}
+NEEDS = {
+    ("data", "jsonl"): ["data.path=some.jsonl"],
+    ("environment", "tools"): ["environment.tools=[mine.search]"],
+    ("environment", "class"): ["environment.factory=mine.Shop"],
+    ("environment", "game"): ["environment.factory=mine.Game"],
+}
 VERB_OF = {"demonstrations": "sft", "preferences": "rm"}
 
 
@@ -258,6 +263,7 @@ def test_every_choice_composes_and_builds(group: str, choice: str) -> None:
         "logger": lambda: instantiate(config.logger[choice], f"logger.{choice}"),
         "generation": lambda: config.generation,
         "cluster": lambda: config.cluster,
+        "environment": lambda: instantiate(config.environment, "environment"),
     }[group]()
     if group == "generation":
         assert config.generation.engine == choice
