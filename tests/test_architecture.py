@@ -115,6 +115,7 @@ TESTED_ELSEWHERE = {
     "planning/sample_plan": "verbs/test_sample.py",
     "planning/sampling_shapes": "planning/test_memory_parts.py",
     "planning/sft_plan": "verbs/test_sft.py",
+    "planning/environment_trial": "environment/test_plans_and_chats.py",
     "planning/shown": "test_refusals.py",
     "planning/startup_table": "verbs/test_plan.py",
     "planning/train_plan": "verbs/test_plan.py",

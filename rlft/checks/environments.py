@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rlft.config.schema import RunConfig, SamplingRoot
 from rlft.environment.protocol import Environment
 from rlft.keys.instantiate import instantiate
@@ -16,12 +19,17 @@ def environment_of(config: SamplingRoot) -> Environment | None:
     Raises:
         UserError: its keys are wrong, or its class is none of an environment.
     """
-    if not config.environment:
+    return read_environment(config.environment)
+
+
+def read_environment(section: Mapping[str, Any] | None) -> Environment | None:
+    """As `environment_of`, from the section alone."""
+    if not section:
         return None
-    environment = instantiate(config.environment, SECTION)
+    environment = instantiate(section, SECTION)
     if not isinstance(environment, Environment):
         remedy = "make it a subclass of rlft.environment.protocol.Environment, or use environment=class"
-        raise UserError(f"{SECTION}._target_", "is no environment", got=config.environment["_target_"], remedy=remedy)
+        raise UserError(f"{SECTION}._target_", "is no environment", got=section["_target_"], remedy=remedy)
     return environment
 
 

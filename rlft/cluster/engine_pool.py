@@ -399,11 +399,11 @@ def _groups(
     prompts: Sequence[Prompt],
     version: int | None,
     sampled: Sequence[Sequence[Any]],
-    opened: Sequence[Prompt | None],
+    opened: Sequence[Prompt | None] = (),
 ) -> list[Group]:
     """Groups of these prompts from what a member sent: their completions as plain tuples, and prompts that changed."""
     groups = []
-    for asked, rows, changed in zip(prompts, sampled, opened, strict=True):
+    for asked, rows, changed in zip(prompts, sampled, opened or [None] * len(prompts), strict=True):
         prompt = changed or asked
         completions = map(Completion.from_tuple, rows)
         rollouts = (Rollout(prompt=prompt, completion=each, policy_version=version) for each in completions)

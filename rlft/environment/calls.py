@@ -179,6 +179,28 @@ class DescribedCalls:
         return [call_of(each.get("function", each), "name", "arguments", "the template does") for each in written]
 
 
+# -- writing -----------------------------------------------------------------------------------------------------------
+def written(
+    syntax: Syntax,
+    tokenizer: PreTrainedTokenizerBase,
+    schemas: Sequence[Schema],
+    opening: Sequence[Mapping[str, Any]],
+    name: str,
+    arguments: Mapping[str, Any],
+) -> str:
+    """A turn with this call, as the policy has to write it; a template's with the tokens that end the turn."""
+    if syntax == "json":
+        return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    if syntax == "xml":
+        values = (
+            f"<{key}>{value if isinstance(value, str) else json.dumps(value)}</{key}>"
+            for key, value in arguments.items()
+        )
+        return f'<call tool="{name}">{"".join(values)}</call>'
+    texts = _written_turns(tokenizer, schemas, opening, name, arguments)
+    return next(texts, "").replace(SAID, "", 1).strip()
+
+
 # -- details -----------------------------------------------------------------------------------------------------------
 def decoded(text: str) -> tuple[Any, str]:
     """(the JSON value that the text begins with, "") or (None, what is wrong with it).
@@ -224,21 +246,32 @@ def _written_by(
 ) -> TemplateCalls | None:
     """The form in which the tokenizer's template writes a call; None if it is none of JSON objects."""
     tool = schemas[0]["function"]["name"]
-    for arguments in ({ARGUMENT: MARK}, json.dumps({ARGUMENT: MARK})):
-        called = {"type": "function", "id": CALL_ID, "function": {"name": tool, "arguments": arguments}}
-        turn = {"role": "assistant", "content": SAID, "tool_calls": [called]}
-        try:
-            before = _rendered(tokenizer, schemas, opening, start=True)
-            text = _rendered(tokenizer, schemas, [*opening, turn], start=False)
-        except Exception:  # a template may raise anything; how it wants arguments is tried
-            continue
-        turn_text = text[len(before) :] if text.startswith(before) else text[_common(before, text) :]
+    for turn_text in _written_turns(tokenizer, schemas, opening, tool, {ARGUMENT: MARK}):
         for match in re.finditer(r"\{", turn_text):
             value, error = decoded(turn_text[match.start() :])
             if not error and (keys := _keys(value, tool)) is not None:
                 marker = turn_text[: match.start()].rpartition(SAID)[2].strip()
                 return TemplateCalls(marker=marker.removesuffix("[").strip(), name=keys[0], arguments=keys[1])
     return None
+
+
+def _written_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    schemas: Sequence[Schema],
+    opening: Sequence[Mapping[str, Any]],
+    name: str,
+    arguments: Mapping[str, Any],
+) -> Iterator[str]:
+    """The turn of a call as the template writes it, given its arguments as an object and as text."""
+    for given in (dict(arguments), json.dumps(arguments)):
+        called = {"type": "function", "id": CALL_ID, "function": {"name": name, "arguments": given}}
+        turn = {"role": "assistant", "content": SAID, "tool_calls": [called]}
+        try:
+            before = _rendered(tokenizer, schemas, opening, start=True)
+            text = _rendered(tokenizer, schemas, [*opening, turn], start=False)
+        except Exception:  # a template may raise anything; how it wants arguments is tried
+            continue
+        yield text[len(before) :] if text.startswith(before) else text[_common(before, text) :]
 
 
 def _keys(value: Any, tool: str) -> tuple[str, str] | None:

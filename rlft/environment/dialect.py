@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlft.environment.calls import preamble, reader_of
+from rlft.environment.calls import Syntax, preamble, reader_of, written
 from rlft.environment.protocol import Call, Environment, Schema, Shown
 from rlft.environment.turn_template import TurnTemplate
 from rlft.types import UserError
@@ -56,6 +56,8 @@ class Dialect:
             remedy = f"set environment.syntax=json or xml, or {error.remedy}"
             raise UserError(error.key, error.problem, got=error.got, remedy=remedy) from None
         self._tokenizer = tokenizer
+        self._syntax: Syntax = environment.syntax
+        self._schemas, self._opening = schemas, shown_opening
         self._reader = None
         if not environment.plays_a_game:
             self._reader = reader_of(environment.syntax, tokenizer, schemas, shown_opening)
@@ -71,6 +73,12 @@ class Dialect:
     def calls(self, sampled: Sequence[int]) -> list[Call]:
         """The calls in a turn of the policy, in order; those that cannot be made with their `problem`."""
         return [] if self._reader is None else self._reader.calls(self.template.spoken(sampled))
+
+    def written(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call as the policy has to write it."""
+        return self.template.stripped(
+            written(self._syntax, self._tokenizer, self._schemas, self._opening, name, arguments)
+        )
 
     def suffix(self, sampled: Sequence[int], answers: Sequence[tuple[str, str]]) -> tuple[int, ...]:
         """The tokens between this turn and the next: the answers, and the start of the policy's next turn.

@@ -101,7 +101,10 @@ class TurnTemplate:
 
     def spoken(self, sampled: Sequence[int]) -> str:
         """The text of a turn with the special tokens in it, but without those at its end."""
-        text = str(self._tokenizer.decode(list(sampled), skip_special_tokens=False))
+        return self.stripped(str(self._tokenizer.decode(list(sampled), skip_special_tokens=False)))
+
+    def stripped(self, text: str) -> str:
+        """The text without special tokens at its end."""
         while (bare := text.rstrip()) and (match := self._special_at_end.search(bare)):
             text = bare[: match.start()]
         return text

@@ -19,7 +19,18 @@ from rlft.run import references
 from rlft.run.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint
 from rlft.system.interrupt import Terminated, handled_inside
 from rlft.system.terminal import command_line, override, say
-from rlft.types import Generator, Group, Message, Prompt, Rollout, Sampling, Split, UserError
+from rlft.types import (
+    Completion,
+    FinishReason,
+    Generator,
+    Group,
+    Message,
+    Prompt,
+    Rollout,
+    Sampling,
+    Split,
+    UserError,
+)
 from rlft.verbs.arguments import check_names_a_model, of_a_run
 from rlft.verbs.launch import import_libraries
 
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rlft.config.schema import PromptsConfig, ScoringConfig
+    from rlft.environment.protocol import Environment
     from rlft.generation.config import GenerationConfig
     from rlft.model.backbone import Backbone
     from rlft.model.config import LoraSettings, ModelConfig
@@ -40,7 +52,7 @@ USAGE = """\
 usage: rlft chat run=<run or checkpoint folder> [raw=true] [<key>=<value>] ...
        rlft chat model.path=<model> [raw=true] [<key>=<value>] ...
 
-Asks with the run's own system prompt, prompt template and sampling; raw=true leaves prompt and template out.
+Asks with the run's own system prompt, prompt template, tools and sampling; raw=true leaves prompt and template out.
 Lines may also come through a pipe. Within, /help lists the commands.
   rlft chat run=runs/grpo_arithmetic/<time>
   rlft chat run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 generation.temperature=0
@@ -55,6 +67,14 @@ COMMANDS = """\
 /help             this
 /quit             or Ctrl-D; Ctrl-C stops an answer
 A message that begins with / is written with two."""
+
+CUT_BY = {
+    FinishReason.length: "generation.max_tokens",
+    FinishReason.turns: "environment.max_turns",
+    FinishReason.calls: "environment.max_tool_calls",
+    FinishReason.time: "environment.timeout",
+}
+"""{why an answer ended: the key of the limit}."""
 
 WORDS = ("raw",)
 """Keys of this verb; all others are keys of the config."""
@@ -76,6 +96,7 @@ class Settings:
         prompt_template: a text with the placeholder {question}.
         token_budget: tokens per forward pass.
         seed: answers derive from it.
+        environment: the tools that the policy may call; each question begins a conversation with it.
     """
 
     model: ModelConfig
@@ -89,10 +110,12 @@ class Settings:
     prompt_template: str
     token_budget: int
     seed: int
+    environment: Environment | None = None
 
 
 def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
     """Reads the settings from a plain config; `raw` leaves out the data's system prompt and template."""
+    from rlft.checks.environments import read_environment
     from rlft.config.schema import PromptsConfig, ScoringConfig
     from rlft.config.token_budget import resolved
     from rlft.data.records import PLACEHOLDER, check_template
@@ -117,6 +140,7 @@ def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
         prompt_template=template,
         token_budget=plain["token_budget"],
         seed=plain["seed"],
+        environment=read_environment(plain.get("environment")),
     )
 
 
@@ -189,6 +213,7 @@ def open_talk(
             stack.callback(roles.close)
             talk = Talk(settings, roles, backbone, saved)
             stack.callback(talk.close)
+            stack.callback(talk.end_tools)
         say(f"{what}: temperature {talk.sampling.temperature:g}, at most {talk.sampling.max_tokens} tokens; /help")
         yield talk
 
@@ -224,8 +249,11 @@ class Talk:
     """
 
     def __init__(self, settings: Settings, roles: Roles, backbone: Backbone, saved: Checkpoint | None) -> None:
+        from rlft.environment.conversations import Conversations
+        from rlft.environment.protocol import NOTHING
         from rlft.generation.config import ANYWHERE
         from rlft.loop.engines import opening_on
+        from rlft.planning.shown import shown_in_prompts
 
         self.settings, self.roles, self.backbone, self.saved = settings, roles, backbone, saved
         self.sampling: Sampling = settings.generation.sampling
@@ -247,6 +275,15 @@ class Talk:
         )
         own = settings.generation.named(ANYWHERE)  # even if the run sampled with another engine
         self._policy, self._base = own.open(opening), own.open(opening)
+        self._shown = NOTHING
+        if settings.environment is not None:
+            environment = replace(settings.environment, workers=1)
+            asked = Prompt(id="chat", messages=self._messages(({"role": "user", "content": ""},)), answer="")
+            self._shown = shown_in_prompts(environment, backbone.tokenizer, [asked])
+            self._policy, self._base = (
+                Conversations(engine, environment, backbone.tokenizer, at_once=None, longest_row=sys.maxsize)
+                for engine in (self._policy, self._base)
+            )
         if saved is not None:
             roles.restore(saved.adapters)
         self._policy.load(roles.publish(0 if saved is None else saved.step))
@@ -256,7 +293,7 @@ class Talk:
         content = self.settings.prompt_template.replace("{question}", question)
         turns = (*self.turns, {"role": "user", "content": content})
         rollout = self._answer(self._policy, self._prompt(turns), self._num_questions)
-        self.turns = (*turns, {"role": "assistant", "content": rollout.completion.text})
+        self.turns = (*turns, *self._said(rollout.completion))
         self.last, self._num_questions = rollout, self._num_questions + 1
         return rollout
 
@@ -280,10 +317,10 @@ class Talk:
     def _prompt(self, turns: Sequence[Message]) -> Prompt:
         from rlft.prepare.prompts import scan
 
-        system = () if self.system_prompt is None else ({"role": "system", "content": self.system_prompt},)
-        style = self.settings.prompts.style
-        prompt = Prompt(id="chat", messages=(*system, *turns), answer="")
-        prompt = scan([prompt], self.backbone.tokenizer, sys.maxsize, "refuse", Split.held_out, style).prompts[0]
+        style, held_out = self.settings.prompts.style, Split.held_out
+        prompt = Prompt(id="chat", messages=self._messages(turns), answer="")
+        scanned = scan([prompt], self.backbone.tokenizer, sys.maxsize, "refuse", held_out, style, self._shown)
+        prompt = scanned.prompts[0]
         context = getattr(self.backbone.model.config.get_text_config(), "max_position_embeddings", None)
         num_tokens, more = len(prompt.token_ids), self.sampling.max_tokens
         if context is not None and num_tokens + more > context:
@@ -294,6 +331,32 @@ class Talk:
                 remedy="begin anew with /new, or start with a lower generation.max_tokens",
             )
         return prompt
+
+    def _messages(self, turns: Sequence[Message]) -> tuple[Message, ...]:
+        system = () if self.system_prompt is None else ({"role": "system", "content": self.system_prompt},)
+        return (*system, *turns)
+
+    def _said(self, completion: Completion) -> Iterator[Message]:
+        """The messages of an answer: what the policy said in each turn, and what it was answered."""
+        environment = self.settings.environment
+        if environment is None or not completion.turns:
+            yield {"role": "assistant", "content": completion.text}
+            return
+        by_tools = environment.syntax == "template" and not environment.plays_a_game
+        *before, last = completion.turns
+        for turn in before:
+            yield {"role": "assistant", "content": turn.text}
+            if by_tools:
+                yield from ({"role": "tool", "name": call.name, "content": call.answer} for call in turn.calls)
+            else:
+                yield {"role": "user", "content": turn.answer}
+        yield {"role": "assistant", "content": last.text}
+
+    def end_tools(self) -> None:
+        """Ends the processes that tools run in, if there are any."""
+        if self.settings.environment is not None:
+            self._policy.close()
+            self._base.close()
 
     def _answer(self, generator: Generator, prompt: Prompt, number: int) -> Rollout:
         from rlft.seeds import derive
@@ -386,6 +449,7 @@ class Terminal:
 
     def run(self) -> None:
         """Reads until the end of the input or /quit. Ctrl-C stops an answer; in a pipe it ends everything."""
+        from rlft.environment.pool import EnvironmentFailure
         from rlft.scoring.scorer import RewardError
         from rlft.system.out_of_memory import OutOfMemoryError
 
@@ -406,7 +470,7 @@ class Terminal:
                     raise
                 idle_since_interrupt = line is None
                 self._print("\n(stopped; Ctrl-D quits)", style="dim")
-            except (UserError, RewardError, OutOfMemoryError) as error:
+            except (UserError, RewardError, EnvironmentFailure, OutOfMemoryError) as error:
                 self._print(str(error), style="red")
 
     def handle(self, line: str) -> None:
@@ -459,10 +523,25 @@ class Terminal:
         with self.console.status("..."):
             rollout = answer()
         completion = rollout.completion
-        self._print(completion.text)
-        cut = " (cut: generation.max_tokens)" if completion.finish_reason == "length" else ""
+        if self.talk.settings.environment is None:
+            self._print(completion.text)
+        else:
+            self._show_turns(completion)
+        cut = f" (cut: {CUT_BY[completion.finish_reason]})" if completion.finish_reason.is_limit else ""
         who = "base, " if rollout.policy_version is None else ""
-        self._print(f"[{who}{len(completion.token_ids)} tokens{cut}]", style="dim")
+        self._print(f"[{who}{completion.num_sampled} tokens{cut}]", style="dim")
+
+    def _show_turns(self, completion: Completion) -> None:
+        """What the policy said, each call with its answer behind it."""
+        for turn in completion.turns:
+            self._print(turn.text)
+            for call in turn.calls:
+                self._print(f"  {call.name}({call.arguments})", style="dim")
+                self._print(f"  -> {call.answer or '(not called)'}", style="red" if call.failed else "cyan")
+            if turn.answer and not turn.calls:
+                self._print(f"  -> {turn.answer}", style="cyan")
+            if turn.reward is not None:
+                self._print(f"  [reward {turn.reward:g}]", style="dim")
 
     def _print(self, text: str, style: str = "") -> None:
         """Prints text of a model, whose control characters must not move the cursor, hide or recolour anything."""

@@ -19,6 +19,7 @@ from rlft.loop.base_loading import free_bytes, needs_checkpointing
 from rlft.model.backbone import load_tokenizer, resolve_device, resolve_dtype
 from rlft.planning.cluster_plan import context_bytes, placed_elsewhere
 from rlft.planning.disk_space import LOWERED_BY
+from rlft.planning.environment_trial import EnvironmentTrial, try_environment
 from rlft.planning.fit import Remedy, remedies
 from rlft.planning.gpu_budget import settled
 from rlft.planning.memory_demand import CUDA_CONTEXT, on_a_gpu, sizes_of
@@ -56,6 +57,7 @@ class Planned:
         named_limit: whether device_memory= named that limit.
         lengths: how long the data are.
         trials: the rewards' scores of a few completions.
+        conversation: one with the environment; None without one.
         notes: what the person watching should know.
         disk: the most bytes that each part of the run's folder may take.
     """
@@ -70,6 +72,7 @@ class Planned:
     named_limit: bool
     lengths: Sequence[DataLengths]
     trials: Sequence[Trial]
+    conversation: EnvironmentTrial | None
     notes: Sequence[str]
     disk: Mapping[str, int]
 
@@ -175,6 +178,7 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         named_limit=limit is not None,
         lengths=plan.lengths(),
         trials=trials_of(plan),
+        conversation=conversation_of(plan),
         notes=[*notes_of(plan), *_note_of_another_engine(plan, demand), *_note_of_ranks(plan, on_cards)],
         disk=plan.disk_bytes(model),
     )
@@ -254,6 +258,14 @@ def trials_of(plan: Plan) -> list[Trial]:
     return try_rewards(specs(plan.config.reward), prompts.prompts[:TRIED_PROMPTS], tokens, plan.config.scoring.timeout)
 
 
+def conversation_of(plan: Plan) -> EnvironmentTrial | None:
+    """One conversation with the run's environment; None without one."""
+    environment, prompts = getattr(plan, "environment", None), plan.scored_prompts or getattr(plan, "prompts", None)
+    if environment is None or prompts is None:
+        return None
+    return try_environment(environment, load_tokenizer(plan.config.model), prompts.prompts[0])
+
+
 def notes_of(plan: Plan) -> list[str]:
     """The notes with which the run will begin, and what it needs that is missing on this machine."""
     missing = []
@@ -291,6 +303,18 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text):,} characters)"
 
 
+def _cut_texts(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with their texts cut, also those in lists."""
+    return {
+        name: cut(value)
+        if isinstance(value, str)
+        else [[cut(text) for text in pair] for pair in value]
+        if name == "said"
+        else value
+        for name, value in values.items()
+    }
+
+
 def as_dict(planned: Planned) -> dict[str, Any]:
     """The plan for scripts, sizes in bytes. It stays small for any data: lengths are summarised, texts are cut."""
     memory = {
@@ -318,6 +342,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             {name: cut(value) if isinstance(value, str) else value for name, value in asdict(trial).items()}
             for trial in planned.trials
         ],
+        "environment": _cut_texts(asdict(planned.conversation)) if planned.conversation else None,
         "disk": [
             {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
         ],

@@ -25,7 +25,8 @@ Whatever the run itself would refuse is refused here.
   device_memory   of the device that the run is planned for; by default that of this machine
   --json          the same as one JSON object of at most 64 KiB, for scripts
 
-The exit code is 0 where it fits and its rewards can be computed, and 1 otherwise.
+An environment is tried with a policy that calls its first tool once. The exit code is 0 where it fits, its rewards can
+be computed and its environment begins, and 1 otherwise.
 
   rlft plan +recipe=grpo_arithmetic
   rlft plan sft demonstrations.path=mine.jsonl model.path=<folder>
@@ -54,7 +55,8 @@ def command(arguments: list[str]) -> int:
         print(json.dumps(plan.as_dict(planned), indent=1))
     else:
         print_plan(planned)
-    return 0 if planned.fits and not planned.failed_rewards else 1
+    failed = planned.failed_rewards or (planned.conversation is not None and planned.conversation.error)
+    return 0 if planned.fits and not failed else 1
 
 
 def verb_of(words: Sequence[str]) -> str:

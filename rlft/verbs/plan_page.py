@@ -12,6 +12,7 @@ from rlft.generation.memory import Part, When, peak
 from rlft.logger.console import open_terminal
 from rlft.logger.text import one_line, visible
 from rlft.planning.disk_space import LOWERED_BY
+from rlft.planning.environment_trial import EnvironmentTrial
 from rlft.planning.fit import in_words
 from rlft.planning.reward_trial import Trial, doubts
 from rlft.planning.run_plan import DataLengths
@@ -21,6 +22,7 @@ from rlft.verbs.plan import Planned
 BINS = 8
 BAR_WIDTH = 40
 SHOWN_CHARACTERS = 32
+MOST_SAID = 200
 
 
 def print_plan(planned: Planned, terminal: Terminal | None = None) -> None:
@@ -35,6 +37,8 @@ def print_plan(planned: Planned, terminal: Terminal | None = None) -> None:
         print_lengths(terminal, lengths)
     if planned.trials:
         print_trials(terminal, planned.trials)
+    if planned.conversation is not None:
+        print_conversation(terminal, planned.conversation)
     notes = [*planned.notes, *doubts(planned.trials)]
     if notes:
         terminal.print()
@@ -132,6 +136,24 @@ def print_lengths(terminal: Terminal, lengths: DataLengths) -> None:
     terminal.print(grid(rows))
     if lengths.note:
         terminal.print(Text(f"  {visible(lengths.note)}", style="yellow"), soft_wrap=True)
+
+
+def print_conversation(terminal: Terminal, tried: EnvironmentTrial) -> None:
+    """Prints a conversation with the environment, a line for what was said and one for what was answered."""
+    heading(terminal, f"A conversation with the environment, of a policy that is scripted (prompt {tried.prompt})")
+    if tried.error is not None:
+        terminal.print(Text(visible(tried.error), style="red"), soft_wrap=True)
+        return
+    rows = [("begins", one_line(tried.opening, MOST_SAID), "")] if tried.opening else []
+    for said, answer in tried.said:
+        rows += [
+            ("policy", one_line(said, MOST_SAID), ""),
+            *([("answer", one_line(answer, MOST_SAID), "")] if answer else []),
+        ]
+    rows.append(("ends", tried.finish, "" if tried.reward is None else f"reward {tried.reward:g}"))
+    if tried.failed:
+        rows.append(("failed calls", ", ".join(tried.failed), "arguments are made up: a tool may well refuse them"))
+    terminal.print(grid(rows))
 
 
 def print_trials(terminal: Terminal, trials: Sequence[Trial]) -> None:

@@ -329,7 +329,7 @@ def test_a_verbs_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_i
 def test_a_verb_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it() -> None:
     assert catalog.groups("sft") == ["data", "demonstrations", "generation", "logger", "recipe", "reward"]
     assert catalog.groups("rm") == ["logger", "preferences", "recipe"]
-    assert catalog.groups("sample") == ["data", "generation", "recipe", "reward"]
+    assert catalog.groups("sample") == ["data", "environment", "generation", "recipe", "reward"]
     assert {"algorithm", "data", "reward"} < set(catalog.groups("train"))
     by_verb = [name for verb in verbs.OWN for name in catalog.choices("recipe", verb)]
     assert sorted(by_verb) == catalog.choices("recipe")
@@ -338,13 +338,21 @@ def test_a_verb_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it
     assert catalog.choices("data", "sft") == catalog.choices("data")  # of any other group every verb has all
 
 
-def test_only_the_data_of_sft_may_be_absent() -> None:
+def test_only_the_data_of_sft_and_an_environment_may_be_absent() -> None:
     found = {(verb, group) for verb in verbs.OWN for group in catalog.groups(verb)}
-    assert {(verb, group) for verb, group in found if catalog.may_be_absent(group, verb)} == {("sft", "data")}
+    assert {(verb, group) for verb, group in found if catalog.may_be_absent(group, verb)} == {
+        ("sft", "data"),
+        ("train", "environment"),
+        ("sample", "environment"),
+    }
 
 
 def test_what_choices_share_stands_in_a_base_that_is_no_choice() -> None:
-    assert {f"{file.parent.name}/{file.stem}" for file in BASES} == {"base/objective", "base/ratio"}
+    assert {f"{file.parent.name}/{file.stem}" for file in BASES} == {
+        "base/objective",
+        "base/ratio",
+        "base/limits",
+    }
     assert not {"base", "objective", "ratio"} & {*catalog.groups(), *catalog.choices("algorithm")}
     ratio = catalog.meaning("algorithm.dual_clip")
     assert ratio is not None

@@ -1,0 +1,79 @@
+"""Tries an environment once before a run, with a policy that calls its first tool and then says something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rlft.environment.conversations import Conversations
+from rlft.environment.dialect import Dialect
+from rlft.environment.pool import EnvironmentFailure
+from rlft.environment.protocol import Environment, Schema
+from rlft.generation.scripted import ScriptedGenerator
+from rlft.types import Prompt, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LAST_WORDS = "done"
+ROOM = 10_000
+"""Tokens that the conversation may have: its limits are not what is tried."""
+MADE_UP: Mapping[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
+"""{type of a parameter: an argument}; the prompt's reference answer is that of every other type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentTrial:
+    """A conversation with the environment; or the error instead of one.
+
+    Args:
+        prompt: id of the prompt that it began with.
+        opening: what the environment put behind the prompt; "" for nothing.
+        said: (what the policy said, what it was answered) of each turn.
+        failed: why a call failed, of each that did.
+        reward: what the environment gave; None if it gave nothing.
+        finish: why the conversation ended.
+    """
+
+    prompt: str
+    opening: str = ""
+    said: Sequence[tuple[str, str]] = ()
+    failed: Sequence[str] = ()
+    reward: float | None = None
+    finish: str = ""
+    error: str | None = None
+
+
+def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> EnvironmentTrial:
+    """One conversation of a scripted policy, in the environment's own processes and with its time limits."""
+    script = [LAST_WORDS]
+    if not environment.plays_a_game:
+        dialect, schema = Dialect(environment, tokenizer, prompt.messages), environment.schemas()[0]
+        script.insert(0, dialect.written(schema["function"]["name"], made_up(schema, prompt)))
+    policy = ScriptedGenerator({"*": [script]}, tokenizer)
+    one = replace(environment, workers=1, turn_tokens=None)
+    played = Conversations(policy, one, tokenizer, at_once=None, longest_row=2 * ROOM)
+    try:
+        with closing(played):
+            [group] = played.sample([prompt], 1, [0], Sampling(max_tokens=ROOM, temperature=1.0))
+    except EnvironmentFailure as failure:
+        return EnvironmentTrial(prompt=prompt.id, error=str(failure))
+    completion = group.rollouts[0].completion
+    before, after = prompt.messages[-1]["content"], group.prompt.messages[-1]["content"]
+    given = [turn.reward for turn in completion.turns if turn.reward is not None]
+    return EnvironmentTrial(
+        prompt=prompt.id,
+        opening=after.rpartition(before)[2].strip() if after != before else "",
+        said=[(turn.text, turn.answer) for turn in completion.turns],
+        failed=[call.cause for turn in completion.turns for call in turn.calls if call.failed],
+        reward=sum(given) if given else None,
+        finish=str(completion.finish_reason),
+    )
+
+
+def made_up(schema: Schema, prompt: Prompt) -> dict[str, Any]:
+    """Arguments of the right types for a tool."""
+    parameters = schema["function"]["parameters"].get("properties", {})
+    return {name: MADE_UP.get(str(of.get("type")), prompt.answer or "1") for name, of in parameters.items()}

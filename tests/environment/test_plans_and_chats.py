@@ -1,0 +1,96 @@
+"""`rlft plan` tries an environment once, and `rlft chat` uses a run's tools and shows its calls."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rlft.config.compose import compose
+from rlft.environment.duck_type import DuckType
+from rlft.environment.game import Game
+from rlft.generation.scripted import ScriptedGenerator
+from rlft.generation.transformers import TransformersGenerator
+from rlft.planning.environment_trial import try_environment
+from rlft.types import Group, Prompt, Sampling
+from rlft.verbs import chat
+from tests.environment.test_conversations import LIMITS, TOKENIZER, prompt, tools
+
+BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=200", "scoring.workers=0"]
+
+
+@pytest.mark.parametrize("syntax", ["template", "json", "xml"])
+def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax: str) -> None:
+    environment = DuckType(**{**LIMITS, "syntax": syntax}, factory="conversation_tools.Counter")
+    tried = try_environment(environment, TOKENIZER, prompt(start=40))
+    assert tried.error is None
+    # `draw` is the class's first tool by name: it takes nothing and answers a number below 1.
+    [(said, answer), (last, nothing)] = tried.said
+    assert "draw" in said
+    assert 0 < float(answer) < 1
+    assert (last, nothing, tried.finish) == ("done", "", "stop")
+    assert tried.opening == "It stands at 40."
+    assert tried.reward == 40.0
+    assert tried.failed == []
+
+
+def test_a_plan_names_an_environment_that_cannot_begin() -> None:
+    environment = DuckType(**LIMITS, factory="conversation_tools.Counter")
+    tried = try_environment(environment, TOKENIZER, prompt(start="none"))
+    assert tried.error is not None
+    assert "cannot begin a conversation of prompt 'p'" in tried.error
+
+
+def test_a_plan_plays_a_game_and_makes_arguments_up() -> None:
+    game = Game(**LIMITS, factory="conversation_tools.Guessing", arguments={})
+    tried = try_environment(game, TOKENIZER, prompt())
+    assert tried.said == [("done", "high"), ("done", "")]
+    assert tried.reward == 0.25
+    added = try_environment(tools("conversation_tools.add"), TOKENIZER, prompt())
+    assert added.said[0][1] == "2", "1 + 1"
+
+
+def test_a_chat_shows_calls_and_answers_and_keeps_them_in_its_history(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scripted policy: it calls the calculator, and says what it was told."""
+    asked: list[Prompt] = []
+
+    def sample(
+        self: TransformersGenerator, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> list[Group]:
+        asked.extend(prompts)
+        script = ['<call tool="calculate"><expression>12*12</expression></call>', "It is 144."]
+        return ScriptedGenerator({"*": [script]}, self.tokenizer).sample(prompts, n, seeds, sampling)
+
+    monkeypatch.setattr(TransformersGenerator, "sample", sample)
+    words = ["environment=calculator", "environment.syntax=xml", "environment.show_tools=false"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("12 * 12?\nAgain?\n"))
+    chat.run(compose([*BARE, *words]), None, False, lambda _: None)
+    lines = capsys.readouterr().out.splitlines()
+    said = '<call tool="calculate"><expression>12*12</expression></call>'
+    shown = [said, "  calculate(<expression>12*12</expression>)", "  -> 144", "It is 144."]
+    assert lines[:4] == shown
+    assert lines[4].startswith("[base, ") or lines[4].startswith("[")
+    assert lines[5:9] == shown
+    history = [(m["role"], m["content"]) for m in asked[2].messages]
+    assert history == [
+        ("user", "12 * 12?"), ("assistant", said), ("user", "144"), ("assistant", "It is 144."), ("user", "Again?"),
+    ]  # fmt: skip
+
+
+def test_limits_of_a_conversation_are_named_in_a_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sample(self: TransformersGenerator, *given: Any) -> list[Group]:
+        text = '{"name": "calculate", "arguments": {"expression": "1"}}'
+        return ScriptedGenerator({"*": [text]}, self.tokenizer).sample(*given)
+
+    monkeypatch.setattr(TransformersGenerator, "sample", sample)
+    words = ["environment=calculator", "environment.syntax=json", "environment.show_tools=false"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1?\n"))
+    chat.run(compose([*BARE, *words, "environment.max_turns=2"]), None, False, lambda _: None)
+    assert "(cut: environment.max_turns)" in capsys.readouterr().out
