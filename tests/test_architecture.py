@@ -124,6 +124,7 @@ TESTED_ELSEWHERE = {
     "run/like": "verbs/test_sample.py",
     "run/paths": "run/test_moved.py",
     "run/run_folder": "run/test_damaged_files.py",
+    "sandbox/required": "reward/test_code.py",
     "sandbox/launch": "sandbox/test_escapes.py",
     "scoring/worker": "scoring/test_pool.py",
     "supervised": "verbs/test_sft.py",

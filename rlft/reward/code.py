@@ -32,6 +32,7 @@ from rlft.reward.answer import tagged
 from rlft.reward.code_tests import REFUSED, Doubt, doubts
 from rlft.sandbox import bubblewrap, protocol
 from rlft.sandbox.bubblewrap import Isolation, Limits, Reason
+from rlft.sandbox.required import Required, check_isolation
 from rlft.system.running_time import RunningTime
 from rlft.types import Group, Prompt, UserError
 
@@ -60,13 +61,6 @@ class Score(StrEnum):
 
     all = "all"
     fraction = "fraction"
-
-
-class Required(StrEnum):
-    """What must hold for a program to be run: isolation, or isolation with all memory bounded as well."""
-
-    standard = "standard"
-    strict = "strict"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,25 +119,7 @@ class Code:
         if self.group_timeout <= SPARE_S:
             problem = f"must be more than {SPARE_S:g} s, which starting and comparing may take"
             raise UserError("group_timeout", problem, got=self.group_timeout, remedy="set scoring.timeout=10")
-        isolation, what = bubblewrap.available()
-        strict = self.isolation is Required.strict
-        if isolation is Isolation.none and (strict or not self.allow_unsafe):
-            raise UserError(
-                "isolation" if strict else "allow_unsafe",
-                f"programs that a model wrote would run unisolated here ({what})",
-                got=self.isolation.value if strict else "false",
-                remedy="install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap; a container "
-                "must allow user namespaces), or set "
-                + ("isolation=standard and allow_unsafe=true" if strict else "it to true")
-                + " where nothing can be lost",
-            )
-        if strict and not (bound := bubblewrap.memory_bound()):
-            raise UserError(
-                "isolation",
-                bound.sentence,
-                got=self.isolation.value,
-                remedy="run where there is a systemd user session or a delegated memory cgroup, or set it to standard",
-            )
+        check_isolation(self.isolation, allow_unsafe=self.allow_unsafe)
 
     def note(self) -> str:
         """Which isolation is active and what bounds memory, for the start of a run."""
