@@ -3,14 +3,15 @@
 Keys: prompt_id, index (among the completions of its prompt, from 0), prompt (its messages, as the model was asked),
 answer (the reference, "" where there is none), completion (text), token_ids (as sampled, the end token included),
 finish_reason, rewards (each unweighted, by name), reward (their weighted total), model (what sampled it, in words),
-tokenizer (12 hex digits, `rlft.prepare.prompts.tokenizer_fingerprint`).
+tokenizer (12 hex digits, `rlft.prepare.prompts.tokenizer_fingerprint`). Of a conversation also mask (1 for each token
+that was sampled, else 0) and turns; nothing is learned from such a line, since what an environment said would be, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlft.data.records import RowError, kind, messages_of
@@ -42,6 +43,11 @@ def sampled_line(
     tokenizer: str,
 ) -> dict[str, Any]:
     """The line of one completion, ready for strict JSON; see the top of this file for the arguments."""
+    completion = rollout.completion
+    conversation: dict[str, Any] = {}
+    if completion.mask is not None:
+        mask, turns = map(int, completion.mask), map(asdict, completion.turns)
+        conversation = {"mask": list(mask), "turns": list(turns)}
     return {
         "prompt_id": rollout.prompt.id,
         "index": index,
@@ -54,6 +60,7 @@ def sampled_line(
         "reward": None if reward is None else _finite(reward),
         "model": model,
         TOKENIZER: tokenizer,
+        **conversation,
     }
 
 
@@ -68,6 +75,8 @@ def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool) -> Sampled:
     Raises:
         RowError: a key is missing or of another type, or there are no tokens to use.
     """
+    if "mask" in fields:
+        raise RowError("it is a conversation, and what an environment said in it would be learned; leave it out")
     token_ids = _of(fields, "token_ids", list)
     if not all(type(token) is int and token >= 0 for token in token_ids):
         raise _foreign("field 'token_ids' must be whole numbers, not below 0")

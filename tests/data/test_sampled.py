@@ -1,11 +1,19 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from rlft.data.records import RowError
-from rlft.data.sampled import check_prompt_ids, check_tokenizer, is_sampled, parse_sampled, sampled_with
-from rlft.types import FinishReason, Prompt, UserError
+from rlft.data.sampled import (
+    check_prompt_ids,
+    check_tokenizer,
+    is_sampled,
+    parse_sampled,
+    sampled_line,
+    sampled_with,
+)
+from rlft.types import Completion, FinishReason, Prompt, Rollout, Turn, UserError
 
 
 def test_a_line_has_exactly_these_keys_and_reads_back(sample) -> None:
@@ -57,7 +65,10 @@ def test_other_shapes_are_no_sampled_lines(sample) -> None:
         ({"rewards": []}, "field 'rewards' of a sampled line must be an object, it is an empty list"),
         ({"rewards": {"math": "1"}}, "field 'rewards.math' must be a number or null, it is a string"),
         ({"reward": True}, "field 'reward' must be a number or null, it is a boolean"),
-        ({"finish_reason": "eos"}, "field 'finish_reason' must be stop or length, it is 'eos'"),
+        (
+            {"finish_reason": "eos"},
+            "field 'finish_reason' must be stop or length or turns or calls or time, it is 'eos'",
+        ),
         ({"prompt": [{"role": "bot", "content": "?"}]}, "message 0 of field 'prompt' must be"),
     ],
 )
@@ -92,3 +103,25 @@ def test_an_id_of_two_different_prompts_is_refused() -> None:
     check_prompt_ids([one, one], "demonstrations.path")
     with pytest.raises(UserError, match=r"^demonstrations\.path: two different prompts have the same id, got a:1"):
         check_prompt_ids([one, two], "demonstrations.path")
+
+
+def test_a_conversation_keeps_its_mask_and_turns_and_is_not_learned_from() -> None:
+    """Its tokens are not all the policy's: an environment's would be learned as the policy's own."""
+    spoken = Completion(
+        text="a b c",
+        token_ids=(1, 2, 3),
+        logprobs=(-1.0, 0.0, -1.0),
+        finish_reason=FinishReason.stop,
+        mask=(True, False, True),
+        turns=(Turn(end=1, text="a", answer="b", reward=0.5), Turn(end=3, text="c")),
+    )
+    prompt = Prompt(id="p", messages=({"role": "user", "content": "?"},), answer="")
+    rollout = Rollout(prompt=prompt, completion=spoken, policy_version=None)
+    line = sampled_line(rollout, index=0, rewards={}, reward=1.0, model="m", tokenizer="t")
+    assert line["mask"] == [1, 0, 1]
+    assert [turn["end"] for turn in line["turns"]] == [1, 3]
+    with pytest.raises(RowError, match="it is a conversation, and what an environment said in it would be learned"):
+        parse_sampled(line, with_tokens=True)
+    single = replace(rollout, completion=replace(spoken, mask=None, turns=(), logprobs=(-1.0,) * 3))
+    plain = sampled_line(single, index=0, rewards={}, reward=1.0, model="m", tokenizer="t")
+    assert not {"mask", "turns"} & plain.keys()
