@@ -28,9 +28,9 @@ from rlft.model.config import LoraSettings
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.ops.likelihood import negative_log_likelihood
+from rlft.ops.seeds import derive
 from rlft.planning.run_plan import Plan
 from rlft.planning.startup_table import Facts, facts_of
-from rlft.seeds import derive
 from rlft.system.interrupt import Interrupt
 from rlft.system.terminal import Say, resuming
 from rlft.trainer.checkpoint import Checkpoint

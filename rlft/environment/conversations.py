@@ -17,7 +17,7 @@ from rlft.environment.dialect import Dialect
 from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
 from rlft.environment.protocol import Call, Cause, Environment
 from rlft.environment.worker import Kind, Order, Reply
-from rlft.seeds import derive
+from rlft.ops.seeds import derive
 from rlft.types import (
     Adapter,
     Completion,

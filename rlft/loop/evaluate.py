@@ -9,7 +9,7 @@ from rlft.loop.metrics import turn_metrics
 from rlft.model.roles import POLICY, Roles
 from rlft.ops.kl import k3
 from rlft.ops.mask import row_sum
-from rlft.seeds import sampling_seeds
+from rlft.ops.seeds import sampling_seeds
 from rlft.types import Batch, Evaluation, Generator, Group, Prompt, Sampling, Scores
 
 

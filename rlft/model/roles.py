@@ -31,7 +31,7 @@ from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.model.lora_config import lora_config
 from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
-from rlft.seeds import derive
+from rlft.ops.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
 Part = tuple[Tensor, Batch, PackedRows | None]

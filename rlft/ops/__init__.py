@@ -1,1 +1,1 @@
-"""Pure functions of tensors: no model, tokenizer, config or device in them. `[B, T]` unless said, any float dtype."""
+"""Pure functions of tensors, and of seeds: no model, tokenizer, config or device in them. `[B, T]`, any float dtype."""

@@ -16,9 +16,9 @@ import torch
 
 from rlft.config.schema import PromptsConfig
 from rlft.data.sampled import check_tokenizer, sampled_with
+from rlft.ops.seeds import derive
 from rlft.prepare.prompts import prompts_for_step, token_ids, tokenizer_fingerprint
 from rlft.prepare.texts import TextTokens, as_batch, text_ids
-from rlft.seeds import derive
 from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from rlft.batch import select
+from rlft.ops.seeds import derive
 from rlft.prepare.prompts import chunked, prompts_for_step
-from rlft.seeds import derive
 from rlft.types import Batch, UserError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlft.algorithm.protocol import Algorithm
 from rlft.batch import select
 from rlft.model.roles import Roles
-from rlft.seeds import derive
+from rlft.ops.seeds import derive
 from rlft.trainer import sharded_base
 from rlft.trainer.lanes import Division, balance, divide
 from rlft.trainer.optimizer import Optimizer

@@ -19,7 +19,7 @@ from rlft.model.config import RewardModelConfig
 from rlft.model.reward_model import Row, Tokens, last_scores, parts_within, score_rows, scoring_batch
 from rlft.model.roles import Roles
 from rlft.ops.preference import accuracy, bradley_terry
-from rlft.seeds import derive
+from rlft.ops.seeds import derive
 from rlft.trainer.config import TrainerConfig
 from rlft.trainer.optimizer import Optimizer
 from rlft.types import Group, Scores

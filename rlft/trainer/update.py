@@ -17,7 +17,7 @@ from rlft.algorithm.protocol import Algorithm
 from rlft.batch import select
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
-from rlft.seeds import derive
+from rlft.ops.seeds import derive
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
 from rlft.trainer.update_metrics import UpdateMetrics

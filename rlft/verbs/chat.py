@@ -359,7 +359,7 @@ class Talk:
             self._base.close()
 
     def _answer(self, generator: Generator, prompt: Prompt, number: int) -> Rollout:
-        from rlft.seeds import derive
+        from rlft.ops.seeds import derive
         from rlft.system.out_of_memory import Doing, explained
 
         seeds = [derive(self.settings.seed, number, "chat")]

@@ -27,6 +27,7 @@ from rlft.loop.session import open_freshness, open_resident
 from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone
+from rlft.ops.seeds import sampling_seeds
 from rlft.planning.sample_plan import SamplePlan
 from rlft.prepare.prompts import left_out
 from rlft.run import run_folder, run_status
@@ -34,7 +35,6 @@ from rlft.run.next_steps import after_sampling
 from rlft.run.run_status import PROGRESS
 from rlft.scoring.reward_spec import notes, specs
 from rlft.scoring.scorer import Scorer
-from rlft.seeds import sampling_seeds
 from rlft.system.disk import writing
 from rlft.system.files import append, write_atomically
 from rlft.system.memory import keep_blocks

@@ -8,7 +8,7 @@ import torch
 
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.evaluate import evaluate, kl_to_base, mean_and_error, pass_at, pass_sizes, summarise
-from rlft.seeds import sampling_seeds
+from rlft.ops.seeds import sampling_seeds
 from rlft.types import Sampling, Scores
 
 SAMPLING = Sampling(max_tokens=10, temperature=1.0)

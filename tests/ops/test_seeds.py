@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from rlft.seeds import derive, sampling_seeds
+from rlft.ops.seeds import derive, sampling_seeds
 
 
 def test_equal_arguments_give_equal_numbers_on_every_machine():
