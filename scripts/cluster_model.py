@@ -35,8 +35,8 @@ class StageCosts:
         rest: of the driver for what no stage counts, such as the files of a step.
         adapter_bytes, gradient_bytes, completion_bytes: that travel: an adapter, a lane's gradient, a completion with
             its log-probs.
-        speeds: of 1, 2, .. processes that compute side by side on one machine, each beside a single one; empty: every
-            process has a device of its own.
+        speeds: of 1, 2, .. processes on as many cores of one machine, each beside a single one; empty: each process has
+            a device of its own.
         bandwidth: bytes a second into or out of the driver's machine; inf within one machine.
     """
 
@@ -189,7 +189,7 @@ def served(work: Sequence[float], servers: int, speeds: Sequence[float]) -> list
 
 
 def speed(speeds: Sequence[float], processes: int) -> float:
-    """Of each of so many processes; beyond the measured numbers the machine as a whole gets no faster."""
+    """Of each of so many processes; those beyond the cores take turns with the others."""
     if not speeds or processes <= 1:
         return 1.0
     if processes <= len(speeds):

@@ -52,12 +52,13 @@ MEASURED = (
 """Workloads whose steps give the costs of sampling and training; the runs of `check` have another one."""
 CHECKED = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 4))
 """Engines and ranks of the real runs."""
-SIDE_BY_SIDE = 4
-WARM_UP = 2
-"""Steps at the beginning of a run that are left out."""
+WARM_UP, STARTING = 2, 3
+"""Steps at the beginning of a run that are left out, and further ones of runs side by side."""
 BANDWIDTH = 1.25e9
 """Bytes a second between machines: 10 Gbit/s."""
 PROMPTS = 4096
+DISTRIBUTIONS = {"short completions": "grpo_arithmetic, step 1", "a long tail": "a long tail"}
+"""Names to distributions of lengths in LENGTHS."""
 LARGE = ((1, 1), (4, 1), (16, 4), (64, 16), (256, 64), (1024, 256))
 
 
@@ -137,14 +138,15 @@ def positive_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> l
 
 
 def speeds_of(options: argparse.Namespace) -> list[float]:
-    """How fast each of 1, 2, .. processes is that sample and train side by side, beside a single one."""
+    """How fast each of 1, 2, .. processes is that sample and train side by side, beside a single one; one on a core."""
     seconds = []
-    for number in range(1, SIDE_BY_SIDE + 1):
+    for number in range(1, len(os.sched_getaffinity(0)) + 1):
         folders = [options.out / f"beside-{i}" for i in range(number)]
-        processes = [started(folder, {"cluster.engines": "0"}, options.steps + 2) for folder in folders]
+        processes = [started(folder, {"cluster.engines": "0"}, options.steps + STARTING + 2) for folder in folders]
         for process in processes:
             ended(process)
-        steps = [step for folder in folders for step in steps_of(folder)[:-2]]  # the last ones may run alone
+        # While the first ones run, others may still start; the last ones may run alone.
+        steps = [step for folder in folders for step in steps_of(folder)[STARTING:-2]]
         seconds.append(statistics.median(step.seconds["sample"] + step.seconds["update"] for step in steps))
         print(f"{number} side by side: {seconds[-1]:.3f} s a step", flush=True)
     return [min(1.0, seconds[0] / each) for each in seconds]
@@ -363,8 +365,8 @@ def predict(options: argparse.Namespace) -> None:
     costs = apart(read_costs(options.out), BANDWIDTH)
     recorded = json.loads(LENGTHS.read_text())
     rows, curves = [], {}
-    for name in ("grpo_arithmetic, step 1", "a long tail"):
-        groups = drawn([(prompt, tuple(lengths)) for prompt, lengths in recorded[name]], options.prompts)
+    for name, record in DISTRIBUTIONS.items():
+        groups = drawn([(prompt, tuple(lengths)) for prompt, lengths in recorded[record]], options.prompts)
         curves[name] = []
         for engines, ranks in LARGE:
             layout = Layout(engines=engines, ranks=ranks, lanes=max(ranks, LANES), workers=engines, at_once=64)
@@ -427,8 +429,8 @@ def draw(curves: dict[str, list[tuple[int, int, StepTime, float]]], file: Path) 
             cell.grid(alpha=0.3)
     cells[0][0].set_ylabel("seconds")
     cells[1][0].set_ylabel("efficiency")
-    cells[0][-1].legend()
-    cells[1][-1].legend()
+    cells[0][0].legend(loc="upper right")
+    cells[1][0].legend(loc="lower left")
     figure.savefig(file, dpi=120)
 
 
