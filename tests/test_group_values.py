@@ -19,7 +19,9 @@ NO_NAMES = [
     "[{a: 1}]", "[exact_match,1]", "[exact_match,null]", "[exact_match,[]]", "9" * 5000,
 ]  # fmt: skip
 NO_CHOICES = ["x", "a/b", "../x", "[..]", "???"]
-MAY_BE_NULL = {(verb, group) for verb, group in GROUPS if group in ("reward", "logger")} | {("sft", "data")}
+MAY_BE_NULL = {(verb, group) for verb, group in GROUPS if group in ("reward", "logger", "environment")} | {
+    ("sft", "data")
+}
 
 
 def override(group: str, value: str) -> str:

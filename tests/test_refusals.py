@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -997,7 +998,8 @@ print(json.dumps(lines))
 
 # Rows that nothing but a library can refuse, by what it has to read: a part of what is typed, or of the refusal.
 READ_BY_LIBRARIES = (
-    # the model's config.json and tokenizer
+    # the model's config.json, tokenizer and chat template, for which transformers describes tools
+    "cannot show tools and", "syntax=json or xml, or use a model", "cannot be shown as a tool",
     "context of 512 tokens", "of 512 tokens, got 1024", "the model cannot be read", "no linear layer of that name",
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
@@ -1022,6 +1024,7 @@ def test_what_the_config_alone_can_tell_is_refused_before_a_library_is_imported(
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_LIBRARIES],
         cwd=templates,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent / "helpers")])},
         input=json.dumps(list(rows)),
         capture_output=True,
         text=True,

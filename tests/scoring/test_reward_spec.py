@@ -80,8 +80,3 @@ def test_a_wrong_reward_is_refused_by_its_key(config, message):
     with pytest.raises(UserError) as refusal:
         specs({"r": config})
     assert str(refusal.value).startswith(message)
-
-
-def test_no_reward_is_refused():
-    with pytest.raises(UserError, match="reward: is empty"):
-        specs({})
