@@ -429,7 +429,7 @@ def draw(curves: dict[str, list[tuple[int, int, StepTime, float]]], file: Path) 
             cell.grid(alpha=0.3)
     cells[0][0].set_ylabel("seconds")
     cells[1][0].set_ylabel("efficiency")
-    cells[0][0].legend(loc="upper right")
+    figure.legend(*cells[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
     cells[1][0].legend(loc="lower left")
     figure.savefig(file, dpi=120)
 
