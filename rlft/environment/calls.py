@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Syntax = Literal["template", "json", "xml"]
 
+MAX_DEPTH = 64
+"""Of JSON that the policy writes. Python's pickle and json end with an error some hundred levels down."""
 SAID, ARGUMENT, MARK = "said", "argument", "mark"
 CALL_ID = "000000000"
 
@@ -104,7 +106,7 @@ class TemplateCalls:
         return [call for start in starts for call in self._at(text, start)]
 
     def _at(self, text: str, start: int) -> Iterator[Call]:
-        values, error = decoded(text[start:])
+        values, _, error = decoded(text[start:])
         example = f'{self.marker}{{"{self.name}": "<tool>", "{self.arguments}": {{..}}}}'
         if error:
             end = text.find(self.marker, start) if self.marker else -1
@@ -121,16 +123,16 @@ class JsonCalls:
     EXAMPLE = '{"name": "<tool>", "arguments": {..}}'
 
     def calls(self, text: str) -> list[Call]:
-        found: list[Call] = []
+        calls: list[Call] = []
         at = 0
         while match := self.START.search(text, at):
-            value, error = decoded(text[match.start() :])
+            value, length, error = decoded(text[match.start() :])
             if error:
-                found.append(unreadable(text[match.start() :], NOT_JSON.format(error, self.EXAMPLE)))
-                return found
-            found.append(call_of(value, "name", "arguments", self.EXAMPLE))
-            at = match.start() + json.JSONDecoder().raw_decode(text[match.start() :])[1]
-        return found
+                calls.append(unreadable(text[match.start() :], NOT_JSON.format(error, self.EXAMPLE)))
+                return calls
+            calls.append(call_of(value, "name", "arguments", self.EXAMPLE))
+            at = match.start() + length
+        return calls
 
 
 class XmlCalls:
@@ -159,7 +161,7 @@ class XmlCalls:
             rest = rest.replace(argument[0], "", 1)
         if rest.strip():
             return unreadable(body, f"this call has text outside of arguments; write it as {self.EXAMPLE}", name)
-        return Call(name=name, arguments=arguments, written=body)
+        return Call(name=well_formed(name), arguments=arguments, written=well_formed(body))
 
 
 class DescribedCalls:
@@ -169,14 +171,14 @@ class DescribedCalls:
         self.tokenizer, self.schemas = tokenizer, [dict(schema) for schema in schemas]
 
     def calls(self, text: str) -> list[Call]:
-        parse: Any = self.tokenizer.parse_response  # type: ignore[attr-defined]
+        tokenizer: Any = self.tokenizer  # whose type does not say that it has parse_response
         try:
-            message = parse(text, prefix="", tools=self.schemas)
+            message = tokenizer.parse_response(text, prefix="", tools=self.schemas)
+            calls = [each.get("function", each) for each in message.get("tool_calls") or []]
         except Exception as error:  # of a parser that somebody has described: it may raise anything
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             return [unreadable(text, f"this call cannot be read ({first[:200]})")]
-        written = message.get("tool_calls") or []
-        return [call_of(each.get("function", each), "name", "arguments", "the template does") for each in written]
+        return [call_of(each, "name", "arguments", "the template does") for each in calls]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -202,18 +204,47 @@ def written(
 
 
 # -- details -----------------------------------------------------------------------------------------------------------
-def decoded(text: str) -> tuple[Any, str]:
-    """(the JSON value that the text begins with, "") or (None, what is wrong with it).
+def decoded(text: str) -> tuple[Any, int, str]:
+    """(the JSON value that the text begins with, the characters that it takes, "") or (None, 0, what is wrong with it).
 
-    >>> decoded(' {"a": 1} and more'), decoded("[1,")[1]
-    (({'a': 1}, ''), 'Expecting value')
+    The policy may have written anything: line breaks in strings are taken as they are meant, and values that are nested
+    so deeply that they cannot be written or sent are refused.
+
+    >>> decoded(' {"a": 1} and more'), decoded("[1,")[2]
+    (({'a': 1}, 9, ''), 'Expecting value')
     """
+    bare = text.lstrip()
     try:
-        return json.JSONDecoder(strict=False).raw_decode(text.lstrip())[0], ""
+        value, length = json.JSONDecoder(strict=False).raw_decode(bare)
     except json.JSONDecodeError as error:
-        return None, error.msg
+        return None, 0, error.msg
+    except ValueError:
+        return None, 0, "a number has too many digits"
     except RecursionError:
-        return None, "too deep"
+        return None, 0, "too deep"
+    if depth(value) > MAX_DEPTH:
+        return None, 0, "too deep"
+    return value, len(text) - len(bare) + length, ""
+
+
+def depth(value: Any) -> int:
+    """How deeply a JSON value is nested; 0 for one that is no list and no object.
+
+    >>> depth(5), depth([]), depth({"a": [1]})
+    (0, 1, 2)
+    """
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        outer, level = waiting.pop()
+        if isinstance(outer, dict | list):
+            deepest = max(deepest, level)
+            waiting += [(inner, level + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return deepest
+
+
+def well_formed(text: str) -> str:
+    """The text with `?` for lone surrogates, which JSON may spell and which no tokenizer or file takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call:
@@ -223,22 +254,21 @@ def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call
     name, arguments = value[name_key], value.get(arguments_key, {})
     if isinstance(arguments, str):  # JSON in a string, as OpenAI's API has it
         arguments = _json_or_text(arguments)
-    written = json.dumps(arguments, ensure_ascii=False)
+    written = well_formed(json.dumps(arguments, ensure_ascii=False))
     if not isinstance(arguments, Mapping):
         problem = f"the {arguments_key} of this call are no JSON object; write it as {example}"
         return unreadable(written, problem, name)
-    return Call(name=name, arguments={str(key): each for key, each in arguments.items()}, written=written)
+    return Call(name=well_formed(name), arguments={str(k): each for k, each in arguments.items()}, written=written)
 
 
 def unreadable(written: str, problem: str, name: str = "") -> Call:
-    return Call(name=name, arguments={}, written=written, problem=problem)
+    """A call that cannot be made. problem: why, as a sentence for the policy."""
+    return Call(name=well_formed(name), arguments={}, written=well_formed(written), problem=well_formed(problem))
 
 
 def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    value, length, problem = decoded(text)
+    return text if problem or text[length:].strip() else value
 
 
 def _written_by(
@@ -248,7 +278,7 @@ def _written_by(
     tool = schemas[0]["function"]["name"]
     for turn_text in _written_turns(tokenizer, schemas, opening, tool, {ARGUMENT: MARK}):
         for match in re.finditer(r"\{", turn_text):
-            value, error = decoded(turn_text[match.start() :])
+            value, _, error = decoded(turn_text[match.start() :])
             if not error and (keys := _keys(value, tool)) is not None:
                 marker = turn_text[: match.start()].rpartition(SAID)[2].strip()
                 return TemplateCalls(marker=marker.removesuffix("[").strip(), name=keys[0], arguments=keys[1])

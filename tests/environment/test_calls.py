@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from rlft.environment.calls import DescribedCalls, JsonCalls, TemplateCalls, XmlCalls, reader_of
+from rlft.environment.calls import CallReader, DescribedCalls, JsonCalls, TemplateCalls, XmlCalls, reader_of
 from rlft.types import UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
@@ -76,6 +79,8 @@ def test_text_without_a_call_has_none(family: str) -> None:
         ('<tool_call>{"name": 5}</tool_call>', "names no tool"),
         ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', "no JSON object"),
         ("<tool_call>" + "[" * 100_000, "too deep"),
+        ('<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}", "too deep"),
+        ('<tool_call>{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}", "too many digits"),
     ],
 )
 def test_a_call_that_cannot_be_made_says_why(text: str, problem: str) -> None:
@@ -94,6 +99,33 @@ def test_json_calls_stand_anywhere_in_the_text() -> None:
     assert [c.arguments["a"] for c in calls] == [1, 2]
     [broken] = JsonCalls().calls('so {"name": "add", "arguments": {')
     assert "not valid JSON" in broken.problem
+
+
+def test_json_calls_may_break_lines_in_strings() -> None:
+    """As policies write programs."""
+    calls = JsonCalls().calls('{"name": "python", "arguments": {"code": "a\nb"}} and {"name": "add", "arguments": {}}')
+    assert [(c.name, c.arguments, c.problem) for c in calls] == [("python", {"code": "a\nb"}, ""), ("add", {}, "")]
+
+
+FRAGMENTS = [
+    '{"name": ', '{"name": "add", "arguments": ', '"add"', ', "arguments": ', '{"a": ', "{", "}", "[", "]", '"', "\n",
+    ",", "\\ud800", "1e999", "NaN", "9" * 5000, "[" * 900, "]" * 900, '{"a":' * 300, "<tool_call>", "</tool_call>",
+    "[TOOL_CALLS]", '<call tool="add">', "<call>", "<a>", "<b>", "</a>", "</b>", "</call>", " ", "x",
+]  # fmt: skip
+ANYTHING = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)), max_size=12).map("".join)
+
+
+@pytest.mark.parametrize("form", [*FORMS.values(), JsonCalls(), XmlCalls([ADD])], ids=str)
+@given(text=ANYTHING)
+@example(text='<tool_call>{"name": "\\ud800", "arguments": {"a": "\\ud800"}}')
+@example(text='{"name": "\\ud800", "arguments": "\\ud800"}')
+@example(text='<call tool="add"><a>' + "[" * 900 + "]" * 900 + "</a></call>")
+@settings(max_examples=200, deadline=None)
+def test_whatever_the_policy_writes_is_a_call_or_a_problem(form: CallReader, text: str) -> None:
+    """Which can be sent to a worker, written to a file, and put before the policy."""
+    for call in form.calls(text.encode("utf-8", "replace").decode()):
+        assert pickle.loads(pickle.dumps(call)).written == call.written
+        assert f"{call.name}{call.written}{call.problem}".encode()
 
 
 def test_xml_calls_have_values_of_their_parameters_types() -> None:
