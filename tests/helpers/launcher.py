@@ -17,17 +17,19 @@ The tested code knows nothing of its events: each wraps a function, found by nam
     {"half": "step_*.jsonl", "call": 1, "raises": "ENOSPC"}   the write, or copy, is done by half, then fails so
     {"file_size": 100000}   no file of the process may become larger (RLIMIT_FSIZE, as `ulimit -f` sets it)
 
-A nursery has imported torch and transformers, which takes seconds, but computed nothing. For each line of JSON on its
-stdin (arguments, events, cwd, environment, out, err) it forks a child that goes on as `rlft`, and says the child's id;
-when the child has ended it says how, as `subprocess` would: the exit code, or minus the signal.
+A nursery has imported what a run imports, which takes seconds, but computed nothing. For each line of JSON on its stdin
+(arguments, events, cwd, environment, out, err) it forks a child that goes on as `rlft`, and says the child's id; when
+the child has ended it says how, as `subprocess` would: the exit code, or minus the signal.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fnmatch
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -54,6 +56,7 @@ SIGNALS = {
 
 
 def main() -> None:
+    order = None
     if sys.argv[1] == "nursery":
         order = nursery()
         if order is None:
@@ -66,27 +69,38 @@ def main() -> None:
     from rlft import cli
 
     sys.argv = ["rlft", *arguments]
-    cli.main()
+    try:
+        cli.main()
+    except SystemExit as end:
+        if order is not None and isinstance(end.code, int):
+            leave(end.code)
+        raise
 
 
 # -- the nursery -----------------------------------------------------------------------------------------------------
 def nursery() -> dict[str, Any] | None:
     """In a child: its order. In the nursery itself: None, when there are no more orders."""
-    import hydra
+    import pydantic
     import transformers
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from transformers.models.qwen2 import modeling_qwen2
 
     import rlft.loop.session
     import rlft.train
+    import rlft.verbs.export
 
     _ = (
-        hydra,
         rlft.loop.session,
         rlft.train,
+        rlft.verbs.export,
         modeling_qwen2,
+        pydantic.TypeAdapter,
         transformers.AutoModelForCausalLM,
         transformers.AutoTokenizer,
     )
+    OverridesParser.create().parse_overrides(["+a=b", "c.d=[e,1]", "f={g:null}"])  # learns its grammar as it goes
+    gc.collect()
+    gc.freeze()  # no child walks through what all share
     say({"ready": os.getpid()})
     for line in sys.stdin:
         child = os.fork()
@@ -119,6 +133,15 @@ def settle(order: dict[str, Any]) -> None:
         opened = os.open(file, flags, 0o600)
         os.dup2(opened, number)
         os.close(opened)
+
+
+def leave(code: int) -> None:
+    """Ends the process as Python does, but for taking every module apart, which takes a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def say(facts: dict[str, Any]) -> None:

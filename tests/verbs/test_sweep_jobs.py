@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +14,7 @@ import psutil
 import pytest
 import torch
 from run_folders import check_same
-from run_processes import happens
+from run_processes import Nursery, happens
 
 import rlft
 from rlft.cluster.config import ClusterConfig
@@ -213,50 +211,45 @@ WORDS = (
 )  # fmt: skip
 
 
-def start_sweep(cwd: Path, *words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "rlft.cli", "train", "-m", *WORDS, *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
 def steps_of(folder: Path) -> int:
     file = folder / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 @pytest.mark.slow
-def test_a_sweep_side_by_side_is_interrupted_killed_and_repeated_and_equals_jobs_one_by_one(tmp_path: Path) -> None:
+def test_a_sweep_side_by_side_is_interrupted_killed_and_repeated_and_equals_jobs_one_by_one(
+    forks: Nursery, tmp_path: Path
+) -> None:
     serial, beside = tmp_path / "serial", tmp_path / "beside"
     serial.mkdir(), beside.mkdir()
-    done = start_sweep(serial)
-    assert done.wait(300) == 0, done.communicate()[1]
+    done = forks.run("train", "-m", *WORDS, cwd=serial)
+    assert done.code == 0, done.err
 
-    first = start_sweep(beside, "cluster.jobs=2")
+    side_by_side = ("train", "-m", *WORDS, "cluster.jobs=2")
+    first = forks.start(*side_by_side, cwd=beside)
     assert happens(lambda: all(steps_of(beside / "sweep" / job) for job in "01"), within_s=120)
-    first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=60)
-    assert first.returncode == EXIT_CODE, said
-    assert "interrupted: finishing this step, then saving" in said
+    os.kill(first.pid, signal.SIGINT)
+    ended = first.wait()
+    assert ended.code == EXIT_CODE, ended.err
+    assert "interrupted: finishing this step, then saving" in ended.err
     saved = [steps_of(beside / "sweep" / job) for job in "01"]
     assert all(0 < steps < 30 for steps in saved)
     for job, steps in zip("01", saved, strict=True):
         assert (beside / "sweep" / job / "checkpoints" / f"step_{steps:06d}").exists(), "the step it was in is saved"
 
-    second = start_sweep(beside, "cluster.jobs=2")
+    second = forks.start(*side_by_side, cwd=beside)
     assert happens(
         lambda: any(steps_of(beside / "sweep" / j) > s for j, s in zip("01", saved, strict=True)), within_s=120
     )
     family = psutil.Process(second.pid).children(recursive=True)
     assert len(family) >= 4, "a member and a job for each"
     second.kill()
-    second.wait(30)
+    assert second.wait().code == -signal.SIGKILL
     assert happens(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), within_s=20)
 
-    third = start_sweep(beside, "cluster.jobs=2")
-    out, said = third.communicate(timeout=300)
-    assert third.returncode == 0, said
-    assert "written to sweep/sweep.csv" in out
+    third = forks.run(*side_by_side, cwd=beside)
+    assert third.code == 0, third.err
+    assert "written to sweep/sweep.csv" in third.out
     for job in "01":
         check_same(beside / "sweep" / job, serial / "sweep" / job)
         status = json.loads((beside / "sweep" / job / "status.json").read_text())
