@@ -68,6 +68,12 @@ TOOLS = {
         help="talk to it",
         interrupted="the conversation has ended",
     ),
+    "serve": Tool(
+        module="rlft.verbs.serve",
+        usage="run=<run or checkpoint>",
+        help="an endpoint in the manner of OpenAI and vLLM over it",
+        interrupted="the server has ended",
+    ),
     "export": Tool(
         module="rlft.verbs.export",
         usage="run=<run> out=<folder>",

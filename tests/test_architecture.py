@@ -81,6 +81,12 @@ TESTED_ELSEWHERE = {
     "doctor/work": "test_bench_scripts.py",
     "environment/dialect": "environment/test_conversations.py",
     "environment/duck_type": "environment/test_conversations.py",
+    "environment/endpoint/bodies": "environment/endpoint/test_app.py",
+    "environment/endpoint/inbox": "environment/endpoint/test_app.py",
+    "environment/endpoint/replies": "environment/endpoint/test_app.py",
+    "environment/endpoint/server": "environment/endpoint/test_app.py",
+    "environment/endpoint/service": "environment/endpoint/test_app.py",
+    "environment/endpoint/speech": "environment/endpoint/test_app.py",
     "environment/game": "environment/test_conversations.py",
     "environment/protocol": "environment/test_conversations.py",
     "environment/tools": "environment/test_conversations.py",
@@ -281,6 +287,7 @@ LIGHT_VERBS = (
     "chat",
     "eval",
     "export",
+    "serve",
 )
 LIGHT_ROOMS = (
     *(

@@ -4,7 +4,7 @@ A page's `sh` blocks are run line by line, in a folder of its own; `# refused` a
 names a file (as in "yaml mine/reward/brief.yaml") is written there. `<time>` stands for the newest run of that name; a
 run that is resumed without more steps has lost its newest checkpoint before, as by a kill. What a page does not say of
 sizes is made small, and what needs a GPU or a hub is replaced: the engine by transformers, `<model>` and `<gsm8k>` by
-ones that are here.
+ones that are here. A command that ends with ` &`, a server, goes on until the end of its page, at a port that is free.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,20 @@ def smaller(words: list[str], model: Path) -> list[str]:
     return [*words, *added]
 
 
+def start(command: str, port: int) -> subprocess.Popen[str]:
+    """Starts a server at this port, which has said where it listens when this returns."""
+    words = [sys.executable, "-m", "rlft.cli", *shlex.split(command)[1:-1], f"serve.port={port}"]
+    started = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    assert started.stderr is not None
+    assert any("OPENAI_BASE_URL" in line for line in started.stderr), command  # else it has ended
+    return started
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
 def run(command: str, model: Path) -> int:
     program, *words = shlex.split(command.partition(" < ")[0])
     if program == "python":
@@ -120,20 +135,25 @@ def test_every_command_of_a_page_does_what_it_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.syspath_prepend(str(tmp_path))
+    port = free_port()
     for language, file, text in blocks(page):
         if file:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            Path(file).write_text(text)
+            Path(file).write_text(text.replace("127.0.0.1:8000", f"127.0.0.1:{port}"))
             if file == "pyproject.toml":
                 project = tomllib.loads(text)["project"]
                 install(tmp_path, project["name"], project["entry-points"][verbs.GROUP])
                 verbs.brought.cache_clear()
         elif language == "sh":
             for command, refused in commands(text):
+                if command.endswith(" &"):
+                    request.addfinalizer(start(command, port).kill)
+                    continue
                 code = run(filled(command, long_context_path), long_context_path)
                 told = capfd.readouterr()
                 assert code == (2 if refused else 0), f"{command}\n{told.out[-2000:]}{told.err[-2000:]}"

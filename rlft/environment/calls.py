@@ -44,6 +44,10 @@ class CallReader(Protocol):
         """
         ...
 
+    def before(self, text: str) -> str:
+        """What is said in such a turn before its first call."""
+        ...
+
 
 def preamble(syntax: Syntax, schemas: Sequence[Schema]) -> str:
     """What a prompt says of the tools where the chat template does not."""
@@ -105,6 +109,9 @@ class TemplateCalls:
             starts = [match.end() for match in re.finditer(re.escape(self.marker), text)]
         return [call for start in starts for call in self._at(text, start)]
 
+    def before(self, text: str) -> str:
+        return text.partition(self.marker)[0] if self.marker else "" if self.calls(text) else text
+
     def _at(self, text: str, start: int) -> Iterator[Call]:
         values, _, error = decoded(text[start:])
         example = f'{self.marker}{{"{self.name}": "<tool>", "{self.arguments}": {{..}}}}'
@@ -134,6 +141,9 @@ class JsonCalls:
             at = match.start() + length
         return calls
 
+    def before(self, text: str) -> str:
+        return text[: match.start()] if (match := self.START.search(text)) else text
+
 
 class XmlCalls:
     """Calls as `<call tool="name"><argument>value</argument></call>`; values that are no strings as JSON has them."""
@@ -148,6 +158,9 @@ class XmlCalls:
 
     def calls(self, text: str) -> list[Call]:
         return [self._call(match) for match in self.CALL.finditer(text)]
+
+    def before(self, text: str) -> str:
+        return text[: match.start()] if (match := self.CALL.search(text)) else text
 
     def _call(self, match: re.Match[str]) -> Call:
         name, body = match["name"], match["body"]
@@ -179,6 +192,13 @@ class DescribedCalls:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             return [unreadable(text, f"this call cannot be read ({first[:200]})")]
         return [call_of(each, "name", "arguments", "the template does") for each in calls]
+
+    def before(self, text: str) -> str:
+        tokenizer: Any = self.tokenizer
+        try:
+            return str(tokenizer.parse_response(text, prefix="", tools=self.schemas).get("content") or "")
+        except Exception:  # as in `calls`
+            return text
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -12,3 +12,4 @@ NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 PositiveFraction = Annotated[float, Gt(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
+Port = Annotated[int, Ge(0), Le(2**16 - 1)]  # 0: one that is free

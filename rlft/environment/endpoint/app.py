@@ -1,0 +1,201 @@
+"""The ASGI app: who may ask, how much at once, and how long; what is asked goes through an `Inbox`.
+
+starlette is imported when an app is made: nothing else of rlft needs it (`pip install 'rlft[serve]'`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlft.environment.endpoint import replies
+from rlft.environment.endpoint.bodies import Body, Chat, Generate, Refusal, Tokenize, read
+from rlft.environment.endpoint.inbox import Inbox, Request
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the server bears.
+
+    Args:
+        body_bytes: of a request, at most.
+        requests: under way at the same time, at most.
+        timeout: seconds until a request is answered, at most.
+        section: of the keys, for refusals: `serve` or `environment`.
+    """
+
+    body_bytes: int
+    requests: int
+    timeout: float
+    section: str
+
+
+def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: str, most_tokens: int) -> Starlette:
+    """The app.
+
+    Args:
+        inbox: where requests wait for the thread that samples.
+        callers: the keys by which requests may come now, asked by the server's thread.
+        limits: what the server bears.
+        model: the name of the only model.
+        most_tokens: of a prompt and its completion.
+    """
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse, StreamingResponse
+    from starlette.routing import Route
+
+    under_way = 0
+
+    def refused(refusal: Refusal) -> Response:
+        headers = {"x-should-retry": "true" if refusal.again else "false"}
+        if refusal.status == 429:
+            headers["retry-after"] = str(RETRY_AFTER_S)
+        if refusal.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse(refusal.body, refusal.status, headers)
+
+    def key_of(http: HttpRequest) -> str:
+        kind, _, key = http.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or key not in callers:
+            remedy = "send the key that this server was started with, as Authorization: Bearer <key>"
+            raise Refusal(401, f"the key is wrong or no longer in use; {remedy}", "invalid_api_key")
+        return key
+
+    def serving(work: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def serve(http: HttpRequest) -> Response:
+            nonlocal under_way
+            if under_way >= limits.requests:
+                problem = f"{limits.requests} requests are under way ({limits.section}.requests)"
+                return refused(Refusal(429, f"{problem}; ask again later", "too_many_requests", again=True))
+            under_way += 1
+            try:
+                return await work(http)
+            except Refusal as refusal:
+                return refused(refusal)
+            finally:
+                under_way -= 1
+
+        return serve
+
+    async def asked(http: HttpRequest, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
+        key = key_of(http)
+        body = read(kind, await _body(http, limits))
+        if body.model not in (None, model):
+            problem = f"there is no model {body.model!r:.200}; there is {model!r} (GET /v1/models)"
+            raise Refusal(404, problem, "model_not_found")
+        request = Request(key=key, body=body)
+        inbox.put(request)
+        return body, await _reply(http, request, limits)
+
+    async def chat(http: HttpRequest) -> Response:
+        body, reply = await asked(http, Chat)
+        assert isinstance(body, Chat)
+        if not body.stream:
+            return JSONResponse(reply)
+        with_usage = bool((body.stream_options or {}).get("include_usage"))
+        return StreamingResponse(replies.chunks(reply, with_usage=with_usage), media_type="text/event-stream")
+
+    async def generate(http: HttpRequest) -> Response:
+        return JSONResponse((await asked(http, Generate))[1])
+
+    async def tokenize(http: HttpRequest) -> Response:
+        return JSONResponse((await asked(http, Tokenize))[1])
+
+    async def list_models(http: HttpRequest) -> Response:
+        key_of(http)
+        return JSONResponse(replies.models(model, most_tokens))
+
+    async def one_model(http: HttpRequest) -> Response:
+        key_of(http)
+        if http.path_params["name"] != model:
+            raise Refusal(404, f"there is no such model; there is {model!r}", "model_not_found")
+        return JSONResponse(replies.models(model, most_tokens)["data"][0])
+
+    async def healthy(http: HttpRequest) -> Response:
+        return JSONResponse({})
+
+    async def not_served(http: HttpRequest, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        what = {404: "there is no such path here", 405: "this path takes another method"}.get(status, "an error")
+        return refused(Refusal(status, f"{what}: {http.method} {http.url.path}", "not_found"))
+
+    async def crashed(http: HttpRequest, error: Exception) -> Response:
+        return refused(Refusal(500, f"an error of the server: {type(error).__name__}", "server_error"))
+
+    handlers: Mapping[Any, Any] = {HTTPException: not_served, Exception: crashed}
+    return Starlette(
+        routes=[
+            Route("/health", healthy),
+            Route("/v1/models", serving(list_models)),
+            Route("/v1/models/{name:path}", serving(one_model)),
+            Route("/v1/chat/completions", serving(chat), methods=["POST"]),
+            Route("/inference/v1/generate", serving(generate), methods=["POST"]),
+            Route("/tokenize", serving(tokenize), methods=["POST"]),
+        ],
+        exception_handlers=handlers,
+    )
+
+
+async def _body(http: HttpRequest, limits: Limits) -> bytes:
+    """The body, of which no more is read than is allowed. Refusal if it is longer, or does not come in time."""
+    from starlette.requests import ClientDisconnect
+
+    too_long = Refusal(
+        413,
+        f"the body has more than {limits.body_bytes} bytes; send less, or raise {limits.section}.body_bytes",
+        "body_too_large",
+    )
+    if int(http.headers.get("content-length") or 0) > limits.body_bytes:
+        raise too_long
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.timeout):
+            async for part in http.stream():
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise too_long
+                parts.append(part)
+    except TimeoutError:
+        problem = f"the client has not sent the whole body within {limits.section}.timeout={limits.timeout:g} s"
+        raise Refusal(408, problem, "timeout") from None
+    except ClientDisconnect:
+        raise Refusal(499, "the client has gone", "client_gone") from None
+    return b"".join(parts)
+
+
+async def _reply(http: HttpRequest, request: Request, limits: Limits) -> dict[str, Any]:
+    """What the thread that samples replies. Where the client goes away before it is sampled, it never is.
+
+    Raises:
+        Refusal: the request is refused, or not answered in time.
+    """
+    reply = asyncio.wrap_future(request.reply)
+    gone = asyncio.ensure_future(_gone(http))
+    try:
+        await asyncio.wait({reply, gone}, timeout=limits.timeout, return_when=asyncio.FIRST_COMPLETED)
+        if reply.done():
+            return reply.result()
+        request.reply.cancel()
+        if gone.done():
+            raise Refusal(499, "the client has gone", "client_gone")
+        problem = f"the engine has not answered within {limits.section}.timeout={limits.timeout:g} s"
+        raise Refusal(504, f"{problem}; ask for fewer tokens, or raise it", "timeout")
+    finally:
+        gone.cancel()
+        reply.cancel()
+
+
+async def _gone(http: HttpRequest) -> None:
+    """Returns when the client has closed the connection."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,250 @@
+"""The bodies of requests, as OpenAI's API and vLLM's have them, and the error that a request is refused with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlft.types import Sampling
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "functions": (None, []),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "guided_json": (None,),
+    "structured_outputs": (None,),
+    "features": (None,),
+    "content_parts": (None, []),
+}
+"""{field: its values that change nothing}. Others would change what is sampled, and are refused, not ignored."""
+MAX_TOP_LOGPROBS = 20
+
+
+class Refusal(Exception):
+    """A request that is not served.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, and what to do.
+        code: OpenAI's `error.code`, for programs.
+        again: whether the same request may be served later, which OpenAI's client tries by itself.
+    """
+
+    def __init__(self, status: int, message: str, code: str, *, again: bool = False) -> None:
+        self.status, self.message, self.code, self.again = status, message, code, again
+        super().__init__(message)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+
+
+class Body(BaseModel):
+    """What all requests have. Fields that are not known here are taken as clients of other servers send them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+
+
+class Drawn(Body):
+    """How an answer is drawn; None: as the server does."""
+
+    n: int = Field(default=1, ge=1, le=128)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    seed: int | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in stops if text)
+
+    def sampling(self, usual: Sampling, max_tokens: int) -> Sampling:
+        """The server's sampling with what this request says; stops add to the server's."""
+
+        def said(value: float | None, otherwise: float) -> float:
+            return otherwise if value is None else value
+
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=said(self.temperature, usual.temperature),
+            top_p=said(self.top_p, usual.top_p),
+            top_k=usual.top_k if self.top_k is None else max(0, self.top_k),
+            min_p=said(self.min_p, usual.min_p),
+            stop=tuple(dict.fromkeys((*usual.stop, *self.stops))),
+            stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *(self.stop_token_ids or ())))),
+            include_stop_str_in_output=self.include_stop_str_in_output or usual.include_stop_str_in_output,
+        )
+
+
+class Chat(Drawn):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+    @property
+    def drawn(self) -> Drawn:
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the policy is to see."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class DrawnTokens(Drawn):
+    """`sampling_params` of a `Generate`."""
+
+    logprobs: int | None = None
+
+
+class Generate(Body):
+    """`POST /inference/v1/generate`: tokens in, tokens out."""
+
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: DrawnTokens = Field(default_factory=DrawnTokens)
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    output_mode: Literal["tokens"] = "tokens"
+    stream: Literal[False] | None = None
+
+    @property
+    def drawn(self) -> Drawn:
+        return self.sampling_params
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.sampling_params.max_tokens
+
+
+class Tokenize(Body):
+    """`POST /tokenize`: of a text, or of messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def read(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """The body of a request.
+
+    Raises:
+        Refusal: it is no JSON object, lacks a field or has one of another type, or asks for what is not there.
+    """
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is no JSON ({error}); send a JSON object", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise Refusal(400, "the body is no JSON object; send one", "invalid_json")
+    try:
+        body = kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refusal(400, f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}", "invalid_value") from None
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply; send less", "invalid_value") from None
+    for part in (value, value.get("sampling_params")):
+        if isinstance(part, Mapping):
+            _refuse_unknown_wishes(part)
+    if kind is Chat and body.n > 1 and value.get("stream"):  # type: ignore[attr-defined]
+        raise Refusal(400, "stream: one answer is streamed; set n to 1", "unsupported_value")
+    return body
+
+
+def _refuse_unknown_wishes(fields: Mapping[str, Any]) -> None:
+    for name, neutral in NEUTRAL.items():
+        if name in fields and fields[name] not in neutral:
+            raise Refusal(400, f"{name}: is not supported here; leave it out", "unsupported_value")
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+def normal(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: contents are texts, arguments of calls are objects where they are JSON.
+
+    Raises:
+        Refusal: a message has no role, one that is not known, or a part that is no text.
+    """
+    return [_normal(message, number) for number, message in enumerate(messages)]
+
+
+def _normal(message: dict[str, Any], number: int) -> dict[str, Any]:
+    role = {"developer": "system"}.get(str(message.get("role")), message.get("role"))
+    if role not in ("system", "user", "assistant", "tool"):
+        problem = f"messages.{number}.role: must be system, developer, user, assistant or tool"
+        raise Refusal(400, problem, "invalid_value")
+    shown: dict[str, Any] = {"role": role, "content": _text(message.get("content"), number)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(message.get(name), str):
+            shown[name] = message[name]
+    calls = message.get("tool_calls")
+    if calls:
+        shown["tool_calls"] = list(_calls(calls, number))
+    return shown
+
+
+def _text(content: Any, number: int) -> str:
+    if content is None or isinstance(content, str):
+        text = content or ""
+    else:
+        parts = content if isinstance(content, list) else [content]
+        if any(not isinstance(part, dict) or part.get("type", "text") != "text" for part in parts):
+            problem = f"messages.{number}.content: only text is understood here; leave images and sounds out"
+            raise Refusal(400, problem, "unsupported_value")
+        text = "".join(str(part.get("text", "")) for part in parts)
+    return text.encode("utf-8", "replace").decode()
+
+
+def _calls(calls: Any, number: int) -> Iterator[dict[str, Any]]:
+    for place, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refusal(400, f"messages.{number}.tool_calls.{place}: has no function with a name", "invalid_value")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):  # else it stays as the policy wrote it
+                arguments = json.loads(arguments)
+        yield {
+            "type": "function",
+            "id": str(call.get("id") or ""),
+            "function": {"name": function["name"], "arguments": arguments},
+        }

@@ -1,0 +1,168 @@
+"""The bodies of replies, as OpenAI's API and vLLM's have them."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlft.environment.endpoint.bodies import Chat, Generate
+from rlft.environment.endpoint.speech import Said
+from rlft.environment.protocol import Call
+from rlft.ops.seeds import derive
+from rlft.types import Completion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LEAST_LOGPROB = -9999.0
+"""What JSON has for minus infinity, as in vLLM."""
+
+
+def models(name: str, most_tokens: int) -> dict[str, Any]:
+    """The list of models: one. max_model_len: tokens of a prompt and its completion, as vLLM says it."""
+    return {
+        "object": "list",
+        "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rlft", "max_model_len": most_tokens}],
+    }
+
+
+def chat(
+    body: Chat,
+    model: str,
+    prompt: Sequence[int],
+    completions: Sequence[Completion],
+    said: Sequence[Said],
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """The reply to a `Chat`. seed: of the first completion, from which the ids of calls derive."""
+    choices = []
+    for index, (completion, message) in enumerate(zip(completions, said, strict=True)):
+        choices.append(
+            {
+                "index": index,
+                "message": as_message(message, seed + index),
+                "finish_reason": "tool_calls" if message.calls else _finish(completion),
+                "logprobs": _chat_logprobs(body, completion, tokenizer),
+                **({"token_ids": list(completion.token_ids)} if body.return_token_ids else {}),
+            }
+        )
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": _usage(prompt, completions),
+        **({"prompt_token_ids": list(prompt)} if body.return_token_ids else {}),
+    }
+
+
+def as_message(said: Said, seed: int) -> dict[str, Any]:
+    """A turn of the policy as a message of OpenAI's API. Ids of calls are nine digits, as Mistral's templates ask."""
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.calls:
+        message["content"] = said.content or None
+        message["tool_calls"] = [
+            {
+                "id": f"{derive(seed, number, 'call') % 10**9:09d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments_of(call)},
+            }
+            for number, call in enumerate(said.calls)
+        ]
+    return message
+
+
+def arguments_of(call: Call) -> str:
+    """The arguments as JSON; as the policy wrote them, where they cannot be read."""
+    return call.written if call.problem else json.dumps(call.arguments, ensure_ascii=False)
+
+
+def chunks(reply: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
+    """The reply to a `Chat` as server-sent events. An engine gives whole turns, so there is one with the content."""
+    common = {"id": reply["id"], "object": "chat.completion.chunk", "created": reply["created"]}
+    common["model"] = reply["model"]
+    [choice] = reply["choices"]
+    message = choice["message"]
+    calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
+    said = {"content": message["content"], **({"tool_calls": calls} if calls else {})}
+    end = {"finish_reason": choice["finish_reason"]}
+    for delta in (
+        {"delta": {"role": "assistant", "content": ""}, "finish_reason": None},
+        {"delta": said, "logprobs": choice["logprobs"], "finish_reason": None},
+        {"delta": {}, **end, **({"token_ids": choice["token_ids"]} if "token_ids" in choice else {})},
+    ):
+        yield _event({**common, "choices": [{"index": 0, **delta}]})
+    if with_usage:
+        yield _event({**common, "choices": [], "usage": reply["usage"]})
+    yield b"data: [DONE]\n\n"
+
+
+def generated(body: Generate, model: str, completions: Sequence[Completion]) -> dict[str, Any]:
+    """The reply to a `Generate`. Log-probs have their tokens as numbers, and as `token_id:<number>` for old clients."""
+    choices = []
+    for index, completion in enumerate(completions):
+        ids, logprobs = list(completion.token_ids), None
+        if body.sampling_params.logprobs is not None:
+            logprobs = {"content": [_of_token(*pair) for pair in zip(ids, completion.logprobs, strict=True)]}
+        choices.append(
+            {
+                "index": index,
+                "token_ids": ids,
+                "logprobs": logprobs,
+                "finish_reason": _finish(completion),
+                "stop_reason": None,
+            }
+        )
+    return {
+        "request_id": body.request_id or uuid.uuid4().hex,
+        "output_mode": "tokens",
+        "model": model,
+        "created": int(time.time()),
+        "choices": choices,
+        "usage": _usage(body.token_ids, completions),
+        "prompt_token_ids": list(body.token_ids) if body.return_token_ids else None,
+    }
+
+
+def tokenized(
+    ids: Sequence[int], most_tokens: int, tokenizer: PreTrainedTokenizerBase, *, with_strings: bool
+) -> dict[str, Any]:
+    """The reply to a `Tokenize`."""
+    strings = tokenizer.convert_ids_to_tokens(list(ids)) if with_strings else None
+    return {"count": len(ids), "max_model_len": most_tokens, "tokens": list(ids), "token_strs": strings}
+
+
+# -- details -----------------------------------------------------------------------------------------------------------
+def _finish(completion: Completion) -> str:
+    return "length" if completion.finish_reason.is_limit else "stop"
+
+
+def _usage(prompt: Sequence[int], completions: Sequence[Completion]) -> dict[str, int]:
+    sampled = sum(len(completion.token_ids) for completion in completions)
+    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
+
+
+def _chat_logprobs(body: Chat, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """As engines give them: of the sampled token alone, with temperature applied."""
+    if not body.logprobs:
+        return None
+    content = []
+    for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+        text = str(tokenizer.decode([token]))
+        one = {"token": text, "logprob": max(LEAST_LOGPROB, logprob), "bytes": list(text.encode("utf-8", "replace"))}
+        content.append({**one, "top_logprobs": [one] if body.top_logprobs else []})
+    return {"content": content}
+
+
+def _of_token(token: int, logprob: float) -> dict[str, Any]:
+    value = max(LEAST_LOGPROB, logprob)
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": value, "rank": None, "top_logprobs": []}
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()

@@ -1,0 +1,197 @@
+"""Messages of requests as tokens, and turns of the policy as messages, with whatever tools a request has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlft.environment.calls import Syntax, preamble, reader_of, written
+from rlft.environment.endpoint.bodies import Refusal
+from rlft.environment.protocol import NOTHING, Call, Shown
+from rlft.environment.turn_template import OPENING, TurnTemplate
+from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REMEMBERED = 64
+"""Sets of tools whose templates are kept: finding out how a template writes their calls takes a dozen renderings."""
+
+DOES_NOT_CONTINUE = "does_not_continue"
+"""The code of a request that is no next turn of its conversation."""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A turn of the policy as a message: text before the first call, and the calls that have a name."""
+
+    content: str
+    calls: tuple[Call, ...]
+
+
+class Speech:
+    """What conversations look like to one model.
+
+    Args:
+        tokenizer: the model's; used by one thread only.
+        syntax: how the policy writes calls (configs/environment/base/limits.yaml).
+        key: of the syntax, for refusals.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, key: str) -> None:
+        self.tokenizer, self._key = tokenizer, key
+        self._syntax: Syntax = syntax
+        self._of = lru_cache(maxsize=REMEMBERED)(self._made)
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> Spoken:
+        """The speech with these tools.
+
+        Raises:
+            Refusal: the chat template cannot show tools, or they are no functions with schemas.
+        """
+        for number, tool in enumerate(tools):
+            function = tool.get("function")
+            if tool.get("type", "function") != "function" or not isinstance(function, dict) or not function.get("name"):
+                raise Refusal(400, f"tools.{number}: is no function with a name", "invalid_value")
+        return self._of(json.dumps(tools))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _made(self, tools: str) -> Spoken:
+        try:
+            return Spoken(self.tokenizer, self._syntax, [_schema(tool) for tool in json.loads(tools)])
+        except UserError as error:
+            remedy = error.remedy
+            if tools != "[]" and self._syntax == "template":
+                remedy = f"set {self._key}=json or xml, or {remedy}"
+            raise Refusal(400, f"{error.key}: {error.problem}; {remedy}", "unsupported_template") from None
+
+
+class Spoken:
+    """What conversations with these tools look like to one model.
+
+    Raises:
+        UserError: the chat template cannot show the tools, or hold a conversation.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._tokenizer, self._tools = tokenizer, list(tools)
+        self._syntax: Syntax = syntax
+        self._by_template = syntax == "template"
+        self._shown = NOTHING
+        if tools:
+            self._shown = Shown(tools=tuple(tools)) if self._by_template else Shown(preamble=preamble(syntax, tools))
+        roles: set[Literal["tool", "user"]] = {"user", "tool"} if tools and self._by_template else {"user"}
+        self._template = TurnTemplate(tokenizer, roles, tools=self._shown.tools, may_fork=True)
+        self._reader = reader_of(syntax, tokenizer, tools, OPENING) if tools else None
+
+    def prompt(self, messages: Sequence[Message], *, start: bool = True) -> tuple[int, ...]:
+        """The tokens of a whole conversation; with `start`, up to the start of the policy's next turn.
+
+        Raises:
+            Refusal: the chat template does not take these messages.
+        """
+        shown = self._shown.messages(list(self._plain(messages)))
+        problem: Exception | None = None
+        for given in (shown, [_with_written_arguments(message) for message in shown]):
+            try:
+                return self._template.prompt(given) if start else self._without_start(given)
+            except Exception as error:  # a template is a program of somebody else's: it may raise anything
+                problem = problem or error
+        raise _not_taken(problem)
+
+    def suffix(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens between a turn of the policy and its next one.
+
+        Raises:
+            Refusal: the turns before would be others with these messages behind them.
+        """
+        answers = list(self._plain(messages))
+        roles = {message["role"] for message in answers}
+        if not roles or len(roles) > 1 or not roles <= {"user", "tool"}:
+            problem = f"messages: what follows the policy's turn is of {' and '.join(sorted(roles)) or 'nobody'}"
+            raise Refusal(409, f"{problem}; {ONE_ROLE}", DOES_NOT_CONTINUE)
+        if roles & self._template.forking_roles:
+            problem = f"messages: the chat template rewrites earlier turns when a {roles.pop()} answers"
+            raise Refusal(409, f"{problem}; begin another conversation, or use another template", DOES_NOT_CONTINUE)
+        try:
+            return self._template.suffix(sampled, answers)
+        except Exception as error:  # as above
+            raise _not_taken(error) from None
+
+    def said(self, ids: Sequence[int], text: str) -> Said:
+        """A turn as a message; `text` is what the engine shows of it. Calls that have no name stay text."""
+        if self._reader is None:
+            return Said(content=text, calls=())
+        spoken = self._template.spoken(ids)
+        calls = tuple(call for call in self._reader.calls(spoken) if call.name)
+        return Said(content=self._reader.before(spoken).strip() if calls else text, calls=calls)
+
+    def _plain(self, messages: Sequence[Message]) -> Iterator[Message]:
+        """The messages as the template takes them: without messages of tools where it cannot show tools."""
+        if self._by_template:
+            yield from messages
+            return
+        answers: list[str] = []
+        for message in messages:
+            if message["role"] == "tool":
+                answers.append(message["content"])
+                continue
+            if answers:
+                yield {"role": "user", "content": "\n".join(answers)}
+                answers = []
+            yield {**message, "content": self._with_calls(message)} if message.get("tool_calls") else message
+        if answers:
+            yield {"role": "user", "content": "\n".join(answers)}
+
+    def _with_calls(self, message: Message) -> str:
+        texts = [message["content"]] if message["content"] else []
+        for call in message["tool_calls"]:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            given = arguments if isinstance(arguments, dict) else {"": arguments}
+            texts.append(written(self._syntax, self._tokenizer, self._tools, OPENING, name, given))
+        return "\n".join(texts)
+
+    def _without_start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        rendered: Any = self._tokenizer.apply_chat_template(
+            list(messages), tools=[dict(tool) for tool in self._shown.tools] or None, tokenize=False
+        )
+        return tuple(self._tokenizer(str(rendered), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+
+
+ONE_ROLE = "answer a turn by messages of tools, or by those of a user"
+
+
+def _not_taken(problem: Exception | None) -> Refusal:
+    return Refusal(400, f"messages: the chat template does not take them ({problem})", "invalid_messages")
+
+
+def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool of a request with what OpenAI's API lets clients leave out."""
+    function = dict(tool["function"])
+    function.setdefault("description", "")
+    function["parameters"] = dict(function.get("parameters") or {})
+    function["parameters"].setdefault("type", "object")
+    function["parameters"].setdefault("properties", {})
+    return {"type": "function", "function": function}
+
+
+def _with_written_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as text, as some templates want them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {
+        **message,
+        "tool_calls": [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ],
+    }

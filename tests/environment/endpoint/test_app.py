@@ -1,0 +1,427 @@
+"""The endpoint as clients see it: OpenAI's own client and bare HTTP against the app, on a port, over an engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+
+from rlft.environment.endpoint.app import Limits, make_app
+from rlft.environment.endpoint.inbox import Inbox
+from rlft.environment.endpoint.server import Server, bound
+from rlft.environment.endpoint.service import Service
+from rlft.environment.endpoint.speech import Speech
+from rlft.generation.scripted import ScriptedGenerator
+from rlft.generation.transformers import TransformersGenerator
+from rlft.model.backbone import Backbone
+from rlft.model.roles import Roles
+from rlft.types import Generator, Group, Prompt, Sampling, UserError
+from tests.helpers.family_tokenizers import family_tokenizer
+
+KEY = "a-secret-key"
+QWEN = family_tokenizer("qwen2.5")
+USUAL = Sampling(max_tokens=40, temperature=1.0)
+MOST = 2000
+ASKED = [{"role": "user", "content": "2 + 3?"}]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+class Recorder(ScriptedGenerator):
+    """Canned answers by an engine that keeps what it was asked, and answers once it may."""
+
+    def __init__(self, *texts: str, tokenizer: Any = QWEN) -> None:
+        super().__init__({"*": list(texts)}, tokenizer)
+        self.calls: list[tuple[int, int, int]] = []  # prompts, n, the most tokens
+        self.may, self.begun = threading.Event(), threading.Event()
+        self.may.set()
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        self.begun.set()
+        assert self.may.wait(20), "the test lets the engine go on"
+        self.calls.append((len(prompts), n, sampling.max_tokens))
+        return super().sample(prompts, n, seeds, sampling)
+
+
+class Broken(Recorder):
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        raise RuntimeError("no card")
+
+
+class Served:
+    """An endpoint over a generator, whose requests a thread answers."""
+
+    def __init__(self, generator: Generator, tokenizer: Any, syntax: Any, limits: Mapping[str, Any]) -> None:
+        self.failures: list[Exception] = []
+        speech = Speech(tokenizer, syntax, "serve.syntax")
+        given = {"body_bytes": 100_000, "requests": 32, "timeout": 20.0, "section": "serve", **limits}
+        self.inbox = Inbox()
+        self.service = Service(
+            generator, speech, USUAL, model="policy", most_tokens=MOST, vocabulary=len(tokenizer), seed=1
+        )
+        app = make_app(self.inbox, {KEY}, Limits(**given), model="policy", most_tokens=MOST)
+        self.server = Server(app, bound("127.0.0.1", 0, "serve"))
+        self.url = self.server.address
+        self.ends = False
+        self.thread = threading.Thread(target=self._answer)
+        self.thread.start()
+
+    def _answer(self) -> None:
+        while not self.ends:
+            self.service.answer(self.inbox.take(wait_s=0.02), self.failures.append)
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+    def post(self, path: str, body: Any, key: str = KEY) -> httpx2.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx2.post(f"{self.url}{path}", content=content, headers=headers, timeout=30)
+
+    def close(self) -> None:
+        self.ends = True
+        self.thread.join(20)
+        self.inbox.close()
+        self.server.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    opened: list[Served] = []
+
+    def make(generator: Generator, tokenizer: Any = QWEN, syntax: str = "template", **limits: Any) -> Served:
+        opened.append(Served(generator, tokenizer, syntax, limits))
+        return opened[-1]
+
+    yield make
+    for served in opened:
+        served.close()
+
+
+def ids_of(messages: Any, **more: Any) -> list[int]:
+    return list(QWEN.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more))
+
+
+# -- what is answered --------------------------------------------------------------------------------------------------
+def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve: Callable[..., Served]) -> None:
+    client = serve(Recorder("five", "six")).client()
+    assert [(model.id, model.max_model_len) for model in client.models.list()] == [("policy", MOST)]
+    assert client.models.retrieve("policy").id == "policy"
+    more = {"return_token_ids": True}
+    reply = client.chat.completions.create(
+        model="policy", messages=ASKED, n=2, seed=0, logprobs=True, top_logprobs=1, extra_body=more
+    )
+    assert [choice.message.content for choice in reply.choices] == ["five", "six"]
+    assert [choice.finish_reason for choice in reply.choices] == ["stop", "stop"]
+    ids = [*QWEN("five")["input_ids"], QWEN.eos_token_id]
+    assert reply.choices[0].token_ids == ids
+    assert reply.prompt_token_ids == ids_of(ASKED)
+    content = reply.choices[0].logprobs.content
+    assert "".join(token.token for token in content) == "five<|im_end|>"
+    assert [token.logprob for token in content] == [0.0] * len(ids)  # what the scripted engine says
+    assert content[0].top_logprobs[0].token == content[0].token
+    assert bytes(content[0].bytes).decode() == content[0].token
+    sampled = len(ids) + len(QWEN("six")["input_ids"]) + 1
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids_of(ASKED)), sampled)
+
+
+def test_calls_of_tools_are_read_and_their_answers_are_shown(serve: Callable[..., Served]) -> None:
+    engine = Recorder(f"Let me see.\n{CALL}")
+    client = serve(engine).client()
+    reply = client.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
+    [choice] = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "add", {"a": 2, "b": 3})
+    assert len(call.id) == 9
+    assert call.id.isdigit()
+    said = choice.message.model_dump(exclude_none=True)
+    messages = [*ASKED, said, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    more = {"return_token_ids": True}
+    again = client.chat.completions.create(model="policy", messages=messages, tools=[ADD], extra_body=more)
+    arguments = {"name": "add", "arguments": {"a": 2, "b": 3}}
+    shown = [
+        *ASKED,
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [{"type": "function", "function": arguments}]},
+        {"role": "tool", "content": "5"},
+    ]
+    assert again.prompt_token_ids == ids_of(shown, tools=[ADD])
+    none = client.chat.completions.create(model="policy", messages=ASKED, tools=[ADD], tool_choice="none")
+    assert none.choices[0].message.tool_calls is None
+    assert CALL in none.choices[0].message.content
+
+
+def test_calls_are_written_as_json_where_the_template_cannot_show_tools(serve: Callable[..., Served]) -> None:
+    plain = family_tokenizer("smollm2")
+    written = 'So: {"name": "add", "arguments": {"a": 2, "b": 3}}'
+    refused = serve(Recorder(written, tokenizer=plain), plain).client()
+    with pytest.raises(openai.BadRequestError, match=r"cannot show tools .*; set serve.syntax=json or xml, or"):
+        refused.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
+    client = serve(Recorder(written, tokenizer=plain), plain, "json").client()
+    more = {"return_token_ids": True}
+    reply = client.chat.completions.create(model="policy", messages=ASKED, tools=[ADD], extra_body=more)
+    [call] = reply.choices[0].message.tool_calls
+    assert (reply.choices[0].message.content, call.function.name) == ("So:", "add")
+    assert "You can call tools." in plain.decode(reply.prompt_token_ids)
+    said = reply.choices[0].message.model_dump(exclude_none=True)
+    messages = [*ASKED, said, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    again = client.chat.completions.create(model="policy", messages=messages, tools=[ADD], extra_body=more)
+    text = plain.decode(again.prompt_token_ids)
+    assert '{"name": "add", "arguments": {"a": 2, "b": 3}}<|im_end|>\n<|im_start|>user\n5<|im_end|>' in text
+
+
+def test_a_streamed_chat_says_the_same_in_events(serve: Callable[..., Served]) -> None:
+    client = serve(Recorder(f"Well.\n{CALL}")).client()
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(
+        model="policy", messages=ASKED, tools=[ADD], stream=True, stream_options=options
+    )
+    events = list(stream)
+    deltas = [event.choices[0].delta for event in events if event.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == "Well."
+    [call] = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert (call.index, call.function.name) == (0, "add")
+    assert [event.choices[0].finish_reason for event in events if event.choices][-1] == "tool_calls"
+    assert events[-1].usage.completion_tokens == len(QWEN(f"Well.\n{CALL}")["input_ids"]) + 1
+
+
+def test_tokens_go_in_and_out_as_vllm_has_it(serve: Callable[..., Served]) -> None:
+    served = serve(Recorder("five"))
+    body = {"token_ids": ids_of(ASKED), "sampling_params": {"logprobs": 1, "max_tokens": 9, "n": 1}, "model": "policy"}
+    reply = served.post("/inference/v1/generate", {**body, "request_id": "mine", "return_token_ids": True}).json()
+    ids = [*QWEN("five")["input_ids"], QWEN.eos_token_id]
+    assert reply["request_id"] == "mine"
+    assert reply["prompt_token_ids"] == body["token_ids"]
+    [choice] = reply["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (ids, "stop")
+    # renderers 0.1, which verifiers asks with, wants `token`; vLLM 0.32 has `token_id`.
+    assert [(e["token"], e["token_id"], e["logprob"]) for e in choice["logprobs"]["content"]] == [
+        (f"token_id:{token}", token, 0.0) for token in ids
+    ]
+    cut = served.post("/inference/v1/generate", {**body, "sampling_params": {"max_tokens": 1}}).json()
+    assert (cut["choices"][0]["token_ids"], cut["choices"][0]["finish_reason"]) == (ids[:1], "length")
+    assert cut["choices"][0]["logprobs"] is None
+    messages = served.post("/tokenize", {"messages": ASKED, "return_token_strs": True}).json()
+    assert messages["tokens"] == ids_of(ASKED)
+    assert messages["count"] == len(messages["token_strs"]) == len(messages["tokens"])
+    assert messages["max_model_len"] == MOST
+    assert served.post("/tokenize", {"prompt": "five"}).json()["tokens"] == QWEN("five")["input_ids"]
+
+
+def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_otherwise(
+    serve: Callable[..., Served],
+) -> None:
+    """Ten clients at once, eight of which differ in their seeds and lengths only; the engine is busy when they come."""
+    engine = Recorder("one", "two")
+    served = serve(engine)
+    engine.may.clear()
+    wishes: list[dict[str, Any]] = [{"seed": k, "max_tokens": 3 + k} for k in range(8)]
+    wishes += [{"temperature": 0.5}, {"n": 2}]
+    replies: list[Any] = []
+
+    def ask(wish: dict[str, Any]) -> None:
+        replies.append(served.post("/v1/chat/completions", {"messages": ASKED, **wish}).json())
+
+    first = threading.Thread(target=ask, args=({},))
+    first.start()
+    assert engine.begun.wait(20)
+    threads = [threading.Thread(target=ask, args=(wish,)) for wish in wishes]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while served.inbox._waiting.qsize() < 10 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    engine.may.set()
+    for thread in (first, *threads):
+        thread.join(20)
+    assert engine.calls[0] == (1, 1, 40)
+    assert sorted(engine.calls[1:]) == [(1, 1, 40), (1, 2, 40), (8, 1, 10)]  # the longest of 3 .. 10
+    assert len(replies) == 11
+    assert all("choices" in reply for reply in replies)
+
+
+def test_the_tiny_model_answers_as_the_engine_does(
+    serve: Callable[..., Served], backbone: Backbone, make_roles: Callable[..., Roles]
+) -> None:
+    """The same seed gives the tokens and log-probs that the engine gives by itself; a stop and top_p count."""
+    roles = make_roles()
+    engine = TransformersGenerator(roles, backbone.tokenizer, torch.device("cpu"), 8)
+    served = serve(engine, backbone.tokenizer)
+    asked = [{"role": "user", "content": "12 + 30"}]
+    wish = {"seed": 7, "n": 2, "max_tokens": 12, "top_p": 0.9, "return_token_ids": True, "logprobs": True}
+    reply = served.post("/v1/chat/completions", {"messages": asked, **wish}).json()
+    prompt = Prompt(id="p", messages=tuple(asked), answer="", token_ids=tuple(reply["prompt_token_ids"]))
+    [group] = engine.sample([prompt], 2, [7], Sampling(max_tokens=12, temperature=1.0, top_p=0.9))
+    for choice, rollout in zip(reply["choices"], group.rollouts, strict=True):
+        assert choice["token_ids"] == list(rollout.completion.token_ids)
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        assert logprobs == list(rollout.completion.logprobs)
+        assert any(logprob < 0 for logprob in logprobs)
+        assert math.isfinite(sum(logprobs))
+    stopped = served.post("/v1/chat/completions", {"messages": asked, "temperature": 0, "stop": ["<answer>"]}).json()
+    assert "<answer>" not in stopped["choices"][0]["message"]["content"]
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+REFUSED: list[tuple[str, Any, int, str]] = [
+    ("/v1/chat/completions", b"{", 400, "the body is no JSON"),
+    ("/v1/chat/completions", [], 400, "the body is no JSON object; send one"),
+    ("/v1/chat/completions", {}, 400, "messages: field required"),
+    ("/v1/chat/completions", {"messages": [{"role": "judge"}]}, 400, "messages.0.role: must be system, developer"),
+    ("/v1/chat/completions", {"messages": ASKED, "temperature": -1}, 400, "temperature: input should be greater"),
+    ("/v1/chat/completions", {"messages": ASKED, "n": 0}, 400, "n: input should be greater"),
+    ("/v1/chat/completions", {"messages": ASKED, "n": 2, "stream": True}, 400, "stream: one answer is streamed"),
+    ("/v1/chat/completions", {"messages": ASKED, "frequency_penalty": 1}, 400, "frequency_penalty: is not supported"),
+    ("/v1/chat/completions", {"messages": ASKED, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("/v1/chat/completions", {"messages": ASKED, "tools": [{"type": "web"}]}, 400, "tools.0: is no function"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
+    ("/v1/chat/completions", {"messages": ASKED, "model": "gpt"}, 404, "there is no model 'gpt'; there is 'policy'"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "five " * 3000}]}, 400,
+     "prompt and answer may have 2000 together; send less, or raise prompts.max_tokens"),
+    ("/v1/chat/completions", {"messages": ASKED, "max_tokens": 5000}, 400, "raise generation.max_tokens"),
+    ("/v1/chat/completions", {"messages": ASKED, "x": "y" * 200_000}, 413, "more than 100000 bytes; send less, or rai"),
+    ("/inference/v1/generate", {"token_ids": [10**6]}, 400, "token_ids: the model has no token 1000000"),
+    ("/inference/v1/generate", {"token_ids": [-1]}, 400, "token_ids: the model has no token -1"),
+    ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids: list should have at least 1 item"),
+    ("/inference/v1/generate", {"token_ids": [1], "stream": True}, 400, "stream: input should be False"),
+    ("/tokenize", {}, 400, "prompt: is missing; send a text, or messages"),
+    ("/v1/completions", {"prompt": "a"}, 404, "there is no such path here: POST /v1/completions"),
+]  # fmt: skip
+
+
+def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Callable[..., Served]) -> None:
+    engine = Recorder("five")
+    served = serve(engine)
+    for path, body, status, message in REFUSED:
+        reply = served.post(path, body)
+        assert (reply.status_code, message in reply.json()["error"]["message"]) == (status, True), reply.text
+        assert reply.headers["x-should-retry"] == "false"
+    assert engine.calls == []
+    for key in ("wrong", KEY.upper(), KEY[:-1], f"{KEY}x"):
+        reply = served.post("/v1/chat/completions", {"messages": ASKED}, key)
+        assert reply.status_code == 401
+    with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
+        served.client("wrong").models.list()
+    assert httpx2.get(f"{served.url}/v1/models").status_code == 401  # no key at all
+    assert httpx2.get(f"{served.url}/health").status_code == 200
+
+
+def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Callable[..., Served]) -> None:
+    served = serve(Broken("five"))
+    for _ in range(2):
+        reply = served.post("/v1/chat/completions", {"messages": ASKED})
+        assert reply.status_code == 500
+        assert reply.json()["error"]["message"] == "the engine has failed (RuntimeError: no card)"
+    assert [str(failure) for failure in served.failures] == ["no card", "no card"]
+
+
+def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Callable[..., Served]) -> None:
+    engine = Recorder("five")
+    served = serve(engine, requests=1)
+    engine.may.clear()
+    first = threading.Thread(target=served.post, args=("/v1/chat/completions", {"messages": ASKED}))
+    first.start()
+    assert engine.begun.wait(20)
+    refused = served.post("/v1/chat/completions", {"messages": ASKED})
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.headers["x-should-retry"] == "true"
+    assert "1 requests are under way (serve.requests)" in refused.json()["error"]["message"]
+    engine.may.set()
+    first.join(20)
+    assert served.post("/v1/chat/completions", {"messages": ASKED}).status_code == 200
+
+
+def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve: Callable[..., Served]) -> None:
+    engine = Recorder("five")
+    served = serve(engine, timeout=0.2)
+    engine.may.clear()
+    refused = served.post("/v1/chat/completions", {"messages": ASKED})
+    engine.may.set()
+    assert refused.status_code == 504
+    assert "the engine has not answered within serve.timeout=0.2 s" in refused.json()["error"]["message"]
+    with socket.create_connection(("127.0.0.1", served.server.port), timeout=20) as slow:  # a body that never comes
+        head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 9\r\n\r\n"
+        slow.sendall(head.encode())
+        assert b" 408 " in slow.recv(100)
+
+
+def test_a_client_that_goes_away_costs_nothing(serve: Callable[..., Served]) -> None:
+    """Two go while the engine is busy with somebody else's request: theirs are never sampled."""
+    engine = Recorder("five")
+    served = serve(engine)
+    engine.may.clear()
+    stays = threading.Thread(target=served.post, args=("/v1/chat/completions", {"messages": ASKED}))
+    stays.start()
+    assert engine.begun.wait(20)
+    body = json.dumps({"messages": ASKED}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+    gone = [socket.create_connection(("127.0.0.1", served.server.port), timeout=20) for _ in range(2)]
+    for client in gone:
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    waiting = served.inbox._waiting
+    deadline = time.monotonic() + 20
+    while waiting.qsize() < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert waiting.qsize() == 2
+    for client in gone:
+        client.close()
+    time.sleep(0.2)  # until the server has seen it
+    engine.may.set()
+    stays.join(20)
+    while waiting.qsize() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert served.post("/v1/chat/completions", {"messages": ASKED}).status_code == 200
+    assert engine.calls == [(1, 1, 40), (1, 1, 40)]  # of the one that stayed, and of the last
+
+
+def test_a_port_in_use_and_an_address_of_others_are_refused_by_key() -> None:
+    with bound("127.0.0.1", 0, "serve") as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"^serve.port: is in use by another process, got {port}; end that, or"):
+            bound("127.0.0.1", port, "serve")
+    with pytest.raises(UserError, match=r"^environment.host: is no address of this machine .*got 203.0.113.1; use 127"):
+        bound("203.0.113.1", 0, "environment")
+    bound("127.0.0.1", port, "serve").close()  # free again at once
+
+
+def test_a_server_that_ends_refuses_what_waits(serve: Callable[..., Served]) -> None:
+    engine = Recorder("five")
+    served = serve(engine)
+    served.ends = True
+    served.thread.join(20)
+    status: list[int] = []
+    late = threading.Thread(
+        target=lambda: status.append(served.post("/v1/chat/completions", {"messages": ASKED}).status_code)
+    )
+    late.start()
+    deadline = time.monotonic() + 20
+    while not served.inbox._waiting.qsize() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    served.inbox.close()
+    late.join(20)
+    assert status == [503]
+    assert served.post("/v1/chat/completions", {"messages": ASKED}).status_code == 503  # after the end, too
+    assert engine.calls == []
