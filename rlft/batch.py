@@ -64,6 +64,7 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
         token_rewards=token_rewards_BT,
         step_ends=step_ends_BT,
         turn_ends=turn_ends_BT,
+        previous=previous_columns(rollouts, shape),
         truncated=torch.tensor([r.completion.finish_reason.is_limit for r in rollouts]),
     )
 
@@ -79,6 +80,25 @@ def ends_of_turns(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor
     return ends_BT
 
 
+def previous_columns(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:
+    """The column of the token that is read before each, `[B, T]` int64, -1 before the first; None without branches.
+
+    Raises:
+        ValueError: a branch leaves its prompt before the prompt's first token.
+    """
+    if not any(rollout.completion.branches for rollout in rollouts):
+        return None
+    previous_BT = torch.arange(-1, shape[1] - 1).repeat(shape[0], 1)
+    for b, rollout in enumerate(rollouts):
+        start = len(rollout.prompt.token_ids)
+        for branch in rollout.completion.branches:
+            if start + branch.after < 0:
+                problem = f"with a branch after token {branch.after} of {start}"
+                raise ValueError(f"the generator gave a completion of prompt {rollout.prompt.id} {problem}")
+            previous_BT[b, start + branch.start] = start + branch.after
+    return previous_BT
+
+
 def fault(completion: Completion) -> str | None:
     """What is wrong with a completion that an engine or an environment made, as a phrase; None if nothing is."""
     size, mask, ends = len(completion.token_ids), completion.mask, [turn.end for turn in completion.turns]
@@ -92,6 +112,13 @@ def fault(completion: Completion) -> str | None:
         return f"turns that end with tokens {ends} of {size}"
     if mask is not None and any(not mask[end - 1] for end in ends):
         return f"a turn whose last token was not sampled, among those that end with tokens {ends}"
+    starts = [branch.start for branch in completion.branches]
+    if any(start <= before for before, start in pairwise([0, *starts])) or (starts and starts[-1] >= size):
+        return f"branches that begin with tokens {starts} of {size}"
+    if starts and mask is not None and not any(mask[: starts[0]]):
+        return "a branch before anything was sampled"
+    if any(branch.after > branch.start - 2 for branch in completion.branches):  # one before would be no branch
+        return f"a branch that goes on from no earlier place, among {list(completion.branches)}"
     rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
     if not all(map(math.isfinite, rewards)):
         return f"a turn whose reward is no finite number, among {rewards}"

@@ -137,6 +137,23 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Where a completion leaves what stands before it and goes on from an earlier place: history was written anew.
+
+    Its tokens are those from `start` up to the next branch. The policy has read the token at `after`, and all that was
+    read before that one.
+
+    Args:
+        start: number of the completion's tokens before the branch, at least 1.
+        after: index of the token that is read before the branch's first one, among the completion's tokens; negative:
+            among the prompt's, counted from its end, so that -1 is its last one.
+    """
+
+    start: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What followed a prompt: one turn of the policy, or several with what an environment or tools answered between.
 
@@ -149,6 +166,7 @@ class Completion:
         mask: one per token id: whether the policy sampled it. False: an environment or the chat template put it there;
             the policy reads it and is not trained on it. None: all were sampled.
         turns: in order; empty for a completion of a single turn that nothing answered.
+        branches: in order; empty where each token was read behind all tokens that stand before it.
     """
 
     text: str
@@ -157,6 +175,7 @@ class Completion:
     finish_reason: FinishReason
     mask: Sequence[bool] | None = None
     turns: tuple[Turn, ...] = ()
+    branches: tuple[Branch, ...] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -181,6 +200,16 @@ class Rollout:
     completion: Completion
     policy_version: int | None
 
+    def last_path(self) -> tuple[int, ...]:
+        """The token ids that the policy has read and said up to the completion's last one, prompt and all."""
+        prompt, said = tuple(self.prompt.token_ids), tuple(self.completion.token_ids)
+        path: tuple[int, ...] = ()
+        end = len(said)
+        for branch in reversed(self.completion.branches):
+            if branch.start < end:  # not one that has been left before the place where the path comes from
+                path, end = (*said[branch.start : end], *path), branch.after + 1
+        return (*prompt[: len(prompt) + min(end, 0)], *said[: max(end, 0)], *path)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -188,6 +217,16 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+    def last_paths(self) -> tuple[Sequence[int], list[Sequence[int]]]:
+        """(token ids with which all last paths begin, up to the prompt's end; those that follow in each)."""
+        prompt = self.prompt.token_ids
+        if not any(rollout.completion.branches for rollout in self.rollouts):
+            return prompt, [rollout.completion.token_ids for rollout in self.rollouts]
+        paths = [rollout.last_path() for rollout in self.rollouts]
+        columns = enumerate(zip(prompt, *paths, strict=False))
+        shared = next((i for i, column in columns if len({*column}) > 1), len(prompt))
+        return prompt[:shared], [path[shared:] for path in paths]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +275,8 @@ class Batch:
 
     `rewards` are of whole completions. What process rewards give for single steps, and environments for turns, is in
     `token_rewards`, at the last token of each step or turn, and not in `rewards`; None if there is nothing of the kind.
+
+    A row is a tree where its completion has branches: `previous` names for each token the one that is read before it.
     """
 
     token_ids: Tensor  # int64
@@ -250,6 +291,7 @@ class Batch:
     token_rewards: Tensor | None = None
     step_ends: Tensor | None = None  # bool: a scored step ends with this token (its score may be 0)
     turn_ends: Tensor | None = None  # bool: a turn ends with this token; None: each completion is one turn
+    previous: Tensor | None = None  # int64: the column of the token read before; None: it is the column before
     truncated: Tensor | None = None  # bool [B]: a limit ended the completion; None: none was
     advantages: Tensor | None = None
     returns: Tensor | None = None

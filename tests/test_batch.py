@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlft.batch import collate, select
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores, StepScores, Turn
+from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Scores, StepScores, Turn
 
 
 def group(prompt_ids, *completions):
@@ -240,11 +240,17 @@ def test_the_embedded_model_has_its_steps_at_their_last_digits(backbone):
 
 
 # -- several turns -----------------------------------------------------------------------------------------------------
-def talk(mask, turns=(), token_ids=(1, 2, 3, 1, 4), text="7+5=12,7+4", logprobs=None):
+def talk(mask, turns=(), token_ids=(1, 2, 3, 1, 4), text="7+5=12,7+4", logprobs=None, branches=()):
     """A completion of five tokens, of which the policy sampled those of the mask."""
     logprobs = tuple(-0.5 * bool(sampled) for sampled in mask or [True] * 5) if logprobs is None else logprobs
     return Completion(
-        text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=FinishReason.stop, mask=mask, turns=turns
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=FinishReason.stop,
+        mask=mask,
+        turns=turns,
+        branches=branches,
     )
 
 
@@ -293,6 +299,33 @@ def test_a_step_before_the_first_sampled_token_is_that_tokens():
     assert batch.token_rewards.tolist() == [[0, 0, 1, 0, 0, 0]]
 
 
+def test_a_branch_says_which_column_is_read_before_it():
+    branches = (Branch(start=2, after=-1), Branch(start=4, after=2))
+    rows = [group_of([5, 6], [talk(TALK, branches=branches), talk(None)])]
+    scores = replace(SPLIT, total=torch.zeros(1, 2), outcome=torch.zeros(1, 2))
+    batch = collate(rows, scores, undecoded)
+    # Columns 0 and 1 are the prompt's; the branches begin in columns 4 and 6, behind columns 1 and 4.
+    assert batch.previous.tolist() == [[-1, 0, 1, 2, 1, 4, 4], [-1, 0, 1, 2, 3, 4, 5]]
+    assert (
+        collate(
+            [group_of([5, 6], [talk(TALK), talk(None)])],
+            replace(SPLIT, total=torch.zeros(1, 2), outcome=torch.zeros(1, 2)),
+            undecoded,
+        ).previous
+        is None
+    )
+
+
+def test_the_last_paths_of_siblings_share_what_all_of_them_begin_with():
+    away, inside = (Branch(start=2, after=0),), (Branch(start=3, after=-2),)
+    group = group_of((5, 6, 7), [talk(TALK, branches=away), talk(None)])
+    assert group.last_paths() == ((5, 6, 7), [(1, 3, 1, 4), (1, 2, 3, 1, 4)])
+    group = group_of((5, 6, 7), [talk(TALK, branches=inside), talk(None)])
+    assert group.last_paths() == ((5, 6), [(1, 4), (7, 1, 2, 3, 1, 4)])
+    plain = group_of((5, 6, 7), [talk(None), talk(None)])
+    assert plain.last_paths() == ((5, 6, 7), [(1, 2, 3, 1, 4)] * 2)
+
+
 def test_the_rewards_of_turns_must_be_told_apart_from_those_of_completions():
     groups = [group_of([5], [talk(TALK, (Turn(end=2, reward=1.0),))])]
     with pytest.raises(ValueError, match="which part of the total is of completions"):
@@ -310,6 +343,12 @@ def test_the_rewards_of_turns_must_be_told_apart_from_those_of_completions():
         (talk(TALK, (Turn(end=2), Turn(end=2))), r"turns that end with tokens \[2, 2\] of 5"),
         (talk(TALK, (Turn(end=3),)), "a turn whose last token was not sampled"),
         (talk(TALK, (Turn(end=2, reward=float("inf")),)), "a turn whose reward is no finite number"),
+        (talk(TALK, branches=(Branch(start=5, after=0),)), r"branches that begin with tokens \[5\] of 5"),
+        (talk(TALK, branches=(Branch(start=0, after=-2),)), r"branches that begin with tokens \[0\] of 5"),
+        (talk(TALK, branches=(Branch(start=2, after=0),) * 2), r"branches that begin with tokens \[2, 2\] of 5"),
+        (talk(TALK, branches=(Branch(start=2, after=1),)), "a branch that goes on from no earlier place"),
+        (talk((False, False, True, True, True), branches=(Branch(start=2, after=0),)), "a branch before anything was"),
+        (talk(TALK, branches=(Branch(start=2, after=-2),)), "with a branch after token -2 of 1"),
     ],
 )
 def test_a_completion_whose_turns_do_not_fit_its_tokens_is_an_error(completion, problem):

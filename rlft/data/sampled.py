@@ -48,6 +48,8 @@ def sampled_line(
     if completion.mask is not None:
         mask, turns = map(int, completion.mask), map(asdict, completion.turns)
         conversation = {"mask": list(mask), "turns": list(turns)}
+    if completion.branches:
+        conversation["branches"] = [asdict(branch) for branch in completion.branches]
     return {
         "prompt_id": rollout.prompt.id,
         "index": index,

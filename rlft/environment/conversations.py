@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 from rlft.environment.dialect import Dialect
 from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
 from rlft.environment.protocol import Call, Cause, Environment
+from rlft.environment.transcript import Transcript
 from rlft.environment.worker import Kind, Order, Reply
 from rlft.ops.seeds import derive
 from rlft.types import (
     Adapter,
+    Branch,
     Completion,
     FinishReason,
     Generator,
@@ -44,10 +46,12 @@ class Conversation:
         key: names it to the workers.
         asked: the prompt of the data.
         opening: what the policy reads first: the prompt, and what the environment has put behind it.
+        opened_with: that, as text.
+        transcript: the tokens behind the opening.
+        history: of each turn the token ids, and what it was answered.
         limit: the most tokens behind the opening.
         seed: of its first turn.
         group_seed: of the first of its siblings.
-        said: tokens behind the opening, with their log-probs and whether they were sampled.
         left_s: seconds that the environment may still take.
         orders: so many orders there have been.
     """
@@ -55,13 +59,13 @@ class Conversation:
     key: int
     asked: Prompt
     opening: Prompt
+    transcript: Transcript
     limit: int
     seed: int
     group_seed: int
     left_s: float
-    said: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
+    opened_with: str = ""
+    history: list[tuple[Sequence[int], Sequence[tuple[str, str]]]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     orders: int = 0
@@ -159,6 +163,7 @@ class Conversations:
             key=next(self._keys),
             asked=prompt,
             opening=prompt,
+            transcript=Transcript(prompt.token_ids),
             limit=sampling.max_tokens,
             seed=seed + index,
             group_seed=seed,
@@ -181,6 +186,7 @@ class Conversations:
                 prompt = conversation.asked
                 messages, ids = self._dialect.opened(prompt.messages, reply.text)
                 conversation.opening = replace(prompt, messages=tuple(messages), token_ids=ids)
+                conversation.opened_with, conversation.transcript = reply.text, Transcript(ids)
                 conversation.limit = min(conversation.limit, self._longest_row - len(ids))
                 if conversation.limit < 1:
                     problem = f"environment: what it puts behind prompt {prompt.id!r} leaves no token for an answer"
@@ -208,10 +214,10 @@ class Conversations:
         prompts, seeds = [], []
         for group in groups:
             first = group[0]
-            tokens = min(first.limit - len(first.said), self.environment.turn_tokens or sampling.max_tokens)
+            left = first.limit - len(first.transcript.token_ids)
+            tokens = min(left, self.environment.turn_tokens or sampling.max_tokens)
             ongoing = Ongoing(turn=len(first.turns), seed=first.seed, max_tokens=max(1, tokens))
-            read = (*first.opening.token_ids, *first.said)
-            prompts.append(replace(first.opening, token_ids=read, ongoing=ongoing))
+            prompts.append(replace(first.opening, token_ids=tuple(first.transcript.context), ongoing=ongoing))
             seeds.append(first.seed if not first.turns else derive(first.seed, len(first.turns), "turn"))
         longest = max(sampling.tokens_of(prompt) for prompt in prompts)
         sampled = self.generator.sample(prompts, len(groups[0]), seeds, replace(sampling, max_tokens=longest))
@@ -272,13 +278,16 @@ class Conversations:
             conversation.end = FinishReason.turns
         if conversation.end is not None:
             return
-        between = self._dialect.suffix(_turn_ids(conversation), answers)
-        if len(conversation.said) + len(between) >= conversation.limit:  # no token would be left for the policy
+        transcript, turn = conversation.transcript, _turn_ids(conversation)
+        conversation.history.append((turn, answers))
+        if self._dialect.rewrites:
+            read = self._dialect.rewritten(conversation.asked.messages, conversation.opened_with, conversation.history)
+        else:
+            read = (*transcript.context, *self._dialect.suffix(turn, answers))
+        if len(transcript.token_ids) + transcript.added_by(read) >= conversation.limit:  # none is left for the policy
             conversation.end = FinishReason.length
             return
-        conversation.said += between
-        conversation.logprobs += [0.0] * len(between)
-        conversation.mask += [False] * len(between)
+        transcript.turn_to(read)
 
     def _replies(
         self, conversations: Sequence[Conversation], orders: Sequence[Sequence[Order]]
@@ -309,8 +318,9 @@ class Conversations:
         """The text of each: of a single turn as the engine gave it, else of all that stands behind the opening."""
         assert self._dialect is not None, "there is one from the first call on"
         for conversation in conversations:
-            single = len(conversation.turns) == 1 and all(conversation.mask)
-            conversation.text = conversation.turns[0].text if single else self._dialect.text(conversation.said)
+            said = conversation.transcript
+            single = len(conversation.turns) == 1 and all(said.mask)
+            conversation.text = conversation.turns[0].text if single else self._dialect.text(said.token_ids)
 
 
 def row_of(prompt: Prompt) -> dict[str, object]:
@@ -324,18 +334,17 @@ def _say(conversation: Conversation, rollout: Rollout, limit: int) -> None:
     completion = rollout.completion
     ids = [int(token) for token in completion.token_ids[:limit]]
     is_cut = len(completion.token_ids) > limit or completion.finish_reason.is_limit
-    conversation.said += ids
-    conversation.logprobs += completion.logprobs[:limit]
-    conversation.mask += [True] * len(ids)
-    conversation.turns.append(Turn(end=len(conversation.said), text=completion.text))
+    conversation.transcript.say(ids, completion.logprobs[:limit])
+    conversation.turns.append(Turn(end=len(conversation.transcript.token_ids), text=completion.text))
     conversation.version = rollout.policy_version
     conversation.end = FinishReason.length if is_cut else None
 
 
 def _turn_ids(conversation: Conversation) -> Sequence[int]:
     """The tokens of the last turn."""
-    before = conversation.mask[::-1].index(False) if False in conversation.mask else len(conversation.mask)
-    return conversation.said[len(conversation.said) - before :]
+    said = conversation.transcript
+    before = said.mask[::-1].index(False) if False in said.mask else len(said.mask)
+    return said.token_ids[len(said.token_ids) - before :]
 
 
 def _told(calls: Sequence[Call], replies: Iterator[Reply], *, ended: FinishReason | None) -> Iterator[ToolCall]:
@@ -363,14 +372,16 @@ def _group(conversations: Sequence[Conversation]) -> Group:
     rollouts = []
     for conversation in conversations:
         rest = conversation.opening.token_ids[len(common) :]
-        mask = (*[False] * len(rest), *conversation.mask)
+        said = conversation.transcript
+        mask = (*[False] * len(rest), *said.mask)
         completion = Completion(
             text=conversation.text,
-            token_ids=(*rest, *conversation.said),
-            logprobs=(*[0.0] * len(rest), *conversation.logprobs),
+            token_ids=(*rest, *said.token_ids),
+            logprobs=(*[0.0] * len(rest), *said.logprobs),
             finish_reason=conversation.end or FinishReason.stop,
             mask=None if all(mask) else mask,
             turns=tuple(replace(turn, end=turn.end + len(rest)) for turn in conversation.turns),
+            branches=tuple(Branch(start=b.start + len(rest), after=b.after + len(rest)) for b in said.branches),
         )
         rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=conversation.version))
     return Group(prompt=prompt, rollouts=tuple(rollouts))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.environment.calls import Syntax, preamble, reader_of, written
 from rlft.environment.protocol import Call, Environment, Schema, Shown
-from rlft.environment.turn_template import TurnTemplate
+from rlft.environment.turn_template import TurnTemplate, with_opening
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class Dialect:
         opening: messages like those that conversations begin with.
 
     Raises:
-        UserError: the template cannot show tools or their answers, rewrites earlier turns, or writes calls in a form
-            that is not known here; or a tool has no types or docstring.
+        UserError: the template cannot show tools or their answers, rewrites earlier turns when a tool answers, or
+            writes calls in a form that is not known here; or a tool has no types or docstring.
     """
 
     def __init__(
@@ -85,8 +85,34 @@ class Dialect:
 
         answers: (name of the tool, what it answered) in the order of the calls; ("", observation) of a game.
         """
+        return self.template.suffix(sampled, self._messages(answers))
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the template writes earlier turns anew for each answer: there is no suffix then, but `rewritten`."""
+        return self.template.rewrites
+
+    def rewritten(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        opened_with: str,
+        history: Sequence[tuple[Sequence[int], Sequence[tuple[str, str]]]],
+    ) -> tuple[int, ...]:
+        """The tokens of the whole conversation up to the start of the policy's next turn, as the template has it now.
+
+        Args:
+            messages: of the prompt.
+            opened_with: what the environment has put behind it.
+            history: of each turn the token ids, and its answers as in `suffix`.
+        """
+        said, trusted = with_opening(self.shown.messages(messages), opened_with)
+        for sampled, answers in history:
+            turn = [{"role": "assistant", "content": self.text(sampled)}, *self._messages(answers)]
+            said += turn
+            trusted += [0] * len(turn)
+        return self.template.prompt(said, trusted)
+
+    def _messages(self, answers: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
         if self._as_messages_of_tools:
-            return self.template.suffix(
-                sampled, [{"role": "tool", "name": name or "tool", "content": text} for name, text in answers]
-            )
-        return self.template.suffix(sampled, [{"role": "user", "content": "\n".join(text for _, text in answers)}])
+            return [{"role": "tool", "name": name or "tool", "content": text} for name, text in answers]
+        return [{"role": "user", "content": "\n".join(text for _, text in answers)}]

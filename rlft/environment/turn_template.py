@@ -1,9 +1,9 @@
 """What a chat template puts between the turns of a conversation, as tokens.
 
 A conversation's tokens are concatenated and never made again from text: the prompt's, what was sampled, then a suffix
-with what the environment answers and the start of the policy's next turn. So the template must be one that leaves
-earlier turns as they were; one that rewrites them (Qwen3 drops a turn's thinking once a user speaks again) is refused
-by name, or makes a new row of the conversation, whose prompt is the whole of it, rewritten.
+with what the environment answers and the start of the policy's next turn. Where a template rewrites earlier turns when
+a user speaks again (Qwen3 drops their thinking), the policy reads the whole conversation as rewritten, in a branch of
+its row. A template that does so when a tool answers is refused by name.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ class TurnTemplate:
         roles: who answers the policy.
         tools: JSON schemas of tools, as `transformers.utils.get_json_schema` makes them, which the template shows.
         opening: messages like those that conversations begin with; whether they have a system's matters.
-        may_fork: False: a template that rewrites earlier turns when one of `roles` answers is refused.
 
     Raises:
         UserError: there is no chat template; it cannot show tools or their answers, takes no second turn of a user,
-            ends turns with no special token, or rewrites earlier turns and may not fork.
+            ends turns with no special token, or rewrites earlier turns when a tool answers.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class TurnTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         opening: Sequence[Mapping[str, Any]] = OPENING,
-        may_fork: bool = False,
     ) -> None:
         self._tokenizer, self._tools, self._opening = tokenizer, [dict(tool) for tool in tools], list(opening)
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and len(t.content) > 1]
@@ -67,37 +65,42 @@ class TurnTemplate:
         for role in roles:
             self._check_takes(role)
         try:
-            self.forking_roles: frozenset[Role] = frozenset(role for role in roles if self._rewrites(role, roles))
+            rewriting = {role for role in roles if self._rewrites(role, roles)}
         except TemplateError as error:
             raise self._refused(f"chat template takes no second answer ({error})", "chat template that does") from error
-        """Those whose answer makes the template rewrite earlier turns: the conversation goes on as another row."""
-        if self.forking_roles and not may_fork:
-            who = "a tool answers" if "tool" in self.forking_roles else "a user speaks again"
+        if "tool" in rewriting:
             raise self._refused(
-                f"chat template rewrites earlier turns when {who}, so what was sampled would not be what is trained on",
+                "chat template rewrites earlier turns when a tool answers, so no conversation with it goes on",
                 "chat template that keeps them as they were",
             )
+        self.rewrites = bool(rewriting)
+        """Whether earlier turns are others once a user speaks again: conversations go on in branches (`prompt`)."""
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """The tokens of a conversation up to the start of the policy's next turn: of its first turn, or of a fork."""
-        return tuple(self._ids(self._rendered(messages, start=True)))
+    def prompt(self, messages: Sequence[Mapping[str, Any]], trusted: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of a conversation up to the start of the policy's next turn.
+
+        trusted: of each message, so many characters from its beginning may write special tokens; what is written like
+            one behind them stays text.
+        """
+        contents = [message["content"].encode("utf-8", "replace").decode() for message in messages]
+        gap = _unused(contents)
+        cut = [
+            {**message, "content": content[:own] + gap.join(self._cut(content[own:]))}
+            for message, content, own in zip(messages, contents, trusted, strict=True)
+        ]
+        parts = self._rendered(cut, start=True).split(gap)
+        ids = self._ids(parts[0])
+        for part in parts[1:]:  # behind a special token, where no tokenizer takes it for the beginning of a text
+            ids += self._ids(self._some_special + part)[1:]
+        return tuple(ids)
 
     def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
         """(the messages, their tokens) with this text of an environment behind the last one.
 
         What is written in the text like a special token stays text.
         """
-        *before, last = (dict(message) for message in messages)
-        text = text.encode("utf-8", "replace").decode()
-        said = [message["content"] for message in (*before, last)]
-        gap = _unused([*said, text])
-        joined = f"{last['content']}\n\n"
-        cut = {**last, "content": joined + gap.join(self._cut(text))}
-        parts = self._rendered([*before, cut], start=True).split(gap)
-        ids = self._ids(parts[0])
-        for part in parts[1:]:
-            ids = [*ids, *self._ids(self._some_special + part)[1:]]
-        return [*before, {**last, "content": joined + text}], tuple(ids)
+        joined, trusted = with_opening(messages, text)
+        return joined, self.prompt(joined, trusted)
 
     def spoken(self, sampled: Sequence[int]) -> str:
         """The text of a turn with the special tokens in it, but without those at its end."""
@@ -117,10 +120,11 @@ class TurnTemplate:
 
         Args:
             sampled: the turn's token ids.
-            answers: messages of one role, which does not fork; those of tools in the order of the calls.
+            answers: messages of one role, for which earlier turns stay as they are; those of tools in the order of the
+                calls.
         """
         roles = {answer["role"] for answer in answers}
-        if len(roles) != 1 or roles & self.forking_roles:
+        if len(roles) != 1 or ("user" in roles and self.rewrites):
             raise ValueError(f"answers of the roles {sorted(roles)} have no suffix")
         end, rest, gap = self._between(roles.pop(), answers)
         # Each part is tokenised behind a special token, where no tokenizer takes it for the beginning of a text.
@@ -233,6 +237,16 @@ class TurnTemplate:
         name = self._tokenizer.name_or_path or None
         remedy = f"use a model with a {wanted}, or put one into the model's folder as chat_template.jinja"
         return UserError("model.path", f"its {problem}", got=name, remedy=remedy)
+
+
+def with_opening(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """(the messages with this text behind the last one, of each the characters that are not of that text)."""
+    *before, last = (dict(message) for message in messages)
+    own = [len(message["content"]) for message in before]
+    if not text:
+        return [*before, last], [*own, len(last["content"])]
+    joined = f"{last['content']}\n\n"
+    return [*before, {**last, "content": joined + text}], [*own, len(joined)]
 
 
 def _unused(texts: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from rlft.keys.bounds import NonNegativeInt, PositiveInt
 from rlft.logger.jsonl import encode, number
 from rlft.system.disk import writing
 from rlft.system.files import write_atomically
-from rlft.types import Completion, Evaluation, FinishReason, RunInfo, StepRecord, TokenValues, ToolCall, Turn
+from rlft.types import Branch, Completion, Evaluation, FinishReason, RunInfo, StepRecord, TokenValues, ToolCall, Turn
 
 ROLLOUTS = "rollouts"
 _NAME = re.compile(r"step_(\d+)\.jsonl(\.tmp)?")
@@ -113,12 +113,14 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
 
 
 def conversation_fields(completion: Completion) -> dict[str, Any]:
-    """{"mask": 1 for each token that was sampled, else 0, "turns": ..}, each only where the completion has it."""
+    """{"mask": 1 for each token that was sampled, else 0, "turns": .., "branches": ..}, each where there is one."""
     fields: dict[str, Any] = {}
     if completion.mask is not None:
         fields["mask"] = [int(sampled) for sampled in completion.mask]
     if completion.turns:
         fields["turns"] = [asdict(turn) for turn in completion.turns]
+    if completion.branches:
+        fields["branches"] = [asdict(branch) for branch in completion.branches]
     return fields
 
 
@@ -136,6 +138,7 @@ def completion_of(line: Mapping[str, Any]) -> Completion:
         finish_reason=FinishReason(line["finish_reason"]),
         mask=tuple(map(bool, line["mask"])) if "mask" in line else None,
         turns=tuple(map(turn_of, line.get("turns", ()))),
+        branches=tuple(Branch(**branch) for branch in line.get("branches", ())),
     )
 
 

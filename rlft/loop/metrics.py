@@ -87,6 +87,7 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         **{name: ends[reason] / len(completions) for reason, name in BY_END.items()},
         **{name: causes[cause] / max(1, len(calls)) for cause, name in BY_CAUSE.items()},
         "tokens/environment": sum(len(c.token_ids) - c.num_sampled for c in completions),
+        "turns/branches": sum(len(c.branches) for c in completions) / len(completions),
         "turns/mean": sum(max(1, len(c.turns)) for c in completions) / len(completions),
         "turns/calls": len(calls) / len(completions),
         "turns/failed_calls_fraction": sum(call.failed for call in calls) / max(1, len(calls)),

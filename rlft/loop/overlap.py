@@ -20,7 +20,7 @@ from torch import Tensor
 from rlft.logger.rollouts import turn_of
 from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.sampling import StepSampler
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
+from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout
 
 
 class AheadSampler:
@@ -128,6 +128,8 @@ def packed(groups: Sequence[Group], asked: Sequence[Prompt]) -> tuple[dict[str, 
         values["masked"] = [c.mask is not None for c in completions]
     if any(c.turns for c in completions):
         values["turns"] = [[asdict(turn) for turn in c.turns] for c in completions]
+    if any(c.branches for c in completions):
+        values["branches"] = [[asdict(branch) for branch in c.branches] for c in completions]
     opened = [group.prompt for group in groups]
     if any(prompt.token_ids != before.token_ids for prompt, before in zip(opened, asked, strict=True)):
         values["prompts"] = [
@@ -144,8 +146,8 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
     if "mask" in tensors:
         split = tensors["mask"].split(lengths)
         masks = [mask if own else None for mask, own in zip(split, values["masked"], strict=True)]
-    turns = values.get("turns", [[]] * len(lengths))
-    columns = (values["texts"], token_ids, logprobs, values["finish_reasons"], masks, turns)
+    turns, branches = (values.get(name, [[]] * len(lengths)) for name in ("turns", "branches"))
+    columns = (values["texts"], token_ids, logprobs, values["finish_reasons"], masks, turns, branches)
     completions = iter(zip(*columns, strict=True))
     versions, groups = iter(values["versions"]), []
     prompts = sampler.prompts_at(step)
@@ -155,7 +157,7 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
     for prompt, size in zip(prompts, values["sizes"], strict=True):
         rollouts = []
         for _ in range(size):
-            text, ids, chosen, reason, mask, spoken = next(completions)
+            text, ids, chosen, reason, mask, spoken, branched = next(completions)
             completion = Completion(
                 text=text,
                 token_ids=tuple(ids.tolist()),
@@ -163,6 +165,7 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
                 finish_reason=FinishReason(reason),
                 mask=None if mask is None else tuple(mask.tolist()),
                 turns=tuple(map(turn_of, spoken)),
+                branches=tuple(Branch(**branch) for branch in branched),
             )
             rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=next(versions)))
         groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))

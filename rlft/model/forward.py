@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlft.model.branches import paths_of
 from rlft.model.kernels import decoder_layer
 from rlft.model.kernels.attention import NAME, obstacle, on_this_device
 from rlft.model.kernels.lm_head import head_logprobs, widened
 from rlft.model.kernels.selection import Kernels
-from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches
+from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches, padded_sizes
 from rlft.model.scalar_head import ScalarHead
 from rlft.types import Batch, Outputs
 
@@ -74,7 +75,10 @@ class Forward:
 
     def network_tokens(self, batch: Batch) -> int:
         """Tokens that enter the network for this batch, padding included where there is any."""
-        return num_packed_tokens(batch) if self.packed else int(batch.attention_mask.sum(1).max()) * len(batch.rewards)
+        if self.packed:
+            return num_packed_tokens(batch)
+        rows_B, lengths_B = padded_sizes(batch)
+        return max(lengths_B) * sum(rows_B)
 
 
 def packed_forward(
@@ -123,7 +127,19 @@ def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
 def padded_forward(
     model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool, value_head: ScalarHead | None = None
 ) -> Outputs:
-    """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two."""
+    """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two.
+
+    Of a row with branches each path is a row.
+    """
+    if batch.previous is not None:
+        paths = paths_of(batch)
+        of_paths = padded_forward(model, paths.batch, temperature, entropy, value_head)
+        return _masked(
+            paths.fold(of_paths.logprobs),
+            None if of_paths.entropy is None else paths.fold(of_paths.entropy),
+            None if of_paths.values is None else paths.fold(of_paths.values),
+            batch,
+        )
     ids_BT, mask_BT = _narrowed(batch)
     with_values = value_head is not None
     output = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False, output_hidden_states=with_values)
@@ -139,6 +155,9 @@ def padded_forward(
 
 
 def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Tensor:
+    if batch.previous is not None:
+        paths = paths_of(batch)
+        return paths.fold(padded_values(model, paths.batch, head))
     ids_BT, mask_BT = _narrowed(batch)
     output = model.base_model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False)
     return _shifted(head(output.last_hidden_state[:, :-1]), batch)

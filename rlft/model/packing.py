@@ -3,7 +3,8 @@
 Layout of the packed row, N tokens: prompt_1 completion_11 .. completion_1G prompt_2 completion_21 .., or, for CUDA's
 kernel, prompt_1 prompt_2 .. completion_11 .. completion_1G completion_21 ..
 Positions of each completion go on from the end of its prompt. A completion's first token is predicted from the last
-prompt position, which all siblings share.
+prompt position, which all siblings share. Where rows have branches, these come last: each stands once and reads the
+earlier parts of its row, so that the packed row is a tree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rlft.model.kernels.attention_blocks import Block, Span, make_blocks, padded_places
+from rlft.model.branches import parts_of
+from rlft.model.kernels.attention_blocks import Block, BranchSpans, Span, make_blocks, padded_places
 from rlft.model.kernels.flash_attention import RowLengths, row_lengths
 from rlft.types import Batch
 
@@ -26,11 +28,12 @@ class PackedRows:
 
     Args:
         token_ids, position_ids: int64 `[1, N]`.
-        prompts, completions: the span of each in the packed row.
+        prompts, completions: the span of each in the packed row; of a completion with branches that of its trunk.
         owner: index of each completion's prompt.
         predictor: int64 `[M]`, the packed position whose hidden state predicts the token.
         target: int64 `[M]`, that token.
         rows, columns: int64 `[M]`, where the token stands in the Batch.
+        branches: the span of each branch, and the spans that it reads.
     """
 
     token_ids: Tensor
@@ -42,6 +45,7 @@ class PackedRows:
     target: Tensor
     rows: Tensor
     columns: Tensor
+    branches: tuple[BranchSpans, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -50,17 +54,19 @@ class PackedRows:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """For `split_attention`; made once for all layers, forward and backward."""
-        return make_blocks(self.prompts, self.completions, self.owner, self.token_ids.device)
+        return make_blocks(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
 
     @cached_property
     def lengths(self) -> RowLengths | None:
         """For `flash_attention`; None where it cannot take this row."""
+        if self.branches:
+            return None
         return row_lengths(self.prompts, self.completions, self.owner, self.token_ids.device)
 
     @cached_property
     def padded(self) -> PaddedRows:
         """For attention through a mask."""
-        return pad_rows(self.prompts, self.completions, self.owner, self.token_ids.device)
+        return pad_rows(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +79,9 @@ class PaddedRows:
         completion_index: int64 `[R, Cmax]`, positions in the packed row, 0 where padded.
         completion_mask: bool of the same shape, True on real tokens.
         owner: int64 `[R]`, index of each completion's prompt.
-        unpack: int64 `[N]`, where each packed token stands in (prompts flattened, then completions flattened).
+        unpack: int64 `[N]`, where each packed token stands in (prompts flattened, then completions flattened, then
+            branches).
+        branches: of each branch, in the order of the packed row, the places that it reads and its own.
     """
 
     prompt_index: Tensor
@@ -82,6 +90,7 @@ class PaddedRows:
     completion_mask: Tensor
     owner: Tensor
     unpack: Tensor
+    branches: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def prompt_lengths(batch: Batch) -> Tensor:
@@ -128,17 +137,24 @@ def micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]
 
 def padded_micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
     """The same for padded rows, which all cost as much as the longest of their micro-batch: rows stay in order."""
-    lengths_B = batch.attention_mask.sum(1).tolist()
+    rows_B, lengths_B = padded_sizes(batch)
     result: list[list[int]] = []
-    longest = 0
+    longest = height = 0
     for b in rows.tolist():
         longest = max(longest, lengths_B[b])
-        if result and (len(result[-1]) + 1) * longest <= token_budget:
+        if result and (height + rows_B[b]) * longest <= token_budget:
             result[-1].append(b)
+            height += rows_B[b]
         else:
             result.append([b])
-            longest = lengths_B[b]
+            longest, height = lengths_B[b], rows_B[b]
     return [torch.tensor(part) for part in result]
+
+
+def padded_sizes(batch: Batch) -> tuple[list[int], list[int]]:
+    """(how many padded rows each row becomes, one without branches and else one a path; tokens of the longest)."""
+    parts_B = parts_of(batch)
+    return list(map(len, parts_B)), [max(part.depth + part.columns[1] for part in parts) for parts in parts_B]
 
 
 def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
@@ -149,7 +165,7 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
     if prompts_first is None:
         prompts_first = batch.token_ids.device.type == "cuda"
     prompts_B = prompt_lengths(batch).tolist()
-    lengths_B = batch.attention_mask.sum(1).tolist()
+    parts_B = parts_of(batch)
     tokens, sampled_BT = batch.token_ids.cpu(), batch.loss_mask.cpu()
     members = _sharing(tokens, prompts_B, batch.group_ids.tolist())
 
@@ -157,10 +173,31 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
     prompts: list[Span] = []
     completions: list[Span] = []
     owner: list[int] = []
+    branches: list[BranchSpans] = []
+    placed: list[list[tuple[Span, int]]] = [[] for _ in parts_B]  # by row (columns, their place in the packed row)
+    offset = 0
+
+    def add(b: int, columns_of: Span, position: int, before: int) -> None:
+        """Puts these columns of a row next, as its tokens from this position on, behind the token at `before`."""
+        nonlocal offset
+        first, size = columns_of
+        placed[b].append((columns_of, offset))
+        if size:
+            own = torch.arange(first, first + size)
+            ids.append(tokens[b, own])
+            positions.append(own + (position - first))
+            predicted_from = torch.arange(offset - 1, offset + size - 1)
+            predicted_from[0] = before
+            sampled = sampled_BT[b, own]
+            columns.append(own[sampled])
+            predictor.append(predicted_from[sampled])
+            target.append(ids[-1][sampled])
+            rows.append(torch.full((len(target[-1]),), b))
+        offset += size
+
     pieces = [(unit, b) for unit, siblings in enumerate(members) for b in (None, *siblings)]  # None: the prompt
     if prompts_first:
         pieces.sort(key=lambda piece: piece[1] is not None)
-    offset = 0
     for unit, b in pieces:
         first = members[unit][0]
         length = prompts_B[first]
@@ -170,20 +207,16 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
             prompts.append((offset, length))
             offset += length
             continue
-        size = lengths_B[b] - length
-        completions.append((offset, size))
+        [_, trunk] = parts_B[b][0].columns
+        placed[b].append(((0, length), prompts[unit][0]))
+        completions.append((offset, trunk - length))
         owner.append(unit)
-        if size:
-            ids.append(tokens[b, length : length + size])
-            positions.append(torch.arange(length, length + size))
-            before = torch.arange(offset - 1, offset + size - 1)
-            before[0] = sum(prompts[unit]) - 1  # the prompt's last token
-            sampled = sampled_BT[b, length : length + size]
-            columns.append(positions[-1][sampled])
-            predictor.append(before[sampled])
-            target.append(ids[-1][sampled])
-            rows.append(torch.full((len(target[-1]),), b))
-        offset += size
+        add(b, (length, trunk - length), length, sum(prompts[unit]) - 1)
+    for b, parts in enumerate(parts_B):
+        for part in parts[1:]:
+            read = tuple(span for run in part.read for span in _spans(run, placed[b]))
+            branches.append(((offset, part.columns[1]), read))
+            add(b, part.columns, part.depth, sum(read[-1]) - 1)
     device = batch.token_ids.device
     empty = torch.empty(0, dtype=torch.int64)
     return PackedRows(
@@ -196,7 +229,19 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
         target=torch.cat([empty, *target]).to(device),
         rows=torch.cat([empty, *rows]).to(device),
         columns=torch.cat([empty, *columns]).to(device),
+        branches=tuple(branches),
     )
+
+
+def _spans(run: Span, placed: Sequence[tuple[Span, int]]) -> list[Span]:
+    """Where a run of a row's columns stands in the packed row."""
+    first, end = run[0], sum(run)
+    spans = []
+    for (start, length), place in placed:
+        low, high = max(first, start), min(end, start + length)
+        if low < high:
+            spans.append((place + low - start, high - low))
+    return spans
 
 
 def num_packed_tokens(batch: Batch) -> int:
@@ -222,13 +267,19 @@ def _prefixes(tokens_BT: Tensor, prompts_B: list[int]) -> list[bytes]:
 
 
 def pad_rows(
-    prompts: Sequence[Span], completions: Sequence[Span], owner: Sequence[int], device: torch.device
+    prompts: Sequence[Span],
+    completions: Sequence[Span],
+    owner: Sequence[int],
+    device: torch.device,
+    branches: Sequence[BranchSpans] = (),
 ) -> PaddedRows:
     """Prompts and completions of a packed row as padded rows."""
     prompt_index, prompt_mask = padded_places(prompts)
     completion_index, completion_mask = padded_places(completions)
-    flat = torch.cat([prompt_index.flatten(), completion_index.flatten()])
-    real = torch.cat([prompt_mask.flatten(), completion_mask.flatten()])
+    places = [(torch.cat([_range(span) for span in read]), _range(own)) for own, read in branches]
+    own_places = [own for _, own in places]
+    flat = torch.cat([prompt_index.flatten(), completion_index.flatten(), *own_places])
+    real = torch.cat([prompt_mask.flatten(), completion_mask.flatten(), *map(torch.ones_like, own_places)]).bool()
     unpack = torch.empty(int(real.sum()), dtype=torch.int64)
     unpack[flat[real]] = torch.arange(len(flat))[real]
     return PaddedRows(
@@ -238,4 +289,10 @@ def pad_rows(
         completion_mask=completion_mask.to(device),
         owner=torch.tensor(owner, device=device),
         unpack=unpack.to(device),
+        branches=tuple((read.to(device), own.to(device)) for read, own in places),
     )
+
+
+def _range(span: Span) -> Tensor:
+    start, length = span
+    return torch.arange(start, start + length)

@@ -95,9 +95,9 @@ class AdapterReward:
 
     def __call__(self, groups: Sequence[Group]) -> list[list[float]]:
         rows = [
-            (p, group.prompt.token_ids, rollout.completion.token_ids)
-            for p, group in enumerate(groups)
-            for rollout in group.rollouts
+            (p, prompt, completion)
+            for p, (prompt, completions) in enumerate(group.last_paths() for group in groups)
+            for completion in completions
         ]
         scores = score_rows(self.roles, self.role, rows, self.token_budget)
         return _grouped([self.scale * (score - self.center) for score in scores], groups)

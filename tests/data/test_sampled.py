@@ -13,7 +13,7 @@ from rlft.data.sampled import (
     sampled_line,
     sampled_with,
 )
-from rlft.types import Completion, FinishReason, Prompt, Rollout, Turn, UserError
+from rlft.types import Branch, Completion, FinishReason, Prompt, Rollout, Turn, UserError
 
 
 def test_a_line_has_exactly_these_keys_and_reads_back(sample) -> None:
@@ -114,14 +114,16 @@ def test_a_conversation_keeps_its_mask_and_turns_and_is_not_learned_from() -> No
         finish_reason=FinishReason.stop,
         mask=(True, False, True),
         turns=(Turn(end=1, text="a", answer="b", reward=0.5), Turn(end=3, text="c")),
+        branches=(Branch(start=2, after=-1),),
     )
     prompt = Prompt(id="p", messages=({"role": "user", "content": "?"},), answer="")
     rollout = Rollout(prompt=prompt, completion=spoken, policy_version=None)
     line = sampled_line(rollout, index=0, rewards={}, reward=1.0, model="m", tokenizer="t")
     assert line["mask"] == [1, 0, 1]
+    assert line["branches"] == [{"start": 2, "after": -1}]
     assert [turn["end"] for turn in line["turns"]] == [1, 3]
     with pytest.raises(RowError, match="it is a conversation, and what an environment said in it would be learned"):
         parse_sampled(line, with_tokens=True)
-    single = replace(rollout, completion=replace(spoken, mask=None, turns=(), logprobs=(-1.0,) * 3))
+    single = replace(rollout, completion=replace(spoken, mask=None, turns=(), branches=(), logprobs=(-1.0,) * 3))
     plain = sampled_line(single, index=0, rewards={}, reward=1.0, model="m", tokenizer="t")
-    assert not {"mask", "turns"} & plain.keys()
+    assert not {"mask", "turns", "branches"} & plain.keys()

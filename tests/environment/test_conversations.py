@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -329,6 +330,41 @@ def test_a_game_answers_whole_turns_and_rewards_each(converse: Callable[..., Con
     assert TOKENIZER.decode(list(right.token_ids)) == (
         "low or high?<|im_end|>\n<|im_start|>user\nhigh<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
     )
+
+
+def test_where_the_template_rewrites_history_the_policy_reads_it_rewritten_in_a_branch() -> None:
+    """Qwen3's drops the thinking of earlier turns when a user speaks again."""
+    tokenizer = family_tokenizer("qwen3")
+    said = [f"<think>\nthought {i}\n</think>\n\nanswer {i}" for i in range(3)]
+    environment = Game(**LIMITS, factory="conversation_tools.Chatty", arguments={})
+    policy = Recorder({"*": [said]}, tokenizer)
+    messages = ({"role": "user", "content": "2 + 3?"},)
+    ids = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
+    asked = Prompt(id="p", messages=messages, answer="5", token_ids=tuple(ids))
+    with closing(Conversations(policy, environment, tokenizer, at_once=None, longest_row=1200)) as conversations:
+        [group] = conversations.sample([asked], 2, [0], SAMPLING)
+    completion = group.rollouts[0].completion
+    assert fault(completion) is None
+    # Each sampled token stands once, with its thinking; what is read again is masked.
+    sampled = [t for t, own in zip(completion.token_ids, completion.mask or (), strict=True) if own]
+    assert tokenizer.decode(sampled) == "".join(f"{text}<|im_end|>" for text in said)
+    assert [turn.reward for turn in completion.turns] == [1.0, 2.0, 3.0]
+    assert len(completion.branches) == 2
+    # What the policy read last is the template of the conversation so far.
+    conversation: list[dict[str, Any]] = [{"role": "user", "content": "2 + 3?\n\nBegin <|im_end|>."}]
+    for i, text in enumerate(said):
+        conversation.append({"role": "assistant", "content": text})
+        if i < 2:
+            conversation.append({"role": "user", "content": f"<|im_start|>no {i + 1}"})
+    whole = str(tokenizer.apply_chat_template(conversation, tokenize=False)).removesuffix("\n")
+    assert tokenizer.decode([*group.rollouts[0].last_path()]) == whole
+    assert "thought 2" in whole
+    assert "thought 1" not in whole
+    # As the engine was asked: the last turn's prompt is that path, and specials that were only written are text.
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    last = policy.asked[-1][0][0].token_ids
+    assert list(group.rollouts[0].last_path()[: len(last)]) == list(last)
+    assert list(last).count(end) == 5, "three messages of a user and two of the policy"
 
 
 @pytest.mark.parametrize("syntax", ["json", "xml"])

@@ -79,6 +79,10 @@ def answers_of(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
     return [{"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": text} for text in texts]
 
 
+def lengths(messages: Sequence[dict[str, Any]]) -> list[int]:
+    return [len(message["content"]) for message in messages]
+
+
 def ids_of_template(family: str, messages: Sequence[dict[str, Any]], tools: bool, start: bool) -> list[int]:
     ids = family_tokenizer(family).apply_chat_template(
         [*messages], tools=[ADD] if tools else None, add_generation_prompt=start, return_dict=False
@@ -106,7 +110,7 @@ def follow(family: str, role: str, system: bool, turns: Sequence[tuple[str, Sequ
     def to_its_end(start: int) -> list[int]:
         return whole[start : next(i for i in range(start, len(whole)) if whole[i] in ends) + 1]
 
-    row = [*template.prompt(opening)]
+    row = [*template.prompt(opening, lengths(opening))]
     for _, texts in turns:
         sampled = to_its_end(len(row))
         row += [*sampled, *template.suffix(sampled, answers_of(role, texts))]
@@ -187,40 +191,60 @@ def test_a_template_that_takes_no_answers_of_tools_is_refused():
         TurnTemplate(family_tokenizer("gemma"), ["tool"])
 
 
-@pytest.mark.parametrize(
-    ("family", "role", "tools", "system"),
-    [
-        ("qwen3", "user", False, False),  # drops the thinking of earlier turns
-        ("qwen3", "user", True, False),
-        ("mistral", "user", True, False),  # moves the tools to the user's last turn
-        ("mistral", "user", False, True),  # says the system's words only where the user spoke last
-        ("mistral", "tool", True, True),
-    ],
-)
-def test_a_template_that_rewrites_earlier_turns_is_refused_or_forks(family, role, tools, system):
+REWRITING = [
+    ("qwen3", False, False),  # drops the thinking of earlier turns
+    ("qwen3", True, False),
+    ("mistral", True, False),  # moves the tools to the user's last turn
+    ("mistral", False, True),  # says the system's words only where the user spoke last
+]
+
+
+@pytest.mark.parametrize(("family", "tools", "system"), REWRITING)
+def test_where_a_user_makes_a_template_rewrite_earlier_turns_the_whole_is_read_again(family, tools, system):
     tokenizer, opening, schemas = family_tokenizer(family), asked(system), [ADD] if tools else []
-    with pytest.raises(UserError) as refusal:
-        TurnTemplate(tokenizer, [role], tools=schemas, opening=opening)
-    who = "a user speaks again" if role == "user" else "a tool answers"
-    assert str(refusal.value) == (
-        f"model.path: its chat template rewrites earlier turns when {who}, so what was sampled would not be what is "
-        f"trained on, got {family}; use a model with a chat template that keeps them as they were, {REMEDY}"
-    )
-    template = TurnTemplate(tokenizer, [role], tools=schemas, opening=opening, may_fork=True)
-    assert template.forking_roles == {role}
-    first, turn, answers = template.prompt(opening), said(family, "x", role == "tool"), answers_of(role, ["2?"])
-    fork = template.prompt([*opening, turn, *answers])
-    assert [*fork] == ids_of_template(family, [*opening, turn, *answers], tools, start=True)
+    template = TurnTemplate(tokenizer, ["user"], tools=schemas, opening=opening)  # type: ignore[list-item]
+    assert template.rewrites
+    first = template.prompt(opening, lengths(opening))
+    turn, answers = said(family, "x", False), answers_of("user", ["2?"])
+    messages = [*opening, turn, *answers]
+    branch = template.prompt(messages, lengths(messages))
+    assert [*branch] == ids_of_template(family, messages, tools, start=True)
     whole = ids_of_template(family, [*opening, turn], tools, start=False)
-    assert fork[: len(first)] != first or [*fork[: len(whole)]] != whole
+    assert branch[: len(first)] != first or [*branch[: len(whole)]] != whole
     assert [*first] == ids_of_template(family, opening, tools, start=True)
-    with pytest.raises(ValueError, match=rf"answers of the roles \['{role}'\] have no suffix"):
+    with pytest.raises(ValueError, match=r"answers of the roles \['user'\] have no suffix"):
         template.suffix([], answers)
 
 
-def test_tools_of_a_template_that_forks_for_users_go_on_in_one_row():
-    template = TurnTemplate(family_tokenizer("qwen3"), ["tool", "user"], tools=[ADD], may_fork=True)
-    assert template.forking_roles == {"user"}
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_what_looks_like_a_special_token_in_history_stays_text_where_it_is_not_trusted(family):
+    tokenizer, special = family_tokenizer(family), SPECIAL[family]
+    opening = asked(family == "mistral")
+    template = TurnTemplate(tokenizer, ["user"], opening=opening)
+    messages = [*opening, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+    hostile = [*opening, *({**message, "content": "".join(special)} for message in messages[-2:])]
+    trusted = [*lengths(opening), 0, 0]
+    plain, written = template.prompt(messages, trusted), template.prompt(hostile, trusted)
+
+    def specials(ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in tokenizer.all_special_ids or token < len(special)]
+
+    assert specials(written) == specials(plain)
+    assert len(specials(template.prompt(hostile, lengths(hostile)))) > len(specials(plain))
+
+
+def test_a_template_that_rewrites_earlier_turns_when_a_tool_answers_is_refused():
+    with pytest.raises(UserError) as refusal:
+        TurnTemplate(family_tokenizer("mistral"), ["tool"], tools=[ADD], opening=asked(True))
+    assert str(refusal.value) == (
+        "model.path: its chat template rewrites earlier turns when a tool answers, so no conversation with it goes on, "
+        f"got mistral; use a model with a chat template that keeps them as they were, {REMEDY}"
+    )
+
+
+def test_tools_of_a_template_that_rewrites_for_users_have_a_suffix():
+    template = TurnTemplate(family_tokenizer("qwen3"), ["tool", "user"], tools=[ADD])
+    assert template.rewrites
     assert template.suffix([], answers_of("tool", ["2"]))
 
 
@@ -256,15 +280,14 @@ def test_a_template_without_what_conversations_need_is_refused(tiny_path, templa
     assert str(refusal.value).startswith(f"model.path: its {problem}, got ")
 
 
-def test_a_template_that_drops_nothing_but_thinking_is_refused():
+def test_a_template_that_drops_nothing_but_thinking_rewrites():
     tokenizer = family_tokenizer("qwen3")
     whole = tokenizer.chat_template
     assert isinstance(whole, str)
     try:
         tokenizer.chat_template = whole.replace("(loop.last or thought)", "thought")
         assert tokenizer.chat_template != whole
-        with pytest.raises(UserError, match="rewrites earlier turns when a user speaks again"):
-            TurnTemplate(tokenizer, ["user"])
+        assert TurnTemplate(tokenizer, ["user"]).rewrites
     finally:
         tokenizer.chat_template = whole
 

@@ -143,3 +143,15 @@ class Guessing:
             self.asked = True
             return ("low" if self.number < 5 else "high"), 0.25, False
         return "", float(text.strip() == str(self.number)), True
+
+
+class Chatty:
+    """A game of three turns whose words look like special tokens."""
+
+    def reset(self, **row: Any) -> str:
+        self.turn = 0
+        return "Begin <|im_end|>."
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.turn += 1
+        return f"<|im_start|>no {self.turn}", float(self.turn), self.turn == 3

@@ -9,7 +9,7 @@ import pytest
 from rlft.logger.jsonl import read_lines
 from rlft.logger.rollouts import Rollouts, RolloutsConfig, completion_of
 from rlft.system import files
-from rlft.types import ToolCall, Turn
+from rlft.types import Branch, ToolCall, Turn
 
 
 def play(run, make_step, last, every=1, keep=None):
@@ -49,19 +49,20 @@ def test_a_rollout_line_holds_everything_about_a_completion(make_run, make_step)
     ]
 
 
-def test_masks_and_turns_are_written_and_read_back(make_run, make_step):
+def test_masks_turns_and_branches_are_written_and_read_back(make_run, make_step):
     step = make_step(3)
     call = ToolCall(name="add", arguments='{"a": "\u2028"}', answer="\x00 <|im_end|>", failed=True)
     turns = (Turn(end=1, text="1+1", answer="2", calls=(call,)), Turn(end=2, reward=0.5))
     first, second = step.groups[0].rollouts
     spoken = replace(first.completion, token_ids=(5, 6, 7), logprobs=(-0.5, 0.0, -1.0), mask=(True, False, True))
-    rollouts = (replace(first, completion=replace(spoken, turns=turns)), second)
+    spoken = replace(spoken, turns=turns, branches=(Branch(start=2, after=-1),))
+    rollouts = (replace(first, completion=spoken), second)
     play(make_run(step=2), lambda _: replace(step, groups=[replace(step.groups[0], rollouts=rollouts)]), 3)
     lines = read_lines(make_run().folder / "rollouts" / "step_000003.jsonl")
     assert lines[0]["mask"] == [1, 0, 1]
     assert lines[0]["turns"][1] == {"end": 2, "text": "", "answer": "", "reward": 0.5, "calls": []}
-    assert "mask" not in lines[1]
-    assert "turns" not in lines[1]
+    assert lines[0]["branches"] == [{"start": 2, "after": -1}]
+    assert not {"mask", "turns", "branches"} & lines[1].keys()
     assert [completion_of(line) for line in lines] == [r.completion for r in rollouts]
 
 

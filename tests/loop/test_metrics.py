@@ -10,7 +10,7 @@ import torch
 from rlft.batch import collate
 from rlft.loop.metrics import Clock, explained_variance, peak_memory_bytes, rollout_metrics
 from rlft.system import memory
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores, ToolCall, Turn
+from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores, ToolCall, Turn
 
 
 @pytest.fixture
@@ -77,6 +77,7 @@ def test_what_a_policy_only_read_has_metrics_of_its_own_and_is_no_length(step):
         finish_reason=FinishReason.turns,
         mask=(True, True, False, False, False, True),
         turns=(Turn(end=2, calls=calls), Turn(end=6)),
+        branches=(Branch(start=2, after=0),),
     )
     groups = step.groups
     first = replace(groups[0], rollouts=(replace(groups[0].rollouts[0], completion=spoken), groups[0].rollouts[1]))
@@ -89,6 +90,7 @@ def test_what_a_policy_only_read_has_metrics_of_its_own_and_is_no_length(step):
         "tokens/completion": 10,
         "policy/entropy": pytest.approx((7 / 4 + 2) / 10),
         "tokens/environment": 3,
+        "turns/branches": 1 / 4,
         "turns/mean": 5 / 4,
         "turns/calls": 2 / 4,
         "turns/failed_calls_fraction": 1 / 2,

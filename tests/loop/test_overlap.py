@@ -20,7 +20,7 @@ from rlft.config.compose import build, compose
 from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.overlap import AheadSampler, check_versions, derived_from, packed, unpacked
 from rlft.loop.sampling import StepSampler
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
+from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
 
 WORDS = (
     "train", "steps=5", "prompts_per_step=3", "group_size=4", "generation=transformers", "generation.max_tokens=40",
@@ -138,13 +138,14 @@ def test_groups_come_back_from_a_checkpoint_as_they_were(tmp_path: Path) -> None
     assert unpacked(tensors, json.loads(json.dumps(values)), sampler, 2) == groups
 
 
-def test_a_checkpoint_keeps_masks_and_turns() -> None:
+def test_a_checkpoint_keeps_masks_turns_and_branches() -> None:
     sampler = sampler_with(Engine(), "group_size=3")
     groups = sampler.sample(2)
     call = ToolCall(name="add", arguments='{"a": 1}', answer="2\n", failed=False)
     turns = (Turn(end=1, text="1+1", answer="2", reward=0.1, calls=(call,)), Turn(end=2))
     first, second, third = groups[1].rollouts
-    spoken = replace(third.completion, mask=(True, True), turns=turns)
+    branches = (Branch(start=1, after=-2),)
+    spoken = replace(third.completion, mask=(True, True), turns=turns, branches=branches)
     nothing = replace(first.completion, mask=())
     groups[1] = replace(
         groups[1], rollouts=(replace(first, completion=nothing), second, replace(third, completion=spoken))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -179,3 +180,43 @@ def awkward_batch(make_batch: Callable[..., Batch]) -> Batch:
             (9, three, [80, 81, 82, 83, 84, 85, 86, 87, 88]),
         ]
     )
+
+
+@pytest.fixture
+def tree_batch(make_batch: Callable[..., Batch]) -> tuple[Batch, Batch, list[list[tuple[int, int]]]]:
+    """(rows with branches, the same as linear rows written by hand, of each linear row the own columns in the first).
+
+    Branches leave their trunk, another branch, and the prompt before its end; one begins with a sampled token, and
+    siblings read the same places.
+    """
+    one, two = [3, 17, 5, 99, 42, 8], [11, 4, 6, 7]
+    trees = make_batch(
+        [
+            (5, one, [9, 30, 31, 2, -55, 56, 57, -60, 61, -62, -63, 64]),
+            (5, one, [9, 30, -55, 56, 70, -71, 72, -73, 74]),
+            (5, one, [61]),
+            (2, two, [70, 71, 72, -80, 81]),
+        ]
+    )
+    width = trees.token_ids.shape[1]
+    previous = torch.arange(-1, width - 1).repeat(4, 1)
+    for row, column, before in ((0, 10, 7), (0, 13, 5), (0, 15, 3), (1, 10, 6), (1, 13, 10), (3, 7, 4)):
+        previous[row, column] = before
+    linear = [
+        ((5, one, [9, 30, 31, 2]), 0, 6, 6),
+        ((5, one, [-9, -30, -55, 56, 57]), 0, 10, 8),
+        ((5, one, [-60, 61]), 0, 13, 6),
+        ((5, one[:4], [-62, -63, 64]), 0, 15, 4),
+        ((5, one, [9, 30, -55, 56]), 1, 6, 6),
+        ((5, one, [-9, 70, -71, 72]), 1, 10, 7),
+        ((5, one, [-9, -70, -73, 74]), 1, 13, 8),
+        ((5, one, [61]), 2, 6, 6),
+        ((2, two, [70, 71, 72]), 3, 4, 4),
+        ((2, two, [-70, -80, 81]), 3, 7, 5),
+    ]
+    paths = make_batch([row for row, _, _, _ in linear])
+    own = [
+        [(b, column + k - depth) for k in range(depth, len(prompt) + len(completion))]
+        for (_, prompt, completion), b, column, depth in linear
+    ]
+    return replace(trees, previous=previous), paths, own

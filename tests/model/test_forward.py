@@ -11,7 +11,7 @@ from rlft.batch import select
 from rlft.model.forward import Forward, choose, packed_forward, padded_forward
 from rlft.model.kernels import lm_head as head
 from rlft.model.kernels.attention import NAME
-from rlft.model.packing import micro_batches, num_packed_tokens
+from rlft.model.packing import micro_batches, num_packed_tokens, pack
 from rlft.model.scalar_head import ScalarHead
 
 PACKED = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "gemma", "mistral", "gpt2"]
@@ -91,6 +91,80 @@ def test_a_float64_model_is_exact_in_float64(random_model, with_lora, plain, awk
         assert outputs[0].dtype == torch.float64
         close(outputs[:2], expected[:2], 1e-12)
         close_gradients(outputs[2], expected[2], 1e-12)
+
+
+def folded(values, linear, own, trees):
+    """The linear rows' values at the places of the trees."""
+    result = values.new_zeros(trees.token_ids.shape)
+    for r, places in enumerate(own):
+        length = int(linear.attention_mask[r].sum())
+        for k, (b, column) in enumerate(places, start=length - len(places)):
+            result[b, column] = values[r, k]
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("attention", ["blocks", "mask"])
+@pytest.mark.parametrize("prompts_first", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "llama_one_kv_head", "qwen3"])
+def test_rows_with_branches_have_the_numbers_of_their_paths_run_one_by_one(
+    kind, prompts_first, attention, random_model, with_lora, plain, tree_batch, monkeypatch
+):
+    if attention == "mask":
+        monkeypatch.setattr("rlft.model.kernels.attention.serves", lambda query, value: False)
+    dtype, tolerance = (torch.float64, 1e-12) if kind == "gpt2" else (torch.float32, 1e-5)
+    model = random_model(kind, dtype)
+    parameters = with_lora(model)
+    trees, linear, own = tree_batch
+
+    def one_by_one(batch):
+        logprobs, entropy = plain(model, linear, 0.6)
+        return folded(logprobs, linear, own, batch), folded(entropy, linear, own, batch)
+
+    def packed(batch):
+        return packed_forward(model, batch, 0.6, True, None, pack(batch, prompts_first=prompts_first))
+
+    expected = results(one_by_one, trees, parameters)
+    assert (expected[0][trees.loss_mask] != 0).all()
+    for run in (packed, lambda batch: padded_forward(model, batch, 0.6, True)):
+        outputs = results(run, trees, parameters)
+        close(outputs[:2], expected[:2], tolerance)
+        close_gradients(outputs[2], expected[2], tolerance)
+
+
+def test_the_embedded_models_fused_layers_compute_trees(make_roles, tree_batch):
+    roles = make_roles(noise=0.1)
+    trees, _, _ = tree_batch
+    trees = replace(trees, token_ids=trees.token_ids % 31)
+    model, parameters = roles.backbone.model, [p for _, p in roles.named_parameters()]
+    assert roles.forward.packed
+    packed, padded = (
+        results(lambda b, run=run: run(model, b, 0.6, True), trees, parameters)
+        for run in (packed_forward, padded_forward)
+    )
+    close(packed[:2], padded[:2], 1e-5)
+    close_gradients(packed[2], padded[2], 1e-5)
+
+
+def test_a_tree_goes_through_the_network_once(random_model, tree_batch):
+    trees, linear, _ = tree_batch
+    # Prompts of 6 and 4, completions of 12 + 9 + 1 and 5 tokens; the paths one by one have 87.
+    assert num_packed_tokens(trees) == 10 + 27 == pack(trees).num_tokens
+    assert int(linear.attention_mask.sum()) == 87
+    model = random_model("llama")
+    forward = Forward(model=model, packed=False, reason="")
+    assert forward.network_tokens(trees) == 10 * 11  # ten paths, the longest of 6 + 5 tokens
+    assert [part.tolist() for part in forward.micro_batches(trees, torch.arange(4), 44)] == [[0], [1, 2], [3]]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_values_of_rows_with_branches_are_those_of_their_paths(packed, random_model, tree_batch):
+    model = random_model("llama")
+    trees, linear, own = tree_batch
+    head = some_head(model)
+    expected = folded(plain_values(model, linear, head), linear, own, trees)
+    values = Forward(model=model, packed=packed, reason="").values(trees, head)
+    close(values, expected.where(trees.loss_mask, 0.0), 1e-5)
 
 
 def test_outputs_are_0_wherever_the_loss_mask_is_off(random_model, awkward_batch):

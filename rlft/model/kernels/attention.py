@@ -57,7 +57,10 @@ def packed_attention(
 def _masked_attention(
     query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, rows: PaddedRows, scaling: float | None, dropout: float
 ) -> Tensor:
-    """`[N, H, D]` through two calls of SDPA: prompts causally, completions with a mask of C x (P + C)."""
+    """`[N, H, D]` through two calls of SDPA: prompts causally, completions with a mask of C x (P + C).
+
+    Each branch takes a call of its own.
+    """
     repeat = query_HND.shape[0] // key_KND.shape[0]
     key_HND, value_HND = _repeat(key_KND, repeat), _repeat(value_KND, repeat)
     prompt_q, prompt_k, prompt_v = (_gather(x, rows.prompt_index) for x in (query_HND, key_HND, value_HND))
@@ -70,7 +73,26 @@ def _masked_attention(
     completion_out = F.scaled_dot_product_attention(
         own_q, keys, values, attn_mask=_completion_mask(rows), scale=scaling, dropout_p=dropout
     )
-    return torch.cat([_flatten(prompt_out), _flatten(completion_out)])[rows.unpack]
+    branches = [_branch(query_HND, key_HND, value_HND, *places, scaling, dropout) for places in rows.branches]
+    return torch.cat([_flatten(prompt_out), _flatten(completion_out), *branches])[rows.unpack]
+
+
+def _branch(
+    query_HND: Tensor,
+    key_HND: Tensor,
+    value_HND: Tensor,
+    read_K: Tensor,
+    own_C: Tensor,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """`[C, H, D]` of one branch: it sees all that it reads, and itself causally."""
+    seen = torch.cat([read_K, own_C])
+    mask = torch.ones(len(own_C), len(seen), dtype=torch.bool, device=seen.device).tril(len(read_K))
+    query, key, value = query_HND[:, own_C], key_HND[:, seen], value_HND[:, seen]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, dropout_p=dropout).transpose(
+        0, 1
+    )
 
 
 def _repeat(x_KND: Tensor, repeat: int) -> Tensor:

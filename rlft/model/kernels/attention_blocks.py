@@ -2,7 +2,7 @@
 
 A prompt sees itself, causally, and so does a completion; besides, all completions of a prompt see all of it. Both parts
 of what a completion sees are attended to separately and merged by their log-sum-exp (`split_attention`), so that no
-key is copied for each sibling and no N x N mask is made.
+key is copied for each sibling and no N x N mask is made. A branch sees itself and each of the spans that it reads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 Span = tuple[int, int]
 """A run of tokens in a packed row: (start, length)."""
+
+BranchSpans = tuple[Span, tuple[Span, ...]]
+"""A branch of a row: its own span, and the spans that it reads before it, in order."""
 
 MAX_WASTE = 1.5
 """Spans of unlike lengths share a block while its scores (rows x longest^2) are at most so many times those
@@ -72,18 +75,42 @@ class Block:
 
 
 def make_blocks(
-    prompts: Sequence[Span], completions: Sequence[Span], owner: Sequence[int], device: torch.device
+    prompts: Sequence[Span],
+    completions: Sequence[Span],
+    owner: Sequence[int],
+    device: torch.device,
+    branches: Sequence[BranchSpans] = (),
 ) -> tuple[Block, ...]:
     """The blocks of a packed row; owner: each completion's prompt, in whose order they stand in the row.
 
     Causal blocks come first: in them every token is a query once. Empty spans are in none.
     """
-    spans = [span for span in (*prompts, *completions) if span[1]]
+    spans = [span for span in (*prompts, *completions, *(own for own, _ in branches)) if span[1]]
     causal = [_block([(s, s) for s in part], device, causal=True) for part in _buckets(spans, [n for _, n in spans])]
     pairs = [(both, prompts[u]) for u, both in _regions(completions, owner).items() if prompts[u][1] and both[1]]
-    sizes = [queries[1] + keys[1] for queries, keys in pairs]
-    cross = [_block(part, device, causal=False) for part in _buckets(pairs, sizes)]
+    cross = [
+        _block(part, device, causal=False)
+        for crossing in (pairs, *_apart([(own, span) for own, spans in branches for span in spans]))
+        for part in _buckets(crossing, [queries[1] + keys[1] for queries, keys in crossing])
+    ]
     return (*causal, *cross)
+
+
+def _apart(pairs: Sequence[tuple[Span, Span]]) -> list[list[tuple[Span, Span]]]:
+    """The (queries, keys) in lists in none of which a token is a query, or a key, twice: a block adds to each once."""
+    result: list[list[tuple[Span, Span]]] = []
+    for pair in pairs:
+        free = (part for part in result if not any(_meet(pair[i], other[i]) for other in part for i in (0, 1)))
+        part = next(free, None)
+        if part is None:
+            result.append([pair])
+        else:
+            part.append(pair)
+    return result
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return max(one[0], other[0]) < min(sum(one), sum(other))
 
 
 def _regions(completions: Sequence[Span], owner: Sequence[int]) -> dict[int, Span]:
