@@ -306,14 +306,8 @@ def test_a_branch_says_which_column_is_read_before_it():
     batch = collate(rows, scores, undecoded)
     # Columns 0 and 1 are the prompt's; the branches begin in columns 4 and 6, behind columns 1 and 4.
     assert batch.previous.tolist() == [[-1, 0, 1, 2, 1, 4, 4], [-1, 0, 1, 2, 3, 4, 5]]
-    assert (
-        collate(
-            [group_of([5, 6], [talk(TALK), talk(None)])],
-            replace(SPLIT, total=torch.zeros(1, 2), outcome=torch.zeros(1, 2)),
-            undecoded,
-        ).previous
-        is None
-    )
+    without = collate([group_of([5, 6], [talk(TALK), talk(None)])], scores, undecoded)
+    assert without.previous is None
 
 
 def test_the_last_paths_of_siblings_share_what_all_of_them_begin_with():

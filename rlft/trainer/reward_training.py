@@ -136,8 +136,8 @@ class RewardRefresh:
 
 def pairs_of(group: Group, labels: Sequence[float]) -> list[Pair]:
     """Every (better, worse) pair of siblings with unlike labels, in order; pairs of the same tokens count once."""
-    prompt, paths = group.last_paths()
-    siblings = [tuple(path) for path in paths]
+    shared, paths = group.last_paths()
+    prompt, siblings = tuple(shared), [tuple(path) for path in paths]
     pairs = (
         Pair(prompt=prompt, chosen=siblings[i], rejected=siblings[j])
         for i, j in product(range(len(siblings)), repeat=2)

@@ -365,6 +365,22 @@ def test_where_the_template_rewrites_history_the_policy_reads_it_rewritten_in_a_
     last = policy.asked[-1][0][0].token_ids
     assert list(group.rollouts[0].last_path()[: len(last)]) == list(last)
     assert list(last).count(end) == 5, "three messages of a user and two of the policy"
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert list(last).count(start) == 6, "theirs, and that of the turn to come"
+
+
+def test_branches_are_counted_behind_openings_that_differ() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    said = [f"<think>\nthought {i}\n</think>\n\nanswer {i}" for i in range(3)]
+    environment = Game(**LIMITS, factory="conversation_tools.ChattyDice", arguments={})
+    policy = Recorder({"*": [said]}, tokenizer)
+    with closing(Conversations(policy, environment, tokenizer, at_once=None, longest_row=1200)) as conversations:
+        [group] = conversations.sample([prompt()], 2, [0], SAMPLING)
+    for rollout, drawn in zip(group.rollouts, (1, 2), strict=True):
+        assert fault(rollout.completion) is None
+        path = tokenizer.decode([*rollout.last_path()])
+        assert path.startswith(f"<|im_start|>user\n2 + 3?\n\nBegin {drawn}.<|im_end|>\n<|im_start|>assistant\nanswer 0")
+        assert path.endswith(f"{said[2]}<|im_end|>")
 
 
 @pytest.mark.parametrize("syntax", ["json", "xml"])

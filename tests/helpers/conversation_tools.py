@@ -155,3 +155,14 @@ class Chatty:
     def step(self, text: str) -> tuple[str, float, bool]:
         self.turn += 1
         return f"<|im_start|>no {self.turn}", float(self.turn), self.turn == 3
+
+
+class ChattyDice(Chatty):
+    """One that begins with what each sibling has drawn for itself."""
+
+    drawn = 0
+
+    def reset(self, **row: Any) -> str:
+        super().reset()
+        type(self).drawn += 1
+        return f"Begin {type(self).drawn}."
