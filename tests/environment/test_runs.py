@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,41 @@ def test_a_run_of_conversations_is_the_same_killed_and_resumed_with_an_engine_ap
     done = forks.run("resume", "apart", "cluster.engines=1", cwd=tmp_path)
     assert done.code == 0, done.err
     check_same(tmp_path / "apart", tmp_path / "whole")
+
+
+REWRITING = """\
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and not loop.last %}{%- set content = content.replace('<think>', '') %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+"""The embedded model's chat template, but for earlier turns, of which it drops a word, as Qwen3's drops their thinking."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [("algorithm=grpo",), ("algorithm=ppo", "critic.kind=shared")])
+def test_a_policy_learns_in_branches_what_it_sampled_in_them(
+    algorithm: tuple[str, ...], forks: Nursery, tiny_path: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "rewriting"
+    shutil.copytree(tiny_path, model)
+    (model / "chat_template.jinja").write_text(REWRITING, encoding="utf-8")
+    game = "environment.factory=conversation_tools.Letters"
+    keys = [game if word.startswith("environment.factory") else word for word in KEYS]
+    keys += [f"model.path={model}", *algorithm, "algorithm.mismatch=token_mask"]
+    done = forks.run("train", *keys, "hydra.run.dir=run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
+    branched = [line for line in lines if "branches" in line]
+    assert branched, "some had a second turn after having thought"
+    for line in branched:
+        [branch] = line["branches"]
+        assert line["mask"][branch["start"]] == 0
+        assert line["mask"][-1] == 1
+    metrics = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert metrics["turns/branches"] == len(branched) / len(lines)
+    # The trainer gives each token the log-prob that the engine had for it: in a branch that was read behind another
+    # place, they would be nats apart.
+    assert metrics["sampler/logprob_gap_max"] < 1e-3
+    assert metrics["policy/grad_norm"] > 0

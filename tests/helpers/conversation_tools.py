@@ -166,3 +166,15 @@ class ChattyDice(Chatty):
         super().reset()
         type(self).drawn += 1
         return f"Begin {type(self).drawn}."
+
+
+class Letters:
+    """A game of two turns that likes one letter."""
+
+    def reset(self, **row: Any) -> str:
+        self.turn = 0
+        return "Ask, then guess."
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.turn += 1
+        return "high", float(text.count("1")), self.turn == 2
