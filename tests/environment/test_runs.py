@@ -43,11 +43,12 @@ def test_a_run_of_conversations_is_the_same_killed_and_resumed_with_an_engine_ap
 REWRITING = """\
 {%- for message in messages %}
     {%- set content = message.content %}
-    {%- if message.role == 'assistant' and not loop.last %}{%- set content = content.replace('<think>', '') %}{% endif %}
+    {%- set earlier = message.role == 'assistant' and not loop.last %}
+    {%- if earlier %}{%- set content = content.replace('<think>', '') %}{% endif %}
     {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-"""The embedded model's chat template, but for earlier turns, of which it drops a word, as Qwen3's drops their thinking."""
+"""The embedded model's chat template, but for a word that it drops of earlier turns, as Qwen3's drops thinking."""
 
 
 @pytest.mark.slow
