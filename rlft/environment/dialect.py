@@ -90,7 +90,7 @@ class Dialect:
     @property
     def rewrites(self) -> bool:
         """Whether the template writes earlier turns anew for each answer: there is no suffix then, but `rewritten`."""
-        return self.template.rewrites
+        return bool(self.template.rewriting)
 
     def rewritten(
         self,

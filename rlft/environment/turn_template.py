@@ -38,10 +38,11 @@ class TurnTemplate:
         roles: who answers the policy.
         tools: JSON schemas of tools, as `transformers.utils.get_json_schema` makes them, which the template shows.
         opening: messages like those that conversations begin with; whether they have a system's matters.
+        may_rewrite: the roles at whose answers the template may rewrite earlier turns.
 
     Raises:
         UserError: there is no chat template; it cannot show tools or their answers, takes no second turn of a user,
-            ends turns with no special token, or rewrites earlier turns when a tool answers.
+            ends turns with no special token, or rewrites earlier turns when another role answers.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TurnTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         opening: Sequence[Mapping[str, Any]] = OPENING,
+        may_rewrite: Collection[Role] = ("user",),
     ) -> None:
         self._tokenizer, self._tools, self._opening = tokenizer, [dict(tool) for tool in tools], list(opening)
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and len(t.content) > 1]
@@ -65,16 +67,16 @@ class TurnTemplate:
         for role in roles:
             self._check_takes(role)
         try:
-            rewriting = {role for role in roles if self._rewrites(role, roles)}
+            self.rewriting: frozenset[Role] = frozenset(role for role in roles if self._rewrites(role, roles))
         except TemplateError as error:
             raise self._refused(f"chat template takes no second answer ({error})", "chat template that does") from error
-        if "tool" in rewriting:
+        """Those at whose answers earlier turns become others: conversations go on in branches then (`prompt`)."""
+        if not self.rewriting <= {*may_rewrite}:
+            who = "a tool answers" if "tool" in self.rewriting else "a user speaks again"
             raise self._refused(
-                "chat template rewrites earlier turns when a tool answers, so no conversation with it goes on",
+                f"chat template rewrites earlier turns when {who}, so no conversation with it goes on",
                 "chat template that keeps them as they were",
             )
-        self.rewrites = bool(rewriting)
-        """Whether earlier turns are others once a user speaks again: conversations go on in branches (`prompt`)."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], trusted: Sequence[int]) -> tuple[int, ...]:
         """The tokens of a conversation up to the start of the policy's next turn.
@@ -124,7 +126,7 @@ class TurnTemplate:
                 calls.
         """
         roles = {answer["role"] for answer in answers}
-        if len(roles) != 1 or ("user" in roles and self.rewrites):
+        if len(roles) != 1 or roles & self.rewriting:
             raise ValueError(f"answers of the roles {sorted(roles)} have no suffix")
         end, rest, gap = self._between(roles.pop(), answers)
         # Each part is tokenised behind a special token, where no tokenizer takes it for the beginning of a text.

@@ -203,7 +203,7 @@ REWRITING = [
 def test_where_a_user_makes_a_template_rewrite_earlier_turns_the_whole_is_read_again(family, tools, system):
     tokenizer, opening, schemas = family_tokenizer(family), asked(system), [ADD] if tools else []
     template = TurnTemplate(tokenizer, ["user"], tools=schemas, opening=opening)  # type: ignore[list-item]
-    assert template.rewrites
+    assert template.rewriting == {"user"}
     first = template.prompt(opening, lengths(opening))
     turn, answers = said(family, "x", False), answers_of("user", ["2?"])
     messages = [*opening, turn, *answers]
@@ -240,11 +240,15 @@ def test_a_template_that_rewrites_earlier_turns_when_a_tool_answers_is_refused()
         "model.path: its chat template rewrites earlier turns when a tool answers, so no conversation with it goes on, "
         f"got mistral; use a model with a chat template that keeps them as they were, {REMEDY}"
     )
+    template = TurnTemplate(
+        family_tokenizer("mistral"), ["tool"], tools=[ADD], opening=asked(True), may_rewrite=["tool"]
+    )
+    assert template.rewriting == {"tool"}
 
 
 def test_tools_of_a_template_that_rewrites_for_users_have_a_suffix():
     template = TurnTemplate(family_tokenizer("qwen3"), ["tool", "user"], tools=[ADD])
-    assert template.rewrites
+    assert template.rewriting == {"user"}
     assert template.suffix([], answers_of("tool", ["2"]))
 
 
@@ -287,7 +291,7 @@ def test_a_template_that_drops_nothing_but_thinking_rewrites():
     try:
         tokenizer.chat_template = whole.replace("(loop.last or thought)", "thought")
         assert tokenizer.chat_template != whole
-        assert TurnTemplate(tokenizer, ["user"]).rewrites
+        assert TurnTemplate(tokenizer, ["user"]).rewriting
     finally:
         tokenizer.chat_template = whole
 

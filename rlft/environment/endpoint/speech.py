@@ -89,7 +89,7 @@ class Spoken:
         if tools:
             self._shown = Shown(tools=tuple(tools)) if self._by_template else Shown(preamble=preamble(syntax, tools))
         roles: set[Literal["tool", "user"]] = {"user", "tool"} if tools and self._by_template else {"user"}
-        self._template = TurnTemplate(tokenizer, roles, tools=self._shown.tools, may_fork=True)
+        self._template = TurnTemplate(tokenizer, roles, tools=self._shown.tools, may_rewrite=roles)
         self._reader = reader_of(syntax, tokenizer, tools, OPENING) if tools else None
 
     def prompt(self, messages: Sequence[Message], *, start: bool = True) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Spoken:
         problem: Exception | None = None
         for given in (shown, [_with_written_arguments(message) for message in shown]):
             try:
-                return self._template.prompt(given) if start else self._without_start(given)
+                return self._template.prompt(given, [0] * len(given)) if start else self._without_start(given)
             except Exception as error:  # a template is a program of somebody else's: it may raise anything
                 problem = problem or error
         raise _not_taken(problem)
@@ -118,7 +118,7 @@ class Spoken:
         if not roles or len(roles) > 1 or not roles <= {"user", "tool"}:
             problem = f"messages: what follows the policy's turn is of {' and '.join(sorted(roles)) or 'nobody'}"
             raise Refusal(409, f"{problem}; {ONE_ROLE}", DOES_NOT_CONTINUE)
-        if roles & self._template.forking_roles:
+        if roles & self._template.rewriting:
             problem = f"messages: the chat template rewrites earlier turns when a {roles.pop()} answers"
             raise Refusal(409, f"{problem}; begin another conversation, or use another template", DOES_NOT_CONTINUE)
         try:
