@@ -52,6 +52,7 @@ FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 MAGNITUDE = "base_model.model.model.layers.0.mlp.down_proj.lora_magnitude_vector"
 DEEPER = "base_model.model.model.layers.99.mlp.down_proj.lora_A.weight"
 OWN = "conversation_tools"
+AGENTS = "endpoint_agents"
 
 # What is typed after `rlft`, the key its refusal begins with, and a part of the refusal. The rows run in a folder that
 # `templates` filled: see there for `mine`, `run`, `file`, the .jsonl files and the adapters.
@@ -104,6 +105,19 @@ TABLE = [
     ("train environment=calculator environment.wrokers=1", "environment.wrokers", "did you mean environment.workers?"),
     ("train environment.workers=1", "environment.workers", "the environment chosen here has no such key; it belon"),
     ("train environment=calculator reward=null", "reward", "is empty: nothing would be learned"),
+    ("train environment=endpoint", "environment.agent", "is missing; give environment.agent=mine.play, a function, or"),
+    (f"train environment=endpoint environment.agent={AGENTS}.once environment.command=[sh]", "environment.agent",
+     "stands beside environment.command"),
+    ("train environment=endpoint environment.agent=nothere.play", "environment.agent", "cannot be imported (ModuleNot"),
+    (f"train environment=endpoint environment.agent={AGENTS}.no_key", "environment.agent", "has no parameter api_key"),
+    (f"train environment=endpoint environment.agent={AGENTS}.ADD", "environment.agent", "is not callable, got"),
+    ("train environment=endpoint environment.command=[]", "environment.command", "is empty, got []; give a program"),
+    ("train environment=endpoint environment.command=[no-such-program]", "environment.command",
+     "there is no such program, got no-such-program; name an executable of PATH, or its path"),
+    (f"train environment=endpoint environment.agent={AGENTS}.once cluster.engines=1", "cluster.engines",
+     "agents of environment=endpoint speak to the engine of the run's own process, got 1; set it to 0"),
+    (f"train environment=endpoint environment.agent={AGENTS}.once environment.port=70000", "environment.port",
+     "less than or"),
     # Misspelt groups, choices and keys
     ("train algorithm=grpoo", "algorithm", "got grpoo; did you mean grpo? All: a2c, cispo, dapo, dr_grpo, grpo"),
     ("train algorithm=GRPO", "algorithm", "got GRPO; did you mean grpo? All: a2c"),

@@ -68,6 +68,13 @@ def check_environment(config: SamplingRoot) -> None:
             got="raw",
             remedy="set prompts.style=chat, or environment=null",
         )
+    if isinstance(config, RunConfig) and config.cluster.engines and environment.plays_itself:
+        raise UserError(
+            "cluster.engines",
+            "agents of environment=endpoint speak to the engine of the run's own process",
+            got=config.cluster.engines,
+            remedy="set it to 0, or use another environment",
+        )
     if isinstance(config, RunConfig) and config.cluster.engines and environment.timeout >= config.cluster.timeout:
         raise UserError(
             f"{SECTION}.timeout",

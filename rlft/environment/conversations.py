@@ -156,7 +156,7 @@ class Conversations:
             self._write_texts(everyone)
         finally:
             self._pool.forget(conversation.key for conversation in everyone)
-        return [_group(group) for group in groups]
+        return [group_of(group) for group in groups]
 
     def _new(self, prompt: Prompt, seed: int, index: int, sampling: Sampling) -> Conversation:
         return Conversation(
@@ -223,7 +223,7 @@ class Conversations:
         sampled = self.generator.sample(prompts, len(groups[0]), seeds, replace(sampling, max_tokens=longest))
         for group, prompt, answer in zip(groups, prompts, sampled, strict=True):
             for conversation, rollout in zip(group, answer.rollouts, strict=True):
-                _say(conversation, rollout, sampling.tokens_of(prompt))
+                say(conversation, rollout, sampling.tokens_of(prompt))
 
     def _answer(self, conversations: Sequence[Conversation]) -> None:
         """What the environment answers to the turn that each has just had, and whether it goes on."""
@@ -329,7 +329,7 @@ def row_of(prompt: Prompt) -> dict[str, object]:
     return {**prompt.metadata, "prompt": messages, "id": prompt.id, "answer": prompt.answer}
 
 
-def _say(conversation: Conversation, rollout: Rollout, limit: int) -> None:
+def say(conversation: Conversation, rollout: Rollout, limit: int) -> None:
     """Adds a turn that was sampled; of an engine that does not know the limit, what is within it."""
     completion = rollout.completion
     ids = [int(token) for token in completion.token_ids[:limit]]
@@ -363,7 +363,7 @@ def _told(calls: Sequence[Call], replies: Iterator[Reply], *, ended: FinishReaso
         )
 
 
-def _group(conversations: Sequence[Conversation]) -> Group:
+def group_of(conversations: Sequence[Conversation]) -> Group:
     """The group of siblings; what is not the same in their openings becomes part of their completions."""
     openings = [conversation.opening for conversation in conversations]
     common = _common([opening.token_ids for opening in openings])

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
 
 from rlft.environment.protocol import Cause, Environment
 from rlft.environment.worker import READY, Order, Reply, out_of_time, serve
@@ -38,6 +39,18 @@ class Job:
     key: int
     orders: Sequence[Order]
     left_s: float
+
+
+class Beside(Protocol):
+    """What else the thread does while workers are at their orders."""
+
+    def fileno(self) -> int:
+        """Of what can be read when there is something to do."""
+        ...
+
+    def attend(self) -> None:
+        """Does it. The orders' time goes on."""
+        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -92,8 +105,8 @@ class EnvironmentPool:
         self._seats = [self._started() for _ in range(environment.workers)]
         atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
 
-    def run(self, jobs: Sequence[Job]) -> list[list[Reply]]:
-        """The replies to each job's orders, in their order.
+    def run(self, jobs: Sequence[Job], beside: Beside | None = None) -> list[list[Reply]]:
+        """The replies to each job's orders, in their order; meanwhile `beside` is attended to.
 
         Raises:
             EnvironmentFailure: workers cannot start.
@@ -108,7 +121,7 @@ class EnvironmentPool:
             for number in range(len(self._seats)):
                 while self._has_begun(number, waiting):
                     self._ask(number, finished)
-            for number in self._awake():
+            for number in self._awake(beside):
                 self._hear(number)
         return [finished[index] for index in range(len(jobs))]
 
@@ -177,14 +190,15 @@ class EnvironmentPool:
         except OSError:  # it died while idle, which is no order's fault: another one gets it
             self._replace(number, running)
 
-    def _awake(self) -> list[int]:
+    def _awake(self, beside: Beside | None) -> list[int]:
         """The workers that have something to say, have died, or are out of time; waits for the first."""
         concerned = [n for n, seat in enumerate(self._seats) if seat.asked or not seat.ready]
         if not concerned:
             return []
         seats = [self._seats[n] for n in concerned]
         left_s = min(seat.left_s for seat in seats)
-        waited = [*(seat.pipe for seat in seats), *(seat.process.sentinel for seat in seats)]
+        waited: list[Any] = [*(seat.pipe for seat in seats), *(seat.process.sentinel for seat in seats)]
+        waited += [] if beside is None else [beside]
         heard = connection.wait(waited, timeout=max(0.0, min(left_s, TICK_S)))
         passed = self._clock.since_last()
         for seat in seats:
@@ -193,6 +207,8 @@ class EnvironmentPool:
             else:
                 seat.left_s -= passed
                 seat.stopped_s = 0.0
+        if beside is not None and beside in heard:
+            beside.attend()
         return [
             n
             for n, seat in zip(concerned, seats, strict=True)

@@ -113,6 +113,8 @@ class Environment(ABC):
 
     plays_a_game: ClassVar[bool] = False
     """Whether it answers each turn as a whole (`Play.step`), and not the calls of tools in it."""
+    plays_itself: ClassVar[bool] = False
+    """Whether it holds whole conversations by itself, through an endpoint (`rlft.environment.endpoint`)."""
     keeps_state: ClassVar[bool] = True
     """Whether what it answers depends on earlier turns, so that each conversation stays with its worker."""
 

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     call = "call"
     step = "step"
     reward = "reward"
+    play = "play"  # a whole conversation, of an agent that holds it by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class Order:
 
     Args:
         name: of the tool that is called.
-        values: the tool's arguments, or the row of a reset.
+        values: the tool's arguments, the row of a reset, or what an agent plays with.
         text: of the turn that a game answers.
         seed: what `random` (and numpy's, where it is loaded) draws from meanwhile.
     """
@@ -138,6 +139,8 @@ def _done(play: Play, order: Order, max_answer: int) -> Reply:
             step = play.step(order.text)
             text = answered(step.observation, max_answer)
             return Reply(text=text, reward=finite(step.reward), done=step.done)
+        case Kind.play:
+            return Reply(reward=finite(play.play(**values)))  # type: ignore[attr-defined]  # endpoint.agents.Agent
         case Kind.reward:
             return Reply(reward=finite(play.reward()))
 

@@ -85,6 +85,8 @@ class Session(RunShell):
         say: Callable[[str], None],
         ranks: Ranks | None = None,
         base: ShardedLayers | None = None,
+        *,
+        may_resume: bool = True,
     ) -> None:
         super().__init__(plan, folder, logger, interrupt, say)
         self.plan, self.config = plan, plan.config
@@ -93,7 +95,7 @@ class Session(RunShell):
         self.hints = Hints()
         self.alarms = None if self.config.alarms is None else Alarms(alarms_of(self.config.alarms, self.config.overlap))
         self._failures_noted = 0
-        self.player = conversing_here(plan, generator, backbone.tokenizer)
+        self.player = conversing_here(plan, generator, backbone.tokenizer, folder if may_resume else None)
         self.sampler = StepSampler(self.player, plan.train_prompts.prompts, self.config)
         beside = self.config.cluster.engines > 0
         self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
@@ -175,7 +177,7 @@ class Session(RunShell):
 
     def _sample_with_the_earlier(self, step: int, earlier: Adapter) -> None:
         """Samples the first groups of a run that goes on beyond what was its last step, as if it had been longer."""
-        self.generator.load(earlier)
+        self.player.load(earlier)
         self.freshness.check_again(earlier.version, self.generator)
         self.ahead.restore(step, self.sampler.sample(step))
         self.publish(step)
@@ -193,7 +195,7 @@ class Session(RunShell):
             if self._published is not None:
                 self._earlier = self._published
             self._published = adapter
-        self.generator.load(adapter)
+        self.player.load(adapter)  # who plays over the engine notes the version
         if self.engine_here is not None:
             self.engine_here.load(adapter)
         self.freshness.check(version, self.generator, self.trainer)
@@ -478,7 +480,20 @@ def open_session(
             generator = stack.enter_context(engines.opened(config.generation.named(plan.engine), opening))
         else:
             generator = pool
-        session = Session(plan, folder, backbone, roles, generator, scorer, logger, interrupt, say, ranks, base)
+        session = Session(
+            plan,
+            folder,
+            backbone,
+            roles,
+            generator,
+            scorer,
+            logger,
+            interrupt,
+            say,
+            ranks,
+            base,
+            may_resume=again is not None,
+        )
         if session.player is not generator:
             stack.callback(session.player.close)
         stack.callback(session.ahead.close)

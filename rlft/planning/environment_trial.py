@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rlft.environment.conversations import Conversations
 from rlft.environment.dialect import Dialect
+from rlft.environment.endpoint.agents import Endpoint
+from rlft.environment.endpoint.played import PlayedByAgents
 from rlft.environment.pool import EnvironmentFailure
 from rlft.environment.protocol import Environment, Schema
 from rlft.generation.scripted import ScriptedGenerator
@@ -49,12 +51,19 @@ class EnvironmentTrial:
 def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> EnvironmentTrial:
     """One conversation of a scripted policy, in the environment's own processes and with its time limits."""
     script = [LAST_WORDS]
+    one = replace(environment, workers=1, turn_tokens=None)
+    if environment.plays_itself:
+        policy = ScriptedGenerator({"*": script}, tokenizer)
+        played = PlayedByAgents(policy, cast(Endpoint, one), tokenizer, longest_row=2 * ROOM, traces=None)
+        return _tried(played, prompt)
     if not environment.plays_a_game:
         dialect, schema = Dialect(environment, tokenizer, prompt.messages), environment.schemas()[0]
         script.insert(0, dialect.written(schema["function"]["name"], made_up(schema, prompt)))
     policy = ScriptedGenerator({"*": [script]}, tokenizer)
-    one = replace(environment, workers=1, turn_tokens=None)
-    played = Conversations(policy, one, tokenizer, at_once=None, longest_row=2 * ROOM)
+    return _tried(Conversations(policy, one, tokenizer, at_once=None, longest_row=2 * ROOM), prompt)
+
+
+def _tried(played: Conversations | PlayedByAgents, prompt: Prompt) -> EnvironmentTrial:
     try:
         with closing(played):
             [group] = played.sample([prompt], 1, [0], Sampling(max_tokens=ROOM, temperature=1.0))

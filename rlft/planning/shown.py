@@ -23,5 +23,9 @@ def shown_in_prompts(
     if environment is None or not len(prompts):
         return NOTHING
     from rlft.environment.dialect import Dialect
+    from rlft.environment.turn_template import TurnTemplate
 
+    if environment.plays_itself:
+        TurnTemplate(tokenizer, {"user"}, opening=prompts[0].messages)
+        return NOTHING
     return Dialect(environment, tokenizer, prompts[0].messages).shown

@@ -96,7 +96,8 @@ class Settings:
         prompt_template: a text with the placeholder {question}.
         token_budget: tokens per forward pass.
         seed: answers derive from it.
-        environment: the tools that the policy may call; each question begins a conversation with it.
+        environment: the tools that the policy may call; each question begins a conversation with it. Agents that play
+            by themselves are none.
     """
 
     model: ModelConfig
@@ -124,6 +125,7 @@ def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
     from rlft.model.config import LoraSettings, ModelConfig
 
     plain = resolved(plain)
+    environment = read_environment(plain.get("environment"))
     data = {} if raw else plain.get("data") or {}
     template = data.get("prompt_template") or PLACEHOLDER
     check_template(template)
@@ -140,7 +142,7 @@ def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
         prompt_template=template,
         token_budget=plain["token_budget"],
         seed=plain["seed"],
-        environment=read_environment(plain.get("environment")),
+        environment=None if environment is None or environment.plays_itself else environment,
     )
 
 

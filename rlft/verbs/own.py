@@ -23,6 +23,7 @@ TRAIN = Verb(
         "token_values",
         "pretrain.path",
         "environment.workers",
+        "environment.port",
         "cluster.kind",
         "cluster.address",
         "cluster.engines",
@@ -76,5 +77,5 @@ SAMPLE = Verb(
     closing=late("rlft.verbs.sample:closing"),
     compose=late("rlft.run.like:composed_like_a_run"),
     headline=None,
-    free_keys=("num_prompts", "environment.workers"),
+    free_keys=("num_prompts", "environment.workers", "environment.port"),
 )

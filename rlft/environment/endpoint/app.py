@@ -185,14 +185,13 @@ async def _reply(http: HttpRequest, request: Request, limits: Limits) -> dict[st
         await asyncio.wait({reply, gone}, timeout=limits.timeout, return_when=asyncio.FIRST_COMPLETED)
         if reply.done():
             return reply.result()
-        request.reply.cancel()
         if gone.done():
             raise Refusal(499, "the client has gone", "client_gone")
         problem = f"the engine has not answered within {limits.section}.timeout={limits.timeout:g} s"
         raise Refusal(504, f"{problem}; ask for fewer tokens, or raise it", "timeout")
     finally:
         gone.cancel()
-        reply.cancel()
+        reply.cancel()  # and with it the request, unless it is being sampled
 
 
 async def _gone(http: HttpRequest) -> None:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 REMEMBERED = 64
 """Sets of tools whose templates are kept: finding out how a template writes their calls takes a dozen renderings."""
 
-DOES_NOT_CONTINUE = "does_not_continue"
-"""The code of a request that is no next turn of its conversation."""
-
 Message = dict[str, Any]
 
 
@@ -107,22 +104,19 @@ class Spoken:
                 problem = problem or error
         raise _not_taken(problem)
 
+    def has_suffix(self, messages: Sequence[Message]) -> bool:
+        """Whether turns before stay as they were with these messages behind them; else the whole is read anew."""
+        roles = {message["role"] for message in self._plain(messages)}
+        return roles in ({"user"}, {"tool"}) and not roles & self._template.rewriting
+
     def suffix(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens between a turn of the policy and its next one.
+        """The tokens between a turn of the policy and its next one, where there is such a suffix.
 
         Raises:
-            Refusal: the turns before would be others with these messages behind them.
+            Refusal: the chat template does not take these messages.
         """
-        answers = list(self._plain(messages))
-        roles = {message["role"] for message in answers}
-        if not roles or len(roles) > 1 or not roles <= {"user", "tool"}:
-            problem = f"messages: what follows the policy's turn is of {' and '.join(sorted(roles)) or 'nobody'}"
-            raise Refusal(409, f"{problem}; {ONE_ROLE}", DOES_NOT_CONTINUE)
-        if roles & self._template.rewriting:
-            problem = f"messages: the chat template rewrites earlier turns when a {roles.pop()} answers"
-            raise Refusal(409, f"{problem}; begin another conversation, or use another template", DOES_NOT_CONTINUE)
         try:
-            return self._template.suffix(sampled, answers)
+            return self._template.suffix(sampled, list(self._plain(messages)))
         except Exception as error:  # as above
             raise _not_taken(error) from None
 
@@ -164,9 +158,6 @@ class Spoken:
             list(messages), tools=[dict(tool) for tool in self._shown.tools] or None, tokenize=False
         )
         return tuple(self._tokenizer(str(rendered), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
-
-
-ONE_ROLE = "answer a turn by messages of tools, or by those of a user"
 
 
 def _not_taken(problem: Exception | None) -> Refusal:

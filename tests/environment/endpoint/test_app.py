@@ -192,7 +192,8 @@ def test_calls_are_written_as_json_where_the_template_cannot_show_tools(serve: C
 
 
 def test_a_streamed_chat_says_the_same_in_events(serve: Callable[..., Served]) -> None:
-    client = serve(Recorder(f"Well.\n{CALL}")).client()
+    served = serve(Recorder(f"Well.\n{CALL}"))
+    client = served.client()
     options = {"include_usage": True}
     stream = client.chat.completions.create(
         model="policy", messages=ASKED, tools=[ADD], stream=True, stream_options=options
@@ -204,6 +205,9 @@ def test_a_streamed_chat_says_the_same_in_events(serve: Callable[..., Served]) -
     [call] = [call for delta in deltas for call in delta.tool_calls or ()]
     assert (call.index, call.function.name) == (0, "add")
     assert [event.choices[0].finish_reason for event in events if event.choices][-1] == "tool_calls"
+    raw = served.post("/v1/chat/completions", {"messages": ASKED, "stream": True})
+    assert raw.headers["content-type"].startswith("text/event-stream")
+    assert raw.text.endswith("data: [DONE]\n\n")
     assert events[-1].usage.completion_tokens == len(QWEN(f"Well.\n{CALL}")["input_ids"]) + 1
 
 

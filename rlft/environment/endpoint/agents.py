@@ -1,0 +1,165 @@
+"""`environment=endpoint`: agents that speak to the policy through an endpoint, as functions or as programs.
+
+An agent plays a whole conversation by itself: it sends what it likes to a base URL, by a key of its own, and says what
+came of it. A function is called once a conversation in a worker process; a program is started once a conversation, with
+URL and key in its environment, and may live in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, ClassVar
+
+from rlft.environment.duck_type import accepted, parameters_of
+from rlft.environment.endpoint.server import bound, check_installed
+from rlft.environment.protocol import Environment, Step
+from rlft.keys.bounds import Port, PositiveInt
+from rlft.keys.instantiate import locate
+from rlft.types import UserError
+
+SECTION = "environment"
+AGENT, COMMAND = f"{SECTION}.agent", f"{SECTION}.command"
+HOST = "127.0.0.1"
+NEEDED = ("base_url", "api_key")
+"""What an agent cannot do without."""
+MOST_READ = 65_536
+"""Bytes at the end of what a program prints that are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint(Environment):
+    """agent: `module.function`. command: the words of a command line. One of both.
+
+    port: where the endpoint listens while a step samples. body_bytes: of a request, at most.
+    """
+
+    plays_itself: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = False
+
+    agent: str | None
+    command: Sequence[str] | None
+    port: Port
+    body_bytes: PositiveInt
+
+    def check(self) -> None:
+        check_installed(SECTION)
+        if (self.agent is None) == (self.command is None):
+            problem = "is missing" if self.agent is None else f"stands beside {COMMAND}"
+            remedy = f"give {AGENT}=mine.play, a function, or {COMMAND}=[program,word], a program; one of both"
+            raise UserError(AGENT, problem, got=self.agent, remedy=remedy)
+        if self.agent is not None:
+            self._check_function(self.agent)
+        elif not self.command:
+            raise UserError(COMMAND, "is empty", got="[]", remedy="give a program and its words")
+        elif shutil.which(self.command[0]) is None:
+            remedy = "name an executable of PATH, or its path"
+            raise UserError(COMMAND, "there is no such program", got=self.command[0], remedy=remedy)
+        if self.port:
+            bound(HOST, self.port, SECTION).close()
+
+    def _check_function(self, agent: str) -> None:
+        function = locate(agent, AGENT)
+        taken = {parameter.name for parameter in parameters_of(function)}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+        missing = [] if takes_all else [name for name in NEEDED if name not in taken]
+        if missing:
+            remedy = "write it as play(base_url, api_key, model, **row)"
+            raise UserError(AGENT, f"has no parameter {' and no '.join(missing)}", got=agent, remedy=remedy)
+
+    @property
+    def rewards_turns(self) -> bool:
+        return True
+
+    def start(self) -> None:
+        if self.agent is not None:
+            locate(self.agent, AGENT)
+
+    def make(self) -> Agent:
+        if self.agent is not None:
+            return Agent(function=locate(self.agent, AGENT))
+        return Agent(command=self.command)
+
+
+class Agent:
+    """A `Play` that is played by the agent: `play` is the whole conversation."""
+
+    def __init__(self, *, function: Any = None, command: Sequence[str] | None = None) -> None:
+        self.function, self.command = function, command
+
+    def play(self, row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> float | None:
+        """The reward of the conversation. Raises whatever the agent raises."""
+        where = {"base_url": base_url, "api_key": api_key, "model": model}
+        if self.command is not None:
+            return _run(self.command, row, where)
+        result = self.function(**accepted(self.function, {**row, **where}))
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        raise NotImplementedError("an agent begins by itself")
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        raise NotImplementedError("an agent calls its tools itself")
+
+    def step(self, text: str) -> Step:
+        raise NotImplementedError("an agent is no game")
+
+    def reward(self) -> float | None:
+        raise NotImplementedError("an agent says its reward at its end")
+
+
+def _run(command: Sequence[str], row: Mapping[str, Any], where: Mapping[str, str]) -> float | None:
+    """Runs a program with the row as JSON on standard input; its last line is the reward as JSON.
+
+    It stays in the worker's process group, with which it ends.
+
+    Raises:
+        RuntimeError: it ends with another exit code than 0.
+        ValueError: its last line is no reward.
+    """
+    variables = {
+        "OPENAI_BASE_URL": where["base_url"],
+        "OPENAI_API_KEY": where["api_key"],
+        "OPENAI_MODEL": where["model"],
+    }
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(json.dumps(row, default=str).encode())
+        given.seek(0)
+        process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env={**os.environ, **variables})
+        try:
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        if code:
+            raise RuntimeError(f"{command[0]} ended with exit code {code}: {_last_line(err)[:300]}")
+        return _reward(_last_line(out))
+
+
+def _reward(line: str) -> float | None:
+    try:
+        value = json.loads(line or "null")
+    except ValueError:
+        value = line
+    if isinstance(value, Mapping):
+        value = value.get("reward")
+    if value is None:
+        return None
+    if isinstance(value, bool | int | float):
+        return float(value)
+    raise ValueError(f"the last line of its output is {line[:80]!r}, and no reward as JSON")
+
+
+def _last_line(stream: IO[bytes]) -> str:
+    """The last line that is not empty; "" if there is none."""
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, size - MOST_READ))
+    lines = stream.read().decode("utf-8", "replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

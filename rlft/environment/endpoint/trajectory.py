@@ -1,0 +1,244 @@
+"""One agent's conversation: its requests gathered into one row of tokens.
+
+Ids are concatenated and never made again from text: of a request that goes on where the conversation stands, only what
+is new is rendered. One that does not, of an agent that has cut or rewritten what was said, makes a branch of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlft.environment.conversations import Conversation, say
+from rlft.environment.endpoint import replies
+from rlft.environment.endpoint.agents import Endpoint
+from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, normal
+from rlft.environment.endpoint.inbox import Draw
+from rlft.environment.endpoint.service import check_ids
+from rlft.environment.endpoint.speech import Message, Said, Speech, Spoken
+from rlft.environment.protocol import Cause
+from rlft.environment.transcript import Transcript
+from rlft.environment.worker import Reply
+from rlft.ops.seeds import derive
+from rlft.types import FinishReason, Rollout, Sampling, ToolCall
+
+DOES_NOT_CONTINUE = "does_not_continue"
+"""The code of a request that is no next turn of its conversation."""
+OVER = "conversation_over"
+"""The code of a request behind a limit of the conversation."""
+AGENT = "agent"
+"""The name of what fails where an agent does, among calls of tools."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """A conversation while its agent plays.
+
+    Args:
+        conversation: as other environments have it; its opening is that of the first request.
+        environment: the limits.
+        speech: what conversations look like.
+        sampling: the run's.
+        longest_row: the most tokens of the opening and what follows.
+        vocabulary: token ids are below this.
+        known: messages so far, the policy's included; None behind a request of tokens.
+        tools: of the last request.
+        is_asked: a request of it is being sampled.
+        last: token ids of the last turn. was_cut: whether a limit ended it.
+    """
+
+    conversation: Conversation
+    environment: Endpoint
+    speech: Speech
+    sampling: Sampling
+    longest_row: int
+    vocabulary: int
+    model: str
+    has_begun: bool = False
+    known: list[Message] | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    is_asked: bool = False
+    last: Sequence[int] = ()
+    was_cut: bool = False
+
+    def ask(self, body: Chat | Generate) -> Draw:
+        """What a request asks of the engine, and what the policy reads first.
+
+        Raises:
+            Refusal: it asks for too much, does not belong to this conversation, or a limit has ended that.
+        """
+        conversation = self.conversation
+        if self.is_asked:
+            problem = "another request of this conversation is under way; send one after the other"
+            raise Refusal(409, problem, DOES_NOT_CONTINUE)
+        if body.drawn.n != 1:
+            raise Refusal(400, "n: a conversation goes on from one answer; leave it out", "unsupported_value")
+        if len(conversation.turns) == self.environment.max_turns:
+            conversation.end = FinishReason.turns
+        if conversation.end is not None:
+            raise self._over(conversation.end)
+        messages = normal(body.messages) if isinstance(body, Chat) else None
+        context, answers = self._read(body, messages)
+        if not self.has_begun:
+            self._begin(context, messages)
+        left = self._turn_to(context)
+        self._note_answers(answers)
+        self.known, self.is_asked = messages, True
+        self.tools = body.shown_tools if isinstance(body, Chat) else []
+        most = min(filter(None, (left, self.environment.turn_tokens, body.most_tokens)))
+        turn, seed = len(conversation.turns), conversation.seed
+        stops = tuple(dict.fromkeys((*self.sampling.stop, *body.drawn.stops)))
+        stop_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *(body.drawn.stop_token_ids or ()))))
+        return Draw(
+            prompt=replace(conversation.opening, token_ids=tuple(conversation.transcript.context)),
+            n=1,
+            seed=derive(seed, turn, "turn") if turn else seed,
+            sampling=replace(self.sampling, max_tokens=most, stop=stops, stop_token_ids=stop_ids),
+            turn=turn,
+            first_seed=seed,
+        )
+
+    def hear(self, body: Chat | Generate, draw: Draw, rollout: Rollout) -> dict[str, Any]:
+        """Adds what the policy has said, and returns the reply."""
+        conversation, limit = self.conversation, draw.sampling.max_tokens
+        say(conversation, rollout, limit)
+        self.was_cut, conversation.end = conversation.end is not None, None
+        if len(conversation.transcript.token_ids) >= conversation.limit:
+            conversation.end = FinishReason.length
+        self.is_asked = False
+        completion = replace(
+            rollout.completion,
+            token_ids=tuple(rollout.completion.token_ids[:limit]),
+            logprobs=tuple(rollout.completion.logprobs[:limit]),
+            finish_reason=FinishReason.length if self.was_cut else FinishReason.stop,
+        )
+        self.last = completion.token_ids
+        if isinstance(body, Generate):
+            return replies.generated(body, self.model, [completion])
+        said = self.speech.of(body.shown_tools).said(completion.token_ids, completion.text)
+        self._note_calls(said)
+        assert self.known is not None, "a chat has messages"
+        self.known.extend(normal([replies.as_message(said, draw.seed)]))
+        tokenizer = self.speech.tokenizer
+        return replies.chat(body, self.model, draw.prompt.token_ids, [completion], [said], draw.seed, tokenizer)
+
+    def finish(self, reply: Reply, end_token: int) -> None:
+        """The agent is done, or has failed. end_token: what stands, unsampled, for a policy that was asked nothing."""
+        conversation = self.conversation
+        if reply.cause is Cause.time:
+            conversation.end = FinishReason.time
+        if not conversation.turns:
+            conversation.transcript.hear([end_token])
+            conversation.end = conversation.end or FinishReason.stop
+            return
+        last = conversation.turns[-1]
+        if reply.cause is not None:
+            failed = ToolCall(name=AGENT, arguments="", answer=reply.text, failed=True, cause=str(reply.cause))
+            last = replace(last, calls=(*last.calls, failed))
+        conversation.turns[-1] = replace(last, reward=reply.reward)
+        if conversation.end is None:
+            conversation.end = FinishReason.length if self.was_cut else FinishReason.stop
+        single = len(conversation.turns) == 1
+        conversation.text = last.text if single else self.speech.text(conversation.transcript.token_ids)
+
+    # -- what the policy reads -----------------------------------------------------------------------------------------
+    def _read(self, body: Chat | Generate, messages: list[Message] | None) -> tuple[Sequence[int], Sequence[Message]]:
+        """(all that the policy is to read, the messages of it that are new)."""
+        if isinstance(body, Generate):
+            return check_ids(body.token_ids, self.vocabulary), []
+        assert messages is not None, "a chat has messages"
+        spoken = self.speech.of(body.shown_tools)
+        new = self._continued_by(messages, body.shown_tools)
+        if new is None:
+            return spoken.prompt(messages), messages[-1:]
+        return self._continued(spoken, messages, new), new
+
+    def _continued_by(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message] | None:
+        """What stands behind the conversation so far; None where the messages are no continuation of it."""
+        known = self.known
+        if known is None or len(messages) <= len(known) or list(tools) != self.tools:
+            return None
+        same = all(_alike(a, b) for a, b in zip(known, messages, strict=False))
+        return messages[len(known) :] if same else None
+
+    def _continued(self, spoken: Spoken, messages: list[Message], new: list[Message]) -> Sequence[int]:
+        transcript = self.conversation.transcript
+        if not spoken.has_suffix(new):
+            return spoken.prompt(messages)
+        return (*transcript.context, *spoken.suffix(self.last, new))
+
+    def _begin(self, context: Sequence[int], messages: list[Message] | None) -> None:
+        conversation = self.conversation
+        room = self.longest_row - len(context)
+        if room < 1:
+            problem = f"the first request has {len(context)} tokens, and with what follows there may be"
+            remedy = "send less, or raise prompts.max_tokens"
+            raise Refusal(400, f"{problem} {self.longest_row}; {remedy}", "context_length_exceeded")
+        shown = tuple({"role": m["role"], "content": m["content"]} for m in messages or ())
+        asked = conversation.asked
+        conversation.opening = replace(asked, messages=shown or asked.messages, token_ids=tuple(context))
+        conversation.transcript = Transcript(context)
+        conversation.limit = min(conversation.limit, room)
+        self.has_begun = True
+
+    def _turn_to(self, context: Sequence[int]) -> int:
+        """Has the policy read this; returns the tokens that are left for its turn."""
+        conversation, transcript = self.conversation, self.conversation.transcript
+        left = conversation.limit - len(transcript.token_ids) - transcript.added_by(context)
+        if left < 1:
+            conversation.end = FinishReason.length
+            raise self._over(FinishReason.length)
+        try:
+            transcript.turn_to(context)
+        except ValueError:
+            problem = "the request shares not even its first token with this conversation"
+            raise Refusal(409, f"{problem}; go on where it stands", DOES_NOT_CONTINUE) from None
+        return left
+
+    # -- what is noted of turns ----------------------------------------------------------------------------------------
+    def _note_calls(self, said: Said) -> None:
+        calls = tuple(
+            ToolCall(
+                name=call.name,
+                arguments=replies.arguments_of(call),
+                answer=f"Error: {call.problem}" if call.problem else "",
+                failed=bool(call.problem),
+                cause=str(Cause.malformed) if call.problem else "",
+            )
+            for call in said.calls
+        )
+        conversation = self.conversation
+        conversation.turns[-1] = replace(conversation.turns[-1], calls=calls)
+        conversation.calls += len(calls)
+        most = self.environment.max_tool_calls
+        if most is not None and conversation.calls > most:
+            conversation.end = conversation.end or FinishReason.calls
+
+    def _note_answers(self, messages: Sequence[Message]) -> None:
+        """The turn before was answered with these messages."""
+        turns = self.conversation.turns
+        if not turns or not messages:
+            return
+        answers = [message["content"] for message in messages]
+        calls = list(turns[-1].calls)
+        for place, (call, answer) in enumerate(zip(calls, answers, strict=False)):
+            calls[place] = replace(call, answer=answer)
+        turns[-1] = replace(turns[-1], calls=tuple(calls), answer="\n".join(answers))
+
+    def _over(self, end: FinishReason) -> Refusal:
+        key = {
+            FinishReason.turns: f"environment.max_turns={self.environment.max_turns}",
+            FinishReason.calls: f"environment.max_tool_calls={self.environment.max_tool_calls}",
+        }.get(end, f"generation.max_tokens={self.sampling.max_tokens}, of all turns together")
+        return Refusal(400, f"this conversation is over ({key}); end it, or raise that", OVER)
+
+
+def _alike(known: Message, sent: Message) -> bool:
+    """Whether an agent sends a message again as it was; clients leave out what is empty, and add fields."""
+    return (
+        known["role"] == sent["role"]
+        and known["content"].strip() == sent["content"].strip()
+        and [call["function"] for call in known.get("tool_calls", ())]
+        == [call["function"] for call in sent.get("tool_calls", ())]
+    )

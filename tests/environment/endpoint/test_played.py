@@ -1,0 +1,293 @@
+"""Agents that play through the endpoint: their requests are one row of tokens, their failures are told and counted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import endpoint_agents
+import pytest
+
+from rlft.batch import fault
+from rlft.environment.endpoint.agents import Endpoint
+from rlft.environment.endpoint.played import PlayedByAgents
+from rlft.environment.endpoint.traces import Traces
+from rlft.environment.pool import EnvironmentFailure
+from rlft.generation.scripted import ScriptedGenerator
+from rlft.loop.metrics import turn_metrics
+from rlft.ops.seeds import derive
+from rlft.types import Completion, FinishReason, Group, Prompt, Sampling, UserError
+from tests.helpers.family_tokenizers import family_tokenizer
+
+LIMITS: dict[str, Any] = {
+    "max_turns": 8, "max_tool_calls": None, "turn_tokens": None, "call_timeout": 30.0, "timeout": 30.0,
+    "max_answer": 400, "workers": 2, "syntax": "template", "show_tools": True, "port": 0, "body_bytes": 100_000,
+    "command": None,
+}  # fmt: skip
+QWEN = family_tokenizer("qwen2.5")
+SAMPLING = Sampling(max_tokens=200, temperature=1.0)
+ASKED = ({"role": "user", "content": "2 + 3?"},)
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+TALK = "endpoint_agents.talks"
+
+
+class Recorder(ScriptedGenerator):
+    """A scripted policy that keeps what it was asked."""
+
+    def __init__(self, answers: Sequence[Any]) -> None:
+        super().__init__({"*": answers}, QWEN)
+        self.asked: list[tuple[list[Prompt], int, list[int], Sampling]] = []
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        self.asked.append((list(prompts), n, list(seeds), sampling))
+        return super().sample(prompts, n, seeds, sampling)
+
+
+def prompt(name: str = "p", **metadata: Any) -> Prompt:
+    return Prompt(id=name, messages=ASKED, answer="5", token_ids=tuple(ids_of(ASKED)), metadata=metadata)
+
+
+def ids_of(messages: Any, **more: Any) -> list[int]:
+    shown = [dict(message) for message in messages]
+    return list(QWEN.apply_chat_template(shown, add_generation_prompt=True, return_dict=False, **more))
+
+
+@pytest.fixture
+def play() -> Iterator[Callable[..., PlayedByAgents]]:
+    """Opens conversations with a scripted policy: `play(["first", ["a", "b"]], agent="endpoint_agents.once")`."""
+    opened: list[PlayedByAgents] = []
+
+    def make(answers: Sequence[Any], traces: Traces | None = None, **keys: Any) -> PlayedByAgents:
+        environment = Endpoint(**{**LIMITS, "agent": None, **keys})
+        opened.append(PlayedByAgents(Recorder(answers), environment, QWEN, longest_row=400, traces=traces))
+        return opened[-1]
+
+    yield make
+    for played in opened:
+        played.close()
+
+
+def completions(groups: Sequence[Group]) -> list[Completion]:
+    found = [rollout.completion for group in groups for rollout in group.rollouts]
+    assert [fault(completion) for completion in found] == [None] * len(found)
+    return found
+
+
+def rewards(groups: Sequence[Group]) -> list[list[float | None]]:
+    return [[turn.reward for turn in completion.turns] for completion in completions(groups)]
+
+
+def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Callable[..., PlayedByAgents]) -> None:
+    """The same prompts, seeds and lengths reach the engine, and the same rows come back; with a reward."""
+    played = play(["5", "6"], agent="endpoint_agents.once")
+    prompts = [prompt("p"), prompt("q")]
+    groups = played.sample(prompts, 2, [10, 20], SAMPLING)
+    plain = ScriptedGenerator({"*": ["5", "6"]}, QWEN).sample(prompts, 2, [10, 20], SAMPLING)
+    for group, other in zip(groups, plain, strict=True):
+        assert group.prompt == other.prompt
+        for rollout, expected in zip(group.rollouts, other.rollouts, strict=True):
+            assert rollout.completion.mask is None
+            assert rollout.completion.text == expected.completion.text
+            assert rollout.completion.token_ids == expected.completion.token_ids
+            assert rollout.completion.finish_reason is FinishReason.stop
+    assert rewards(groups) == [[1.0], [0.0], [1.0], [0.0]]
+    engine = played.generator
+    assert isinstance(engine, Recorder)
+    seeds = {p.id: set() for p in prompts}
+    for asked, n, own, sampling in engine.asked:
+        assert (n, sampling) == (1, SAMPLING)
+        for p, seed in zip(asked, own, strict=True):
+            seeds[p.id].add(seed)
+    assert seeds == {"p": {10, 11}, "q": {20, 21}}
+
+
+def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play: Callable[..., PlayedByAgents]) -> None:
+    """By OpenAI's own client; the row is what the template writes, with the sampled tokens as they were sampled."""
+    played = play([[f"Let me see.\n{CALL}", "It is 5."]], agent="endpoint_agents.adds")
+    [group] = played.sample([prompt()], 1, [0], SAMPLING)
+    [completion] = completions([group])
+    tools = [endpoint_agents.ADD]
+    assert group.prompt.token_ids == tuple(ids_of(ASKED, tools=tools))
+    first, second = [[*QWEN(text)["input_ids"], QWEN.eos_token_id] for text in (f"Let me see.\n{CALL}", "It is 5.")]
+    between = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    middle = QWEN(between, add_special_tokens=False)["input_ids"]
+    assert list(completion.token_ids) == [*first, *middle, *second]
+    assert completion.mask == (*[True] * len(first), *[False] * len(middle), *[True] * len(second))
+    assert completion.branches == ()
+    [turn, last] = completion.turns
+    assert [(call.name, call.arguments, call.answer, call.failed) for call in turn.calls] == [
+        ("add", '{"a": 2, "b": 3}', "5", False)
+    ]
+    assert (turn.answer, turn.reward, last.reward, last.text) == ("5", None, 1.0, "It is 5.")
+
+
+def test_seeds_of_later_turns_are_those_of_other_environments(play: Callable[..., PlayedByAgents]) -> None:
+    played = play([["a", "b"]], agent=TALK)
+    [group] = played.sample([prompt()], 1, [41], SAMPLING)
+    engine = played.generator
+    assert isinstance(engine, Recorder)
+    assert [own for _, _, own, _ in engine.asked] == [[41], [derive(41, 1, "turn")]]
+    assert [p.ongoing.turn for asked, *_ in engine.asked for p in asked if p.ongoing] == [0, 1]
+    [completion] = completions([group])
+    end = QWEN.eos_token_id
+    assert sum(t == end and not own for t, own in zip(completion.token_ids, completion.mask or (), strict=True)) == 1
+    # The user's turn ends once: what was written like that token in it has stayed text.
+    assert completion.text.count("<|im_end|>") == 1
+
+
+def test_history_that_an_agent_rewrites_makes_a_branch(play: Callable[..., PlayedByAgents]) -> None:
+    played = play([["first words", "second"]], agent="endpoint_agents.rewrites")
+    [group] = played.sample([prompt()], 1, [0], SAMPLING)
+    [completion] = completions([group])
+    first = [*QWEN("first words")["input_ids"], QWEN.eos_token_id]
+    assert list(completion.token_ids[: len(first)]) == first
+    [branch] = completion.branches
+    assert (branch.start, branch.after) == (len(first), -1)  # behind the prompt's last token
+    said = "something else<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
+    read = QWEN(said, add_special_tokens=False)["input_ids"]
+    second = [*QWEN("second")["input_ids"], QWEN.eos_token_id]
+    assert list(completion.token_ids[len(first) :]) == [*read, *second]
+    assert completion.mask == (*[True] * len(first), *[False] * len(read), *[True] * len(second))
+    assert turn_metrics([completion])["turns/branches"] == 1
+
+
+def test_tokens_go_in_and_out_and_those_of_others_are_refused(
+    play: Callable[..., PlayedByAgents],
+) -> None:
+    played = play([["a b", "c"]], agent="endpoint_agents.by_tokens")
+    ids = ids_of(ASKED)
+    [group] = played.sample([prompt(ids=ids)], 1, [0], SAMPLING)
+    [completion] = completions([group])
+    first, second = [[*QWEN(text)["input_ids"], QWEN.eos_token_id] for text in ("a b", "c")]
+    assert list(completion.token_ids) == [*first, *ids[-3:], *second]
+    assert rewards([group]) == [[None, float(len(second))]]
+
+
+def test_limits_end_a_conversation_with_their_reason(play: Callable[..., PlayedByAgents]) -> None:
+    """Each is told to the agent, by OpenAI's status 400, and is the row's finish reason."""
+    for keys, sampling, turns, end in (
+        ({"max_turns": 2}, SAMPLING, 2, FinishReason.turns),
+        ({}, Sampling(max_tokens=30, temperature=1.0), 2, FinishReason.length),  # 2 turns of 3 tokens, 20 between
+        ({"turn_tokens": 1}, SAMPLING, 3, FinishReason.length),  # the last turn was cut
+    ):
+        played = play([["a b", "c d", "e f"]], agent=TALK, **keys)
+        [group] = played.sample([prompt(turns=3)], 1, [0], sampling)
+        [completion] = completions([group])
+        assert (len(completion.turns), completion.finish_reason) == (turns, end)
+        assert completion.turns[-1].reward == turns
+        assert len(completion.token_ids) <= sampling.max_tokens
+
+
+FAILURES = {
+    "raise": ("raised", "Error: ValueError: a problem"),
+    "exit": ("raised", "Error: SystemExit: 3"),
+    "die": ("died", "Error: the tool's process ended with exit code 7"),
+    "hang": ("time", "Error: no answer within 3 s"),
+    "text": ("raised", "Error: ValueError: could not convert string to float: 'much'"),
+    "fork": ("", ""),
+    "mute": ("", ""),
+}
+
+
+def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward(
+    play: Callable[..., PlayedByAgents],
+) -> None:
+    played = play(["word"], agent="endpoint_agents.misbehaves", call_timeout=3.0)
+    groups = played.sample([prompt(how, how=how) for how in FAILURES], 1, [0] * len(FAILURES), SAMPLING)
+    for how, completion in zip(FAILURES, completions(groups), strict=True):
+        cause, text = FAILURES[how]
+        if how == "mute":  # the policy was asked nothing: a row without a sampled token
+            assert (completion.turns, completion.num_sampled, len(completion.token_ids)) == ((), 0, 1)
+            continue
+        [turn] = completion.turns
+        assert [(call.name, call.cause, call.answer) for call in turn.calls] == (
+            [("agent", cause, text)] if cause else []
+        )
+        assert turn.reward == (None if cause else 0.5)
+        assert completion.finish_reason is (FinishReason.time if how == "hang" else FinishReason.stop)
+    metrics = turn_metrics(completions(groups))
+    assert metrics["calls/raised_fraction"] == 3 / 5
+    assert metrics["calls/died_fraction"] == metrics["calls/time_fraction"] == 1 / 5
+    again = played.sample([prompt("again", how="")], 1, [0], SAMPLING)  # workers were replaced
+    assert rewards(again) == [[0.5]]
+
+
+def test_agents_none_of_which_asks_anything_end_the_run(
+    play: Callable[..., PlayedByAgents],
+) -> None:
+    played = play(["word"], command=["sh", "-c", "echo lost >&2; exit 3"])
+    with pytest.raises(EnvironmentFailure, match=r"none of 2 agents has asked .*sh ended with exit code 3: lost\); "):
+        played.sample([prompt()], 2, [0], SAMPLING)
+
+
+def test_requests_beside_each_other_of_one_conversation_and_several_answers_are_refused(
+    play: Callable[..., PlayedByAgents],
+) -> None:
+    played = play(["word"], agent="endpoint_agents.asks_at_once")
+    assert rewards(played.sample([prompt()], 1, [0], SAMPLING)) == [[400.0]]  # n=2
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": row["prompt"]}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+said = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))["choices"][0]["message"]["content"]
+print("noise")
+if row["id"] == "fails":
+    sys.exit("no luck")
+print({"number": 0.25, "object": '{"reward": 0.75}', "nothing": "null", "words": "well done"}[row["id"]])
+"""
+
+
+def test_a_program_of_its_own_plays_by_its_environment_and_standard_input(
+    play: Callable[..., PlayedByAgents], tmp_path: Path
+) -> None:
+    program = tmp_path / "play.py"
+    program.write_text(PROGRAM)
+    played = play(["word"], command=[sys.executable, str(program)])
+    names = ["number", "object", "nothing", "words", "fails"]
+    groups = played.sample([prompt(name) for name in names], 1, [0] * 5, SAMPLING)
+    assert rewards(groups) == [[0.25], [0.75], [None], [None], [None]]
+    told = [[call.answer for call in completion.turns[0].calls] for completion in completions(groups)]
+    assert told[:3] == [[], [], []]
+    assert told[3] == ["Error: ValueError: the last line of its output is 'well done', and no reward as JSON"]
+    assert told[4] == [f"Error: RuntimeError: {sys.executable} ended with exit code 1: no luck"]
+
+
+def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_back_to_it(
+    play: Callable[..., PlayedByAgents], tmp_path: Path
+) -> None:
+    """An agent by the clock plays otherwise each time, but what is recorded; a row that branches comes back, too."""
+    agent = "endpoint_agents.by_the_clock"
+    first = play(["one two three four", "b"], Traces(tmp_path, 2), agent=agent)
+    prompts = [prompt("p"), prompt("q")]
+    played = first.sample(prompts, 2, [3, 5], SAMPLING)
+    second = play(["something else"], Traces(tmp_path, 2), agent=agent)
+    assert second.sample(prompts, 2, [3, 5], SAMPLING) == played
+    assert second.generator.asked == []  # type: ignore[attr-defined]
+    assert second.sample(prompts, 2, [3, 6], SAMPLING) != played
+    branched = play([["first words", "second"]], Traces(tmp_path, 2), agent="endpoint_agents.rewrites")
+    row = branched.sample([prompt()], 1, [0], SAMPLING)
+    assert branched.sample([prompt()], 1, [0], SAMPLING) == row
+    assert row[0].rollouts[0].completion.branches
+    [newest, *_] = sorted((tmp_path / "traces").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-2] + b"9]")
+
+    def everything_again() -> None:
+        for seeds in ([3, 5], [3, 6]):
+            second.sample(prompts, 2, seeds, SAMPLING)
+        branched.sample([prompt()], 1, [0], SAMPLING)
+
+    with pytest.raises(UserError, match=r"^environment: a recorded trace is damaged \(its content is not what was"):
+        everything_again()
+    names = [f"version_{version:06d}-{'0' * 16}.json" for version in (4, 6, 7)]
+    for name in names:
+        (tmp_path / "traces" / name).touch()
+    Traces(tmp_path, 2).write(8, prompts, 2, [1, 1], SAMPLING, played)
+    kept = {file.name for file in (tmp_path / "traces").iterdir()}
+    assert {name for name in names if name in kept} == set(names[1:])
+    assert not any(name.startswith("version_000000") for name in kept)
