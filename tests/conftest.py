@@ -24,7 +24,7 @@ from rlft.model.kernels import attention
 from rlft.model.roles import Roles
 from rlft.types import Batch, Group, Prompt
 
-pytest_plugins = ("saved_runs",)
+pytest_plugins = ("done_once", "saved_runs")
 
 collect_ignore = ["cuda"]
 """Its tests need a card: `make test-cuda` names that folder, and then it is collected."""

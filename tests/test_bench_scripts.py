@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,21 @@ from rlft.doctor.arithmetic import Shape, step_flops
 from rlft.doctor.work import Size, Work, make_model, write_prompts
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a script in this process, which has its imports; gives what it says: `run("bench_step", "--out", place)`."""
+
+    def run_script(name: str, *words: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_script
 
 
 @pytest.fixture
@@ -71,20 +87,19 @@ def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small: Siz
 
 
 @pytest.mark.slow
-def test_a_step_is_measured_and_told(tmp_path: Path) -> None:
+def test_a_step_is_measured_and_told(run: Run, tmp_path: Path) -> None:
     words = ["--only", "rlft", "--shapes", "tiny", "--groups", "2", "--rounds", "1", "--steps", "2"]
-    command = [sys.executable, SCRIPTS / "bench_step.py", *words, "--out", tmp_path, "--override", "model.device=cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    said = run("bench_step", *words, "--out", tmp_path, "--override", "model.device=cpu")
     [result] = json.loads((tmp_path / "step.json").read_text())
-    [run] = result["runs"]["rlft"]
-    assert len(run["seconds"]) == 2, "the first step is left out"
-    assert run["peak"] > 2**27
-    for step in run["seconds"]:
+    [measured] = result["runs"]["rlft"]
+    assert len(measured["seconds"]) == 2, "the first step is left out"
+    assert measured["peak"] > 2**27
+    for step in measured["seconds"]:
         stages = [step[name] for name in ("sample", "score", "credit", "update", "publish")]
         assert min(stages) > 0
         assert 0.8 * step["step"] < sum(stages) <= step["step"], "the stages are the step"
     told = (tmp_path / "step.md").read_text()
-    assert told.strip() in done.stdout
+    assert told.strip() in said
     assert "| tiny G2 | rlft |" in told
     assert "of 1 processes x 2 steps, engine transformers." in told
 
@@ -99,18 +114,17 @@ def test_a_step_is_measured_and_told(tmp_path: Path) -> None:
     ],
 )
 def test_the_other_scripts_of_the_page_run_and_leave_their_table(
-    script: str, words: str, file: str, told: str, tmp_path: Path
+    script: str, words: str, file: str, told: str, run: Run, tmp_path: Path
 ) -> None:
     options = words.split() if script != "check_plan" else [words]
-    command = [sys.executable, SCRIPTS / f"{script}.py", *options, "--out", tmp_path]
-    subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    run(script, *options, "--out", tmp_path)
     assert told in (tmp_path / file).read_text()
 
 
-def test_the_overlap_is_measured_in_turn(tmp_path: Path) -> None:
+def test_the_overlap_is_measured_in_turn(run: Run, tmp_path: Path) -> None:
     sizes = ["prompts_per_step=2", "group_size=2", "generation.max_tokens=8", "data.size=32"]
     words = ["--rounds", "1", "--steps", "4", "--out", tmp_path, "--override", *sizes]
-    subprocess.run([sys.executable, SCRIPTS / "bench_overlap.py", *words], capture_output=True, check=True, timeout=300)
+    run("bench_overlap", *words)
     table = (tmp_path / "overlap.md").read_text()
     assert [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:] == ["---", "0", "1"]
     assert "times as long as with it" in table

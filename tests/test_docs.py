@@ -44,6 +44,8 @@ SMALL = {
     "eval.num_prompts": "4", "checkpoint.every": "1", "generation.max_tokens": "16", "generation": "transformers",
     "model.device": "cpu", "scoring.workers": "0",
 }  # fmt: skip
+TASK = {"data.size": "64", "data.held_out_size": "16"}
+"""The same of the task that is made, where a recipe brings it."""
 FEWER = {"steps=80": "steps=4", "step_000078": "step_000002", "steps=84": "steps=6"}
 """What a page's continued run becomes when the run before it has SMALL's two steps."""
 
@@ -91,6 +93,8 @@ def smaller(words: list[str], model: Path) -> list[str]:
         names = [name for name in names if name == "model.device" or name in {*groups} & {"generation"}]
     added = [f"{name}={SMALL[name]}" for name in names]
     recipe = next((word for word in words if word.startswith("+recipe=")), "")
+    if verb == "train" and "arithmetic" in recipe and not {"data", "resume"} & given:
+        added += [f"{name}={value}" for name, value in TASK.items() if name not in given]
     if "gsm8k" in recipe:
         places = {"model.path": str(model), "data.path": str(PROBLEMS), "prompts.max_tokens": "1200"}
         added += [f"{name}={value}" for name, value in places.items() if name not in given]
@@ -121,9 +125,9 @@ def run(command: str, model: Path) -> int:
     if words[0] == "resume" and not any(word.startswith("steps=") for word in words):
         shutil.rmtree(max((Path(words[1]) / "checkpoints").iterdir()))
     if " < " in command:
-        with Path(command.partition(" < ")[2]).open() as lines:
-            arguments = [sys.executable, "-m", "rlft.cli", *words]
-            return subprocess.run(arguments, stdin=lines, check=False).returncode
+        with Path(command.partition(" < ")[2]).open() as lines, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", lines)
+            return cli.run(words)
     return cli.run(words)
 
 

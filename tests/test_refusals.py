@@ -997,6 +997,8 @@ sys.meta_path.insert(0, Finder())
 from contextlib import redirect_stderr
 from io import StringIO
 from rlft import cli
+import omegaconf, yaml_once
+omegaconf.OmegaConf.load = yaml_once.load
 lines = []
 for typed in json.loads(sys.stdin.read()):
     with redirect_stderr(StringIO()) as told:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import simulate_cluster
 from cluster_model import Group, Layout, StageCosts, apart, lane_costs, parts, sampled, served, simulate, speed
 from simulate_cluster import positive_fit
 
@@ -100,13 +100,16 @@ def test_costs_are_fitted_and_never_negative() -> None:
     assert 1.0 < found[1] < 2.0
 
 
-def test_a_table_and_a_picture_of_large_clusters_come_from_measured_costs(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPTS / "simulate_cluster.py", "predict", "--prompts", "64", "--out", tmp_path]
-    missing = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert missing.returncode == 1
-    assert "costs.json is missing; make it by: python scripts/simulate_cluster.py measure" in missing.stderr
+def test_a_table_and_a_picture_of_large_clusters_come_from_measured_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["simulate_cluster", "predict", "--prompts", "64", "--out", str(tmp_path)])
+    with pytest.raises(
+        SystemExit, match=r"costs\.json is missing; make it by: python scripts/simulate_cluster\.py measure"
+    ):
+        simulate_cluster.main()
     (tmp_path / "costs.json").write_text(json.dumps(asdict(COSTS)))
-    subprocess.run(command, capture_output=True, check=True, timeout=120)
+    simulate_cluster.main()
     lines = (tmp_path / "cluster.md").read_text().splitlines()
     assert [line.split(" | ")[1:3] for line in lines[2:8]] == [
         ["1", "1"], ["4", "1"], ["16", "4"], ["64", "16"], ["256", "64"], ["1,024", "256"],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_processes import start_fresh
+from run_processes import Nursery, start_fresh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlft
@@ -278,22 +278,27 @@ def test_lengths_are_summed_up() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
+    ("words", "fresh"),
     [
-        ("+recipe=grpo_arithmetic",),
-        ("+recipe=ppo_arithmetic", "token_budget=4000", "steps=2"),
-        ("+recipe=grpo_arithmetic", "token_budget=16000", "group_size=16", "prompts_per_step=16"),
-        ("+recipe=grpo_arithmetic", "prompts_per_step=2", "eval.num_samples=6", "generation.max_tokens=400"),
-        ("+recipe=grpo_arithmetic", "lora.use_dora=true", "lora.dropout=0.1"),
+        (("+recipe=grpo_arithmetic",), False),
+        (("+recipe=ppo_arithmetic", "token_budget=4000", "steps=2"), True),
+        (("+recipe=grpo_arithmetic", "token_budget=16000", "group_size=16", "prompts_per_step=16"), False),
+        (("+recipe=grpo_arithmetic", "prompts_per_step=2", "eval.num_samples=6", "generation.max_tokens=400"), False),
+        (("+recipe=grpo_arithmetic", "lora.use_dora=true", "lora.dropout=0.1"), True),
     ],
     ids=["grpo", "ppo", "large micro-batches", "large evaluation", "DoRA with dropout"],
 )
-def test_the_peak_is_within_15_percent_of_a_runs(words: tuple[str, ...], tmp_path: Path) -> None:
-    """A rehearsal takes the longest rows, so that even short completions leave the planned peak."""
+def test_the_peak_is_within_15_percent_of_a_runs(
+    words: tuple[str, ...], fresh: bool, forks: Nursery, tmp_path: Path
+) -> None:
+    """A rehearsal takes the longest rows, so that even short completions leave the planned peak.
+
+    A fork has 140 MB less of its own than a process that a user starts: what a plan is off by is a larger part of it.
+    """
     words = (*words, *TASK, *(() if "steps=2" in words else ("steps=1",)))
-    # In processes of their own, not forked from one that has a heap of its own already.
-    planned = start_fresh("plan", *words, "--json", cwd=tmp_path).wait()
-    done = start_fresh("train", *words, "logger=[jsonl]", "hydra.run.dir=run", cwd=tmp_path).wait()
+    start = start_fresh if fresh else forks.start
+    planned = start("plan", *words, "--json", cwd=tmp_path).wait()
+    done = start("train", *words, "logger=[jsonl]", "hydra.run.dir=run", cwd=tmp_path).wait()
     assert done.code == 0, done.err
     measured = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory/peak_bytes"]
     assert json.loads(planned.out)["peak"] == pytest.approx(measured, rel=0.15)
