@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlft.environment.protocol import Environment, Step
+from rlft.environment.protocol import Environment
 from rlft.environment.tools import called, schema_of
 from rlft.keys.instantiate import locate
 from rlft.types import UserError
@@ -58,7 +58,7 @@ class DuckType(Environment):
 
 
 class ObjectCalls:
-    """A `Play` of an object of such a class."""
+    """The tools and the reward of an object of such a class."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -70,9 +70,6 @@ class ObjectCalls:
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         methods = {tool: getattr(self.held, tool) for tool in tool_names(type(self.held))}
         return called(methods, name, arguments)
-
-    def step(self, text: str) -> Step:
-        raise NotImplementedError("its tools are called")
 
     def reward(self) -> float | None:
         give = getattr(self.held, "get_reward", None)

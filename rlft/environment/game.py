@@ -47,7 +47,7 @@ class Game(Environment):
 
 
 class ObjectSteps:
-    """A `Play` of an object of such a class."""
+    """The answers of an object of such a class."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -56,12 +56,6 @@ class ObjectSteps:
         text = self.held.reset(**accepted(self.held.reset, {"seed": seed, **row}))
         return None if text is None else str(text)
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        raise NotImplementedError("a game has no tools")
-
     def step(self, text: str) -> Step:
         observation, reward, done = self.held.step(text)
         return Step(observation, None if reward is None else float(reward), bool(done))
-
-    def reward(self) -> float | None:
-        return None

@@ -13,7 +13,7 @@ import contextlib
 import os
 import pickle
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -25,6 +25,7 @@ from rlft.scoring.pool import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S, STOPPED
 from rlft.system.children import how_it_ended, kill, spawned
 from rlft.system.running_time import TICK_S, RunningTime, is_stopped
 
+HASH_SEED = "PYTHONHASHSEED"
 SPENT = "Error: the time for all calls is used up"
 
 
@@ -94,6 +95,22 @@ class Seat:
     knows: set[int] = field(default_factory=set)
 
 
+@contextlib.contextmanager
+def fixed_hash_seed() -> Iterator[None]:
+    """Processes that start inside walk sets of texts in the same order every time, or a resumed run would not replay.
+
+    A PYTHONHASHSEED that the user has set stays.
+    """
+    if HASH_SEED in os.environ:
+        yield
+        return
+    os.environ[HASH_SEED] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[HASH_SEED]
+
+
 class EnvironmentPool:
     """Runs jobs in `environment.workers` processes, which start in the background."""
 
@@ -147,7 +164,8 @@ class EnvironmentPool:
 
     # -- one worker ----------------------------------------------------------------------------------------------------
     def _started(self) -> Seat:
-        process, pipe = spawned(serve, self._environment, os.getpid(), name="rlft-environment-worker")
+        with fixed_hash_seed():
+            process, pipe = spawned(serve, self._environment, os.getpid(), name="rlft-environment-worker")
         return Seat(process=process, pipe=pipe)
 
     def _has_begun(self, number: int, waiting: deque[Running]) -> bool:

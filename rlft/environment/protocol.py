@@ -94,16 +94,24 @@ class Play(Protocol):
         """
         ...
 
+
+class Calls(Play, Protocol):
+    """The side of an environment that answers calls of tools."""
+
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """What a tool answers. Malformed if there is none of that name, or its arguments are others."""
         ...
 
-    def step(self, text: str) -> Step:
-        """What a game answers to the text of a turn."""
-        ...
-
     def reward(self) -> float | None:
         """The reward of the whole conversation, at its end; None for none."""
+        ...
+
+
+class Moves(Play, Protocol):
+    """The side of an environment that answers turns as a whole."""
+
+    def step(self, text: str) -> Step:
+        """What it answers to the text of a turn."""
         ...
 
 
@@ -112,7 +120,7 @@ class Environment(ABC):
     """An environment. Subclasses are frozen dataclasses; meanings and defaults are in configs/environment/."""
 
     plays_a_game: ClassVar[bool] = False
-    """Whether it answers each turn as a whole (`Play.step`), and not the calls of tools in it."""
+    """Whether it answers each turn as a whole, and not the calls of tools in it: `make` gives `Moves`, or `Calls`."""
     plays_itself: ClassVar[bool] = False
     """Whether it holds whole conversations by itself, through an endpoint (`rlft.environment.endpoint`)."""
     keeps_state: ClassVar[bool] = True

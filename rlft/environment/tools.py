@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlft.environment.protocol import Environment, Malformed, Step
+from rlft.environment.protocol import Environment, Malformed
 from rlft.keys.instantiate import locate
 from rlft.types import UserError
 
@@ -46,7 +46,7 @@ class Tools(Environment):
 
 
 class FunctionCalls:
-    """A `Play` that only calls functions, by their names."""
+    """Only calls functions, by their names."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.functions = functions
@@ -56,9 +56,6 @@ class FunctionCalls:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         return called(self.functions, name, arguments)
-
-    def step(self, text: str) -> Step:
-        raise NotImplementedError("tools play no game")
 
     def reward(self) -> float | None:
         return None

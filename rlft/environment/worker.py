@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
-from rlft.environment.protocol import Cause, Environment, Malformed, Play
+from rlft.environment.protocol import Calls, Cause, Environment, Malformed, Moves, Play
 from rlft.scoring.worker import Alarm, OutOfTime, end_process_group, place_of
 from rlft.system.children import detach
 
@@ -134,15 +134,15 @@ def _done(play: Play, order: Order, max_answer: int) -> Reply:
             text = play.reset(values, order.seed)
             return Reply(text="" if text is None else answered(text, max_answer))
         case Kind.call:
-            return Reply(text=answered(play.call(order.name, values), max_answer))
+            return Reply(text=answered(cast(Calls, play).call(order.name, values), max_answer))
         case Kind.step:
-            step = play.step(order.text)
+            step = cast(Moves, play).step(order.text)
             text = answered(step.observation, max_answer)
             return Reply(text=text, reward=finite(step.reward), done=step.done)
         case Kind.play:
             return Reply(reward=finite(play.play(**values)))  # type: ignore[attr-defined]  # endpoint.agents.Agent
         case Kind.reward:
-            return Reply(reward=finite(play.reward()))
+            return Reply(reward=finite(cast(Calls, play).reward()))
 
 
 def answered(value: Any, max_answer: int) -> str:

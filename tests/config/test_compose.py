@@ -245,6 +245,7 @@ NEEDS = {
     ("environment", "tools"): ["environment.tools=[mine.search]"],
     ("environment", "class"): ["environment.factory=mine.Shop"],
     ("environment", "game"): ["environment.factory=mine.Game"],
+    ("environment", "textarena"): ["environment.game=GuessTheNumber-v0"],
 }
 VERB_OF = {"demonstrations": "sft", "preferences": "rm"}
 

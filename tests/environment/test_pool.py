@@ -27,7 +27,7 @@ class CannotStart(Environment):
         return FunctionCalls({})
 
 
-TOOLS = Tools(**LIMITS, tools=("conversation_tools.say", "conversation_tools.misbehave"))
+TOOLS = Tools(**LIMITS, tools=("conversation_tools.say", "conversation_tools.misbehave", "conversation_tools.hashed"))
 
 
 def job(key: int, text: str, tool: str = "say", left_s: float = 60.0) -> Job:
@@ -98,3 +98,24 @@ def test_an_environment_that_cannot_start_says_why() -> None:
             pool.run([job(0, "x")])
     finally:
         pool.close()
+
+
+def test_every_worker_hashes_texts_alike_and_as_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool that walks a set of texts answers a resumed run as it has answered the interrupted one."""
+
+    def found() -> str:
+        pool = EnvironmentPool(TOOLS)
+        try:
+            order = Order(kind=Kind.call, seed=0, name="hashed", values={})
+            [[reply]] = pool.run([Job(key=0, orders=[order], left_s=60.0)])
+        finally:
+            pool.close()
+        return reply.text
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    first = found()
+    assert first == found()
+    assert "PYTHONHASHSEED" not in os.environ
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    assert found() != first
+    assert os.environ["PYTHONHASHSEED"] == "5"

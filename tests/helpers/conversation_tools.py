@@ -178,3 +178,13 @@ class Letters:
     def step(self, text: str) -> tuple[str, float, bool]:
         self.turn += 1
         return "high", float(text.count("1")), self.turn == 2
+
+
+def sleeps(observation: str) -> str:
+    time.sleep(60)
+    return observation
+
+
+def hashed() -> int:
+    """Says the hash of a text."""
+    return hash("text")

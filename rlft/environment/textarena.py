@@ -1,0 +1,150 @@
+"""`environment=textarena`: a game of the TextArena library (0.7), of which the policy is one player.
+
+The policy reads what the game has told its player since its last turn. The other players are functions of the user's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from rlft.environment.protocol import Environment, Step
+from rlft.keys.bounds import NonNegativeInt
+from rlft.keys.instantiate import locate
+from rlft.types import UserError
+
+Player = Callable[[str], str]
+"""(all that the game has told this player, the earlier turns too) -> what it does, as TextArena's agents."""
+
+GAME, OPPONENTS = "environment.game", "environment.opponents"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextArena(Environment):
+    """game, arguments: what `textarena.make` takes. opponents: importable players. player: the policy's place."""
+
+    plays_a_game: ClassVar[bool] = True
+
+    game: str
+    arguments: Mapping[str, Any]
+    opponents: Sequence[str]
+    player: NonNegativeInt
+
+    def check(self) -> None:
+        if importlib.util.find_spec("textarena") is None:
+            remedy = "pip install 'rlft[textarena]'"
+            raise UserError("environment", "the textarena library is not installed", got="textarena", remedy=remedy)
+        for path in self.opponents:
+            locate(path, OPPONENTS)
+        if self.player > len(self.opponents):
+            problem = f"is beyond the game's last player ({len(self.opponents)}): there is one more than opponents"
+            raise UserError("environment.player", problem, got=self.player, remedy="lower it, or name more opponents")
+        from textarena.envs.registration import ENV_REGISTRY
+
+        known = list(ENV_REGISTRY)
+        if self.game not in known:
+            near = difflib.get_close_matches(self.game, known, n=3) or ["GuessTheNumber-v0"]
+            problem = f"is none of TextArena's {len(known)} games"
+            raise UserError(GAME, problem, got=self.game, remedy=f"try {' or '.join(near)}")
+        self._try_to_begin()
+
+    def _try_to_begin(self) -> None:
+        """Begins the game once, in a worker and under its time limit: a game may want other players, or a download."""
+        from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
+        from rlft.environment.worker import Kind, Order
+
+        pool = EnvironmentPool(replace(self, workers=1))
+        try:
+            order = Order(kind=Kind.reset, seed=0, values={})
+            [[reply]] = pool.run([Job(key=0, orders=[order], left_s=self.timeout)])
+            problem = reply.text if reply.cause is not None else None
+        except EnvironmentFailure as failure:
+            problem = str(failure)
+        finally:
+            pool.close()
+        if problem is not None:
+            players = 1 + len(self.opponents)
+            remedy = (
+                "name as many environment.opponents as it wants beside the policy, or mend its environment.arguments"
+            )
+            raise UserError(GAME, f"does not begin with {players} players ({problem})", got=self.game, remedy=remedy)
+
+    @property
+    def rewards_turns(self) -> bool:
+        return True
+
+    def start(self) -> None:
+        import textarena  # noqa: F401 (it takes most of a second)
+
+        for path in self.opponents:
+            locate(path, OPPONENTS)
+
+    def make(self) -> Match:
+        opponents = [_player(path) for path in self.opponents]
+        return Match(self.game, self.arguments, opponents, self.player)
+
+
+def _player(path: str) -> Player:
+    found: Any = locate(path, OPPONENTS)
+    return found() if inspect.isclass(found) else found
+
+
+class Match:
+    """One game with its other players.
+
+    Args:
+        game, arguments: of `textarena.make`.
+        opponents: the other players, in the order of their places.
+        player: the policy's place.
+    """
+
+    def __init__(self, game: str, arguments: Mapping[str, Any], opponents: Sequence[Player], player: int) -> None:
+        import textarena
+
+        self.player = player
+        places = [place for place in range(1 + len(opponents)) if place != player]
+        self._opponents = dict(zip(places, opponents, strict=True))
+        self._told = dict.fromkeys(places, "")
+        self._game: Any = textarena.make(game, **arguments)
+        self._rules: Any = self._game  # without wrappers, which would repeat all earlier messages
+        while isinstance(self._rules, textarena.Wrapper):
+            self._rules = self._rules.env
+        self._is_over = False
+        self._own_move: Any = textarena.ObservationType.PLAYER_ACTION
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+        self._game.reset(num_players=1 + len(self._opponents), seed=row.get("seed", seed))
+        return self._after_the_others()
+
+    def step(self, text: str) -> Step:
+        if not self._is_over:
+            self._is_over, _ = self._game.step(action=text)
+            news = self._after_the_others()
+            if not self._is_over:
+                return Step(news)
+        rewards, information = self._game.close()
+        reason = information.get(self.player, {}).get("reason", "") if isinstance(information, dict) else ""
+        return Step(reason, None if rewards is None else float(rewards.get(self.player, 0.0)), done=True)
+
+    def _after_the_others(self) -> str:
+        """What the policy's player is told when it is its turn; "" where the game has ended before."""
+        while not self._is_over:
+            player, messages = self._rules.get_observation()
+            if player == self.player:
+                return self._as_text(messages)
+            self._told[player] += self._as_text(messages, own_moves=True)
+            self._is_over, _ = self._game.step(action=self._opponents[player](self._told[player]))
+        return ""
+
+    def _as_text(self, messages: Sequence[tuple[int, str, Any]], *, own_moves: bool = False) -> str:
+        """The messages as TextArena shows them to language models; the policy has said its own moves itself."""
+        names = self._rules.state.role_mapping
+        return "".join(
+            f"\n[{names.get(sender, f'Player {sender}')}] {text}"
+            for sender, text, kind in messages
+            if own_moves or sender != self.player or kind is not self._own_move
+        ).lstrip("\n")
