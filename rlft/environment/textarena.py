@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from rlft.environment.protocol import Environment, Step
 from rlft.keys.bounds import NonNegativeInt
@@ -90,7 +90,7 @@ class TextArena(Environment):
 
 def _player(path: str) -> Player:
     found: Any = locate(path, OPPONENTS)
-    return found() if inspect.isclass(found) else found
+    return cast(Player, found() if inspect.isclass(found) else found)
 
 
 class Match:
