@@ -1,4 +1,4 @@
-"""What a worker of the suite does once, where a program would do it each time: it runs hundreds of them in one process.
+"""What a worker of the suite does once, or not at all, where a program does it each time: it is hundreds of programs.
 
 Nothing here changes what a test computes. Processes that tests start do everything anew.
 """
@@ -6,6 +6,7 @@ Nothing here changes what a test computes. Processes that tests start do everyth
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,7 @@ def done_once() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # of a file that is open: no test cuts the power
         patch.setattr(OmegaConf, "load", yaml_once.load)
         patch.setattr(rlft.loop.shell, "gc_frozen", collected)
         yield

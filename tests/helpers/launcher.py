@@ -99,6 +99,7 @@ def nursery() -> dict[str, Any] | None:
         transformers.AutoTokenizer,
     )
     OverridesParser.create().parse_overrides(["+a=b", "c.d=[e,1]", "f={g:null}"])  # learns its grammar as it goes
+    os.fsync = os.fstat  # of a file that is open: no test cuts the power
     gc.collect()
     gc.freeze()  # no child walks through what all share
     say({"ready": os.getpid()})

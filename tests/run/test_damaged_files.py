@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from rlft import cli
 from rlft.config.compose import compose
 from rlft.logger.jsonl import encode
 from rlft.planning.sample_plan import make_plan
-from rlft.run import run_folder
+from rlft.run import config_file, run_folder
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 
@@ -82,6 +84,31 @@ def make_run(place: Path) -> None:
     tensors = {"w": torch.zeros(2)}
     saved = Checkpoint(step=2, adapters={"policy": tensors}, adapter_config={"r": 1}, optimizer=tensors, state={})
     checkpoint.save(place / "checkpoints", saved, keep=1)
+
+
+Parsed = tuple[Any, Exception | None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """Python's YAML parser takes a third of a second to give deep nesting up, and every verb reads the same text."""
+    seen: dict[bytes, Parsed] = {}
+    parse = config_file._load
+
+    def load(content: bytes) -> Any:
+        if content not in seen:
+            try:
+                seen[content] = parse(content), None
+            except Exception as error:
+                seen[content] = None, error
+        value, error = seen[content]
+        if error is not None:
+            raise error.with_traceback(None)
+        return copy.deepcopy(value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_file, "_load", load)
+        yield
 
 
 @pytest.fixture(scope="module")
