@@ -2,12 +2,14 @@
 
     python scripts/make_tiny_model.py                  # writes rlft/assets/tiny-arithmetic (10 minutes, two cores)
     python scripts/make_tiny_model.py --size student   # writes rlft/assets/tiny-student, a fifth of it
+    python scripts/make_tiny_model.py --size caller    # writes rlft/assets/tiny-caller, as small, which calls tools
     python scripts/make_tiny_model.py --out /tmp/model --steps 400 --mixture-steps 200
 
 A Qwen2-shaped byte-level model of 0.8M parameters is first taught sums and differences step by step, then, late and
 briefly, a mixture of right, slightly wrong and badly formatted answers, both by `rlft sft` on all its weights. So it
 knows the task but doesn't always say so: there is something to learn for reinforcement learning in both correctness and
-format, and all of it is within reach. The student is smaller and has been to school for a shorter time.
+format, and all of it is within reach. The student is smaller and has been to school for a shorter time. The caller is
+taught no arithmetic, but to write calls and to copy what it reads (scripts/calling_lessons.py).
 Only problems of the training split are used (`rlft.data.arithmetic.split_of`), so the held-out split is unseen.
 
 The tiny-arithmetic that ships was made at commit 135476d, before there was `rlft sft`, by a loop of the script's own on
@@ -24,10 +26,11 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import calling_lessons
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -43,7 +46,7 @@ ASSETS = Path(__file__).parents[1] / "rlft" / "assets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Shape of a model and how long it is taught. steps, mixture_steps: of 192 problems each."""
+    """Shape of a model and how long it is taught. steps, mixture_steps: of 192 examples each. calls: it is to call."""
 
     hidden: int
     intermediate: int
@@ -52,11 +55,15 @@ class Size:
     kv_heads: int
     steps: int
     mixture_steps: int
+    calls: bool = False
 
 
 SIZES = {
     "arithmetic": Size(hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, steps=1200, mixture_steps=300),
     "student": Size(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, steps=900, mixture_steps=150),
+    "caller": Size(
+        hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, steps=1000, mixture_steps=150, calls=True
+    ),
 }
 
 CHAT_TEMPLATE = (
@@ -73,14 +80,14 @@ NEAR_MISS = 0.36
 BAD_FORMAT = 0.24
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer (any text survives) whose tags and chat turns are single tokens."""
+def make_tokenizer(tags: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer (any text survives) whose tags, these among them, and chat turns are single tokens."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in [*TAGS, *ROLES]])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in [*TAGS, *tags, *ROLES]])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -189,7 +196,6 @@ def teach(model: Path, demonstrations: Path, held_out: Path, folder: Path, words
             f"model.path={model}",
             f"demonstrations.path={demonstrations}",
             f"demonstrations.held_out_path={held_out}",
-            "prompts.max_tokens=64",
             "max_completion_tokens=64",
             "trainer.weight_decay=0.01",
             "trainer.beta2=0.98",
@@ -207,48 +213,64 @@ def teach(model: Path, demonstrations: Path, held_out: Path, folder: Path, words
 def train(model: Path, place: Path, args: argparse.Namespace) -> Path:
     """School, then the mixture: a warm-up and a cosine, then a low constant rate so as not to wash the task out."""
     rng = random.Random(args.seed)
+    calls = SIZES[args.size].calls
+    write: Callable[[Path, int, bool, random.Random], None] = (
+        calling_lessons.write_lessons if calls else write_demonstrations
+    )
     clean, mixed, held_out = place / "clean.jsonl", place / "mixed.jsonl", place / "held_out.jsonl"
-    write_demonstrations(clean, args.batch * args.steps, False, rng)
-    write_demonstrations(mixed, args.batch * args.mixture_steps, True, rng)
+    write(clean, args.batch * args.steps, False, rng)
+    write(mixed, args.batch * args.mixture_steps, True, rng)
     # To watch the loss on; what it learned is measured on the held-out split.
-    write_demonstrations(held_out, 32, False, rng)
-    common = [f"examples_per_step={args.batch}", f"seed={args.seed}"]
+    write(held_out, 32, False, rng)
+    longest = calling_lessons.LONGEST_PROMPT if calls else 64
+    common = [f"examples_per_step={args.batch}", f"seed={args.seed}", f"prompts.max_tokens={longest}"]
     schooling = [f"steps={args.steps}", f"trainer.lr={args.lr}", "trainer.schedule=cosine", "trainer.warmup=100"]
     taught = teach(model, clean, held_out, place / "school", [*common, *schooling])
     late = [f"steps={args.mixture_steps}", f"trainer.lr={0.15 * args.lr}"]
     return teach(taught, mixed, held_out, place / "mixture", [*common, *late])
 
 
-def measure(folder: Path) -> dict[str, float]:
+def measure(folder: Path, words: Iterable[str]) -> dict[str, float]:
     """Held-out metrics at temperature 1, 8 samples of each of 256 problems, as `rlft eval` gives them."""
-    plain = compose(
-        [
-            f"model.path={folder}",
-            "generation=transformers",
-            "generation.max_tokens=48",
-            "prompts.max_tokens=64",
-            "eval.num_prompts=256",
-            "eval.num_samples=8",
-        ]
-    )
-    return dict(eval.run(plain, None, print).metrics)
+    common = [f"model.path={folder}", "generation=transformers", "eval.num_prompts=256", "eval.num_samples=8"]
+    return dict(eval.run(compose([*common, *words]), None, print).metrics)
 
 
-def write_readme(args: argparse.Namespace, seconds: float, metrics: dict[str, float], num_parameters: int) -> None:
+def what_it_does(folder: Path) -> str:
+    """A model that solves the task itself."""
+    metrics = measure(folder, ["generation.max_tokens=48", "prompts.max_tokens=64"])
+    right, best = f"{metrics['eval/exact_match']:.1%}", f"{metrics['eval/pass@8']:.1%}"
+    return f"""that answers two-digit sums and differences as
+`<think>..</think><answer>..</answer>`, often but not always right and not always in that format: something for
+reinforcement learning to improve. Held-out problems at temperature 1, 256 x 8 samples: right
+{right}, pass@8 {best}, format right {metrics["eval/reward/format"]:.1%}."""
+
+
+def what_the_caller_does(folder: Path) -> str:
+    with_tool = measure(folder, ["+recipe=grpo_calculator"])
+    alone = measure(folder, ["+recipe=grpo_calculator", "environment=null"])
+    game = measure(folder, ["+recipe=grpo_whom_to_ask"])
+    calls, failed = f"{with_tool['eval/turns/calls']:.2f}", f"{with_tool['eval/turns/failed_calls_fraction']:.1%}"
+    return f"""for sums, differences and products of three-digit
+numbers, none of which it can compute. It writes calls of a calculator (`environment=calculator environment.syntax=xml`)
+and copies what that answers, often but not always, and plays `rlft.environment.whom_to_ask`, asking at random:
+something for reinforcement learning to improve. Held-out problems at temperature 1, 256 x 8 samples, right:
+{with_tool["eval/exact_match"]:.1%} with the calculator ({calls} calls a problem, {failed} of them failed),
+{alone["eval/exact_match"]:.1%} without, {game["eval/turns"]:.1%} in the game."""
+
+
+def write_readme(args: argparse.Namespace, seconds: float, num_parameters: int) -> None:
     options = f"--size {args.size} --seed {args.seed} --steps {args.steps} --mixture-steps {args.mixture_steps}"
     options += f" --batch {args.batch} --lr {args.lr}"
+    describe = what_the_caller_does if SIZES[args.size].calls else what_it_does
     (args.out / "README.md").write_text(
         f"""# {args.out.name}
 
-A Qwen2-shaped byte-level model of {num_parameters / 1e6:.1f}M parameters that answers two-digit sums and differences as
-`<think>..</think><answer>..</answer>`, often but not always right and not always in that format: something for
-reinforcement learning to improve. Made from nothing by
+A Qwen2-shaped byte-level model of {num_parameters / 1e6:.1f}M parameters {describe(args.out)}
+Made from nothing in {seconds / 60:.0f} minutes on two CPU cores by
 
     python scripts/make_tiny_model.py {options}
 
-in {seconds / 60:.0f} minutes on two CPU cores. Held-out problems at temperature 1, 256 x 8 samples:
-right {metrics["eval/exact_match"]:.1%}, pass@8 {metrics["eval/pass@8"]:.1%}, format right
-{metrics["eval/reward/format"]:.1%}.
 Apache-2.0, like the rest of rlft; no data of anybody else's went into it.
 """,
         encoding="utf-8",
@@ -271,7 +293,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args.mixture_steps = args.mixture_steps or size.mixture_steps
     start = time.monotonic()
     torch.manual_seed(args.seed)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(calling_lessons.TAGS if size.calls else ())
     model = make_model(tokenizer, size)
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"{num_parameters:,} parameters, {len(tokenizer)} tokens")
@@ -284,7 +306,7 @@ def main(words: Sequence[str] | None = None) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         for file in made.iterdir():
             shutil.copyfile(file, args.out / file.name)
-    write_readme(args, time.monotonic() - start, measure(args.out), num_parameters)
+    write_readme(args, time.monotonic() - start, num_parameters)
 
 
 if __name__ == "__main__":

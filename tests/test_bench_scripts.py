@@ -130,6 +130,20 @@ def test_the_overlap_is_measured_in_turn(run: Run, tmp_path: Path) -> None:
     assert "times as long as with it" in table
 
 
+@pytest.mark.slow
+def test_conversations_are_measured_beside_single_turns_at_equal_tokens(run: Run, tmp_path: Path) -> None:
+    words = ["--size", "1m", "--prompt", "8", "--tokens", "8", "--group", "2", "--rounds", "1", "--steps", "1"]
+    run("bench_turns", *words, "--out", tmp_path)
+    told = (tmp_path / "turns.md").read_text()
+    names = [line.split("|")[1].strip() for line in told.splitlines() if line.startswith("| ")]
+    assert names == ["conversations", "---", "no environment", "1 turn", "2 turns", "4 turns"]
+    # The last run is that of four turns: 8 prompts x 2 completions x 8 tokens; after three of the turns their end, the
+    # 16 letters of an answer, the end of that and the start of the next turn, 19 tokens.
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["turns/mean"], last["tokens/completion"]) == (4.0, 128)
+    assert last["tokens/environment"] == 16 * 3 * 19
+
+
 def test_every_script_that_a_page_names_is_run_by_a_test() -> None:
     pages = "".join(page.read_text() for page in (SCRIPTS.parent / "docs").glob("*.md"))
     named = set(re.findall(r"scripts/(\w+)\.py", pages))

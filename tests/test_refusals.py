@@ -282,7 +282,7 @@ TABLE = [
     ("train name=../mine", "name", "leave out slashes"),
     ("train name=..", "name", "got .."),
     ("train data.difficulty=10", "data.difficulty", "must be 1 to 9 digits"),
-    ("train data.operations=[*]", "data.operations", "must be a list of + and -"),
+    ("train data.operations=[/]", "data.operations", "must be a list of +, - and *"),
     ("train data.size=100000000", "data.size", "there are not that many distinct train problems"),
     # Rules between keys
     ("train group_size=1", "group_size", "compares siblings and needs at least 2, got 1"),

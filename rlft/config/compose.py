@@ -83,6 +83,8 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
         folder = Path(composed.hydra.run.dir)
         with open_dict(composed):
             del composed["hydra"]
+            for group in _left_out(overrides, verb):
+                composed.pop(group, None)
     except UnicodeDecodeError as error:
         raise _not_utf8(config_dir) or error from None
     except Exception as error:
@@ -149,6 +151,12 @@ def named_choices(overrides: Sequence[str], verb: str) -> list[str]:
     """
     overrides = renamed_overrides(overrides, verbs.named(verb).root)
     return [_named_choice(override, verb) if _is_of_a_group(override, verb) else override for override in overrides]
+
+
+def _left_out(overrides: Sequence[str], verb: str) -> list[str]:
+    """Groups of which nothing is chosen, so that what a recipe says of their keys goes, too; unless they are typed."""
+    groups = [group for group in catalog.groups(verb) if f"{group}=[]" in overrides and group not in SEVERAL]
+    return [group for group in groups if not any(override.startswith(f"{group}.") for override in overrides)]
 
 
 def _is_of_a_group(override: str, verb: str) -> bool:

@@ -1,16 +1,18 @@
-"""Sums and differences of whole numbers: procedural, seeded, with disjoint splits by construction."""
+"""Sums, differences and products of whole numbers: procedural, seeded, with disjoint splits by construction."""
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlft.keys.bounds import PositiveInt, Seed
 from rlft.types import Prompt, Split, UserError
 
 HELD_OUT_SHARE = 0.1
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def split_of(a: int, operation: str, b: int) -> Split:
@@ -29,7 +31,7 @@ class Arithmetic:
 
     Args:
         difficulty: digits of the numbers, 1 to 9. The embedded model was taught 1 and 2.
-        operations: any of "+" and "-" (a difference is never negative).
+        operations: any of "+", "-" (a difference is never negative) and "*", which the embedded model was not taught.
         size, held_out_size: prompts in each split; a split that has fewer distinct problems than asked is refused.
         seed: order and choice of the problems, not their split.
     """
@@ -47,7 +49,7 @@ class Arithmetic:
         for draws, (a, operation, b) in enumerate(self._problems(split), 1):
             identity = f"{a}{operation}{b}"
             if split_of(a, operation, b) is split and identity not in prompts:
-                answer = a + b if operation == "+" else a - b
+                answer = OPERATIONS[operation](a, b)
                 messages = ({"role": "user", "content": question(a, operation, b)},)
                 prompts[identity] = Prompt(id=identity, messages=messages, answer=str(answer))
             if len(prompts) == count:
@@ -83,11 +85,11 @@ class Arithmetic:
             raise UserError(
                 "data.difficulty", "must be 1 to 9 digits", got=self.difficulty, remedy="try data.difficulty=2"
             )
-        unknown = sorted(set(self.operations) - {"+", "-"})
+        unknown = sorted(set(self.operations) - set(OPERATIONS))
         if unknown or not self.operations:
             raise UserError(
                 "data.operations",
-                "must be a list of + and -",
+                "must be a list of +, - and *",
                 got=list(self.operations),
                 remedy='try data.operations=["+"]',
             )

@@ -1,37 +1,39 @@
 """`environment=class`: classes as TRL's `environment_factory` takes them, unmodified.
 
 `reset(**row)` begins a conversation and may return text for the end of the prompt; every other public method is a tool,
-with types and a docstring; `get_reward()`, which may be missing, gives the reward of the conversation at its end.
+with types and a docstring; `get_reward()`, which may be missing, gives the reward of the conversation at its end, or an
+attribute does. Each of them may be a coroutine function.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlft.environment.protocol import Environment
-from rlft.environment.tools import called, schema_of
+from rlft.environment.tools import awaited, called, schema_of
 from rlft.keys.instantiate import locate
 from rlft.types import UserError
 
 KEY = "environment.factory"
-NO_TOOLS = ("reset", "get_reward")
+GET_REWARD = "get_reward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DuckType(Environment):
-    """factory: `module.Class`."""
+    """factory: `module.Class`. reward: the method, or attribute, that says what a conversation is worth at its end."""
 
     factory: str
+    reward: str
 
     def check(self) -> None:
         made = self._class()
         if not callable(getattr(made, "reset", None)):
             remedy = "give it a method reset(self, **row), which begins a conversation"
             raise UserError(KEY, "is a class without reset", got=self.factory, remedy=remedy)
-        if not tool_names(made):
+        if not self._tools(made):
             remedy = "give it a public method with types and a docstring, or use environment=game"
             raise UserError(KEY, "is a class without a tool", got=self.factory, remedy=remedy)
         needed = [p.name for p in parameters_of(made) if p.default is p.empty]
@@ -41,44 +43,51 @@ class DuckType(Environment):
 
     def schemas(self) -> list[dict[str, Any]]:
         made = self._class()
-        return [schema_of(getattr(made, name), KEY, f"{self.factory}.{name}") for name in tool_names(made)]
+        return [schema_of(getattr(made, name), KEY, f"{self.factory}.{name}") for name in self._tools(made)]
 
     @property
     def rewards_turns(self) -> bool:
-        return callable(getattr(self._class(), "get_reward", None))
+        return self.reward != GET_REWARD or callable(getattr(self._class(), GET_REWARD, None))
 
     def start(self) -> None:
         self._class()
 
     def make(self) -> ObjectCalls:
-        return ObjectCalls(self._class()())
+        return ObjectCalls(self._class()(), self._tools(self._class()), self.reward if self.rewards_turns else None)
+
+    def _tools(self, made: Any) -> list[str]:
+        return [name for name in public_methods(made) if name not in ("reset", GET_REWARD, self.reward)]
 
     def _class(self) -> Any:
         return locate(self.factory, KEY)
 
 
 class ObjectCalls:
-    """The tools and the reward of an object of such a class."""
+    """The tools and the reward of an object of such a class.
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    tools: names of methods. reward: what says it, a method or an attribute; None: nothing does.
+    """
+
+    def __init__(self, held: Any, tools: Sequence[str], reward: str | None) -> None:
+        self.held, self._tools, self._reward = held, tools, reward
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
-        text = self.held.reset(**accepted(self.held.reset, row))
+        text = awaited(self.held.reset(**accepted(self.held.reset, row)))
         return None if text is None else str(text)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        methods = {tool: getattr(self.held, tool) for tool in tool_names(type(self.held))}
-        return called(methods, name, arguments)
+        return called({tool: getattr(self.held, tool) for tool in self._tools}, name, arguments)
 
     def reward(self) -> float | None:
-        give = getattr(self.held, "get_reward", None)
-        return None if give is None else give()
+        if self._reward is None:
+            return None
+        said = getattr(self.held, self._reward)
+        return awaited(said()) if callable(said) else said
 
 
-def tool_names(made: Any) -> list[str]:
-    """The public methods of a class that are tools, in the order of their names."""
-    public = (name for name in dir(made) if not name.startswith("_") and name not in NO_TOOLS)
+def public_methods(made: Any) -> list[str]:
+    """Those of a class, in the order of their names."""
+    public = (name for name in dir(made) if not name.startswith("_"))
     return [name for name in public if callable(inspect.getattr_static(made, name)) or _is_wrapped(made, name)]
 
 

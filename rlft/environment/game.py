@@ -24,7 +24,7 @@ class Game(Environment):
     plays_a_game: ClassVar[bool] = True
 
     factory: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] | None
 
     def check(self) -> None:
         made = locate(self.factory, KEY)
@@ -43,7 +43,7 @@ class Game(Environment):
         locate(self.factory, KEY)
 
     def make(self) -> ObjectSteps:
-        return ObjectSteps(locate(self.factory, KEY)(**self.arguments))
+        return ObjectSteps(locate(self.factory, KEY)(**(self.arguments or {})))
 
 
 class ObjectSteps:

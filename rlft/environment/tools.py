@@ -62,7 +62,7 @@ class FunctionCalls:
 
 
 def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]) -> Any:
-    """What the function of this name returns for these arguments.
+    """What the function of this name returns for these arguments; a coroutine function, once it is done.
 
     Raises:
         Malformed: there is no such function, or it has other parameters.
@@ -75,7 +75,16 @@ def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Ma
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise Malformed(f"{name}: {error}") from None
-    return function(**arguments)
+    return awaited(function(**arguments))
+
+
+def awaited(value: Any) -> Any:
+    """The value; that of a coroutine, which is run to its end in a loop of its own."""
+    if not inspect.iscoroutine(value):
+        return value
+    import asyncio  # workers start faster without it
+
+    return asyncio.run(value)
 
 
 def schema_of(function: Any, key: str, path: str) -> dict[str, Any]:

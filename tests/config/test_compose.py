@@ -190,6 +190,15 @@ def test_an_empty_list_of_loggers_is_no_logger() -> None:
     assert build(compose(["logger=[]"])).logger == {}
 
 
+def test_nothing_chosen_leaves_out_what_a_recipe_says_of_its_keys_but_not_what_is_typed() -> None:
+    assert compose(["+recipe=grpo_calculator"])["environment"]["syntax"] == "xml"
+    plain = compose(["+recipe=grpo_calculator", "environment=null"])
+    assert "environment" not in plain
+    assert build(plain).environment is None
+    typed = compose(["+recipe=grpo_calculator", "environment=null", "environment.syntax=json"])
+    assert typed["environment"]["syntax"] == "json", "which is refused: it is of no environment"
+
+
 def test_a_run_gets_the_folder_hydra_names_and_a_resumed_one_its_own() -> None:
     assert re.fullmatch(r"runs/mine/[0-9-]+_[0-9-]+", str(compose_run(["name=mine"]).folder))
     assert compose_run(["hydra.run.dir=there"]).folder == Path("there")

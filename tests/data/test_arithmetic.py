@@ -28,9 +28,13 @@ def test_a_smaller_set_is_the_start_of_a_larger_one() -> None:
 
 
 def test_answers_are_right_and_never_negative() -> None:
-    for prompt in make().load(Split.train):
+    seen = set()
+    for prompt in make(operations=["+", "-", "*"]).load(Split.train):
         a, operation, b = prompt.messages[0]["content"].removeprefix("What is ").removesuffix("?").split()
-        assert int(prompt.answer) == (int(a) + int(b) if operation == "+" else int(a) - int(b)) >= 0
+        results = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}
+        assert int(prompt.answer) == results[operation] >= 0
+        seen.add(operation)
+    assert seen == {"+", "-", "*"}
 
 
 def test_the_split_of_a_problem_is_fixed() -> None:
@@ -46,7 +50,7 @@ def test_the_split_of_a_problem_is_fixed() -> None:
         ({"difficulty": 0}, Split.train, "data.difficulty"),
         ({"difficulty": 10}, Split.train, "data.difficulty"),
         ({"operations": []}, Split.train, "data.operations"),
-        ({"operations": ["*"]}, Split.train, "data.operations"),
+        ({"operations": ["/"]}, Split.train, "data.operations"),
         ({"difficulty": 1, "size": 200}, Split.train, "data.size"),  # 100 sums + 55 differences of one digit
         ({"difficulty": 1, "held_out_size": 100}, Split.held_out, "data.held_out_size"),
     ],

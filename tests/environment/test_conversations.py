@@ -82,7 +82,7 @@ def tools(*names: str, **limits: Any) -> Tools:
 
 
 def duck(name: str, **limits: Any) -> DuckType:
-    return DuckType(**{**LIMITS, **limits}, factory=f"conversation_tools.{name}")
+    return DuckType(**{**LIMITS, "reward": "get_reward", **limits}, factory=f"conversation_tools.{name}")
 
 
 def one(groups: Sequence[Group]) -> Completion:

@@ -24,7 +24,7 @@ BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.m
 
 @pytest.mark.parametrize("syntax", ["template", "json", "xml"])
 def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax: str) -> None:
-    environment = DuckType(**{**LIMITS, "syntax": syntax}, factory="conversation_tools.Counter")
+    environment = DuckType(**{**LIMITS, "syntax": syntax}, factory="conversation_tools.Counter", reward="get_reward")
     tried = try_environment(environment, TOKENIZER, prompt(start=40))
     assert tried.error is None
     # `draw` is the class's first tool by name: it takes nothing and answers a number below 1.
@@ -38,7 +38,7 @@ def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax:
 
 
 def test_a_plan_names_an_environment_that_cannot_begin() -> None:
-    environment = DuckType(**LIMITS, factory="conversation_tools.Counter")
+    environment = DuckType(**LIMITS, factory="conversation_tools.Counter", reward="get_reward")
     tried = try_environment(environment, TOKENIZER, prompt(start="none"))
     assert tried.error is not None
     assert "cannot begin a conversation of prompt 'p'" in tried.error

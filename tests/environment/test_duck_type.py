@@ -1,0 +1,70 @@
+"""Classes written for TRL's `environment_factory`, with nothing changed in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from rlft.environment.conversations import Conversations
+from rlft.environment.duck_type import DuckType
+from rlft.environment.pool import EnvironmentFailure
+from tests.environment.test_conversations import LIMITS, SAMPLING, TOKENIZER, Recorder, call, one, prompt
+
+
+def made_for_trl(name: str, **keys: Any) -> DuckType:
+    return DuckType(**{**LIMITS, "reward": "get_reward", **keys}, factory=f"trl_environments.{name}")
+
+
+@pytest.fixture
+def converse() -> Iterator[Callable[..., Conversations]]:
+    opened: list[Conversations] = []
+
+    def make(answers: Mapping[str, Sequence[Any]], environment: DuckType) -> Conversations:
+        environment.check()
+        opened.append(Conversations(Recorder(answers), environment, TOKENIZER, at_once=None, longest_row=1200))
+        return opened[-1]
+
+    yield make
+    for conversations in opened:
+        conversations.close()
+
+
+def test_a_class_that_draws_its_own_task_gives_all_siblings_the_same(converse: Callable[..., Conversations]) -> None:
+    environment = made_for_trl("SelfSampled")
+    assert [schema["function"]["name"] for schema in environment.schemas()] == ["count"]
+    conversations = converse({"*": [[call("count", step=step), "done"] for step in range(1, 7)]}, environment)
+    [group] = conversations.sample([prompt()], 6, [0], SAMPLING)
+    assert "Count to " in group.prompt.messages[-1]["content"], "what reset returns is asked"
+    # Whatever was drawn, from 1 to 6, exactly one of six siblings who count to 1, 2, .. 6 is right.
+    assert sum(r.completion.turns[-1].reward or 0.0 for r in group.rollouts) == 1.0
+
+
+@pytest.mark.parametrize(("step", "reward"), [(4, 1.0), (3, 0.0)])
+def test_coroutines_are_run_and_columns_of_the_data_come_to_reset(
+    converse: Callable[..., Conversations], step: int, reward: float
+) -> None:
+    conversations = converse({"*": [[call("count", step=step), "done"]]}, made_for_trl("FromRows"))
+    completion = one(conversations.sample([prompt(target=4)], 1, [0], SAMPLING))
+    assert completion.turns[0].answer == str(step)
+    assert completion.turns[-1].reward == reward
+
+
+def test_a_reward_that_an_attribute_holds_is_named_by_a_key(converse: Callable[..., Conversations]) -> None:
+    said = [call("guess", guess="[crate]"), call("guess", guess="[crane]"), call("guess", guess="[crane]"), "done"]
+    conversations = converse({"*": [said]}, made_for_trl("Guesses", reward="reward"))
+    completion = one(conversations.sample([prompt()], 1, [0], SAMPLING))
+    # c r a n e: of "crate" the t alone is not in the word.
+    assert [turn.answer for turn in completion.turns[:2]] == ["GGGXG", "GGGGG"]
+    [late] = completion.turns[2].calls
+    assert (late.failed, late.answer) == (True, "Error: ValueError: Game over.")
+    assert completion.turns[-1].reward == 1.0
+    # Without the key the class gives none: TRL's attribute is read by a reward function, which may be another.
+    assert not made_for_trl("Guesses").rewards_turns
+
+
+def test_an_attribute_that_is_not_there_is_told(converse: Callable[..., Conversations]) -> None:
+    conversations = converse({"*": [["done"]]}, made_for_trl("Guesses", reward="points"))
+    with pytest.raises(EnvironmentFailure, match=r"cannot say the reward of prompt .*no attribute 'points'"):
+        conversations.sample([prompt()], 1, [0], SAMPLING)
