@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlft.environment.pool import EnvironmentFailure
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.ops.seeds import derive
-from rlft.types import Completion, FinishReason, Group, Prompt, Sampling, UserError
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
 LIMITS: dict[str, Any] = {
@@ -121,6 +122,33 @@ def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play: Call
         ("add", '{"a": 2, "b": 3}', "5", False)
     ]
     assert (turn.answer, turn.reward, last.reward, last.text) == ("5", None, 1.0, "It is 5.")
+
+
+class Letters(Recorder):
+    """A policy that samples each letter as a token of its own, which no tokenizer makes of its text."""
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        groups = super().sample(prompts, n, seeds, sampling)
+        return [replace(group, rollouts=tuple(map(self._in_letters, group.rollouts))) for group in groups]
+
+    def _in_letters(self, rollout: Rollout) -> Rollout:
+        ids = [token for letter in rollout.completion.text for token in QWEN(letter)["input_ids"]]
+        ids.append(QWEN.eos_token_id)
+        completion = replace(rollout.completion, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
+        return replace(rollout, completion=completion)
+
+
+def test_sampled_tokens_are_never_made_again_from_text(play: Callable[..., PlayedByAgents]) -> None:
+    played = play([["user", "assistant"]], agent=TALK)
+    played.generator = Letters([["user", "assistant"]])
+    [group] = played.sample([prompt()], 1, [0], SAMPLING)
+    [completion] = completions([group])
+    letters = [QWEN(letter)["input_ids"][0] for letter in "user"]
+    assert letters != QWEN("user")["input_ids"]
+    assert list(completion.token_ids[:5]) == [*letters, QWEN.eos_token_id]
+    assert completion.branches == ()
+    [second] = [asked[0] for asked, *_ in played.generator.asked if asked[0].ongoing and asked[0].ongoing.turn == 1]
+    assert list(second.token_ids[len(group.prompt.token_ids) :][:5]) == [*letters, QWEN.eos_token_id]
 
 
 def test_seeds_of_later_turns_are_those_of_other_environments(play: Callable[..., PlayedByAgents]) -> None:
