@@ -10,11 +10,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import hypothesis
 import pytest
 import yaml_once
 from omegaconf import OmegaConf
 
-import rlft.loop.shell
+_ = hypothesis  # first: it looks for what refers to the generators of other packages, and sees nothing that is frozen
 
 
 @contextmanager
@@ -31,5 +32,5 @@ def done_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # of a file that is open: no test cuts the power
         patch.setattr(OmegaConf, "load", yaml_once.load)
-        patch.setattr(rlft.loop.shell, "gc_frozen", collected)
+        patch.setattr("rlft.loop.shell.gc_frozen", collected)
         yield

@@ -80,12 +80,16 @@ class Nursery:
     """Starts runs one at a time, of one thread each, because the models are small and the machine has other work.
 
     hash_seed: of Python's hashes, so that two nurseries order their sets differently.
+    threads: of a run; 0: as many as torch takes.
     """
 
-    def __init__(self, hash_seed: int) -> None:
+    def __init__(self, hash_seed: int, threads: int = 1) -> None:
+        variables = environment({"PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": str(threads)})
+        if not threads:
+            del variables["OMP_NUM_THREADS"]
         self.process = subprocess.Popen(
             [sys.executable, str(LAUNCHER), "nursery"],
-            env=environment({"PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": "1"}),
+            env=variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +106,27 @@ def test_the_undisturbed_run_has_something_to_lose(undisturbed: Path) -> None:
     assert [c.name for c in checkpoints(undisturbed)] == [f"step_00000{step}" for step in range(1, 6)]
 
 
+@pytest.fixture
+def threaded() -> Iterator[Nursery]:
+    nursery = Nursery(hash_seed=4, threads=0)
+    yield nursery
+    nursery.close()
+
+
 @pytest.mark.slow
 def test_killed_from_outside_at_random_moments_and_resumed_it_is_the_same_run(
-    tiny: tuple[str, ...], all_checkpoints: tuple[str, ...], tmp_path: Path
+    threaded: Nursery, tiny: tuple[str, ...], all_checkpoints: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """In fresh interpreters, with as many threads as torch takes."""
+    """With as many threads as torch takes, and hashes that are not those of the run in a fresh interpreter."""
     done = start_fresh("train", *tiny, *all_checkpoints, "hydra.run.dir=undisturbed", cwd=tmp_path).wait()
     assert done.code == 0, done.err
     steps = tmp_path / "undisturbed" / "metrics.jsonl"
     seconds = [json.loads(line)["time/step"] for line in whole_lines(steps)]
     run = tmp_path / "run"
-    pause = {"at": "rlft.loop.session:Session.begin", "call": 1, "do": "stop"}  # until the imports are done
+    pause = {"at": "rlft.loop.session:Session.begin", "call": 1, "do": "stop"}  # until it is set up
     words = ["train", *tiny, "hydra.run.dir=run", "checkpoint.every=1"]
     for _ in range(2):
-        started = start_fresh(*words, cwd=tmp_path, events=[pause])
+        started = threaded.start(*words, cwd=tmp_path, events=[pause])
         started.wait_until_stopped()
         started.go_on()
         time.sleep(random.uniform(0, sum(seconds[len(whole_lines(run / "metrics.jsonl")) :]) / 2))
@@ -126,6 +134,6 @@ def test_killed_from_outside_at_random_moments_and_resumed_it_is_the_same_run(
         assert started.wait().code == KILLED, started.wait().err
         check_so_far(run, tmp_path / "undisturbed")
         words = ["resume", "run"]
-    done = start_fresh("resume", "run", cwd=tmp_path).wait()
+    done = threaded.run("resume", "run", cwd=tmp_path)
     assert done.code == 0, done.err
     check_same(run, tmp_path / "undisturbed")
