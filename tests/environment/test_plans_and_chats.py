@@ -11,6 +11,7 @@ import pytest
 
 from rlft.config.compose import compose
 from rlft.environment.duck_type import DuckType
+from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.game import Game
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
@@ -51,6 +52,20 @@ def test_a_plan_plays_a_game_and_makes_arguments_up() -> None:
     assert tried.reward == 0.25
     added = try_environment(tools("conversation_tools.add"), TOKENIZER, prompt())
     assert added.said[0][1] == "2", "1 + 1"
+
+
+def test_a_plan_has_an_agent_play_once_and_a_chat_has_none() -> None:
+    keys = {**LIMITS, "port": 0, "body_bytes": 10_000, "command": None}
+    tried = try_environment(Endpoint(**keys, agent="endpoint_agents.talks"), TOKENIZER, prompt())
+    assert [said for said, _ in tried.said] == ["done", "done"]
+    assert (tried.reward, tried.failed, tried.error) == (2.0, [], None)
+    failing = try_environment(Endpoint(**keys, agent="endpoint_agents.misbehaves"), TOKENIZER, prompt(how="raise"))
+    assert failing.failed == ["raised"]
+    mute = try_environment(Endpoint(**keys, agent="endpoint_agents.misbehaves"), TOKENIZER, prompt(how="mute"))
+    assert mute.error is not None
+    assert "none of 1 agents has asked the policy anything" in mute.error
+    words = ["environment=endpoint", "environment.agent=endpoint_agents.talks"]
+    assert chat.read_settings(compose([*BARE, *words]), raw=True).environment is None
 
 
 def test_a_chat_shows_calls_and_answers_and_keeps_them_in_its_history(

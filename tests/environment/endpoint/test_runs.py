@@ -41,6 +41,10 @@ def test_a_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks: 
     done = forks.run("resume", "run", cwd=tmp_path)
     assert done.code == 0, done.err
     assert (run / "rollouts/step_000003.jsonl").read_bytes() == third
+    traces = sorted((run / "traces").iterdir())
+    done = forks.run("eval", "run=run", "eval.num_prompts=3", "eval.num_samples=1", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert sorted((run / "traces").iterdir()) == traces  # an evaluation by itself is not the run's
     shutil.copytree(run, tmp_path / "again")
     shutil.rmtree(tmp_path / "again/checkpoints/step_000004")
     done = forks.run("resume", "again", cwd=tmp_path)
