@@ -157,7 +157,8 @@ def figure(runs: Mapping[str, Sequence[Run]]) -> Figure:
             case = CASES[name]
             points = list(zip(*(run.evaluations for run in own), strict=True))
             values = [[line.get(key or case.accuracy) for line in at] for at in points]
-            if any(value is None for at in values for value in at) or not any(value for at in values for value in at):
+            flat = [value for at in values for value in at]
+            if None in flat or (key is not None and not any(flat)):
                 continue  # without turns there are no calls, and a game has none
             steps = [at[0]["step"] for at in points]
             panel.fill_between(

@@ -51,7 +51,7 @@ def test_start_middle_and_end_are_told_with_mean_and_range(tmp_path: Path, capsy
 def test_a_curve_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     turns = {compare.CALLS: 0.5, compare.MALFORMED: 0.25, compare.FAILED: 0.25, compare.TURNS: 1.5}
     make_up(tmp_path / "with", "eval/exact_match", [0.1, 0.9], **turns)
-    make_up(tmp_path / "without", "eval/exact_match", [0.0, 0.1])
+    make_up(tmp_path / "without", "eval/exact_match", [0.0, 0.0])
     drawn = compare.figure(
         {"grpo_calculator": [compare.read(tmp_path / "with")], "grpo_without": [compare.read(tmp_path / "without")]}
     )
