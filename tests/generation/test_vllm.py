@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlft
+from rlft.environment.conversations import Conversations
+from rlft.environment.game import Game
 from rlft.generation.adapter_files import AdapterFiles, remove_abandoned
 from rlft.generation.shared_base import Rows, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
@@ -37,6 +40,7 @@ from rlft.generation.vllm import VLLM
 from rlft.generation.vllm_generator import VLLMGenerator, _start
 from rlft.generation.vllm_options import engine_rank
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
+from tests.environment.test_conversations import LIMITS
 
 MODEL = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 HOT = Sampling(max_tokens=24, temperature=1.0)
@@ -371,6 +375,26 @@ def test_more_prompt_tokens_than_one_forward_takes_are_sampled_with_their_seeds(
     ]
     groups = bench.generator.sample(prompts, 1, seeds(prompts, 1), Sampling(max_tokens=2, temperature=1.0))
     assert [group.prompt.id for group in groups] == [prompt.id for prompt in prompts]
+
+
+def test_later_turns_of_conversations_are_sampled_behind_what_was_said(bench: Bench) -> None:
+    """Their log-probs are the trainer's over the whole row, and they replay."""
+    load(bench, 3)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    messages = ({"role": "user", "content": "2 + 3?"},)
+    read = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
+    prompts = [Prompt(id=str(i), messages=messages, answer="5", token_ids=tuple(read)) for i in range(2)]
+    game = Game(**LIMITS | {"turn_tokens": 6, "max_turns": 2}, factory="conversation_tools.Murmur", arguments={})
+    with closing(Conversations(bench.generator, game, tokenizer, at_once=None, longest_row=200)) as conversations:
+        first, again = (conversations.sample(prompts, 3, seeds(prompts, 3), HOT) for _ in range(2))
+    assert first == again
+    spoken = [c for c in completions(first) if len(c.turns) == 2]
+    assert spoken, "some ended their first turn within six tokens"
+    for completion in spoken:
+        assert completion.mask is not None
+        expected = bench.trainer.score([*prompts[0].token_ids, *completion.token_ids])[len(read) - 1 :]
+        rows = zip(completion.logprobs, expected, completion.mask, strict=True)
+        assert max(abs(found - wanted) for found, wanted, own in rows if own) < TOLERANCE
 
 
 def test_at_temperature_0_all_siblings_are_the_most_likely_completion(bench: Bench) -> None:

@@ -188,3 +188,13 @@ def sleeps(observation: str) -> str:
 def hashed() -> int:
     """Says the hash of a text."""
     return hash("text")
+
+
+class Murmur:
+    """A game of any number of turns that says little."""
+
+    def reset(self, **row: Any) -> None:
+        pass
+
+    def step(self, text: str) -> tuple[str, None, bool]:
+        return "1", None, False

@@ -1,4 +1,7 @@
-"""Runs whose engines are members of a cluster: the numbers of a run by one process, and no process left behind."""
+"""Runs whose engines are members of a cluster: the numbers of a run by one process, and no process left behind.
+
+They sample conversations: each engine has the workers of its own environment beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,16 @@ from run_processes import Nursery, Started, happens, marked
 
 END_S = 10.0
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+CONVERSATIONS = (
+    "environment=game", "environment.factory=conversation_tools.Letters", "environment.workers=1",
+    "environment.turn_tokens=8",
+)  # fmt: skip
 ENGINES = ("cluster.engines=2", "scoring.workers=1")
 
 
 def keys(tiny: tuple[str, ...]) -> list[str]:
     own = [key for key in tiny if not key.startswith("scoring.")]
-    return [*own, "checkpoint.every=1", "checkpoint.keep=9", "generation.transformers.batch_size=4"]
+    return [*own, "checkpoint.every=1", "checkpoint.keep=9", "generation.transformers.batch_size=4", *CONVERSATIONS]
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +30,7 @@ def by_one_process(rough: Nursery, tiny: tuple[str, ...], tmp_path_factory: pyte
     folder = tmp_path_factory.mktemp("one process")
     done = rough.run("train", *keys(tiny), "scoring.workers=0", "hydra.run.dir=run", cwd=folder)
     assert done.code == 0, done.err
+    assert any(line["turns/mean"] > 1 for line in metrics(folder / "run")), "some conversations have two turns"
     return folder / "run"
 
 
