@@ -34,7 +34,10 @@ torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, so that no processor waits for the last of them at the end."""
+    """Refuses names that differ from process to process, and puts files that take long first, so that none ends alone."""
+    for item in items:
+        if " at 0x" in item.nodeid:  # pytest-xdist runs nothing when two of its workers see different names
+            raise pytest.UsageError(f"{item.nodeid}: the name holds an address; give parametrize its ids")
     seconds: defaultdict[Path, float] = defaultdict(float)
     for item in items:
         seconds[item.path] += 10.0 if item.get_closest_marker("slow") else 0.1

@@ -115,7 +115,7 @@ FRAGMENTS = [
 ANYTHING = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)), max_size=12).map("".join)
 
 
-@pytest.mark.parametrize("form", [*FORMS.values(), JsonCalls(), XmlCalls([ADD])], ids=str)
+@pytest.mark.parametrize("form", [*FORMS.values(), JsonCalls(), XmlCalls([ADD])], ids=[*FORMS, "json", "xml"])
 @given(text=ANYTHING)
 @example(text='<tool_call>{"name": "\\ud800", "arguments": {"a": "\\ud800"}}')
 @example(text='{"name": "\\ud800", "arguments": "\\ud800"}')
