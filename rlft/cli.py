@@ -182,7 +182,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:  # before or after the verb itself
         print(interrupt.line(), file=sys.stderr)
         return interrupt.EXIT_CODE
-    except Exception as error:
+    except Exception as error:  # whatever escapes a verb is told by its kind, and ends with the exit code of its kind
         return _failed(error)
 
 

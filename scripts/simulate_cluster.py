@@ -263,14 +263,14 @@ def compared(layouts: Sequence[Any], real: dict[Any, Any], model: dict[Any, Any]
     for layout in layouts:
         row = [str(layout[0]), str(layout[1])]
         for name in ("sample", "update", "publish"):
-            told = statistics.median(getattr(step, name) for step in model[layout])
-            row.append(f"{statistics.median(step.seconds[name] for step in real[layout]):.3f} / {told:.3f}")
+            modelled = statistics.median(getattr(step, name) for step in model[layout])
+            row.append(f"{statistics.median(step.seconds[name] for step in real[layout]):.3f} / {modelled:.3f}")
         steps = [step.seconds["step"] for step in real[layout]]
-        told = statistics.median(step.total for step in model[layout])
-        error = told / statistics.median(steps) - 1
+        modelled = statistics.median(step.total for step in model[layout])
+        error = modelled / statistics.median(steps) - 1
         row += [
             f"{statistics.median(steps):.3f} ({min(steps):.3f} to {max(steps):.3f})",
-            f"{told:.3f}",
+            f"{modelled:.3f}",
             f"{error:+.1%}",
         ]
         rows.append(row)

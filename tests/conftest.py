@@ -34,7 +34,7 @@ torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses names that differ from process to process, and puts files that take long first, so that none ends alone."""
+    """Refuses names that differ from process to process, and puts files that take long first."""
     for item in items:
         if " at 0x" in item.nodeid:  # pytest-xdist runs nothing when two of its workers see different names
             raise pytest.UsageError(f"{item.nodeid}: the name holds an address; give parametrize its ids")

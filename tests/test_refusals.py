@@ -147,7 +147,7 @@ TABLE = [
     ("train reward.math.weight=1", "reward.math.weight", "reward has no math here; add it: reward=[...,math]"),
     ("train logger.wandb.mode=offline", "logger.wandb.mode", "add it: logger=[...,wandb]"),
     # Values of groups that are no names (all groups: tests/test_group_values.py)
-    ("train reward=1", "reward", "must be a name or a list of names, got 1; choose one of choice, "),
+    ("train reward=1", "reward", "must be a name or a list of names, got 1; choose one of calls, choice, "),
     ("train reward=[exact_match,1]", "reward", "must be a name or a list of names, got [exact_match,1]"),
     ("train reward=null", "reward", "is empty: nothing would be learned"),
     ("train algorithm=null", "algorithm", "something must be chosen, got null; choose one of a2c, "),

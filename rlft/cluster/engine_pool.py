@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlft.cluster.member import Launcher, Member, MemberError, MemberSpec, last_lines
+from rlft.environment.pool import EnvironmentFailure
 from rlft.system.running_time import TICK_S, RunningTime
 from rlft.types import Adapter, Completion, Group, Prompt, Rollout, Sampling, UserError
 
@@ -313,7 +314,7 @@ class EnginePool:
         """What the engine's calls returned.
 
         Raises:
-            UserError: as the engine raised it.
+            UserError, EnvironmentFailure: as the engine raised it.
             _Failed: the engine has died, has raised, or is out of time.
         """
         if not _is_done(work):
@@ -326,11 +327,11 @@ class EnginePool:
         for future in work.futures:
             try:
                 answers.append(future.result(0))
-            except UserError:
+            except (UserError, EnvironmentFailure):  # another engine would meet it too
                 raise
             except MemberError as error:
                 raise _Failed(str(error)) from error
-            except Exception as error:
+            except Exception as error:  # of whatever the engine runs; a new engine may not have it
                 text = f"{work.seat.spec.name} raised {type(error).__name__}: {error}"
                 raise _Failed(f"{text}; its log is {work.seat.member.log}") from error
         return answers

@@ -185,7 +185,7 @@ class ProcessMember:
             future = self._waiting.popleft()
         try:
             reply: Answer = pickle.loads(message)
-        except Exception as error:
+        except Exception as error:  # a reply that cannot be read fails its call, and not the thread that reads for all
             reply = Answer(error=error)
         with suppress(InvalidStateError):  # whoever waited has cancelled it
             if reply.error is None:

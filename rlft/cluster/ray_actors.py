@@ -210,7 +210,7 @@ class RayMember:
     def _resolve(self, done: Future[Any], future: Future[Any]) -> None:
         try:
             reply: Answer = pickle.loads(done.result())
-        except Exception as error:
+        except Exception as error:  # a reply that cannot be read, or what Ray says of an actor that has died
             reply = Answer(error=MemberError(self._bury(error)) if _says_death(error) else error)
         with suppress(InvalidStateError):  # whoever waited has cancelled it
             if reply.error is None:

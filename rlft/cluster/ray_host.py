@@ -51,7 +51,7 @@ class Host:
         """Makes the object; what goes wrong is the answer of every call."""
         try:
             self._held, self._failed = named(factory)(**arguments), None
-        except Exception as error:
+        except Exception as error:  # of whatever is made; it is the answer of every call
             self._failed = failure(error)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> bytes:
@@ -59,7 +59,7 @@ class Host:
             return packed(self._failed)
         try:
             return packed(Answer(value=getattr(self._held, method)(*args, **kwargs)))
-        except Exception as error:
+        except Exception as error:  # of whatever is held; it is raised again in the process that calls
             return packed(failure(error))
 
 

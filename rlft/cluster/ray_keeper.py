@@ -41,7 +41,7 @@ def main() -> None:
         while os.getppid() == parent:
             if select.select([0], [], [], POLL_S)[0]:  # the run has closed its end, or has ended
                 break
-    except Exception as error:
+    except Exception as error:  # Ray has no common type; the process that started this one says it
         _say(report, {"problem": f"{type(error).__name__}: {error}"})
     finally:
         end_session(os.getpid())

@@ -56,7 +56,7 @@ def serve(connection: Connection, begin: Begin) -> None:
     failed: Answer | None = None
     try:
         held = named(begin.factory)(**begin.arguments)
-    except Exception as error:
+    except Exception as error:  # of whatever is made; it is the answer of every call
         failed = failure(error)
     while True:
         message = calls.get()
@@ -70,7 +70,7 @@ def answer(held: Any, message: bytes) -> Answer:
         args = [unpacked(value) for value in args]
         kwargs = {name: unpacked(value) for name, value in kwargs.items()}
         return Answer(value=getattr(held, method)(*args, **kwargs))
-    except Exception as error:
+    except Exception as error:  # of whatever is held; it is raised again in the process that calls
         return failure(error)
 
 
@@ -85,7 +85,7 @@ def failure(error: Exception) -> Answer:
     print(text, file=sys.stderr, flush=True)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # an error that cannot be pickled may raise anything
         error = RuntimeError(f"{type(error).__name__}: {error}")
     return Answer(error=error, traceback=text)
 
@@ -94,7 +94,7 @@ def packed(reply: Answer) -> bytes:
     """The answer as bytes; one that cannot be pickled becomes the failure to do so."""
     try:
         return pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
+    except Exception as error:  # pickling runs methods of the values, which may raise anything
         return pickle.dumps(failure(error))
 
 

@@ -174,7 +174,7 @@ def serve(connection: Connection, subject: Subject, failed: tuple[str, ...], par
                 if opened is None:
                     opened = _named(subject.opens)(subject.settings, subject.folder, failed)
                 rows = list(_named(check.function)(opened))
-            except Exception as error:
+            except Exception as error:  # a check that fails is a row of the table, and the checks after it run
                 if debugging():
                     traceback.print_exception(error)
                 rows = [row_of(check, error)]

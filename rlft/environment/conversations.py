@@ -44,7 +44,7 @@ class Conversation:
 
     Args:
         key: names it to the workers.
-        asked: the prompt of the data.
+        data_prompt: the prompt as the data has it.
         opening: what the policy reads first: the prompt, and what the environment has put behind it.
         opened_with: that, as text.
         transcript: the tokens behind the opening.
@@ -57,7 +57,7 @@ class Conversation:
     """
 
     key: int
-    asked: Prompt
+    data_prompt: Prompt
     opening: Prompt
     transcript: Transcript
     limit: int
@@ -104,7 +104,7 @@ class Conversations:
         self.generator, self.environment, self._tokenizer = generator, environment, tokenizer
         self._at_once, self._longest_row = at_once, longest_row
         self._pool = EnvironmentPool(environment)
-        self._dialect: Dialect | None = None
+        self._known_dialect: Dialect | None = None
         self._keys = itertools.count()
 
     # -- the interface of a generator ----------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Conversations:
         """
         if not prompts:
             return []
-        self._dialect = self._dialect or Dialect(self.environment, self._tokenizer, prompts[0].messages)
+        self._known_dialect = self._known_dialect or Dialect(self.environment, self._tokenizer, prompts[0].messages)
         size = len(prompts) if self._at_once is None else max(1, self._at_once // n)
         parts = (slice(start, start + size) for start in range(0, len(prompts), size))
         return [group for part in parts for group in self._played(prompts[part], n, seeds[part], sampling)]
@@ -161,7 +161,7 @@ class Conversations:
     def _new(self, prompt: Prompt, seed: int, index: int, sampling: Sampling) -> Conversation:
         return Conversation(
             key=next(self._keys),
-            asked=prompt,
+            data_prompt=prompt,
             opening=prompt,
             transcript=Transcript(prompt.token_ids),
             limit=sampling.max_tokens,
@@ -174,16 +174,18 @@ class Conversations:
         """Begins each in its environment, and puts what that says behind the prompt."""
         if not self.environment.keeps_state:
             return
-        assert self._dialect is not None, "there is one from the first call on"
         orders = [
-            [c.order(Kind.reset, seed=derive(c.group_seed, 0, "reset"), values=row_of(c.asked))] for c in conversations
+            [c.order(Kind.reset, seed=derive(c.group_seed, 0, "reset"), values=row_of(c.data_prompt))]
+            for c in conversations
         ]
         for conversation, [reply] in zip(conversations, self._replies(conversations, orders), strict=True):
             if reply.cause is not None:
-                problem = f"environment: cannot begin a conversation of prompt {conversation.asked.id!r} ({reply.text})"
+                problem = (
+                    f"environment: cannot begin a conversation of prompt {conversation.data_prompt.id!r} ({reply.text})"
+                )
                 raise EnvironmentFailure(f"{problem}; repair its reset")
             if reply.text:
-                prompt = conversation.asked
+                prompt = conversation.data_prompt
                 messages, ids = self._dialect.opened(prompt.messages, reply.text)
                 conversation.opening = replace(prompt, messages=tuple(messages), token_ids=ids)
                 conversation.opened_with, conversation.transcript = reply.text, Transcript(ids)
@@ -234,7 +236,6 @@ class Conversations:
 
     # -- tools ---------------------------------------------------------------------------------------------------------
     def _answer_calls(self, conversations: Sequence[Conversation]) -> None:
-        assert self._dialect is not None, "there is one from the first call on"
         calls = [[] if c.end is FinishReason.length else self._dialect.calls(_turn_ids(c)) for c in conversations]
         orders: list[list[Order]] = []
         most = self.environment.max_tool_calls
@@ -269,9 +270,13 @@ class Conversations:
             self._go_on(conversation, [("", reply.text)])
 
     # -- details -------------------------------------------------------------------------------------------------------
+    @property
+    def _dialect(self) -> Dialect:
+        assert self._known_dialect is not None, "it is known from the first call on"
+        return self._known_dialect
+
     def _go_on(self, conversation: Conversation, answers: Sequence[tuple[str, str]]) -> None:
         """Puts the answers behind the turn, unless a limit ends the conversation here."""
-        assert self._dialect is not None, "there is one from the first call on"
         if conversation.end is None and conversation.left_s <= 0:
             conversation.end = FinishReason.time
         if conversation.end is None and len(conversation.turns) == self.environment.max_turns:
@@ -281,7 +286,9 @@ class Conversations:
         transcript, turn = conversation.transcript, _turn_ids(conversation)
         conversation.history.append((turn, answers))
         if self._dialect.rewrites:
-            read = self._dialect.rewritten(conversation.asked.messages, conversation.opened_with, conversation.history)
+            read = self._dialect.rewritten(
+                conversation.data_prompt.messages, conversation.opened_with, conversation.history
+            )
         else:
             read = (*transcript.context, *self._dialect.suffix(turn, answers))
         if len(transcript.token_ids) + transcript.added_by(read) >= conversation.limit:  # none is left for the policy
@@ -293,12 +300,12 @@ class Conversations:
         self, conversations: Sequence[Conversation], orders: Sequence[Sequence[Order]]
     ) -> Iterator[Sequence[Reply]]:
         """What the environment answers to the orders of each conversation, whose time that takes."""
-        asked = [(c, own) for c, own in zip(conversations, orders, strict=True) if own]
-        replies = iter(self._pool.run([Job(key=c.key, orders=own, left_s=c.left_s) for c, own in asked]))
+        ordered = [(c, own) for c, own in zip(conversations, orders, strict=True) if own]
+        replies = iter(self._pool.run([Job(key=c.key, orders=own, left_s=c.left_s) for c, own in ordered]))
         for conversation, own in zip(conversations, orders, strict=True):
-            given = next(replies) if own else ()
-            conversation.left_s -= sum(reply.seconds for reply in given)
-            yield given
+            own_replies = next(replies) if own else ()
+            conversation.left_s -= sum(reply.seconds for reply in own_replies)
+            yield own_replies
 
     def _add_rewards(self, conversations: Sequence[Conversation]) -> None:
         """What the environment gives for each conversation as a whole is a reward of its last turn."""
@@ -309,14 +316,13 @@ class Conversations:
         ]
         for conversation, [reply] in zip(conversations, self._pool.run(jobs), strict=True):
             if reply.cause is not None:
-                problem = f"environment: cannot say the reward of prompt {conversation.asked.id!r} ({reply.text})"
+                problem = f"environment: cannot say the reward of prompt {conversation.data_prompt.id!r} ({reply.text})"
                 raise EnvironmentFailure(f"{problem}; repair its get_reward")
             if reply.reward is not None:
                 conversation.turns[-1] = replace(conversation.turns[-1], reward=reply.reward)
 
     def _write_texts(self, conversations: Sequence[Conversation]) -> None:
         """The text of each: of a single turn as the engine gave it, else of all that stands behind the opening."""
-        assert self._dialect is not None, "there is one from the first call on"
         for conversation in conversations:
             said = conversation.transcript
             single = len(conversation.turns) == 1 and all(said.mask)
@@ -368,7 +374,7 @@ def group_of(conversations: Sequence[Conversation]) -> Group:
     openings = [conversation.opening for conversation in conversations]
     common = _common([opening.token_ids for opening in openings])
     first = openings[0]
-    prompt = first if len(common) == len(first.token_ids) else replace(conversations[0].asked, token_ids=common)
+    prompt = first if len(common) == len(first.token_ids) else replace(conversations[0].data_prompt, token_ids=common)
     rollouts = []
     for conversation in conversations:
         rest = conversation.opening.token_ids[len(common) :]

@@ -81,7 +81,7 @@ class Seat:
         limit_s: seconds that the order may take.
         left_s: seconds until it is given up, counted while both processes run.
         stopped_s: seconds that it was stopped alone.
-        asked: an order is on its way.
+        is_busy: an order is on its way.
     """
 
     process: BaseProcess
@@ -90,7 +90,7 @@ class Seat:
     stopped_s: float = 0.0
     limit_s: float = 0.0
     ready: bool = False
-    asked: bool = False
+    is_busy: bool = False
     running: Running | None = None
     knows: set[int] = field(default_factory=set)
 
@@ -118,7 +118,7 @@ class EnvironmentPool:
         self._environment = environment
         self._failed_starts = 0
         self._clock = RunningTime()
-        self._told: dict[int, list[Order]] = {}  # of each conversation the orders that its state comes from
+        self._past_orders: dict[int, list[Order]] = {}  # of each conversation the orders that its state comes from
         self._seats = [self._started() for _ in range(environment.workers)]
         atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
 
@@ -137,16 +137,16 @@ class EnvironmentPool:
         while len(finished) < len(jobs):
             for number in range(len(self._seats)):
                 while self._has_begun(number, waiting):
-                    self._ask(number, finished)
+                    self._send_next(number, finished)
             for number in self._awake(beside):
-                self._hear(number)
+                self._receive(number)
         return [finished[index] for index in range(len(jobs))]
 
     def forget(self, keys: Iterable[int]) -> None:
         """These conversations are over."""
         keys = list(keys)
         for key in keys:
-            self._told.pop(key, None)
+            self._past_orders.pop(key, None)
         for seat in self._seats:
             known = [key for key in keys if key in seat.knows]
             seat.knows.difference_update(known)
@@ -171,7 +171,7 @@ class EnvironmentPool:
     def _has_begun(self, number: int, waiting: deque[Running]) -> bool:
         """Whether the worker waits for an order of its job; one without a job gets the first that may be its."""
         seat, size, keeps = self._seats[number], len(self._seats), self._environment.keeps_state
-        if not seat.ready or seat.asked:
+        if not seat.ready or seat.is_busy:
             return False
         if seat.running is not None:
             return True
@@ -182,15 +182,15 @@ class EnvironmentPool:
         seat.running = job
         key = job.job.key
         if keeps and key not in seat.knows:
-            job.again = deque(self._told.get(key, ()))
+            job.again = deque(self._past_orders.get(key, ()))
             seat.knows.add(key)
         return True
 
-    def _ask(self, number: int, finished: dict[int, list[Reply]]) -> None:
+    def _send_next(self, number: int, finished: dict[int, list[Reply]]) -> None:
         """Sends the next order of the worker's job; the job is finished where there is none."""
         seat = self._seats[number]
         running = seat.running
-        assert running is not None, "a worker without a job is not asked"
+        assert running is not None, "a worker without a job gets no order"
         while not running.again and running.order is not None and running.left_s <= 0:
             running.replies.append(Reply(text=SPENT, cause=Cause.time))
         order = running.order
@@ -204,13 +204,13 @@ class EnvironmentPool:
         seat.left_s, seat.stopped_s = seat.limit_s + GRACE_S, 0.0
         try:
             seat.pipe.send((running.job.key, order, seat.limit_s))
-            seat.asked = True
+            seat.is_busy = True
         except OSError:  # it died while idle, which is no order's fault: another one gets it
             self._replace(number, running)
 
     def _awake(self, beside: Beside | None) -> list[int]:
         """The workers that have something to say, have died, or are out of time; waits for the first."""
-        concerned = [n for n, seat in enumerate(self._seats) if seat.asked or not seat.ready]
+        concerned = [n for n, seat in enumerate(self._seats) if seat.is_busy or not seat.ready]
         if not concerned:
             return []
         seats = [self._seats[n] for n in concerned]
@@ -233,13 +233,13 @@ class EnvironmentPool:
             if seat.pipe in heard or seat.left_s <= 0 or seat.stopped_s > STOPPED_LIMIT_S or not seat.process.is_alive()
         ]
 
-    def _hear(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         seat = self._seats[number]
         with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
             if seat.pipe.poll():
                 message = seat.pipe.recv()
                 if seat.ready:
-                    seat.asked = False
+                    seat.is_busy = False
                     self._take(seat, message)
                 elif message == READY:
                     seat.ready, self._failed_starts = True, 0
@@ -251,14 +251,14 @@ class EnvironmentPool:
     def _take(self, seat: Seat, reply: Reply) -> None:
         """Adds a reply to the worker's job; one to a repeated order is dropped."""
         running = seat.running
-        assert running is not None, "who is asked has a job"
+        assert running is not None, "a busy worker has a job"
         order = running.order
         assert order is not None, "a reply is to an order"
         if running.again:
             running.again.popleft()
             return
         if self._environment.keeps_state and reply.cause is not Cause.time:
-            self._told.setdefault(running.job.key, []).append(order)
+            self._past_orders.setdefault(running.job.key, []).append(order)
         running.replies.append(reply)
         running.left_s -= reply.seconds
 
@@ -281,7 +281,7 @@ class EnvironmentPool:
         cause = Cause.time if late else Cause.died
         if was_repeating:  # what was harmless before is not now: the conversation has lost its environment
             running.again.clear()
-            self._told.pop(running.job.key, None)
+            self._past_orders.pop(running.job.key, None)
         running.replies.append(Reply(text=text, cause=cause, seconds=seat.limit_s if late else 0.0))
         running.left_s -= running.replies[-1].seconds
 
@@ -294,5 +294,5 @@ class EnvironmentPool:
         if running is not None:
             seat.running = running
             if self._environment.keeps_state:
-                running.again = deque(self._told.get(running.job.key, ()))
+                running.again = deque(self._past_orders.get(running.job.key, ()))
                 seat.knows.add(running.job.key)

@@ -108,7 +108,7 @@ class Match:
         self.player = player
         places = [place for place in range(1 + len(opponents)) if place != player]
         self._opponents = dict(zip(places, opponents, strict=True))
-        self._told = dict.fromkeys(places, "")
+        self._shown = dict.fromkeys(places, "")
         self._game: Any = textarena.make(game, **arguments)
         self._rules: Any = self._game  # without wrappers, which would repeat all earlier messages
         while isinstance(self._rules, textarena.Wrapper):
@@ -136,8 +136,8 @@ class Match:
             player, messages = self._rules.get_observation()
             if player == self.player:
                 return self._as_text(messages)
-            self._told[player] += self._as_text(messages, own_moves=True)
-            self._is_over, _ = self._game.step(action=self._opponents[player](self._told[player]))
+            self._shown[player] += self._as_text(messages, own_moves=True)
+            self._is_over, _ = self._game.step(action=self._opponents[player](self._shown[player]))
         return ""
 
     def _as_text(self, messages: Sequence[tuple[int, str, Any]], *, own_moves: bool = False) -> str:

@@ -82,7 +82,7 @@ def serve(connection: Connection, environment: Environment, parent: int) -> None
     try:
         environment.start()
         connection.send(READY)
-    except Exception as error:
+    except Exception as error:  # of the user's own modules; the pool says it, and the worker must live to tell it
         connection.send(f"{type(error).__name__}: {error}{place_of(error)}")
     try:
         while True:

@@ -14,7 +14,7 @@ import string
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +22,7 @@ from rlft.logger.lines import Lost, complete_lines, lost_text
 from rlft.system.disk import writing
 from rlft.system.files import append, flush
 from rlft.system.terminal import Say
-from rlft.types import Evaluation, Prompt, RunInfo, StepRecord, UserError
+from rlft.types import Completion, Evaluation, Prompt, RunInfo, StepRecord, UserError
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
@@ -93,7 +93,7 @@ class Jsonl:
 
 
 def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
-    """One line of eval.jsonl: the headline, the metrics by name, and examples with question, answer and score."""
+    """One line of eval.jsonl: the headline, the metrics by name, and examples with answer, score and turns."""
     scores = evaluation.example_scores or (None,) * len(evaluation.examples)
     examples = [
         {
@@ -103,6 +103,7 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
             "completion": rollout.completion.text,
             "score": None if score is None else number(score),
             "finish_reason": str(rollout.completion.finish_reason),
+            **turn_fields(rollout.completion),
         }
         for rollout, score in zip(evaluation.examples, scores, strict=True)
     ]
@@ -113,6 +114,11 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
         **numbers(evaluation.metrics),
         "examples": examples,
     }
+
+
+def turn_fields(completion: Completion) -> dict[str, Any]:
+    """{"turns": ..}, where there are some."""
+    return {"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}
 
 
 def question_of(prompt: Prompt) -> str:

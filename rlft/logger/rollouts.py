@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.keys.bounds import NonNegativeInt, PositiveInt
-from rlft.logger.jsonl import encode, number
+from rlft.logger.jsonl import encode, number, turn_fields
 from rlft.system.disk import writing
 from rlft.system.files import write_atomically
 from rlft.types import Branch, Completion, Evaluation, FinishReason, RunInfo, StepRecord, TokenValues, ToolCall, Turn
@@ -117,8 +117,7 @@ def conversation_fields(completion: Completion) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if completion.mask is not None:
         fields["mask"] = [int(sampled) for sampled in completion.mask]
-    if completion.turns:
-        fields["turns"] = [asdict(turn) for turn in completion.turns]
+    fields |= turn_fields(completion)
     if completion.branches:
         fields["branches"] = [asdict(branch) for branch in completion.branches]
     return fields

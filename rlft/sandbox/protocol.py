@@ -170,7 +170,7 @@ def answer(request: Any, module: types.ModuleType, kept: Kept) -> Any:
         return ["value", pack(perform(request, module, kept), kept.keep)]
     except EndOfIterator:
         return ["end"]
-    except Exception as error:
+    except Exception as error:  # the program's own, which the tests see by name and text
         return ["error", type(error).__name__, str(error)]
 
 

@@ -174,7 +174,7 @@ def in_background(function: Callable[[], Any]) -> Future[Any]:
     def work() -> None:
         try:
             future.set_result(function())
-        except Exception as error:
+        except Exception as error:  # it is raised again where the result is asked for
             future.set_exception(error)
 
     threading.Thread(target=work, name="rlft-ranks", daemon=True).start()

@@ -193,7 +193,7 @@ def _hydra(verb: str, parsed: Arguments, job: Callable[[Any], None]) -> None:
         # Hydra would print a job's exception in its own way; the other jobs of a sweep continue.
         try:
             job(composed)
-        except Exception as error:
+        except Exception as error:  # the other jobs go on, and the first failure is raised behind them
             failures.append(error)
 
     try:

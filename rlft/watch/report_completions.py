@@ -199,8 +199,7 @@ def trained_row(line: Mapping[str, Any]) -> dict[str, Any]:
         "version": line["policy_version"],
         "length": sum(line["mask"]) if "mask" in line else len(line["token_ids"]),
     }
-    if any(turn["text"] or turn["answer"] for turn in line.get("turns", ())):
-        row["turns"] = [shown_turn(turn) for turn in line["turns"]]
+    row |= shown_turns(line)
     values = line.get("tokens")
     if values is not None and "cut" not in row:
         numbers = {name: _rounded(values[name]) for name in values if name != "text"}
@@ -212,6 +211,12 @@ def trained_row(line: Mapping[str, Any]) -> dict[str, Any]:
         if "mask" in line:
             row["mask"] = line["mask"]
     return row
+
+
+def shown_turns(line: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """{"turns": ..} of a completion or an example that has turns with texts."""
+    turns = line.get("turns", ())
+    return {"turns": list(map(shown_turn, turns))} if any(turn["text"] or turn["answer"] for turn in turns) else {}
 
 
 def shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,6 +248,7 @@ def held_out_groups(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[ShownG
                         "reward": example["score"],
                         "rewards": {},
                         "finish": example["finish_reason"],
+                        **shown_turns(example),
                     }
                 ],
             }

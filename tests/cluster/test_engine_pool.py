@@ -15,6 +15,7 @@ from pool_engines import ThreadLauncher
 from rlft.cluster import engine_pool
 from rlft.cluster.engine_pool import EngineError, EnginePool, StaleEngineError, units_of
 from rlft.cluster.member import MemberSpec
+from rlft.environment.pool import EnvironmentFailure
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.types import Adapter, Group, Prompt, Sampling, Turn, UserError
 
@@ -138,6 +139,14 @@ def test_failures_without_a_finished_group_in_between_stop_the_run(open_pool: Op
     expected = r"^cluster\.max_engine_restarts: 3 engine failures .* the last one: engine-0 raised ValueError: no such"
     with pytest.raises(EngineError, match=expected):
         pool.sample(PROMPTS, 2, SEEDS, SAMPLING)
+
+
+def test_what_an_environment_cannot_do_is_no_fault_of_the_engine(open_pool: Open) -> None:
+    pool = open_pool({"faults": {0: "environment"}})
+    pool.load(adapter(3))
+    with pytest.raises(EnvironmentFailure, match="repair its get_reward"):
+        pool.sample(PROMPTS, 2, SEEDS, SAMPLING)
+    assert pool.num_restarts == 0
 
 
 def test_a_finished_group_forgives_failures(open_pool: Open) -> None:

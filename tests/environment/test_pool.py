@@ -51,15 +51,15 @@ def test_what_an_interruption_left_is_not_taken_for_an_answer(
     pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.run([job(0, "up"), job(1, "up")])
-    hear = EnvironmentPool._hear
+    hear = EnvironmentPool._receive
 
     def interrupt(self: EnvironmentPool, number: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(EnvironmentPool, "_hear", interrupt)
+    monkeypatch.setattr(EnvironmentPool, "_receive", interrupt)
     with pytest.raises(KeyboardInterrupt):
         pool.run([job(0, "old"), job(1, "old")])
-    monkeypatch.setattr(EnvironmentPool, "_hear", hear)
+    monkeypatch.setattr(EnvironmentPool, "_receive", hear)
     assert [reply.text for [reply] in pool.run([job(2, "new"), job(3, "newer")])] == ["new", "newer"]
 
 

@@ -89,12 +89,26 @@ def gives_up(observation: str) -> str:
     return "I give up"
 
 
-def test_a_game_that_an_opponent_ends_before_the_first_turn_is_over_with_it() -> None:
+def test_a_game_that_an_opponent_ends_before_the_first_turn_is_over_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     opponent = "tests.environment.test_textarena.gives_up"
     match = arena("TicTacToe-v0", opponents=[opponent], player=1).make()
     assert match.reset({}, 0) == "", "two invalid moves in a row lose the game"
+    monkeypatch.setattr(match._game, "step", lambda action: pytest.fail("a game that is over is not played on"))
     step = match.step("[0]")
     assert (step.reward, step.done) == (1.0, True)
+
+
+def plays_rock(observation: str) -> str:
+    return "[rock]"
+
+
+def test_what_the_game_says_of_the_policys_own_moves_is_shown() -> None:
+    opponent = "tests.environment.test_textarena.plays_rock"
+    match = arena("IteratedRockPaperScissors-v0", opponents=[opponent]).make()
+    match.reset({}, 0)
+    step = match.step("I take [paper]")
+    own, result = "[Player 0] Player 0 selects move paper.", "[GAME] Round result: Player 0 wins!"
+    assert step.observation == f"{own}\n{result}"
 
 
 def test_an_invalid_move_is_answered_and_a_second_one_ends_the_game() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlft.cluster.member import MemberError, MemberSpec
-from rlft.types import FinishReason, Prompt, Sampling, Turn
+from rlft.environment.pool import EnvironmentFailure
+from rlft.types import Completion, FinishReason, Prompt, Sampling, Turn
 
 
 class CountingEngine:
@@ -42,13 +43,14 @@ class CountingEngine:
             raise Died("was killed by SIGKILL")
         if fault == "raise":
             raise ValueError("no such token")
+        if fault == "environment":
+            raise EnvironmentFailure("environment: cannot say the reward of prompt 'p0'; repair its get_reward")
         if fault == "hang":
             time.sleep(1.0)
         time.sleep(self.delay_s)
         version = None if self.version is None else self.version - (fault == "old version")
-        rest = (-0.5,), FinishReason.stop, (True,), (Turn(end=1, reward=0.5),)
         rows = [
-            [(f"{prompt.id} {version} {seed + i}", (seed + i,), *rest) for i in range(n)]
+            [_completion(f"{prompt.id} {version} {seed + i}", seed + i).as_tuple() for i in range(n)]
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         return version, rows
@@ -66,6 +68,17 @@ class CountingEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _completion(text: str, token: int) -> Completion:
+    return Completion(
+        text=text,
+        token_ids=(token,),
+        logprobs=(-0.5,),
+        finish_reason=FinishReason.stop,
+        mask=(True,),
+        turns=(Turn(end=1, reward=0.5),),
+    )
 
 
 class Died(Exception):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rlft.logger import jsonl
-from rlft.logger.jsonl import Jsonl, encode, read_lines
+from rlft.logger.jsonl import Jsonl, encode, evaluation_line, read_lines
+from rlft.types import Turn
 
 
 def files_of(folder):
@@ -66,6 +67,14 @@ def test_an_evaluation_line_holds_examples_with_question_answer_and_score(make_r
             ],
         }
     ]
+
+
+def test_examples_of_an_evaluation_have_their_turns(make_run, make_evaluation):
+    evaluation = make_evaluation(0, 0.5, ("4",))
+    turn = Turn(end=1, text="4", answer="wrong", reward=0.5)
+    rollout = replace(evaluation.examples[0], completion=replace(evaluation.examples[0].completion, turns=(turn,)))
+    [example] = evaluation_line(replace(evaluation, examples=(rollout,)))["examples"]
+    assert example["turns"] == [{"end": 1, "text": "4", "answer": "wrong", "reward": 0.5, "calls": ()}]
 
 
 @pytest.mark.parametrize(("checkpoint", "killed_after"), [(0, 0), (0, 3), (2, 2), (2, 5), (4, 6)])

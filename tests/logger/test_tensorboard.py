@@ -8,6 +8,7 @@ import threading
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
+from tensorboard.summary.writer import event_file_writer
 
 from rlft import cli
 from rlft.logger.tensorboard import Tensorboard
@@ -15,6 +16,12 @@ from rlft.logger.tensorboard import Tensorboard
 SMALL = ["prompts_per_step=1", "group_size=2", "generation=transformers", "generation.max_tokens=4", "lora.rank=2",
          "model.device=cpu", "data.size=16", "data.held_out_size=4", "eval.num_prompts=2", "eval.num_samples=1",
          "scoring.workers=0", "token_budget=512", "hydra.run.dir=run"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def first_files(monkeypatch):
+    """Readers order files by name: the tenth of one process and second would come before the ninth."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def read(folder):

@@ -214,6 +214,17 @@ def test_a_conversation_is_shown_turn_by_turn(make_run: Callable[..., Path]) -> 
     assert shown_call["failed"]
 
 
+def test_a_held_out_conversation_is_shown_turn_by_turn(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=1)
+    lines = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    turn = {"end": 1, "text": "1+1?", "answer": "No.", "reward": None, "calls": []}
+    lines[-1]["examples"][0]["turns"] = [turn]
+    (run / "eval.jsonl").write_bytes(b"".join(map(encode, lines)))
+    rows = [row for group in choose(run, 10**6).groups if group["kind"] == HELD_OUT for row in group["rows"]]
+    [shown] = [row["turns"] for row in rows if "turns" in row]
+    assert shown == [{"said": {"text": "1+1?"}, "answer": {"text": "No."}, "reward": None, "calls": []}]
+
+
 def test_a_group_too_large_for_the_budget_hides_no_other(make_run: Callable[..., Path]) -> None:
     run = make_run("run", steps=9, groups=2, tokens_in=0)
     file = run / "rollouts" / "step_000009.jsonl"  # which is looked at second

@@ -87,7 +87,7 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
 
         return serve
 
-    async def asked(http: HttpRequest, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
+    async def answered(http: HttpRequest, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
         key = key_of(http)
         body = read(kind, await _body(http, limits))
         if body.model not in (None, model):
@@ -98,7 +98,7 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
         return body, await _reply(http, request, limits)
 
     async def chat(http: HttpRequest) -> Response:
-        body, reply = await asked(http, Chat)
+        body, reply = await answered(http, Chat)
         assert isinstance(body, Chat)
         if not body.stream:
             return JSONResponse(reply)
@@ -106,10 +106,10 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
         return StreamingResponse(replies.chunks(reply, with_usage=with_usage), media_type="text/event-stream")
 
     async def generate(http: HttpRequest) -> Response:
-        return JSONResponse((await asked(http, Generate))[1])
+        return JSONResponse((await answered(http, Generate))[1])
 
     async def tokenize(http: HttpRequest) -> Response:
-        return JSONResponse((await asked(http, Tokenize))[1])
+        return JSONResponse((await answered(http, Tokenize))[1])
 
     async def list_models(http: HttpRequest) -> Response:
         key_of(http)

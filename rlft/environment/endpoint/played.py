@@ -146,7 +146,7 @@ class PlayedByAgents:
         for key, trajectory in zip(keys, trajectories, strict=True):
             conversation = trajectory.conversation
             values = {
-                "row": row_of(conversation.asked),
+                "row": row_of(conversation.data_prompt),
                 "base_url": f"{address}/v1",
                 "api_key": key,
                 "model": MODEL,
@@ -184,7 +184,7 @@ class PlayedByAgents:
     def _new(self, prompt: Prompt, seed: int, index: int, sampling: Sampling) -> Trajectory:
         conversation = Conversation(
             key=next(self._keys),
-            asked=prompt,
+            data_prompt=prompt,
             opening=prompt,
             transcript=Transcript(prompt.token_ids),
             limit=sampling.max_tokens,

@@ -47,16 +47,16 @@ class Traces:
             return None
         head, _, payload = file.read_bytes().partition(b"\n")
         try:
-            told = json.loads(head)
-            if told["format"] != FORMAT:
-                raise ValueError(f"its format is {told['format']}, and not {FORMAT}")
-            if told["sha256"] != hashlib.sha256(payload).hexdigest():
+            header = json.loads(head)
+            if header["format"] != FORMAT:
+                raise ValueError(f"its format is {header['format']}, and not {FORMAT}")
+            if header["sha256"] != hashlib.sha256(payload).hexdigest():
                 raise ValueError("its content is not what was written")
             groups = json.loads(payload)
         except (ValueError, KeyError, TypeError) as error:
             remedy = "restore it from a copy; or delete it: agents then play these conversations anew, as others"
             raise UserError("environment", f"a recorded trace is damaged ({error})", got=file, remedy=remedy) from None
-        return [_group_of(values, asked) for values, asked in zip(groups, prompts, strict=True)]
+        return [_group_of(values, prompt) for values, prompt in zip(groups, prompts, strict=True)]
 
     def write(
         self,
@@ -87,9 +87,9 @@ class Traces:
     def _file(
         self, version: int | None, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> Path:
-        asked = [[prompt.id, list(prompt.token_ids)] for prompt in prompts]
-        told = json.dumps([version, asked, n, list(seeds), asdict(sampling)]).encode()
-        return self.folder / f"version_{version or 0:06d}-{hashlib.sha256(told).hexdigest()[:16]}.json"
+        asked_for = [[prompt.id, list(prompt.token_ids)] for prompt in prompts]
+        inputs = json.dumps([version, asked_for, n, list(seeds), asdict(sampling)]).encode()
+        return self.folder / f"version_{version or 0:06d}-{hashlib.sha256(inputs).hexdigest()[:16]}.json"
 
 
 def _values_of(group: Group) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def _values_of(group: Group) -> dict[str, Any]:
     }
 
 
-def _group_of(values: Mapping[str, Any], asked: Prompt) -> Group:
-    prompt = replace(asked, messages=tuple(values["messages"]), token_ids=tuple(values["token_ids"]))
+def _group_of(values: Mapping[str, Any], data_prompt: Prompt) -> Group:
+    prompt = replace(data_prompt, messages=tuple(values["messages"]), token_ids=tuple(values["token_ids"]))
     return Group(
         prompt=prompt,
         rollouts=tuple(

@@ -176,8 +176,8 @@ class Trajectory:
             remedy = "send less, or raise prompts.max_tokens"
             raise Refusal(400, f"{problem} {self.longest_row}; {remedy}", "context_length_exceeded")
         shown = tuple({"role": m["role"], "content": m["content"]} for m in messages or ())
-        asked = conversation.asked
-        conversation.opening = replace(asked, messages=shown or asked.messages, token_ids=tuple(context))
+        prompt = conversation.data_prompt
+        conversation.opening = replace(prompt, messages=shown or prompt.messages, token_ids=tuple(context))
         conversation.transcript = Transcript(context)
         conversation.limit = min(conversation.limit, room)
         self.has_begun = True
