@@ -132,8 +132,11 @@ def packed(groups: Sequence[Group], asked: Sequence[Prompt]) -> tuple[dict[str, 
         values["branches"] = [[asdict(branch) for branch in c.branches] for c in completions]
     opened = [group.prompt for group in groups]
     if any(prompt.token_ids != before.token_ids for prompt, before in zip(opened, asked, strict=True)):
-        values["prompts"] = [
-            {"token_ids": list(prompt.token_ids), "messages": list(map(dict, prompt.messages))} for prompt in opened
+        values[
+            "prompts"
+        ] = [  # messages as pairs: checkpoints sort the keys of objects, and rollout files keep their order
+            {"token_ids": list(prompt.token_ids), "messages": [list(message.items()) for message in prompt.messages]}
+            for prompt in opened
         ]
     return tensors, values
 
@@ -152,7 +155,7 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
     versions, groups = iter(values["versions"]), []
     prompts = sampler.prompts_at(step)
     for p, opened in enumerate(values.get("prompts", ())):
-        ids, messages = tuple(opened["token_ids"]), tuple(opened["messages"])
+        ids, messages = tuple(opened["token_ids"]), tuple(map(dict, opened["messages"]))
         prompts[p] = replace(prompts[p], token_ids=ids, messages=messages)
     for prompt, size in zip(prompts, values["sizes"], strict=True):
         rollouts = []

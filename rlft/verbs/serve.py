@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -77,9 +77,24 @@ def read_config(words: list[str]) -> ServeConfig:
     return from_mapping(ServeConfig, values, SECTION)
 
 
+def check_keys_are_read(words: Sequence[str]) -> None:
+    """UserError for a key of `serve` without its section, and for a key of an environment."""
+    names = {field.name for field in fields(ServeConfig)} - {"name"}  # a run has a name, too
+    for word in words:
+        key, _, value = word.lstrip("+~").partition("=")
+        if key in names:
+            raise UserError(key, "there is no such key", remedy=f"did you mean {SECTION}.{key}?")
+        if key.partition(".")[0] == "environment":
+            problem = "is not read by rlft serve, whose clients bring their own environment"
+            raise UserError(
+                key, problem, got=value, remedy=f"leave it out; the keys of this verb begin with {SECTION}."
+            )
+
+
 def command(arguments: list[str]) -> None:
     """Serves until a signal."""
     own = [word for word in arguments if word.startswith(f"{SECTION}.")]
+    check_keys_are_read(arguments)
     parsed, source, changes = of_a_run([word for word in arguments if word not in own])
     if source is None:
         check_names_a_model(parsed, "there is no model to serve")

@@ -54,3 +54,29 @@ def test_a_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks: 
     shutil.rmtree(tmp_path / "again/traces")  # without them it is another run
     assert forks.run("resume", "again", cwd=tmp_path).code == 0
     assert (tmp_path / "again/rollouts/step_000003.jsonl").read_bytes() != third
+
+
+@pytest.mark.slow
+def test_an_overlapped_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(
+    forks: Nursery, tmp_path: Path
+) -> None:
+    """Killed in the update of its last step, while the last checkpoint is of two steps and a third is sampled."""
+    overlapped = ("overlap.lag=1", "algorithm.mismatch=token_truncate", "eval.every=0", "hydra.run.dir=run")
+    keys = [key for key in KEYS if key != "eval.every=2"]
+    killed = forks.start(
+        "train", *keys, *overlapped, cwd=tmp_path, events=[{"at": UPDATE, "call": 4, "do": "kill"}]
+    ).wait()
+    assert killed.code == -9, killed.err
+    run = tmp_path / "run"
+    traces = {file.name: file.read_bytes() for file in (run / "traces").iterdir()}
+    assert sorted(name[:14] for name in traces) == [f"version_{version:06d}" for version in (0, 0, 1, 2)]
+    third = (run / "rollouts/step_000003.jsonl").read_bytes()
+    done = forks.run("resume", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert (run / "rollouts/step_000003.jsonl").read_bytes() == third
+    assert {file.name: file.read_bytes() for file in (run / "traces").iterdir()} == traces
+    shutil.copytree(run, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again/checkpoints/step_000004")
+    done = forks.run("resume", "again", cwd=tmp_path)
+    assert done.code == 0, done.err
+    check_same(tmp_path / "again", run)
