@@ -47,6 +47,7 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
         loss_mask_BT[b, start:end] = True if mask is None else torch.tensor(mask, dtype=torch.bool)
         logprobs_BT[b, start:end] = torch.tensor(rollout.completion.logprobs)
     sizes = torch.tensor([len(group.rollouts) for group in groups])
+    rewards_BK, weights_BK = single_rewards(scores)
     token_rewards_BT = step_ends_BT = None
     turn_ends_BT = ends_of_turns(rollouts, shape)
     turns_have_rewards = any(turn.reward is not None for r in rollouts for turn in r.completion.turns)
@@ -61,12 +62,27 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
         sampled_logprobs=logprobs_BT,
         rewards=(scores.total if scores.outcome is None else scores.outcome).flatten().float(),
         group_ids=torch.arange(len(groups)).repeat_interleave(sizes),
+        each_reward=rewards_BK,
+        each_weight=weights_BK,
         token_rewards=token_rewards_BT,
         step_ends=step_ends_BT,
         turn_ends=turn_ends_BT,
         previous=previous_columns(rollouts, shape),
         truncated=torch.tensor([r.completion.finish_reason.is_limit for r in rollouts]),
     )
+
+
+def single_rewards(scores: Scores) -> tuple[Tensor | None, Tensor | None]:
+    """(each reward by itself, without its weight; the weights), both `[B, K]` float32; None where there is no reward.
+
+    Rewards of weight 0 are only looked at and are left out.
+    """
+    weights = {name: scores.weights.get(name, 1.0) for name in scores.by_reward}
+    columns = [scores.by_reward[name].flatten().float() for name, weight in weights.items() if weight]
+    if not columns:
+        return None, None
+    rewards_BK = torch.stack(columns, -1)
+    return rewards_BK, torch.tensor([weight for weight in weights.values() if weight]).expand_as(rewards_BK)
 
 
 def ends_of_turns(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:

@@ -252,12 +252,14 @@ class Scores:
         outcome: the weighted sum of the rewards that score whole completions; None if nothing else is in `total`.
         steps: the weighted step scores of all process rewards together, `steps[p][g]` in the order of their ends;
             None if no reward scores steps.
+        weights: each reward's factor in `total`; one that is not named has 1.
     """
 
     total: Tensor
     by_reward: Mapping[str, Tensor]
     outcome: Tensor | None = None
     steps: Sequence[Sequence[StepScores]] | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +290,10 @@ class Batch:
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     old_values: Tensor | None = None
+    each_reward: Tensor | None = (
+        None  # [B, K]: the rewards by themselves, of steps and turns their sum; weight 0 left out
+    )
+    each_weight: Tensor | None = None  # [B, K]: their weights, the same in all rows
     token_rewards: Tensor | None = None
     step_ends: Tensor | None = None  # bool: a scored step ends with this token (its score may be 0)
     turn_ends: Tensor | None = None  # bool: a turn ends with this token; None: each completion is one turn

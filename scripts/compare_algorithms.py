@@ -64,6 +64,8 @@ LABELS = {
     "cispo": "CISPO",
     "dapo": "DAPO",
     "dr_grpo": "Dr. GRPO",
+    "gdpo": "GDPO",
+    "gmpo": "GMPO",
     "grpo": "GRPO",
     "grpo_process": "GRPO, process rewards",
     "gspo": "GSPO",
@@ -76,6 +78,7 @@ LABELS = {
     "reinforce": "REINFORCE",
     "reinforce_pp": "REINFORCE++",
     "rloo": "RLOO",
+    "sapo": "SAPO",
 }
 # Class of the algorithm, in the order of table and picture: its words in the legend, its colour. Okabe and Ito's
 # colours, which people with any colour vision tell apart; classes that are not listed take those that are left.

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ALGORITHMS = (
-    "a2c", "cispo", "dapo", "dr_grpo", "grpo", "grpo_process", "gspo", "gspo_token", "kimi", "ppo", "ppo_penalty",
-    "ppo_ptx", "reinforce", "reinforce_pp", "rloo",
+    "a2c", "cispo", "dapo", "dr_grpo", "gdpo", "gmpo", "grpo", "grpo_process", "gspo", "gspo_token", "kimi", "ppo",
+    "ppo_penalty", "ppo_ptx", "reinforce", "reinforce_pp", "rloo", "sapo",
 )  # fmt: skip
 
 MODEL = "model.device=cpu"

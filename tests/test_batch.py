@@ -348,3 +348,22 @@ def test_the_rewards_of_turns_must_be_told_apart_from_those_of_completions():
 def test_a_completion_whose_turns_do_not_fit_its_tokens_is_an_error(completion, problem):
     with pytest.raises(ValueError, match=f"the generator gave a completion of prompt p {problem}"):
         collate([group_of([5], [completion])], SPLIT, undecoded)
+
+
+def test_each_reward_stands_by_itself_with_its_weight_and_those_of_weight_0_are_left_out():
+    # Two prompts of one completion; the weight of what environments gave for turns is named nowhere, and is 1.
+    names = {"math": [[1.0], [0.0]], "seen": [[9.0], [9.0]], "format": [[0.5], [2.0]], "turns": [[3.0], [4.0]]}
+    scores = Scores(
+        total=torch.zeros(2, 1),
+        by_reward={name: torch.tensor(values) for name, values in names.items()},
+        weights={"math": 2.0, "seen": 0.0, "format": 0.25},
+    )
+    batch = collate([group([5], ((7,), (-0.5,))), group([5], ((7,), (-0.5,)))], scores, undecoded)
+    assert batch.each_reward.tolist() == [[1.0, 0.5, 3.0], [0.0, 2.0, 4.0]]
+    assert batch.each_weight.tolist() == [[2.0, 0.25, 1.0]] * 2
+    assert select(batch, torch.tensor([1])).each_weight.tolist() == [[2.0, 0.25, 1.0]]
+
+
+def test_without_rewards_that_count_there_are_none_by_themselves(batch):
+    assert batch.each_reward is None
+    assert batch.each_weight is None

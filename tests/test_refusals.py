@@ -119,7 +119,8 @@ TABLE = [
     (f"train environment=endpoint environment.agent={AGENTS}.once environment.port=70000", "environment.port",
      "less than or"),
     # Misspelt groups, choices and keys
-    ("train algorithm=grpoo", "algorithm", "got grpoo; did you mean grpo? All: a2c, cispo, dapo, dr_grpo, grpo"),
+    ("train algorithm=grpoo",
+     "algorithm", "got grpoo; did you mean grpo? All: a2c, cispo, dapo, dr_grpo, gdpo, gmpo, grpo"),
     ("train algorithm=GRPO", "algorithm", "got GRPO; did you mean grpo? All: a2c"),
     ("train logger=none", "logger", "got none; write logger=null for none"),
     ("train data=foo.jsonl", "data", "not as a file, got foo.jsonl; write data=jsonl data.path=foo.jsonl"),
@@ -326,6 +327,13 @@ TABLE = [
     ("train algorithm.credit_span=token", "algorithm.credit_span", "choose one of trajectory, turn"),
     ("train algorithm=ppo algorithm.credit_span=step", "algorithm.credit_span", "choose one of trajectory, turn"),
     ("train algorithm=rloo algorithm.credit_span=turn", "algorithm.credit_span", "algorithm=grpo and algorithm=ppo"),
+    ("train algorithm=gmpo algorithm.ratio=sequence", "algorithm.ratio", "takes their geometric mean itself, got seq"),
+    ("train algorithm=sapo algorithm.tau_positive=0", "algorithm.tau_positive", "greater than 0"),
+    ("train algorithm.surrogate=soft", "algorithm.surrogate", "policy_gradient, cispo, sapo, gmpo"),
+    ("train algorithm=gdpo algorithm.supervision=process", "algorithm.supervision", "the rewards of whole completions"),
+    ("train algorithm=gdpo algorithm.kl_coef=0.1 algorithm.kl_in=reward", "algorithm.kl_in", "has no one score"),
+    ("train algorithm=ppo algorithm.reward_aggregation=sum_then_normalize",
+     "algorithm.reward_aggregation", "it belongs to algorithm=gdpo and algorithm=grpo"),
     ("train algorithm.off_policy_limit=-1", "algorithm.off_policy_limit", "greater than 0"),
     ("train generation.top_p=0.9 algorithm.mismatch=token_mask", "generation.top_p", "undistorted sampling, got 0.9"),
     ("train generation.top_k=5 algorithm.mismatch=token_truncate", "generation.top_k", "undistorted sampling, got 5"),
@@ -946,6 +954,10 @@ def test_what_only_looks_like_a_mistake_is_planned(typed: str, workplace: Path) 
     [
         ("algorithm=gspo algorithm.clip_high=0.2", "the paper's are clip_low=3e-4 clip_high=4e-4"),
         ("algorithm=ppo_penalty critic.kind=adapter", "algorithm.kl_to: with one update per step"),
+        (
+            "algorithm=gdpo reward.format.weight=0",
+            "algorithm.reward_aggregation: normalises several rewards one by one, and there is one that counts, got",
+        ),
         (
             "generation.top_p=0.9",
             "generation.top_p: leaves out unlikely tokens that the trained policy could",

@@ -31,6 +31,8 @@ SYMBOLS = {
     "A": "advantage of a token: what `credit` gives, without gradient",
     "r": "ratio of the policy's probability to the old policy's",
     "reward": "sum of the rewards of a completion, each times its weight",
+    "reward_k": "one of the rewards of a completion by itself, without its weight; of steps or turns their sum",
+    "weight_k": "its weight",
     "step": "score of a reasoning step or of a turn, on the token that ends it; 0 elsewhere, and without such scores",
     "N": "number of completion tokens in the update",
     "B": "number of completions in the update",
@@ -52,6 +54,8 @@ SYMBOLS = {
     "to_go_in_turn": "to_go over the turn's tokens alone",
     "clip": "clip(x, low, high): x kept between low and high",
     "within": "within(x, low, high): 1 where low <= x <= high, else 0",
+    "sigmoid": "1 / (1 + e to the power of -x)",
+    "sum_k": "sum over the rewards",
     "stop": "the same value, without gradient",
     "exp": "e to the power of x; a difference of log-probs is first kept within -20 .. 20 (d and d_old: above -20)",
 }

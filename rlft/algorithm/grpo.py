@@ -1,7 +1,7 @@
 """GRPO: advantages relative to siblings, a clipped ratio, no critic. DeepSeekMath, arXiv 2402.03300.
 
-Dr. GRPO, GSPO, GSPO-token, DAPO, CISPO and GRPO with process rewards are the same class with other keys: see
-configs/algorithm/.
+Dr. GRPO, GSPO, GSPO-token, DAPO, CISPO, SAPO, GMPO, GDPO and GRPO with process rewards are the same class with other
+keys: see configs/algorithm/.
 
 The whole loss of an update, in the keys of configs/algorithm/grpo.yaml; a line counts where the keys are as its
 `if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
@@ -20,7 +20,12 @@ The whole loss of an update, in the keys of configs/algorithm/grpo.yaml; a line 
     S = -r * A                                                      if surrogate=importance
     S = -A * lp                                                     if surrogate=policy_gradient
     S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
+    S = -gate(tau_positive) * max(A, 0) - gate(tau_negative) * min(A, 0)    if surrogate=sapo
+    S = -s_high * max(A, 0) - s_low * min(A, 0)                     if surrogate=gmpo
     C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+    gate(x) = 4 / x * sigmoid(x * (r - 1))
+    s_high = exp(mean_t(min(lp - lp_old, clip_high)))
+    s_low = exp(mean_t(max(lp - lp_old, -clip_low)))
     r = exp(lp - lp_old)                                            if ratio=token
     r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
     r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
@@ -42,15 +47,17 @@ The whole loss of an update, in the keys of configs/algorithm/grpo.yaml; a line 
 
 Credit: the advantage A of a completion's tokens is its score among those of its siblings, exactly 0 in a group of
 equal scores. With process rewards, or rewards of turns, a token has the normalised scores of the steps that end at or
-after it, in its turn or in the whole trajectory.
+after it, in its turn or in the whole trajectory. With several rewards each may be normalised by itself (GDPO).
 
-    A = z(R)                                                        if supervision=outcome
+    A = z(R)                            if supervision=outcome and reward_aggregation=sum_then_normalize
+    A = Z / (std_all(Z) + eps)          if supervision=outcome and reward_aggregation=normalize_then_sum
     A = z(reward) + to_go(z(step), 1)                               if supervision=process and credit_span=trajectory
     A = z(reward) + to_go_in_turn(z(step), 1)                       if supervision=process and credit_span=turn
     z(x) = (x - mean_group(x)) / (std_group(x, 1) + eps)            if std=sample
     z(x) = (x - mean_group(x)) / (std_group(x, 0) + eps)            if std=population
     z(x) = (x - mean_group(x)) / (std_all(x) + eps)                 if std=batch
     z(x) = x - mean_group(x)                                        if std=none
+    Z = sum_k(weight_k * z(reward_k))
 
     R = reward + sum_t(step)
       - kl_coef * sum_t(KL_old)                                     if kl_coef > 0 and kl_in=reward
@@ -73,13 +80,27 @@ from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import CreditSpan, RatioObjective, required
 from rlft.keys.bounds import NonNegativeFloat
-from rlft.ops.advantage import Std, group_is_equal, group_zscore, process_advantages, steps_are_equal
-from rlft.ops.lazy import no_grad
+from rlft.ops.advantage import (
+    Std,
+    decoupled_zscore,
+    group_is_equal,
+    group_zscore,
+    process_advantages,
+    steps_are_equal,
+)
+from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep
 from rlft.types import Batch, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class RewardAggregation(StrEnum):
+    """Several rewards of a completion: their weighted sum is normalised, or each of them before they are added."""
+
+    sum_then_normalize = "sum_then_normalize"
+    normalize_then_sum = "normalize_then_sum"
 
 
 class Supervision(StrEnum):
@@ -96,7 +117,9 @@ class GRPO(RatioObjective):
     supervision: Supervision
     std: Std
     eps: NonNegativeFloat
-    credit_span: CreditSpan = CreditSpan.trajectory  # as in runs begun before this key existed
+    # As in runs begun before these keys existed.
+    credit_span: CreditSpan = CreditSpan.trajectory
+    reward_aggregation: RewardAggregation = RewardAggregation.sum_then_normalize
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,11 +137,29 @@ class GRPO(RatioObjective):
                 got=self.credit_span,
                 remedy="use algorithm.supervision=process, or algorithm.credit_span=trajectory",
             )
+        if self._normalizes_each_reward and self.supervision == Supervision.process:
+            raise UserError(
+                "algorithm.supervision",
+                "algorithm.reward_aggregation=normalize_then_sum normalises the rewards of whole completions",
+                got=self.supervision,
+                remedy="use algorithm.supervision=outcome, or algorithm.reward_aggregation=sum_then_normalize",
+            )
+        if self._normalizes_each_reward and self.needs_old_in_credit:
+            raise UserError(
+                "algorithm.kl_in",
+                "algorithm.reward_aggregation=normalize_then_sum has no one score that the KL could be a part of",
+                got=self.kl_in,
+                remedy="use algorithm.kl_in=loss, or algorithm.reward_aggregation=sum_then_normalize",
+            )
 
     @property
     def needs_steps(self) -> bool:
         """Whether `Batch.token_rewards` and `Batch.step_ends` must be there."""
         return self.supervision == Supervision.process
+
+    @property
+    def _normalizes_each_reward(self) -> bool:
+        return self.reward_aggregation == RewardAggregation.normalize_then_sum
 
     @property
     def min_group_size(self) -> int:
@@ -129,6 +170,10 @@ class GRPO(RatioObjective):
         """Rows of groups without any difference, bool `[B]`, unless a KL or an entropy bonus acts on them."""
         if self._acts_without_advantage:
             return super().inert(batch)
+        if self._normalizes_each_reward:
+            rewards_BK, _ = _each_reward(batch)
+            columns_K = [group_is_equal(column, batch.group_ids) for column in rewards_BK.unbind(-1)]
+            return torch.stack([torch.ones_like(batch.group_ids, dtype=torch.bool), *columns_K]).all(0)
         match self.supervision:
             case Supervision.outcome:
                 return group_is_equal(self.completion_scores(batch), batch.group_ids)
@@ -145,9 +190,14 @@ class GRPO(RatioObjective):
         score, so it goes in *before* normalisation. process: the z-scores of the steps that end at or after the token,
         each among all steps of the group (section 4.1.3); rewards of whole completions are normalised on their own and
         added on every token (without any they add exactly 0, which is the paper's). A turn that has a reward is a step.
-        credit_span=turn: of those steps only the ones in the token's own turn.
+        credit_span=turn: of those steps only the ones in the token's own turn. reward_aggregation=normalize_then_sum:
+        `ops.advantage.decoupled_zscore` of the rewards on each of a completion's tokens.
         """
         mask, ids = batch.loss_mask, batch.group_ids
+        if self._normalizes_each_reward:
+            rewards_BK, weights_BK = (x.to(batch.sampled_logprobs) for x in _each_reward(batch))
+            advantages_B = decoupled_zscore(rewards_BK, weights_BK, ids, self.std, self.eps)
+            return replace(batch, advantages=keep(advantages_B.unsqueeze(-1).expand(mask.shape), mask))
         match self.supervision:
             case Supervision.outcome:
                 scores_B = self.completion_scores(batch)
@@ -161,6 +211,11 @@ class GRPO(RatioObjective):
                 )
         outcome_B = group_zscore(scores_B, ids, self.std, self.eps)
         return replace(batch, advantages=keep(outcome_B.unsqueeze(-1) + steps_BT, mask))
+
+
+def _each_reward(batch: Batch) -> tuple[Tensor, Tensor]:
+    why = "reward_aggregation=normalize_then_sum"
+    return required(batch.each_reward, "each_reward", why), required(batch.each_weight, "each_weight", why)
 
 
 def _steps(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,16 @@ from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep, max_abs, row_sum
 from rlft.ops.mismatch import Correction, Mismatch, far_off_policy, mismatch_correction
 from rlft.ops.ratio import RatioLevel, ratio, token_ratio
-from rlft.ops.surrogate import Surrogate, SurrogateKind, cispo, clipped_surrogate, importance, policy_gradient
+from rlft.ops.surrogate import (
+    Surrogate,
+    SurrogateKind,
+    cispo,
+    clipped_surrogate,
+    gmpo,
+    importance,
+    policy_gradient,
+    sapo,
+)
 from rlft.types import Batch, Loss, LossScale, Outputs, UserError
 
 if TYPE_CHECKING:
@@ -340,6 +349,9 @@ class RatioObjective(Objective):
     clip_low: Fraction
     clip_high: NonNegativeFloat
     dual_clip: PositiveFloat | None
+    # Runs begun before these keys existed have no surrogate that reads them.
+    tau_positive: PositiveFloat = 1.0
+    tau_negative: PositiveFloat = 1.05
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -356,6 +368,13 @@ class RatioObjective(Objective):
                 f"must lie above the clip range, which ends at 1 + clip_high = {1 + self.clip_high:g}",
                 got=self.dual_clip,
                 remedy="use 3, or null for no dual clip",
+            )
+        if self.surrogate == SurrogateKind.gmpo and self.ratio != RatioLevel.token:
+            raise UserError(
+                "algorithm.ratio",
+                "algorithm.surrogate=gmpo clips the ratios of tokens and takes their geometric mean itself",
+                got=self.ratio,
+                remedy="use algorithm.ratio=token, or algorithm.surrogate=clipped",
             )
 
     @property
@@ -384,6 +403,11 @@ class RatioObjective(Objective):
                 return policy_gradient(logprobs, advantages)
             case SurrogateKind.cispo:
                 return cispo(logprobs, ratio_BT, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+            case SurrogateKind.sapo:
+                return sapo(ratio_BT, advantages, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
+            case SurrogateKind.gmpo:
+                low, high = self.clip_low, self.clip_high
+                return gmpo(logprobs, old_logprobs, advantages, mask, clip_low=low, clip_high=high)
 
     def clip_fractions(self, surrogate: Surrogate) -> dict[str, Tensor]:
         """Where a clip binds, bool `[B, T]`, by the name of the metric."""

@@ -22,7 +22,12 @@ The whole loss of an update, in the keys of configs/algorithm/ppo.yaml; a line c
     S = -r * A                                                      if surrogate=importance
     S = -A * lp                                                     if surrogate=policy_gradient
     S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
+    S = -gate(tau_positive) * max(A, 0) - gate(tau_negative) * min(A, 0)    if surrogate=sapo
+    S = -s_high * max(A, 0) - s_low * min(A, 0)                     if surrogate=gmpo
     C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+    gate(x) = 4 / x * sigmoid(x * (r - 1))
+    s_high = exp(mean_t(min(lp - lp_old, clip_high)))
+    s_low = exp(mean_t(max(lp - lp_old, -clip_low)))
     r = exp(lp - lp_old)                                            if ratio=token
     r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
     r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token

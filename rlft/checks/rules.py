@@ -358,6 +358,13 @@ def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
     ):
         problem = "with one update per step the policy is still the old one, so the KL is 0"
         texts.append(f"algorithm.kl_to: {problem}, got old; use several epochs or minibatches")
+    if config.algorithm.get("reward_aggregation") == "normalize_then_sum" and config.environment is None:
+        counting = [name for name, keys in config.reward.items() if keys.get("weight") != 0]
+        if len(counting) < 2:
+            problem = "normalises several rewards one by one, and there is one that counts"
+            texts.append(
+                f"algorithm.reward_aggregation: {problem}, got reward=[{','.join(counting)}]; use algorithm=grpo"
+            )
     generation = config.generation
     cut = [("top_p", generation.top_p)] if generation.top_p < 1 else []
     cut += [("top_k", generation.top_k)] if generation.top_k > 0 else []

@@ -211,7 +211,7 @@ class Trial:
 def alternating(groups: Sequence[Group]) -> Scores:
     """Rewards 0, 1, 0, 1, .. in each group."""
     total: Tensor = torch.tensor([[float(i % 2) for i in range(len(group.rollouts))] for group in groups])
-    return Scores(total=total, by_reward={})
+    return Scores(total=total, by_reward={"alternating": total})
 
 
 def work_of(plain: Mapping[str, Any]) -> Work:

@@ -76,4 +76,5 @@ def replaced(scores: Scores, positions: Sequence[int], new: Scores, rows: Sequen
         },
         outcome=outcome,
         steps=steps,
+        weights={**scores.weights, **new.weights},
     )

@@ -73,6 +73,22 @@ def group_zscore(rewards: Tensor, group_ids: Tensor, std: Std, eps: float) -> Te
     return _zero_where_equal(advantages_B, rewards, group_ids)
 
 
+def decoupled_zscore(rewards: Tensor, weights: Tensor, group_ids: Tensor, std: Std, eps: float) -> Tensor:
+    """z / (std(z) + eps) with z the weighted sum of each reward's own group z-score, std over all B (n - 1), `[B]`.
+
+    Each reward is normalised in its group by itself before they are added, so that a reward with a small spread is not
+    lost beside one with a large spread, and different mixes of rewards with the same sum stay apart. The paper also
+    subtracts the mean over the batch, which is 0 as that of every group is. Exactly 0 in a group in which no reward
+    differs. rewards, weights `[B, K]`: a column a reward. GDPO, arXiv 2601.05242, equations 4 to 6.
+    """
+    assert rewards.shape == weights.shape, (rewards.shape, weights.shape)
+    scores_K = [group_zscore(column, group_ids, std, eps) for column in rewards.unbind(-1)]
+    if not scores_K:
+        return rewards.new_zeros(len(rewards))
+    summed_B = (torch.stack(scores_K, -1) * weights).sum(-1)
+    return summed_B / (group_std(summed_B, torch.zeros_like(group_ids), correction=1) + eps)
+
+
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """R_i minus the mean of its siblings = G/(G-1) * (R_i - mean), `[B]`. RLOO, arXiv 2402.14740.
 

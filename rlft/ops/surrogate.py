@@ -8,25 +8,32 @@ from typing import TYPE_CHECKING
 
 from rlft.ops.lazy import torch
 from rlft.ops.mask import keep, row_mean, row_sum
+from rlft.ops.ratio import LOG_RATIO_LIMIT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class SurrogateKind(StrEnum):
-    """The ratio, clipped where it would gain (PPO) or not; log-probs (REINFORCE), or by a clamped ratio (CISPO)."""
+    """The ratio, clipped where it would gain (PPO) or not; log-probs (REINFORCE), or by a clamped ratio (CISPO).
+
+    A smooth gate in place of the clip (SAPO); the geometric mean of clipped token ratios (GMPO).
+    """
 
     clipped = "clipped"
     importance = "importance"
     policy_gradient = "policy_gradient"
     cispo = "cispo"
+    sapo = "sapo"
+    gmpo = "gmpo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
     """A surrogate, and where a clip *binds*: where the loss is that of the clip, not of the ratio.
 
-    loss `[B, T]`; low, high, dual: bool `[B, T]`. The gradient there is 0, except in CISPO.
+    loss `[B, T]`; low, high, dual: bool `[B, T]`. The gradient there is 0, except in CISPO, and in GMPO where a row has
+    advantages of both signs.
     """
 
     loss: Tensor
@@ -79,6 +86,40 @@ def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: floa
     low = (advantages != 0) & (ratio < 1 - clip_low)
     high = (advantages != 0) & (ratio > 1 + clip_high)
     return Surrogate(loss=-weight * advantages * logprobs, low=low, high=high, dual=torch.zeros_like(low))
+
+
+def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Surrogate:
+    """-f(r) A with the gate f(r) = 4 / tau * sigmoid(tau (r - 1)), where nothing binds. `[B, T]`.
+
+    tau is tau_positive where A > 0, tau_negative elsewhere. The gate's slope is 1 at r = 1 and falls off smoothly on
+    both sides, the faster the larger tau: 4 p (1 - p) with p = sigmoid(tau (r - 1)). SAPO, arXiv 2511.20347, section 3.
+    """
+    assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
+    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
+    return Surrogate(loss=-gate * advantages, low=nowhere, high=nowhere, dual=nowhere)
+
+
+def gmpo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> Surrogate:
+    """-s A with s = exp(mean_t(clipped log r_t)), the geometric mean of a row's clipped token ratios. `[B, T]`.
+
+    Each log-ratio is clipped before the mean, only on the side that would gain: to at most clip_high where A > 0, to at
+    least -clip_low where A < 0 (nats: the ratio's range is exp(-clip_low) .. exp(clip_high)). With one advantage on all
+    of a row's tokens each of them has the paper's loss of the row, and so has the row's mean. Where a row's advantages
+    differ in sign, each token has the mean that its own sign asks for, so that none is optimistic.
+    GMPO, arXiv 2507.20673, section 3.
+    """
+    assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
+    log_ratio = (keep(logprobs, mask) - keep(old_logprobs, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    for_good_B = row_mean(log_ratio.clamp(max=clip_high), mask).exp()
+    for_bad_B = row_mean(log_ratio.clamp(min=-clip_low), mask).exp()
+    mean_BT = torch.where(advantages > 0, for_good_B.unsqueeze(-1), for_bad_B.unsqueeze(-1))
+    low = mask & (advantages < 0) & (log_ratio < -clip_low)
+    high = mask & (advantages > 0) & (log_ratio > clip_high)
+    return Surrogate(loss=keep(-mean_BT * advantages, mask), low=low, high=high, dual=torch.zeros_like(mask))
 
 
 def mirror_descent(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, tau: float) -> Tensor:

@@ -310,13 +310,13 @@ def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]
     sums = {name: exact(totals(rows)) for name, rows in by_reward.items()}
     total, single = weighted_sum(sums), {name: scores.float() for name, scores in sums.items()}
     if not process:
-        return Scores(total=total, by_reward=single)
+        return Scores(total=total, by_reward=single, weights=weights)
     # What a process reward says of a completion as a whole is the fixed score of one that it failed on.
     whole = sums | {name: exact(fixed_scores(by_reward[name])) for name in process}
     factors = [weights[name] for name in process]
     rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
     steps = [[merged_steps(parts, factors) for parts in zip(*rows, strict=True)] for rows in rows_of_each]
-    return Scores(total=total, by_reward=single, outcome=weighted_sum(whole), steps=steps)
+    return Scores(total=total, by_reward=single, outcome=weighted_sum(whole), steps=steps, weights=weights)
 
 
 def unscored_rows(groups: Sequence[Group]) -> Scores:

@@ -50,6 +50,8 @@ def hand_batch():
             sampled_logprobs=minus_one,
             rewards=torch.tensor(rewards, dtype=torch.float64),
             group_ids=torch.tensor(group_ids),
+            each_reward=torch.tensor(rewards, dtype=torch.float64)[:, None],
+            each_weight=torch.ones(len(rewards), 1, dtype=torch.float64),
             old_logprobs=minus_one,
             reference_logprobs=minus_one,
             advantages=None if advantages is None else torch.tensor(advantages, dtype=torch.float64)[:, None] * mask,
@@ -112,7 +114,8 @@ def rows_of():
 def full_step(random_step):
     """Builds (outputs, batch) as `random_step` does, with a critic's values, scored steps, turns and who was cut off.
 
-    The steps of the equal group and of the row alone differ in nothing: the one step of each has the same score.
+    The steps of the equal group and of the row alone differ in nothing: the one step of each has the same score. Of two
+    rewards by themselves the second differs in other groups than the first does, and in neither of those two.
     """
 
     def build(seed=0):
@@ -128,8 +131,11 @@ def full_step(random_step):
         scores[[3, 4, 5, 9]] = 0.2
         old_values = 0.3 + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
         moved = 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        second_B = torch.tensor([0.5, 2.0, -1.0, 0.4, 0.4, 0.4, 1.0, 0.3, 0.7, 5.0], dtype=torch.float64)
         batch = replace(
             batch,
+            each_reward=torch.stack([batch.rewards, second_B], -1),
+            each_weight=torch.tensor([1.0, 0.3], dtype=torch.float64).expand(len(second_B), 2),
             token_rewards=scores * (ends & mask),
             step_ends=ends & mask,
             turn_ends=turn_ends & mask,

@@ -27,10 +27,12 @@ def made(make):
     return build
 
 
-def test_all_fifteen_are_there():
-    group_relative = {"grpo", "grpo_process", "dr_grpo", "gspo", "gspo_token", "dapo", "cispo"}
+GROUP_RELATIVE = ("grpo", "grpo_process", "dr_grpo", "gspo", "gspo_token", "dapo", "cispo", "sapo", "gmpo", "gdpo")
+
+
+def test_all_eighteen_are_there():
     with_a_critic = {"a2c", "ppo", "ppo_penalty", "ppo_ptx"}
-    assert set(NAMES) == group_relative | with_a_critic | {"reinforce", "rloo", "reinforce_pp", "kimi"}
+    assert set(NAMES) == {*GROUP_RELATIVE} | with_a_critic | {"reinforce", "rloo", "reinforce_pp", "kimi"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,7 +50,7 @@ def test_together_they_reach_every_branch_that_the_properties_below_are_about(ma
             algorithm = made(name, extra)
             metrics = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch)).metrics
             seen |= {f"{name} {metric}": value.item() for metric, value in metrics.items()}
-    for name in ("ppo", "grpo", "gspo", "gspo_token", "reinforce_pp", "dapo"):
+    for name in ("ppo", "grpo", "gspo", "gspo_token", "reinforce_pp", "dapo", "gmpo"):
         assert seen[f"{name} ratio/clip_low_fraction"] > 0
         assert seen[f"{name} ratio/clip_high_fraction"] > 0
     for name in NAMES:
@@ -158,7 +160,7 @@ def test_who_leaves_out_equal_groups_and_who_cannot(make, made, full_step):
     _, batch = full_step()
     equal_or_alone = [False, False, False, True, True, True, False, False, False, True]
     inert = {name: make(name).inert(batch).tolist() for name in NAMES}
-    for name in ("grpo", "grpo_process", "gspo", "gspo_token", "dr_grpo", "dapo", "cispo"):
+    for name in GROUP_RELATIVE:
         assert inert[name] == equal_or_alone, name
     assert inert["rloo"] == [alike or row == 6 for row, alike in enumerate(equal_or_alone)]  # row 6 has no tokens
     for name in ("a2c", "ppo", "ppo_penalty", "ppo_ptx", "kimi"):

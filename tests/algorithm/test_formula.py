@@ -1,7 +1,7 @@
 """The loss in writing, as `rlft algorithms` prints it, computes the number that the code computes.
 
 Every printed line is evaluated as Python here, with small functions of float64 tensors for its symbols: completions are
-`[B, 1]`, tokens `[B, T]`.
+`[B, 1]`, each of their rewards `[K, B, 1]`, tokens `[B, T]`.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ SHARED: list[dict[str, Any]] = [
     {"entropy_coef": 0.02},
 ]
 RATIOS: list[dict[str, Any]] = [
-    *({"surrogate": kind, "clip_low": 0.3} for kind in ("clipped", "importance", "policy_gradient", "cispo")),
+    *({"surrogate": kind, "clip_low": 0.3}
+      for kind in ("clipped", "importance", "policy_gradient", "cispo", "sapo", "gmpo")),
     {"surrogate": "clipped", "dual_clip": 1.6},
     *({"surrogate": "clipped", "ratio": level} for level in ("token", "sequence", "sequence_token")),
     *({"mismatch": f"{level}_{way}"} for level in ("token", "sequence") for way in ("truncate", "mask")),
     {"off_policy_limit": 0.05},
     {"off_policy_limit": 0.05, "mismatch": "token_mask"},
-]
+]  # fmt: skip
 OWN: dict[str, list[dict[str, Any]]] = {
     "grpo": [
         *({"std": std} for std in ("sample", "population", "batch", "none")),
         *({"std": std, "supervision": "process"} for std in ("sample", "population", "batch", "none")),
         {"supervision": "process", "credit_span": "turn"},
+        *({"std": std, "reward_aggregation": "normalize_then_sum"}
+          for std in ("sample", "population", "batch", "none")),
     ],
     "reinforce": [
         *({"reward_to_go": to_go, "gamma": 0.9, "baseline": baseline, "whiten": whiten}
@@ -114,15 +117,18 @@ class Written(dict[str, Any]):
             return torch.where(mask, tensor, 0.0)
 
         assert batch.truncated is not None
+        assert batch.each_reward is not None
+        assert batch.each_weight is not None
         symbols = {
             "lp": kept(outputs.logprobs), "H": kept(outputs.entropy), "V": kept(outputs.values),
             "lp_old": kept(batch.old_logprobs), "lp_ref": kept(batch.reference_logprobs),
             "lp_smp": kept(batch.sampled_logprobs), "V_old": kept(batch.old_values), "step": kept(batch.token_rewards),
+            "reward_k": batch.each_reward.T.unsqueeze(-1), "weight_k": batch.each_weight.T.unsqueeze(-1),
             "reward": batch.rewards.unsqueeze(-1), "truncated": batch.truncated.double().unsqueeze(-1),
             "lp_text": text, "mean_text": torch.mean, "s": scale.value_scale,
             "n": mask.sum(-1, keepdim=True).clamp(min=1),
             "N": scale.num_tokens, "B": scale.num_sequences, "T_max": scale.max_completion_tokens,
-            "exp": torch.exp, "log": torch.log, "stop": torch.detach,
+            "exp": torch.exp, "log": torch.log, "stop": torch.detach, "sigmoid": torch.sigmoid,
             "min": lambda a, b: torch.minimum(a, number(b)), "max": lambda a, b: torch.maximum(a, number(b)),
             "clip": lambda x, low, high: torch.maximum(torch.minimum(x, number(high)), number(low)),
             "within": lambda x, low, high: ((x >= low) & (x <= high)).double(),
@@ -144,6 +150,9 @@ class Written(dict[str, Any]):
     def _mean_t(self, x: Tensor) -> Tensor:
         return self._sum_t(x) / self.mask.sum(-1, keepdim=True).clamp(min=1)
 
+    def _sum_k(self, x: Tensor) -> Tensor:
+        return x.sum(0)
+
     def _sum_i(self, x: Tensor) -> Tensor:
         return x.sum()
 
@@ -158,6 +167,8 @@ class Written(dict[str, Any]):
 
     def _of_groups(self, x: Tensor, function: Any, everything: bool = False) -> Tensor:
         """function(entries of a group, this entry) for every entry, 0 where x says nothing."""
+        if x.ndim == 3:
+            return torch.stack([self._of_groups(reward, function, everything) for reward in x])
         where, ids = self._those(x)
         result = torch.zeros_like(x)
         for position in where.nonzero():
@@ -345,7 +356,7 @@ def test_what_families_share_they_state_in_the_same_lines():
             match = re.fullmatch(r" {4}(\w+(?:\(x\))?) = (.+?)(?: +if (.+))?", line)
             if match and match[3] and match[1] in ("agg(x)", "S", "r", "w", "v", "KL", "KL_old"):
                 assert shared.setdefault((match[1], match[3]), match[2]) == match[2], line
-    assert len(shared) == 4 + 5 + 3 + 3 + 2 + 5 + 3
+    assert len(shared) == 4 + 7 + 3 + 3 + 2 + 5 + 3
 
 
 OTHER_VALUES = {"n_steps": 2, "eps": 0.1, "clip_low": 0.1}

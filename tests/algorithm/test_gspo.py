@@ -80,3 +80,14 @@ def test_a_clip_of_grpos_size_is_warned_of(make):
     (only,) = make("gspo_token", clip_high=0.28).warnings
     assert only.startswith("algorithm.clip_high: 0.28 never binds with algorithm.ratio=sequence_token")
     assert make("grpo", ratio="sequence", surrogate="importance").warnings == ()  # which has no clip
+
+
+def test_luspo_is_gspo_with_its_token_sum(make, hand_batch, scale_of, close):
+    # LUSPO (arXiv 2602.05261): each completion's clipped s A times its length. Mean log-ratio 0.1 of two tokens, A = 1,
+    # clipped at 1.0025; -0.1 of three, A = 2, s = exp(-0.1); -0.1 of one, A = -1, clipped at 0.998.
+    batch = hand_batch([2, 3, 1], [0, 0, 0], [0, 0, 0], advantages=[1, 2, -1])
+    moved = torch.tensor([[9, 0.3, -0.1, 9, 9], [9, 0.1, -0.3, -0.1, 9], [9, -0.1, 9, 9, 9]], dtype=torch.float64)
+    outputs = Outputs(logprobs=(batch.old_logprobs + moved).requires_grad_())
+    luspo = make("gspo", aggregate="sequence_mean_token_sum", clip_low=2e-3, clip_high=2.5e-3)
+    loss = luspo.loss(outputs, batch, scale_of(batch)).total.detach()
+    close(loss, -(2 * 1.0025 + 3 * 2 * math.exp(-0.1) - 0.998) / 3)

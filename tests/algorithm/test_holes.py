@@ -31,7 +31,7 @@ def with_holes(outputs, batch, seed):
     more = {}
     for field in fields(Batch):
         value = getattr(batch, field.name)
-        if value is not None and value.ndim == 2:
+        if value is not None and value.shape == mask.shape:
             junk = {torch.bool: False, torch.int64: 7}.get(value.dtype, nan)
             more[field.name], position = wide(value, mask, holes, junk)
     more["attention_mask"] = torch.ones_like(more["loss_mask"])

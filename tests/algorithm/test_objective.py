@@ -168,6 +168,7 @@ def test_each_surrogate_by_hand(make, hand_batch, scale_of, close, kind, loss, s
         ("grpo", {"kl_coef": 0.1, "kl_controller": "adaptive"}, r"algorithm\.kl_target: .*adaptive.*; set"),
         ("grpo", {"kl_controller": "proportional", "kl_target": 0.1}, r"algorithm\.kl_coef: .*, got 0\.0; start"),
         ("cispo", {"dual_clip": 7.0}, r"algorithm\.dual_clip: .*surrogate=cispo.*, got 7\.0; use .*null"),
+        ("sapo", {"dual_clip": 7.0}, r"algorithm\.dual_clip: .*surrogate=sapo.*, got 7\.0; use .*null"),
         ("ppo", {"dual_clip": 1.1}, r"algorithm\.dual_clip: .* = 1\.2, got 1\.1; use 3"),
         ("kimi", {"mismatch_low": 1.5}, r"algorithm\.mismatch_low: .*, got 1\.5 \.\. 2; use"),
     ],

@@ -246,3 +246,10 @@ def test_groups_without_rewards_of_turns_replace_such_with_them_and_the_other_wa
     old, new = (rewarded != "new") / 8, (rewarded != "old") / 8
     assert mixed.by_reward["turns"].tolist() == [[4 * new], [2 * old], [5 * new]]
     assert torch.equal(mixed.total, mixed.outcome + mixed.by_reward["turns"])
+
+
+def test_the_weights_of_both_sides_stay_known():
+    one = torch.ones(1, 1)
+    old = Scores(total=one, by_reward={"math": one}, weights={"math": 2.0})
+    new = Scores(total=one, by_reward={"math": one, "format": one}, weights={"math": 2.0, "format": 0.5})
+    assert replaced(old, [0], new, [0]).weights == {"math": 2.0, "format": 0.5}

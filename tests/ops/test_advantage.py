@@ -5,6 +5,7 @@ import torch
 
 from rlft.ops.advantage import (
     Std,
+    decoupled_zscore,
     gae,
     group_is_equal,
     group_mean,
@@ -347,3 +348,54 @@ def test_no_rows_and_no_columns_give_no_credit():
         assert place_at_last_token(nothing.sum(-1), mask).shape == shape
         assert process_advantages(nothing, mask, mask, ids, Std.sample, 1e-6).shape == shape
         assert steps_are_equal(nothing, mask, ids).tolist() == [True] * shape[0]
+
+
+# Two siblings with different values have the z-scores -s and s, s = 1 / sqrt(2), whatever the values (eps = 0): half
+# the difference over a sample std of the difference over sqrt(2). Groups 4, 1, 6 of two; the second reward counts half.
+TWO_IDS = torch.tensor([4, 4, 1, 1, 6, 6])
+TWO_REWARDS = torch.tensor([[0, 5], [1, 1], [2, 0], [2, 10], [1, 0], [3, 1]], dtype=torch.float64)
+HALF = torch.tensor([[1.0, 0.5]], dtype=torch.float64).expand(6, 2)
+
+
+def test_decoupled_zscore_normalises_each_reward_alone_adds_them_by_weight_and_scales_the_sum():
+    # Sums: (-s + s/2, s - s/2), (0 - s/2, 0 + s/2), (-s - s/2, s + s/2). Their mean is 0, the sum of squares
+    # s^2 * 2 * (1/4 + 1/4 + 9/4) = 2.75, the sample variance over six 0.55.
+    s, std = 1 / math.sqrt(2), math.sqrt(0.55)
+    close(
+        decoupled_zscore(TWO_REWARDS, HALF, TWO_IDS, Std.sample, 0.0),
+        [-s / 2 / std, s / 2 / std, -s / 2 / std, s / 2 / std, -1.5 * s / std, 1.5 * s / std],
+    )
+
+
+def test_decoupled_zscore_adds_eps_to_both_standard_deviations():
+    # One reward, siblings 2 apart: -1 and 1 over sqrt(2) + 0.5, then over its own std sqrt(2) / (sqrt(2) + 0.5) + 0.5.
+    z = 1 / (math.sqrt(2) + 0.5)
+    rewards, ids = torch.tensor([[1.0], [3.0]], dtype=torch.float64), torch.tensor([0, 0])
+    end = z / (math.sqrt(2) * z + 0.5)
+    close(decoupled_zscore(rewards, torch.ones_like(rewards), ids, Std.sample, 0.5), [-end, end])
+
+
+def test_decoupled_zscore_tells_rewards_apart_whose_sum_has_one_zscore():
+    # One of two rewards is earned, or both: the sums 0, 1 and 0, 2 have the same z-scores, each reward alone has not.
+    rewards = torch.tensor([[0, 0], [1, 0], [0, 0], [1, 1]], dtype=torch.float64)
+    ids = torch.tensor([0, 0, 1, 1])
+    summed = group_zscore(rewards.sum(-1), ids, Std.sample, 0.0)
+    apart = decoupled_zscore(rewards, torch.ones_like(rewards), ids, Std.sample, 0.0)
+    close(summed[3] / summed[1], 1.0)
+    close(apart[3] / apart[1], 2.0)
+
+
+def test_decoupled_zscore_does_not_depend_on_a_rewards_unit():
+    scaled = TWO_REWARDS * torch.tensor([1.0, 1000.0], dtype=torch.float64) + 7
+    first, second = (decoupled_zscore(rewards, HALF, TWO_IDS, Std.sample, 0.0) for rewards in (TWO_REWARDS, scaled))
+    close(second, first.tolist())
+
+
+def test_decoupled_zscore_is_exactly_0_where_no_reward_differs_and_without_rewards():
+    rewards = torch.tensor([[0.1, 3], [0.1, 3], [0.1, 3], [0, 1], [1, 1], [5, 5]], dtype=torch.float64)
+    ids = torch.tensor([0, 0, 0, 1, 1, 2])
+    scores = decoupled_zscore(rewards, torch.ones_like(rewards), ids, Std.sample, 1e-6)
+    assert (scores == 0).tolist() == [True, True, True, False, False, True]
+    equal = torch.ones(4, 2, dtype=torch.float64)
+    assert (decoupled_zscore(equal, equal, torch.tensor([0, 0, 1, 1]), Std.sample, 1e-6) == 0).all()
+    assert decoupled_zscore(torch.ones(3, 0), torch.ones(3, 0), torch.zeros(3), Std.sample, 1e-6).tolist() == [0, 0, 0]

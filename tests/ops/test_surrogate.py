@@ -1,9 +1,15 @@
+import math
+
 import pytest
 import torch
 
-from rlft.ops.surrogate import cispo, clipped_surrogate, importance, mirror_descent, policy_gradient
+from rlft.ops.surrogate import cispo, clipped_surrogate, gmpo, importance, mirror_descent, policy_gradient, sapo
 
 nan, inf = float("nan"), float("inf")
+
+
+def close(value, expected):
+    torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def at(r, a, dual_clip=None):
@@ -156,3 +162,77 @@ def test_at_the_old_policy_mirror_descent_has_the_gradient_of_the_policy_gradien
     new = OLD.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(mirror_descent(new, OLD, CENTRED, MASK, 7.0).sum(), new)
     assert torch.equal(gradient[MASK], -CENTRED[MASK])
+
+
+def gated(ratio, advantages):
+    """SAPO with tau 2 where A > 0 and 4 elsewhere: (surrogate, its gradient in the ratio)."""
+    ratio = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
+    surrogate = sapo(ratio, torch.tensor([advantages], dtype=torch.float64), tau_positive=2.0, tau_negative=4.0)
+    (gradient,) = torch.autograd.grad(surrogate.loss.sum(), ratio)
+    return surrogate, gradient
+
+
+def test_sapos_gate_is_a_sigmoid_whose_temperature_is_that_of_the_advantages_sign():
+    # tau (r - 1) = ln 3, -ln 3, 0: sigmoid 3/4, 1/4, 1/2. Gate 4 / tau * sigmoid, slope 4 p (1 - p) = 3/4, 3/4, 1.
+    r = [1 + math.log(3) / 2, 1 - math.log(3) / 2, 1.0, 1 + math.log(3) / 4, 1 - math.log(3) / 4, 1.0, 1.5]
+    surrogate, gradient = gated(r, [2.0, 2.0, 2.0, -1.0, -1.0, -1.0, 0.0])
+    assert surrogate.loss[0].tolist() == pytest.approx([-3.0, -1.0, -2.0, 0.75, 0.25, 0.5, 0.0], abs=1e-12)
+    assert gradient[0].tolist() == pytest.approx([-1.5, -1.5, -2.0, 0.75, 0.75, 1.0, 0.0], abs=1e-12)
+    assert not (surrogate.low | surrogate.high | surrogate.dual).any()
+
+
+def test_sapos_gate_closes_far_from_ratio_1_and_its_loss_stays_finite():
+    # A gate that is wide open is 4 / tau = 1, one that is shut 0; e^20 is the largest ratio there is.
+    surrogate, gradient = gated([math.exp(20), math.exp(20), 0.0], [-1.0, 1.0, -1.0])
+    shut = 1 / (1 + math.exp(4))
+    assert surrogate.loss[0].tolist() == pytest.approx([1.0, -2.0, shut], abs=1e-12)
+    assert gradient[0].tolist() == pytest.approx([0.0, 0.0, 4 * shut * (1 - shut)], abs=1e-12)
+
+
+def geometric(log_ratio, advantages, mask):
+    """GMPO with the range exp(-0.5) .. exp(0.4), where every old log-prob is -1: (surrogate, its gradient in lp)."""
+    old = torch.full((len(log_ratio), len(log_ratio[0])), -1.0, dtype=torch.float64)
+    logprobs = (old + torch.tensor(log_ratio, dtype=torch.float64)).requires_grad_()
+    advantages, mask = torch.tensor(advantages, dtype=torch.float64), torch.tensor(mask)
+    surrogate = gmpo(logprobs, old, advantages, mask, clip_low=0.5, clip_high=0.4)
+    (gradient,) = torch.autograd.grad(surrogate.loss.sum(), logprobs)
+    return surrogate, gradient
+
+
+def test_gmpo_is_the_geometric_mean_of_token_ratios_each_clipped_on_the_side_that_would_gain():
+    # Row 0, A = 1: 0.1, 0.7, -0.9 become 0.1, 0.4, -0.9, mean -0.4 / 3. Row 1, A = -2: 0.1, 0.7, -0.5, mean 0.3 / 3.
+    # Row 2 has no advantage. A token that is not clipped has 1 / 3 of the gradient of each of its row's three losses.
+    rows = [[0.1, 0.7, -0.9]] * 3
+    surrogate, gradient = geometric(rows, [[1.0] * 3, [-2.0] * 3, [0.0] * 3], [[True] * 3] * 3)
+    good, bad = math.exp(-0.4 / 3), 2 * math.exp(0.1)
+    close(surrogate.loss, [[-good] * 3, [bad] * 3, [0.0] * 3])
+    close(gradient, [[-good, 0.0, -good], [bad, bad, 0.0], [0.0] * 3])
+    assert surrogate.high.tolist() == [[False, True, False], [False] * 3, [False] * 3]
+    assert surrogate.low.tolist() == [[False] * 3, [False, False, True], [False] * 3]
+    assert not surrogate.dual.any()
+
+
+def test_gmpo_gives_each_token_the_mean_that_its_own_advantage_asks_for():
+    # Means of the row: clipped above (0.4 - 0.9) / 2 = -0.25, clipped below (0.7 - 0.5) / 2 = 0.1.
+    surrogate, _ = geometric([[0.7, -0.9]], [[3.0, -2.0]], [[True, True]])
+    close(surrogate.loss, [[-3 * math.exp(-0.25), 2 * math.exp(0.1)]])
+    assert surrogate.high.tolist() == [[True, False]]
+    assert surrogate.low.tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("junk", [nan, inf, -inf, 1e308])
+def test_gmpo_is_exactly_0_outside_the_mask_and_does_not_look_there(junk):
+    # The mean is over the two masked tokens: (0.1 + 0.3) / 2. The second row has none.
+    surrogate, gradient = geometric([[0.1, junk, 0.3], [junk] * 3], [[1.0] * 3] * 2, [[True, False, True], [False] * 3])
+    s = math.exp(0.2)
+    close(surrogate.loss, [[-s, 0.0, -s], [0.0] * 3])
+    close(gradient, [[-s, 0.0, -s], [0.0] * 3])
+    assert surrogate.loss[0, 1] == gradient[0, 1] == 0
+    assert not surrogate.high.any()
+
+
+def test_gmpo_stays_finite_where_a_ratio_explodes():
+    # 1000 nats count as 20, and clipped below nothing holds them back: mean (20 - 0.5) / 2.
+    surrogate, gradient = geometric([[1000.0, -1000.0]], [[-1.0, -1.0]], [[True, True]])
+    close(surrogate.loss, [[math.exp(9.75)] * 2])
+    assert gradient.isfinite().all()

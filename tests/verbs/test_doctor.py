@@ -17,6 +17,7 @@ from run_processes import happens, marked, start_fresh
 from torch import Tensor
 
 from rlft import cli
+from rlft.batch import collate
 from rlft.config.compose import compose
 from rlft.doctor import engine, kernels, machine, speed, versions
 from rlft.doctor.checks import CHECKS
@@ -25,10 +26,10 @@ from rlft.doctor.machine import Card, Cuda
 from rlft.doctor.row import Row, Status
 from rlft.doctor.settings import Settings
 from rlft.doctor.supervise import Check, Subject, run_checks
-from rlft.doctor.trial import Trial, with_values
+from rlft.doctor.trial import Trial, alternating, with_values
 from rlft.generation.adapter_files import PREFIX, memory_folder
 from rlft.sandbox.bubblewrap import Isolation
-from rlft.types import Adapter
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout
 from rlft.verbs import doctor
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -429,6 +430,15 @@ def tiny_trial(tmp_path: Path) -> Callable[..., Trial]:
         return Trial(Settings(plain=plain, typed=typed, rewards={}, runs=tmp_path), tmp_path, ())
 
     return make
+
+
+def test_a_trials_rewards_stand_by_themselves_too_as_gdpo_asks() -> None:
+    prompt = Prompt(id="p", messages=(), answer="", token_ids=(5,))
+    completion = Completion(text="", token_ids=(7,), logprobs=(-1.0,), finish_reason=FinishReason.stop)
+    group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, policy_version=1),) * 3)
+    batch = collate([group], alternating([group]), str)
+    assert batch.each_reward is not None
+    assert batch.each_reward.tolist() == [[0.0], [1.0], [0.0]]
 
 
 def test_kernels_that_agree_with_plain_ones_are_within_float32s_rounding(tiny_trial: Callable[..., Trial]) -> None:
