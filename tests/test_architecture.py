@@ -149,6 +149,11 @@ TESTED_ELSEWHERE = {
     "verbs/doctor_page": "verbs/test_doctor.py",
     "verbs/job_process": "verbs/test_sweep_jobs.py",
     "verbs/plan_page": "verbs/test_plan.py",
+    "verbs/study/checked": "test_refusals.py",
+    "verbs/study/command": "whole_runs/test_studies.py",
+    "verbs/study/config": "test_refusals.py",
+    "verbs/study/here": "whole_runs/test_studies.py",
+    "verbs/study/words": "whole_runs/test_studies.py",
     "verbs/sweep": "whole_runs/test_sweeps.py",
     "verbs/train": "test_cli.py",
     "verbs/arguments": "test_refusals.py",
@@ -253,6 +258,8 @@ def test_the_command_line_is_on_top() -> None:
         ("datasets", {"data/hub"}),
         ("py3langid", {"reward/language"}),
         ("httpx2", {"reward/remote"}),
+        ("optuna", {"verbs/study/trials"}),
+        ("matplotlib", {"verbs/study/page"}),
     ],
 )
 def test_a_library_is_imported_in_its_place_only(library: str, places: set[str]) -> None:

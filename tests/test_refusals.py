@@ -38,6 +38,7 @@ from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import Completion, FinishReason, Prompt, Rollout
 
 # What rows have in common.
+CHOOSES = "train -m sweep=optuna 'trainer.lr=interval(1e-5,1e-3)'"
 PPO = "train algorithm=ppo critic.kind=adapter"
 PPO_SHARED = "train algorithm=ppo critic.kind=shared"
 PTX = "train algorithm=ppo_ptx critic.kind=adapter"
@@ -303,6 +304,35 @@ TABLE = [
     ("train algorithm.dual_clip=1", "algorithm.dual_clip", "must lie above the clip range"),
     ("train algorithm.mismatch_low=2", "algorithm.mismatch_low", "must have 1"),
     ("train snapshot.old=never", "snapshot.old", "choose one of auto, sampled, recompute"),
+    # Sweeps whose values Optuna chooses
+    ("train sweep=optuna", "sweep", "belongs to a sweep, and this is one run, got optuna; write rlft train -m"),
+    ("train 'trainer.lr=interval(1e-5,1e-3)'", "trainer.lr", "has an interval of values but this is no sweep"),
+    ("train -m 'trainer.lr=interval(1e-5,1e-3)'", "trainer.lr", "has no values to go through one by one, got"),
+    ("train -m sweep.trials=3 trainer.lr=1e-5,1e-4", "sweep", "is not one of its choices, got nothing; write"),
+    ("train -m sweep=wandb trainer.lr=1e-5,1e-4", "sweep", "not one of its choices, got wandb; write sweep=optuna"),
+    ("train -m sweep=optuna", "sweep", "has nothing to choose: no key has an interval or several values"),
+    (f"{CHOOSES} sweep.trials=0", "sweep.trials", "must be greater than 0"),
+    (f"{CHOOSES} sweep.trials=3,4", "sweep.trials", "is one for the whole sweep"),
+    (f"{CHOOSES} sweep.trails=3", "sweep.trails", "there is no such key, got 3; did you mean sweep.trials?"),
+    (f"{CHOOSES} sweep.pruner=mediam", "sweep.pruner", "must be 'none', 'median' or 'hyperband', got 'mediam'"),
+    (f"{CHOOSES} sweep.sampler=gird", "sweep.sampler", "must be 'tpe', 'random' or 'grid', got 'gird'"),
+    (f"{CHOOSES} sweep.metric=acuracy", "sweep.metric", "no evaluation has it, got acuracy; use one of accuracy, eval"),
+    (f"{CHOOSES} eval.every=0", "eval.every", "trials are compared by what evaluations measure, and there is none"),
+    (f"{CHOOSES} sweep.sampler=grid", "sweep.sampler", "a grid goes through values one by one, and trainer.lr has an"),
+    ("train -m sweep=optuna sweep.sampler=grid sweep.trials=3 lora.rank=4,8", "sweep.trials", "each of its 2 combin"),
+    (f"{CHOOSES} seed=0,1", "seed", "write sweep.seeds=3 for three runs of each trial"),
+    (f"{CHOOSES} data.seed=0,1", "data.seed", "is the seed of the data: trials on other data cannot be compared"),
+    (f"{CHOOSES} data.held_out_size=16,32", "data.held_out_size", "decides which prompts are held out"),
+    (f"{CHOOSES} eval.num_samples=2,4", "eval.num_samples", "decides how a run is measured"),
+    (f"{CHOOSES} steps=2,4", "steps", "is one for all trials, which are compared at the same steps"),
+    (f"{CHOOSES} name=a,b", "name", "cannot be chosen by what a run measures, which it does not change, got a,b"),
+    (f"{CHOOSES} hydra.sweep.subdir=x", "hydra.sweep.subdir", "is set by the sweep"),
+    (f"{CHOOSES} resume=auto", "resume", "starts or continues the run in hydra.run.dir"),
+    (f"{CHOOSES} 'lora.rank=interval(4,8)'", "lora.rank", "write lora.rank=int(interval(..)) to draw whole numbers"),
+    (f"{CHOOSES} lora.rnk=4,8", "lora.rnk", "there is no such key"),
+    (f"{CHOOSES} logger=console", "logger", "by eval.jsonl, which none of these writes, got console"),
+    (f"{CHOOSES} 'trainer.beta1=interval(0.9,1.5)'", "trainer.beta1", "(tried with trainer.beta1=1.5)"),
+    (CHOOSES, "sweep", "needs optuna, which is not installed, got optuna; pip install 'rlft[sweep]'", "optuna"),
     ("train -m seed=0,1 cluster.jobs=1,2", "cluster.jobs", "is one for all jobs of a sweep"),
     ("train -m seed=0,1 cluster.jobs=2 cluster.engines=1", "cluster.engines", "is one process"),
     ("train cluster.engines=2 cluster.address=auto", "cluster.address", "is of a Ray cluster, got auto; set clus"),

@@ -260,11 +260,11 @@ def _first_line(error: BaseException) -> str:
     return next(filter(None, lines), type(error).__name__)[:200]
 
 
-def new_folder(name: str) -> str:
-    """The default folder of a run of this name that starts now; it does not exist yet."""
+def new_folder(name: str, below: str = "runs") -> str:
+    """The default folder of a run of this name that starts now, or of a sweep below `sweeps`; it does not exist yet."""
     from datetime import datetime
 
-    folder = Path("runs", name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    folder = Path(below, name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     # Two runs that start within a second have a folder each.
     choices = itertools.chain([folder], (folder.with_name(f"{folder.name}_{n}") for n in itertools.count(2)))
     return str(next(choice for choice in choices if not choice.exists()))

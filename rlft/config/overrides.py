@@ -25,6 +25,8 @@ QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 """Text in Hydra's quotes, whose brackets and commas have no meaning."""
 ANOTHER = re.compile(r"\s+(?P<word>[+~]*(?P<key>[A-Za-z_][\w./-]*)=)")
 """The beginning of another override in the same word."""
+INTERVAL = re.compile(r"(?:(?:int|float|tag)\(.*)?interval\(")
+"""The beginning of Hydra's value for all numbers between two."""
 FILES_OF_DATA = (".json", ".jsonl", ".gz", ".csv", ".parquet")
 OURS = (
     "hydra.mode",
@@ -187,6 +189,12 @@ def _check_no_sweep(overrides: Sequence[str], verb: str) -> None:
         if key.startswith("hydra.sweep."):
             remedy = f"write rlft {verb} -m to sweep, or hydra.run.dir for the folder of one run"
             raise UserError(key, "belongs to a sweep, and this is one run", got=value or "nothing", remedy=remedy)
+        if key.partition(".")[0] == "sweep":
+            remedy = f"write rlft {verb} -m to sweep, or leave it out"
+            raise UserError(key, "belongs to a sweep, and this is one run", got=value or "nothing", remedy=remedy)
+        if INTERVAL.match(value):
+            remedy = f"write rlft {verb} -m sweep=optuna to choose from it, or give one value"
+            raise UserError(key, "has an interval of values but this is no sweep", got=value, remedy=remedy)
 
 
 def _is_left_open(value: str) -> bool:

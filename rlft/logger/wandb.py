@@ -91,8 +91,12 @@ class Wandb(ScalarLogger):
 
 
 def run_id(folder: Path) -> str:
-    """The id kept in the run folder; made up and written down the first time."""
-    return kept(folder, RUN_ID, lambda: secrets.token_hex(4))
+    """The id kept in the run folder; written down the first time: that of `wandb agent` for its run, else a new one.
+
+    An agent's run has the agent's id whatever it asks for, so that this is the one by which a resume finds it.
+    """
+    given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return kept(folder, RUN_ID, lambda: given or secrets.token_hex(4))
 
 
 def choose_mode(mode: WandbMode, environ: Mapping[str, str]) -> tuple[str, str]:

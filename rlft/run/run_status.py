@@ -64,7 +64,8 @@ def kept(folder: Path, num_steps: int) -> Iterator[Ending]:
         _write(folder, num_steps, Status.interrupted)
         raise
     except BaseException as error:
-        _write(folder, num_steps, Status.stopped, str(error).partition("\n")[0] or type(error).__name__)
+        kind = type(error).__name__
+        _write(folder, num_steps, Status.stopped, str(error).partition("\n")[0] or kind, kind)
         raise
     _write(folder, num_steps, Status.interrupted if ending.interrupted else Status.finished)
 
@@ -74,8 +75,9 @@ def write_interrupted(folder: Path, num_steps: int) -> None:
     _write(folder, num_steps, Status.interrupted)
 
 
-def _write(folder: Path, num_steps: int, status: Status, reason: str = "") -> None:
-    fields = {"format": FORMAT, "status": str(status), "steps": num_steps, **({"reason": reason} if reason else {})}
+def _write(folder: Path, num_steps: int, status: Status, reason: str = "", error: str = "") -> None:
+    more = {name: text for name, text in (("reason", reason), ("error", error)) if text}
+    fields = {"format": FORMAT, "status": str(status), "steps": num_steps, **more}
     content = json.dumps(fields).encode()
     room = ROOM if status is Status.running else 0
     try:
@@ -121,6 +123,14 @@ def read(folder: Path) -> tuple[Status, str]:
     if status is not Status.running:
         return status, reason
     return (Status.killed, "") if held is False else (Status.running, NO_LOCKS)
+
+
+def error(folder: Path) -> str | None:
+    """The class of the error that stopped a run; None if none did, or an older version did not write it."""
+    try:
+        return str(json.loads((folder / FILE).read_text(encoding="utf-8"))["error"])
+    except UNREADABLE:
+        return None
 
 
 def num_steps(folder: Path) -> int | None:

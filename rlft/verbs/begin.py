@@ -14,6 +14,7 @@ from rlft.keys.verbs import Verb
 from rlft.run import extent, references, run_folder
 from rlft.verbs.arguments import check_resume, make_importable
 from rlft.verbs.launch import launch
+from rlft.verbs.study.config import is_own
 
 
 def command(verb: Verb, arguments: list[str]) -> None:
@@ -22,6 +23,11 @@ def command(verb: Verb, arguments: list[str]) -> None:
     make_importable(parsed.config_dir)
     parsed = check_resume(parsed)
     run = None if verb.compose is None else verb.compose(parsed)
+    if run is None and parsed.sweep and not parsed.asks and any(map(is_own, parsed.overrides)):
+        from rlft.verbs.study import command as study
+
+        study.search(verb.name, parsed)
+        return
     if run is None and (parsed.asks or parsed.sweep):
         from rlft.verbs import sweep
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from rlft.system import disk, interrupt
 from rlft.system.crash import recorded_in
 from rlft.system.interrupt import Reported
 from rlft.system.terminal import command_line, resuming, say
-from rlft.types import UserError
+from rlft.types import Logger, UserError
 
 
 def launch(
@@ -27,6 +29,7 @@ def launch(
     *,
     may_be_finished: bool = False,
     fork: Fork | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> None:
     """Does a run to its end, or to an interruption (KeyboardInterrupt, after saving).
 
@@ -37,6 +40,7 @@ def launch(
         may_be_finished: whether a resumed run that has all its steps is left as it is, once its inputs are found
             unchanged; otherwise it is refused.
         fork: the checkpoint of another run that this new run starts from.
+        loggers: are told of the run after its own.
     """
     import_libraries()
     verb = verbs.named(plain["verb"])
@@ -46,6 +50,7 @@ def launch(
     from rlft.planning.gpu_budget import fitted
 
     plan = fitted(verb.make_plan({**plain, "resume": str(folder)} if fork is not None else plain))
+    plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
     if fork is not None:
         forks.check(fork, plain, plan.fingerprints, plan.num_steps)
     rules.check_writable(folder)

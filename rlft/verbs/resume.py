@@ -17,14 +17,16 @@ from rlft.types import UserError
 from rlft.verbs.arguments import only_overrides
 from rlft.verbs.begin import begin
 from rlft.verbs.launch import launch
+from rlft.verbs.study.words import is_study
 
 USAGE = """\
 usage: rlft resume <run> [<key>=<value>] ...
        rlft resume <checkpoint> [<key>=<value>] ... [hydra.run.dir=<new folder>]
+       rlft resume <sweep> [sweep.trials=<number>]
 
 A run goes on from its newest checkpoint, exactly as if never stopped. Keys that would change the run are refused.
 From a checkpoint a new run begins, whose steps count on; keys may change that the checkpoint still fits, such as
-trainer.lr, algorithm.kl_coef, data or rewards.
+trainer.lr, algorithm.kl_coef, data or rewards. A sweep whose values Optuna chooses goes on with its trials.
   rlft resume runs/grpo_arithmetic/<time>
   rlft resume runs/grpo_arithmetic/<time> steps=80
   rlft resume runs/grpo_arithmetic/<time>/checkpoints/step_000040 trainer.lr=1e-4"""
@@ -34,6 +36,11 @@ def command(arguments: list[str]) -> None:
     """Resumes a run with its own config and the given changes, or forks a checkpoint."""
     if not arguments or not arguments[0].removeprefix("run="):
         raise UserError("resume", "names no run", remedy="write rlft resume runs/<name>/<time>")
+    if is_study(named := Path(arguments[0].removeprefix("run="))):
+        from rlft.verbs.study import command as study
+
+        study.resume(named, arguments[1:])
+        return
     folder = one_run(arguments[0].removeprefix("run="), "resume", say)
     if (folder / checkpoint.STATE).is_file():
         fork(folder, arguments[1:])

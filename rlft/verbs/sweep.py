@@ -22,8 +22,9 @@ from rlft.run.references import resolved
 from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt
 from rlft.system.terminal import command_line, override, say
-from rlft.types import UserError
+from rlft.types import Logger, UserError
 from rlft.verbs.launch import import_libraries, launch, saved_steps
+from rlft.verbs.study.space import check_no_interval
 from rlft.verbs.sweep_jobs import SideBySide, are_on_cards, cards_of, cluster_of, opened_for
 
 # Keys that no file of data, model or adapters is read by: jobs that differ only in these are planned once.
@@ -44,6 +45,7 @@ def sweep(verb: str, parsed: Arguments) -> None:
     """Runs every job and then prints the table, even if jobs failed."""
     from rlft.verbs import sweep_table as sweep
 
+    check_no_interval(parsed.overrides, verb)
     jobs = _expand(parsed.overrides, verb)
     sweep.check_jobs(jobs)
     names = sweep.names_of(jobs)
@@ -136,21 +138,34 @@ def _job(composed: Any, engines: Any) -> None:
     """Does one job with the config that Hydra composed, in the folder that Hydra made."""
     from hydra.core.hydra_config import HydraConfig
 
+    plain, folder = _composed_job(composed)
+    if not go_on(plain, folder, engines):
+        print(f"job {HydraConfig.get().job.num} is finished already: {folder}")
+
+
+def go_on(plain: dict[str, Any], folder: Path, engines: Any, loggers: Sequence[Logger] = ()) -> bool:
+    """Does what the run of this config in this folder lacks; returns whether it lacked anything.
+
+    Args:
+        plain: the composed config.
+        folder: the run's folder, which may not exist yet.
+        engines: of the sweep.
+        loggers: are told of the run after its own.
+    """
     from rlft.run import run_folder
 
-    plain, folder = _composed_job(composed)
     if _is_finished(plain, folder):
-        print(f"job {HydraConfig.get().job.num} is finished already: {folder}")
-        return
+        return False
     if run_folder.config_file(folder).exists():
-        plain["resume"] = str(folder)
+        plain = {**plain, "resume": str(folder)}
     try:
-        launch(plain, folder, engines)
+        launch(plain, folder, engines, loggers=loggers)
     except (UserError, KeyboardInterrupt):
         with suppress(OSError):  # a job that was refused, or stopped before it started, leaves no folder
             for parent in (folder, *list(folder.parents)[:2]):
                 parent.rmdir()
         raise
+    return True
 
 
 def _composed_job(composed: Any) -> tuple[dict[str, Any], Path]:

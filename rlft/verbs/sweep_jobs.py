@@ -35,7 +35,7 @@ class JobsFailedError(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class RunningJob:
-    """A job that has been started. asked: what its member was asked last; clock: how long ago."""
+    """A job that has been started. asked: what its member was asked last; clock: how long ago; stopped: by `stop`."""
 
     number: int
     member: Member
@@ -43,6 +43,7 @@ class RunningJob:
     card: str | None
     asked: Future[Any]
     clock: RunningTime = field(default_factory=RunningTime)
+    stopped: bool = False
 
 
 class SideBySide:
@@ -55,6 +56,8 @@ class SideBySide:
         cards: of this machine, which jobs get in turn; empty where a cluster that is joined gives them out.
         interrupt: its first signal makes the jobs save and end.
         say: prints a line.
+
+    failed: {number: why} of jobs that have failed. codes: {number: exit code} of all whose process has ended by itself.
     """
 
     def __init__(
@@ -73,11 +76,12 @@ class SideBySide:
         self._running: list[RunningJob] = []
         self._told = False
         self.failed: dict[int, str] = {}
+        self.codes: dict[int, int] = {}
 
     def start(self, number: int, name: str, words: Sequence[str], folder: Path) -> None:
         """Starts a job as soon as fewer than `jobs` run; nothing after an interruption."""
         while len(self._running) >= self._jobs:
-            self._look()
+            self.look()
         if self._interrupt.requested:
             return
         card = self._free_cards.pop(0) if self._free_cards else None
@@ -102,7 +106,7 @@ class SideBySide:
             JobsFailedError: jobs have failed.
         """
         while self._running:
-            self._look()
+            self.look()
         if self._interrupt.requested:
             raise KeyboardInterrupt
         if self.failed:
@@ -110,7 +114,16 @@ class SideBySide:
             others = f"{len(self.failed)} jobs failed, the first of them " if len(self.failed) > 1 else ""
             raise JobsFailedError(f"{others}job {number}: {problem}")
 
-    def _look(self) -> None:
+    def is_running(self, number: int) -> bool:
+        return any(job.number == number for job in self._running)
+
+    def stop(self, number: int) -> None:
+        """Makes a running job save its step and end, which is no failure."""
+        for job in (job for job in self._running if job.number == number):
+            job.stopped = True
+            job.member.call("send", int(signal.SIGINT))
+
+    def look(self) -> None:
         """Waits a moment, then asks the running jobs again and passes a signal on."""
         wait_for([job.asked for job in self._running], timeout=POLL_S)
         time.sleep(POLL_S)
@@ -133,9 +146,11 @@ class SideBySide:
             return
         if code is None:
             job.asked, job.clock = job.member.call("exit_code"), RunningTime()
-        elif code == 0:
+            return
+        self.codes[job.number] = code
+        if code == 0:
             self._end(job, None)
-        elif code == EXIT_CODE and self._interrupt.requested:
+        elif code == EXIT_CODE and (self._interrupt.requested or job.stopped):
             self._remove(job)
         else:
             log = job.member.log

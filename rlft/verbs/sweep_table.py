@@ -12,8 +12,8 @@ from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.run.naming import short_names
 from rlft.system.files import write_atomically
 from rlft.types import UserError
+from rlft.watch.report_data import SWEEP as TABLE
 
-TABLE = "sweep.csv"
 RESULTS = ("job", "steps", "accuracy_before", "accuracy", "accuracy_se", "reward", "loss", "seconds", "folder")
 """The columns of sweep.csv beside the swept keys."""
 COLUMNS = {

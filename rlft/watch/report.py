@@ -70,7 +70,7 @@ def report(arguments: Sequence[str]) -> Path:
     out = Path(words.values.get("out", default))
     if out.suffix != ".html" or out.is_dir():
         raise UserError("out", "must be an HTML file", got=out, remedy="name one such as out=report.html")
-    text = page(report_of(folders, MAX_BYTES))
+    text = page(report_of(folders, MAX_BYTES, words.folders))
     with named_by("out"):
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,8 @@ MAX_POINTS = 2000
 
 DIGITS = 5
 MAX_KEYS_OF_LABEL = 3
+SWEEP = "sweep.csv"
+"""The file in a sweep's folder with a line a job, or a trial."""
 OF_ITS_OWN = ("seed", "name", "resume")
 """Keys in which the seeds of one experiment may differ."""
 
@@ -74,8 +77,11 @@ def no_metrics(folder: Path) -> UserError:
     return UserError("report", problem, got=folder, remedy="keep jsonl among its loggers")
 
 
-def report_of(folders: Sequence[Path], max_bytes: int) -> dict[str, Any]:
-    """Everything that the page shows, with at most `max_bytes` of completions as JSON for all runs together."""
+def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that the page shows, with at most `max_bytes` of completions as JSON for all runs together.
+
+    words: what was typed for the runs, among it folders of sweeps.
+    """
     runs = [run_of(folder, max_bytes // len(folders)) for folder in folders]
     configs = [run["config"] for run in runs]
     for run, label, family in zip(runs, labels(runs), labels(runs, without=OF_ITS_OWN), strict=True):
@@ -86,7 +92,28 @@ def report_of(folders: Sequence[Path], max_bytes: int) -> dict[str, Any]:
         "runs": runs,
         "differences": differences(configs),
         "seeds": same_but_seeds(configs),
+        "sweeps": [sweep for word in words if (sweep := sweep_of(Path(word))) is not None],
     }
+
+
+def sweep_of(folder: Path) -> dict[str, Any] | None:
+    """The table of a sweep's jobs or trials, as its sweep.csv has it; None of a folder without that file."""
+    try:
+        with (folder / SWEEP).open(newline="", encoding="utf-8") as stream:
+            lines = [[_number(cell) for cell in line] for line in csv.reader(stream)]
+    except (OSError, ValueError, csv.Error):
+        return None
+    if not lines:
+        return None
+    return {"name": safe(str(folder)), "columns": lines[0], "rows": lines[1:]}
+
+
+def _number(cell: str) -> str:
+    """The text of a cell; numbers with as many digits as the page has elsewhere."""
+    try:
+        return str(_rounded(float(cell))) if "." in cell or "e" in cell else safe(cell)
+    except ValueError:
+        return safe(cell)
 
 
 def run_of(folder: Path, max_bytes: int) -> dict[str, Any]:

@@ -3,9 +3,13 @@
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
+import yaml
 
+from rlft.config import overrides
+from rlft.config.compose import compose
 from rlft.logger.wandb import Wandb, WandbMode, choose_mode, has_account, run_id
 from rlft.types import UserError
 
@@ -53,6 +57,37 @@ def test_a_resumed_run_continues_its_run_id_offline(make_run, make_step, make_ev
     assert len(told) == 2
     assert all(line.startswith("wandb: offline, no account is set up; upload with `wandb sync ") for line in told)
     assert captured.out == ""
+
+
+def test_a_run_of_wandbs_agent_has_the_agents_id_now_and_when_it_is_resumed(make_run, monkeypatch):
+    """`wandb agent` names sweep and run in the environment, and wandb then ignores every other id."""
+    monkeypatch.setenv("WANDB_RUN_ID", "agents01")
+    folder = make_run().folder
+    assert run_id(folder / "alone") != "agents01", "without a sweep it is nobody's"
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep001")
+    assert run_id(folder) == "agents01"
+    monkeypatch.delenv("WANDB_SWEEP_ID")
+    monkeypatch.setenv("WANDB_RUN_ID", "another1")
+    assert run_id(folder) == "agents01"
+
+
+def test_the_sweep_of_the_docs_gives_words_that_rlft_takes(monkeypatch):
+    """What wandb's agent does with a sweep's file, up to the process that it starts."""
+    from wandb.sdk.launch.sweeps import utils
+
+    page = (Path(__file__).parents[2] / "docs" / "resume-and-sweeps.md").read_text()
+    sweep = yaml.safe_load(page.partition("```yaml wandb_sweep.yaml\n")[2].partition("```")[0])
+    drawn = {"trainer.lr": 0.00031, "lora.rank": 16, "algorithm": "gspo"}
+    assert set(drawn) == set(sweep["parameters"])
+    args = utils.create_sweep_command_args({"args": {name: {"value": value} for name, value in drawn.items()}})
+    words = [word for part in utils.create_sweep_command(sweep["command"])
+             for word in (args["args_no_hyphens"] if part == "${args_no_hyphens}" else [part])]  # fmt: skip
+    assert words[:2] == ["rlft", "train"]
+    plain = compose(list(overrides.parse(words[2:]).overrides))
+    assert (plain["trainer"]["lr"], plain["lora"]["rank"]) == (0.00031, 16)
+    assert plain["algorithm"] == compose(["algorithm=gspo"])["algorithm"]
+    assert "wandb" in plain["logger"]
+    assert sweep["metric"]["name"] == f"eval/{next(iter(plain['reward']))}"
 
 
 class Service:

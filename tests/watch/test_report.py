@@ -156,6 +156,20 @@ def test_a_folder_above_runs_stands_for_all_of_them(make_run: Callable[..., Path
     assert report_data.folders_of([str(first.parent), str(second)]) == [first, second]
 
 
+def test_the_table_of_a_sweep_is_told_beside_its_runs(make_run: Callable[..., Path]) -> None:
+    run = make_run("a")
+    (run.parent / "sweep.csv").write_text(
+        "trial,state,trainer.lr,accuracy\n1,complete,0.000123456789,0.5\n0,<b>,0.01,\n"
+    )
+    assert report_data.report_of([run], 1000, ["nowhere", str(run)])["sweeps"] == []
+    [sweep] = report_data.report_of([run], 1000, [str(run.parent)])["sweeps"]
+    assert sweep == {
+        "name": str(run.parent),
+        "columns": ["trial", "state", "trainer.lr", "accuracy"],
+        "rows": [["1", "complete", "0.00012346", "0.5"], ["0", "<b>", "0.01", ""]],
+    }
+
+
 # -- which completions -------------------------------------------------------------------------------------------------
 def test_of_many_steps_few_are_shown_evenly_whole_groups_within_the_budget(make_run: Callable[..., Path]) -> None:
     run = make_run("run", steps=200)

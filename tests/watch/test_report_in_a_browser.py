@@ -179,6 +179,19 @@ def test_nothing_is_wider_than_the_window_or_cut(
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def test_the_trials_of_a_sweep_have_a_part_of_their_own(
+    opened: Callable[..., Page], make_run: Callable[..., Path]
+) -> None:
+    sweep = make_run("alone").parent
+    page = opened(sweep)
+    assert not page.find("#tab-trials").is_displayed(), "a folder without a table has none"
+    (sweep / "sweep.csv").write_text("trial,state,accuracy\n1,complete,0.5\n0,<b>pruned</b>,0.25\n")
+    page = opened(sweep)
+    page.press("5")
+    assert page.texts("#trials th") == ["trial", "state", "accuracy"]
+    assert page.texts("#trials td") == ["1", "complete", "0.5", "0", "<b>pruned</b>", "0.25"]
+
+
 def test_alarms_stand_at_their_steps_with_their_words(opened: Callable[..., Page], looked_at: Path) -> None:
     page = opened(looked_at)
     told = [json.loads(line) for line in (looked_at / "alarms.jsonl").read_text().splitlines()]

@@ -556,7 +556,17 @@ function differences(before, after) {
 const marked = (parts, kind) => parts.filter(([own]) => own === "same" || own === kind).map(([own, text]) => (own === "same" ? text : element(kind, { textContent: text })));
 
 // -- the page ---------------------------------------------------------------------------------------------------------
-const PARTS = ["curves", "completions", "alarms", "config"];
+function drawTrials(report) {
+  by("tab-trials").hidden = !report.sweeps.length;
+  const parts = report.sweeps.flatMap((sweep) => {
+    const table = element("table", { className: "wide" }, element("tr", {}, ...sweep.columns.map((name) => element("th", { textContent: name }))));
+    for (const row of sweep.rows) table.append(element("tr", {}, ...row.map((value) => element("td", { textContent: value }))));
+    return [element("h2", { textContent: sweep.name }), table];
+  });
+  by("trials").replaceChildren(...parts);
+}
+
+const PARTS = ["curves", "completions", "alarms", "config", "trials"];
 
 function open(part) {
   for (const name of PARTS) {
@@ -586,6 +596,7 @@ function press(event) {
   const inCompletions = !by("completions").hidden;
   const keys = {
     "?": () => by("help").showModal(), t: turn, 1: () => open("curves"), 2: () => open("completions"), 3: () => open("alarms"), 4: () => open("config"),
+    5: () => { if (!by("tab-trials").hidden) open("trials"); },
   };
   const own = {
     j: () => choose(state.at + 1), ArrowDown: () => choose(state.at + 1), k: () => choose(state.at - 1), ArrowUp: () => choose(state.at - 1),
@@ -603,6 +614,7 @@ async function main() {
   drawRuns(report);
   drawAlarmList(report);
   drawConfig(report);
+  drawTrials(report);
   drawCurves(report);
   drawCompletions(report);
   by("footer").textContent = `made ${report.made} by rlft ${report.rlft}; ${report.runs.filter((run) => run.averaged).map((run) => `curves of ${run.label} show means of ${run.averaged} steps; `).join("")}no part of it comes from a network`;

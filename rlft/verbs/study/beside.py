@@ -1,0 +1,125 @@
+"""The runs of a study in processes of their own, several trials at a time (cluster.jobs)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from rlft.cluster.config import ClusterConfig
+from rlft.config.overrides import SWEEPING, Arguments
+from rlft.run import run_status
+from rlft.system.interrupt import Interrupt
+from rlft.system.terminal import override, say
+from rlft.verbs.study.here import words_of
+from rlft.verbs.study.runs import OF_THE_VALUES, Run, Study
+from rlft.verbs.study.space import Space
+from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cards_of, opened_for
+
+REFUSED, STOPPED = 2, 1
+"""Exit codes of `rlft`."""
+
+
+class TrialsBeside:
+    """Does the trials of a study, `limit` at a time; the seeds of a trial one after the other.
+
+    Args:
+        study: says what is to be done, and what evaluations mean.
+        jobs: starts and watches processes.
+        limit: trials at a time.
+        words: (run) -> the words after `rlft` that do it.
+        interrupt: its first signal makes all runs save and end; their trials go on when the study does.
+    """
+
+    def __init__(
+        self, study: Study, jobs: SideBySide, limit: int, words: Callable[[Run], list[str]], interrupt: Interrupt
+    ) -> None:
+        self._study, self._jobs, self._limit, self._words = study, jobs, limit, words
+        self._interrupt = interrupt
+        self._active: dict[int, Run] = {}
+        self._pruned: set[int] = set()
+        self._broken = ""
+
+    def run(self) -> None:
+        """Does all trials.
+
+        Raises:
+            KeyboardInterrupt: the study was interrupted; its runs have saved.
+            JobsFailedError: a run has failed for a reason that is not its trial's values; the others have saved.
+        """
+        while self._begin() or self._active:
+            self._jobs.look()
+            for number, run in list(self._active.items()):
+                self._look_at(number, run)
+        if self._broken:
+            raise JobsFailedError(self._broken)
+        if self._interrupt.requested:
+            raise KeyboardInterrupt
+
+    def _begin(self) -> bool:
+        """Starts a trial where there is room; returns whether it did."""
+        if len(self._active) >= self._limit or self._interrupt.requested or self._broken:
+            return False
+        trial = self._study.next()
+        if trial is not None:
+            self._start(self._study.run(trial, 0))
+        return trial is not None
+
+    def _start(self, run: Run) -> None:
+        number = run.trial.number * len(self._study.seeds) + run.index
+        self._active[number] = run
+        self._jobs.start(number, f"trial {run.trial.number}, seed {run.seed}", self._words(run), run.folder)
+
+    def _look_at(self, number: int, run: Run) -> None:
+        is_over = not self._jobs.is_running(number)  # asked first: what it has written by then is all
+        if number in self._pruned:
+            if is_over:
+                del self._active[number]
+                self._study.was_pruned(run.trial)
+            return
+        if self._study.look(run):
+            self._pruned.add(number)
+            self._jobs.stop(number)
+        elif is_over:
+            del self._active[number]
+            self._go_on_after(number, run)
+
+    def _go_on_after(self, number: int, run: Run) -> None:
+        problem = self._jobs.failed.get(number)
+        if problem is not None:
+            self._failed(number, run, problem)
+        elif self._jobs.codes.get(number) != 0:
+            return  # interrupted: the trial goes on when the study does
+        elif run.index + 1 < len(self._study.seeds):
+            if not self._interrupt.requested and not self._broken:
+                self._start(self._study.run(run.trial, run.index + 1))
+        else:
+            self._study.ended(run.trial)
+
+    def _failed(self, number: int, run: Run, problem: str) -> None:
+        code = self._jobs.codes.get(number)
+        refused = code == REFUSED and not problem.startswith(("resume:", "hydra."))
+        names = [kind.__name__ for kind in OF_THE_VALUES]
+        if refused or (code == STOPPED and run_status.error(run.folder) in names):
+            self._study.has_failed(run.trial, problem)
+            return
+        self._broken = self._broken or f"trial {run.trial.number}: {problem}"
+        for other in self._active:
+            self._jobs.stop(other)
+
+
+def trials_beside(
+    study: Study, space: Space, cluster: ClusterConfig, verb: str, parsed: Arguments, *, on_cards: bool
+) -> None:
+    """Does all trials, `cluster.jobs` at a time, each on a card of its own where they are on cards."""
+    options = [option for option in parsed.options if option not in SWEEPING]
+
+    def words(run: Run) -> list[str]:
+        return [verb, *options, *words_of(run, space), "resume=auto", override("hydra.run.dir", run.folder)]
+
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt(say))
+        interrupt.in_step = True  # a signal ends the runs as it ends one, after its step
+        launcher = stack.enter_context(opened_for(cluster, study.folder, on_cards=on_cards))
+        cards = cards_of(cluster) if on_cards else []
+        jobs = SideBySide(launcher, cluster, interrupt, say, on_cards=on_cards, cards=cards)
+        TrialsBeside(study, jobs, cluster.jobs, words, interrupt).run()

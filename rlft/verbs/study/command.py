@@ -1,0 +1,169 @@
+"""`rlft <verb> -m sweep=optuna ..`, from its words to its trials' runs; and `rlft resume` of one that was stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlft.config import compose as configs
+from rlft.config.overrides import Arguments, parse
+from rlft.run import run_folder
+from rlft.run.naming import short_names
+from rlft.system.terminal import override, resuming, say
+from rlft.types import UserError
+from rlft.verbs.launch import import_libraries
+from rlft.verbs.study.checked import checked_plan, composed
+from rlft.verbs.study.config import USUAL_TRIALS, StudyConfig, check_installed, is_own, key_of, read_config
+from rlft.verbs.study.measure import check_metric, lower_is_better
+from rlft.verbs.study.space import Interval, Space, read_space
+from rlft.verbs.study.words import keep_words, may_change, saved_words
+from rlft.verbs.sweep_jobs import are_on_cards, cluster_of
+
+
+def resume(folder: Path, changes: Sequence[str]) -> None:
+    """Goes on with the study in this folder.
+
+    Args:
+        folder: of the sweep.
+        changes: overrides of what may change, such as sweep.trials=40.
+
+    Raises:
+        UserError: it has all its trials, or a change is of something else.
+    """
+    saved = saved_words(folder)
+    for word in (word for word in changes if not may_change(word)):
+        problem = "cannot change when a sweep goes on: its trials would no longer be comparable"
+        remedy = "begin another sweep, or change only sweep.trials and cluster.jobs"
+        raise UserError(key_of(word), problem, got=word.partition("=")[2], remedy=remedy)
+    changed = {key_of(word) for word in changes}
+    kept = [word for word in saved["words"] if key_of(word) not in {*changed, "hydra.sweep.dir"}]
+    words = [*saved["options"], *kept, *changes, override("hydra.sweep.dir", folder)]
+    search(saved["verb"], parse(words, saved["verb"]), again=True)
+
+
+def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
+    """Begins a study, or goes on with the one in hydra.sweep.dir, and prints what came of its trials.
+
+    Args:
+        verb: of its runs.
+        parsed: its words.
+        again: whether it is refused when there is nothing left to do.
+    """
+    check_installed()
+    keys = read_config([word for word in parsed.overrides if is_own(word)], verb)
+    words = [word for word in parsed.overrides if not is_own(word)]
+    space = read_space(words, verb)
+    total = number_of_trials(keys, space)
+    fixed = [word for word in space.fixed if not key_of(word).startswith("hydra.")]
+    space = replace(space, fixed=tuple(fixed))
+    plains = composed(space, parsed.config_dir, verb)
+    import_libraries()
+    check_metric(keys.metric, plains[0])
+    cluster = cluster_of(plains)
+    steps = checked_plan(space, plains, verb).num_steps
+    named = parsed.value("hydra.sweep.dir")
+    folder = Path(os.path.relpath(named or configs.new_folder(str(plains[0]["name"]), below="sweeps")))
+    if run_folder.config_file(folder).exists():
+        remedy = "name another folder, or leave it out"
+        raise UserError("hydra.sweep.dir", "there is a run in that folder", got=folder, remedy=remedy)
+
+    from rlft.verbs.study import page
+    from rlft.verbs.study.beside import trials_beside
+    from rlft.verbs.study.here import trials_here
+    from rlft.verbs.study.runs import Study
+    from rlft.verbs.study.trials import Trials
+
+    with ExitStack() as stack:
+        _hold(stack, folder)
+        keep_words(folder, verb, parsed)
+        seeds = [int(plains[0]["seed"]) + i for i in range(keys.seeds)]
+        beside = cluster is not None and cluster.jobs > 1
+        trials = Trials(
+            folder,
+            keys,
+            space,
+            lower=lower_is_better(keys.metric),
+            steps=steps,
+            first_evaluation=min(steps, int(plains[0]["eval"]["every"])),
+            beside=beside,
+        )
+        done = trials.number_drawn - len(trials.unfinished())
+        if again and done >= total:
+            remedy = f"raise it: {resuming(folder)} sweep.trials={2 * done}"
+            raise UserError("sweep.trials", "the sweep has all its trials", got=total, remedy=remedy)
+        say(f"sweep of {total} trials, {done} done; if it is stopped, go on with: {resuming(folder)}")
+        for line in notes(keys, space):
+            say(line)
+        name = namer(space)
+        study = Study(
+            trials,
+            folder,
+            seeds=seeds,
+            steps=steps,
+            metric=keys.metric,
+            total=total,
+            name=lambda trial: name(trial.params),
+            say=say,
+        )
+        try:
+            if beside and cluster is not None:
+                trials_beside(study, space, cluster, verb, parsed, on_cards=are_on_cards(plains))
+            else:
+                trials_here(study, space, verb, parsed.config_dir)
+        finally:
+            page.show(folder, trials, space, keys.metric, lambda row: name(row.params))
+
+
+def number_of_trials(keys: StudyConfig, space: Space) -> int:
+    """How many trials there are to be.
+
+    Raises:
+        UserError: a grid has an interval, or another number of combinations.
+    """
+    if keys.sampler != "grid":
+        return USUAL_TRIALS if keys.trials == "auto" else keys.trials
+    if space.size is None:
+        intervals = [one.key for one in space.varied if isinstance(one, Interval)]
+        problem = f"a grid goes through values one by one, and {intervals[0]} has an interval"
+        remedy = f"give {intervals[0]} values with commas between them, or use sweep.sampler=tpe"
+        raise UserError("sweep.sampler", problem, got="grid", remedy=remedy)
+    if keys.trials not in ("auto", space.size):
+        problem = f"a grid tries each of its {space.size} combinations once"
+        remedy = "leave it out, or use sweep.sampler=tpe or random"
+        raise UserError("sweep.trials", problem, got=keys.trials, remedy=remedy)
+    return space.size
+
+
+def notes(keys: StudyConfig, space: Space) -> list[str]:
+    """What the person watching should know when a study starts."""
+    log = [one.key for one in space.varied if isinstance(one, Interval) and one.log]
+    found = [f"drawn by their logarithms: {', '.join(log)} (tag(linear,interval(..)): by themselves)"] if log else []
+    if keys.sampler != "grid" and space.size is not None and space.size <= number_of_trials(keys, space):
+        found.append(f"note: there are {space.size} combinations in all; sweep.sampler=grid tries each of them once")
+    return found
+
+
+def namer(space: Space) -> Callable[[Mapping[str, Any]], str]:
+    """(the values of a trial) -> what it is called: its keys, short, and numbers with four digits."""
+    keys = [one.key for one in space.varied]
+    names = dict(zip(keys, short_names([key.lstrip("+") for key in keys]), strict=True))
+
+    def name(params: Mapping[str, Any]) -> str:
+        shown = {key: f"{v:.4g}" if isinstance(v := params[key], float) else v for key in keys}
+        return ", ".join(f"{names[key]}={shown[key]}" for key in keys)
+
+    return name
+
+
+def _hold(stack: ExitStack, folder: Path) -> None:
+    """Keeps other processes out of the sweep's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        stack.enter_context(run_folder.held(folder))
+    except UserError as error:
+        problem, remedy = "another process is doing this sweep", "wait for it, or stop it first"
+        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from error

@@ -1,0 +1,68 @@
+"""The runs of a study in this process, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlft.checks import check_early
+from rlft.config import compose as configs
+from rlft.config.token_budget import resolved
+from rlft.loop.engines import Engines
+from rlft.run import run_folder
+from rlft.types import Evaluation, RunInfo, StepRecord
+from rlft.verbs.study.config import key_of
+from rlft.verbs.study.runs import FailedError, PrunedError, Run, Study, is_of_the_values, one_after_the_other
+from rlft.verbs.study.space import Space
+from rlft.verbs.sweep import go_on
+
+
+def trials_here(study: Study, space: Space, verb: str, config_dir: Path | None) -> None:
+    """Does all trials, one after the other, on one base and with one engine as far as their configs allow it."""
+    with Engines() as engines:
+        one_after_the_other(study, partial(_do_here, space=space, verb=verb, config_dir=config_dir, engines=engines))
+
+
+def _do_here(
+    run: Run, look: Callable[[], bool], *, space: Space, verb: str, config_dir: Path | None, engines: Any
+) -> None:
+    """Does a run, see `runs.Doing`."""
+    try:
+        plain = resolved(configs.compose(words_of(run, space), config_dir, verb))
+        check_early(plain, verb)
+        exists = run_folder.config_file(run.folder).exists()
+        plain = run_folder.with_kept_lanes(plain, run.folder if exists else None)
+        go_on(plain, run.folder, engines, loggers=(Watch(look),))
+    except Exception as error:
+        if is_of_the_values(error):
+            raise FailedError(str(error)) from error
+        raise
+
+
+def words_of(run: Run, space: Space) -> list[str]:
+    """The overrides of a run, of its config alone."""
+    words = [word for word in space.words(run.trial.params) if key_of(word) != "seed"]
+    return [*words, f"seed={run.seed}"]
+
+
+class Watch:
+    """A logger that lets a study look at a run after each evaluation, and ends the run if the study ends its trial."""
+
+    def __init__(self, look: Callable[[], bool]) -> None:
+        self._look = look
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        if self._look():
+            raise PrunedError(f"ended by its sweep after step {evaluation.step}: its trial lags behind")
+
+    def start(self, run: RunInfo) -> None: ...
+
+    def stage(self, name: str) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def finish(self, status: str) -> None: ...

@@ -1,0 +1,103 @@
+"""What trials are compared by: a number of the last evaluation, measured alike in all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlft.keys import verbs
+from rlft.logger.jsonl import EVALUATIONS, read_lines, silent
+from rlft.planning.run_plan import Plan
+from rlft.types import UserError
+
+
+def measured_by(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """{key: value} of what decides how a run is measured, which is the same in all trials of a study."""
+    evaluation = plain.get("eval") or {}
+    values = {f"eval.{name}": value for name, value in evaluation.items()}
+    rewards = plain.get("reward") or {}
+    if rewards:
+        first = next(iter(rewards))
+        section = {name: value for name, value in rewards[first].items() if name != "weight"}
+        values |= {"reward": first, f"reward.{first}": section}
+    if "generation" in plain and evaluation.get("temperature") is None:
+        values["generation.temperature"] = plain["generation"].get("temperature")
+    return values
+
+
+def check_measured_alike(first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Refuses plain configs of which trials would be measured differently."""
+    before, after = measured_by(first), measured_by(other)
+    for key in (key for key in {**before, **after} if before.get(key) != after.get(key)):
+        problem = "decides how a run is measured, so that trials could not be compared"
+        remedy = "give it one value"
+        if key == "generation.temperature":
+            remedy = "give it one value, or evaluate all alike, with eval.temperature=1"
+        raise UserError(key, problem, got=f"{before.get(key)} and {after.get(key)}", remedy=remedy)
+
+
+def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
+    """Refuses a metric that evaluations of this run will not have.
+
+    Verbs from outside the tree say only when they run what they measure: theirs are not checked.
+    """
+    if not (plain.get("eval") or {}).get("every"):
+        problem = "trials are compared by what evaluations measure, and there is none"
+        raise UserError("eval.every", problem, got=0, remedy="set it to a number of steps")
+    known = metrics_of(plain) if plain["verb"] in verbs.OWN else [metric]
+    if metric not in known:
+        raise UserError("sweep.metric", "no evaluation has it", got=metric, remedy=f"use one of {', '.join(known)}")
+
+
+def metrics_of(plain: Mapping[str, Any]) -> list[str]:
+    """The names of numbers in eval.jsonl that a study can compare runs of this config by."""
+    from rlft.loop.evaluate import pass_sizes
+
+    verb, settings, rewards = plain["verb"], plain["eval"], plain.get("reward") or {}
+    known = {"sft": ["eval/loss"], "rm": ["accuracy", "eval/loss"]}.get(verb, [])
+    if verb == "train" or (verb == "sft" and plain.get("data")):
+        known = ["accuracy", *(f"eval/pass@{size}" for size in pass_sizes(settings["num_samples"])), *known]
+        known += [f"eval/reward/{name}" for name in rewards]
+        known += ["eval/kl_base"] if settings.get("kl_base") else []
+    if (plain.get("pretrain") or {}).get("path"):
+        known.append("eval/pretrain_loss")
+    return known
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a study looks for a small value of this metric: losses and divergences."""
+    return metric.endswith(("loss", "/kl_base"))
+
+
+def check_same_questions(key: str, first: Plan, other: Plan) -> None:
+    """Refuses plans that evaluate different held-out prompts. key: of the value that makes the difference."""
+    if _questions(first) != _questions(other):
+        problem = "decides which prompts are held out, so that trials could not be compared"
+        raise UserError(key, problem, remedy="give it one value")
+
+
+def check_same_steps(key: str, first: Plan, other: Plan) -> None:
+    """Refuses plans of different lengths. key: of the value that makes the difference."""
+    if first.num_steps != other.num_steps:
+        problem = "decides how many steps a run has, and trials are compared at the same steps"
+        raise UserError(key, problem, got=f"{first.num_steps} and {other.num_steps} steps", remedy="set steps")
+
+
+def _questions(plan: Plan) -> list[tuple[Any, ...]]:
+    held_out = getattr(plan, "held_out", None)
+    number = getattr(getattr(plan.config, "eval", None), "num_prompts", None)
+    if held_out is None or number is None:
+        return []
+    return [(prompt.messages, prompt.answer) for prompt in held_out.prompts[:number]]
+
+
+def curve(run: Path, metric: str) -> dict[int, float]:
+    """{step: the metric} of the evaluations that a run has written, without that before its first step.
+
+    A value that is missing or not finite is NaN.
+    """
+    lines = read_lines(run / EVALUATIONS, silent)
+    found = {line["step"]: line.get(metric) for line in lines if line["step"] > 0}
+    return {step: math.nan if value is None else float(value) for step, value in found.items()}

@@ -1,0 +1,303 @@
+"""The trials of a study: Optuna draws their values and judges them; the sweep's folder keeps all it knows of them.
+
+Whatever is decided is kept whole or not at all, so that a study that was killed goes on with what was being done, to
+the same end: a trial and all its values, an evaluation and what it means for the trial. Each trial is drawn with a seed
+of its own, from (sweep.seed, number), because Optuna does not keep the state of its generators.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import BaseJournalBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from rlft.ops.seeds import derive
+from rlft.system.files import write_atomically
+from rlft.verbs.study.config import StudyConfig
+from rlft.verbs.study.space import Choice, Interval, Space
+
+JOURNAL = "optuna.log"
+"""The file in the sweep's folder, in the format of Optuna's JournalFileBackend, which optuna-dashboard reads."""
+NAME = "sweep"
+REDUCTION = 3
+"""Hyperband lets one of so many trials go on at each rung."""
+FEWEST_TO_COMPARE = 4
+"""Complete trials without which the importance of a key is not told."""
+
+SAME_AS, VALUES, WHY = "same_as", "values", "why"
+"""Attributes of a trial: the number of the trial whose result it has; its value by seed; why it failed or was ended."""
+
+
+class Journal(BaseJournalBackend):
+    """Optuna's records, which the file holds as they were at the end of the last transaction.
+
+    Args:
+        file: is replaced as a whole: a kill leaves it as it was before or after. One process uses it at a time.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._inside = file, False
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        self._lines = text.splitlines(keepends=True)
+        self._records: list[dict[str, Any]] = [json.loads(line) for line in self._lines]
+
+    def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
+        return self._records[log_number_from:]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        self._records += logs
+        self._lines += [json.dumps(log, separators=(",", ":")) + "\n" for log in logs]
+        if not self._inside:
+            self._write()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Writes what is recorded inside at its end; nothing after an exception."""
+        self._inside = True
+        yield
+        self._inside = False
+        self._write()
+
+    def _write(self) -> None:
+        write_atomically(self._file, (line.encode() for line in self._lines))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A trial that is begun. params: {key: value}; same_as: the ended trial with the same values, or None."""
+
+    number: int
+    params: Mapping[str, Any]
+    same_as: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What became of a trial.
+
+    Args:
+        number: counts from 0 in the order in which trials were drawn.
+        params: {key: value}.
+        state: complete, pruned (ended early), failed or unfinished.
+        value: of the metric: at the end, or where it was ended early; None if it has none.
+        values: of a complete one by seed.
+        same_as: the number of the trial whose result it has, or None.
+        why: it failed or was ended early; "" otherwise.
+    """
+
+    number: int
+    params: Mapping[str, Any]
+    state: str
+    value: float | None
+    values: Sequence[float] = field(default_factory=tuple)
+    same_as: int | None = None
+    why: str = ""
+
+
+STATES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "unfinished",
+}
+
+
+class Trials:
+    """The trials of one study.
+
+    Args:
+        folder: the sweep's folder.
+        config: how values are drawn and trials judged.
+        space: the keys and their values.
+        lower: whether a smaller value is better.
+        steps: steps of a run.
+        first_evaluation: the step of a run's first evaluation after some training.
+        beside: whether trials run side by side, so that values near those of running ones are avoided.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: StudyConfig,
+        space: Space,
+        *,
+        lower: bool,
+        steps: int,
+        first_evaluation: int,
+        beside: bool,
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._config, self._space, self._beside = config, space, beside
+        self._journal = Journal(folder / JOURNAL)
+        self._distributions = {one.key: distribution(one) for one in space.varied}
+        with self._changing():
+            self._study = optuna.create_study(
+                storage=JournalStorage(self._journal),
+                study_name=NAME,
+                direction="minimize" if lower else "maximize",
+                pruner=pruner(config, first_evaluation, steps * config.seeds),
+                load_if_exists=True,
+            )
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self._study.direction is optuna.study.StudyDirection.MINIMIZE
+
+    @property
+    def number_drawn(self) -> int:
+        return len(self._all())
+
+    def unfinished(self) -> list[Trial]:
+        """The trials that have begun and not ended, in their order."""
+        return [Trial(number=t.number, params=t.params) for t in self._all((TrialState.RUNNING,))]
+
+    def draw(self) -> Trial:
+        """Begins another trial; one with the values of a trial that has ended gets its result at once."""
+        number = self.number_drawn
+        self._study.sampler = sampler(self._config, number, beside=self._beside)
+        with self._changing():
+            if self._config.sampler == "grid":
+                self._study.enqueue_trial(self._combination(number))
+            drawn = self._study.ask(self._distributions)
+            ended = self._all((TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
+            same = next((t for t in ended if t.params == drawn.params), None)
+            if same is not None:
+                self._end_like(drawn, same)
+        return Trial(number=number, params=drawn.params, same_as=None if same is None else same.number)
+
+    def reported(self, number: int) -> set[int]:
+        """The points of a trial at which its value was reported."""
+        return set(self._all()[number].intermediate_values)
+
+    def report(self, number: int, point: int, value: float, *, may_end: bool) -> bool:
+        """Reports the value of a trial at a point, once; returns whether the trial is thereby ended.
+
+        Args:
+            number: of the trial.
+            point: how far it is, in steps, those of seeds before it included.
+            value: mean over its seeds that have come so far.
+            may_end: whether it can be ended early here.
+        """
+        with self._changing():
+            trial = self._handle(number)
+            trial.report(value, point)
+            ends = may_end and trial.should_prune()
+            if ends:
+                trial.set_user_attr(WHY, f"{self._config.pruner} at step {point}")
+                self._study.tell(number, state=TrialState.PRUNED)
+        return ends
+
+    def complete(self, number: int, values: Sequence[float]) -> None:
+        """Ends a trial with its value by seed. One that is not finite makes it fail."""
+        if not all(map(math.isfinite, values)):
+            self.fail(number, "its metric is not finite")
+            return
+        with self._changing():
+            self._handle(number).set_user_attr(VALUES, list(values))
+            self._study.tell(number, sum(values) / len(values))
+
+    def fail(self, number: int, why: str) -> None:
+        with self._changing():
+            self._handle(number).set_user_attr(WHY, why)
+            self._study.tell(number, state=TrialState.FAIL)
+
+    def rows(self) -> list[Row]:
+        """What became of the trials, the best first; then those that were ended early, failed, and go on."""
+        order, sign = list(STATES.values()), 1.0 if self.lower_is_better else -1.0
+        rows = [row_of(trial) for trial in self._all()]
+        return sorted(rows, key=lambda row: (order.index(row.state), sign * (row.value or 0.0), row.number))
+
+    def importance(self) -> dict[str, float]:
+        """{key: its share, of 1, in what sets the best tenth of the complete trials apart}; {} of too few trials.
+
+        By PED-ANOVA (arXiv 2304.10255), of Optuna's evaluators the one that needs no scikit-learn.
+        """
+        complete = self._all((TrialState.COMPLETE,))
+        varied = [key for key in self._distributions if len({trial.params[key] for trial in complete}) > 1]
+        if len(complete) < FEWEST_TO_COMPARE or not varied or len({trial.value for trial in complete}) == 1:
+            return {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator(), params=varied)
+        return {key: float(share) for key, share in found.items()}
+
+    def _all(self, states: tuple[TrialState, ...] | None = None) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False, states=states)
+
+    def _handle(self, number: int) -> optuna.Trial:
+        return optuna.Trial(self._study, self._all()[number]._trial_id)
+
+    def _combination(self, number: int) -> dict[str, str]:
+        """Of a grid, in the order of a plain sweep: the last key's values change first."""
+        values = [one.values for one in self._space.varied if isinstance(one, Choice)]
+        chosen = next(itertools.islice(itertools.product(*values), number, None))
+        return {one.key: value for one, value in zip(self._space.varied, chosen, strict=True)}
+
+    def _end_like(self, drawn: optuna.Trial, same: FrozenTrial) -> None:
+        for point, value in same.intermediate_values.items():
+            drawn.report(value, point)
+        for name, value in same.user_attrs.items():
+            drawn.set_user_attr(name, value)
+        drawn.set_user_attr(SAME_AS, same.number)
+        self._study.tell(drawn, same.value if same.state is TrialState.COMPLETE else None, same.state)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with warnings.catch_warnings(), self._journal.transaction():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+
+
+def row_of(trial: FrozenTrial) -> Row:
+    return Row(
+        number=trial.number,
+        params=trial.params,
+        state=STATES[trial.state],
+        value=trial.value,
+        values=trial.user_attrs.get(VALUES, ()),
+        same_as=trial.user_attrs.get(SAME_AS),
+        why=trial.user_attrs.get(WHY, ""),
+    )
+
+
+def distribution(one: Choice | Interval) -> BaseDistribution:
+    """What Optuna draws a key's value from."""
+    if isinstance(one, Choice):
+        return CategoricalDistribution(one.values)
+    if one.whole:
+        return IntDistribution(int(one.low), int(one.high), log=one.log)
+    return FloatDistribution(one.low, one.high, log=one.log)
+
+
+def sampler(config: StudyConfig, number: int, *, beside: bool) -> BaseSampler:
+    """What draws the trial of this number; beside: see `Trials`."""
+    seed = derive(config.seed, number, "sweep") % 2**32
+    if config.sampler == "random":
+        return RandomSampler(seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return TPESampler(seed=seed, n_startup_trials=config.startup, constant_liar=beside)
+
+
+def pruner(config: StudyConfig, first_evaluation: int, points: int) -> BasePruner:
+    """What ends trials early. points: of a whole trial, in steps."""
+    if config.pruner == "median":
+        return MedianPruner(n_startup_trials=config.startup)
+    if config.pruner == "hyperband":
+        return HyperbandPruner(min_resource=first_evaluation, max_resource=points, reduction_factor=REDUCTION)
+    return NopPruner()

@@ -1,0 +1,145 @@
+"""Trials side by side: how many run at a time, their seeds in turn, pruning, failures and interruptions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_studies import RANK, RATE, STEPS, FakeRuns, keys, line, make_study, write
+
+from rlft.system.interrupt import EXIT_CODE
+from rlft.verbs.study.beside import TrialsBeside
+from rlft.verbs.study.runs import Run, Study
+from rlft.verbs.sweep_jobs import JobsFailedError
+
+
+class FakeJobs:
+    """Processes that evaluate once at each look, and end after their last step. fails: {job: (exit code, problem)}."""
+
+    def __init__(self, study: Study, fails: dict[int, tuple[int, str]]) -> None:
+        self.study, self.fails = study, fails
+        self.failed: dict[int, str] = {}
+        self.codes: dict[int, int] = {}
+        self.running: dict[int, tuple[Path, int]] = {}
+        self.started: list[int] = []
+        self.stopped: list[int] = []
+        self.most = 0
+
+    def start(self, number: int, name: str, words: list[str], folder: Path) -> None:
+        self.started.append(number)
+        self.running[number] = (folder, 0)
+        self.most = max(self.most, len(self.running))
+
+    def is_running(self, number: int) -> bool:
+        return number in self.running
+
+    def stop(self, number: int) -> None:
+        self.stopped.append(number)
+
+    def end(self, number: int, code: int) -> None:
+        self.codes[number] = code
+        del self.running[number]
+
+    def look(self) -> None:
+        for number, (folder, step) in list(self.running.items()):
+            if number in self.stopped:
+                self.end(number, EXIT_CODE)
+                continue
+            seeds = len(self.study.seeds)
+            params = self.study.trials._all()[number // seeds].params
+            if number in self.fails and step == 3:
+                code, self.failed[number] = self.fails[number]
+                self.end(number, code)
+                continue
+            value = FakeRuns().value
+            lines = [line(0, 0.0), *(line(s, value(params, s, number % seeds)) for s in range(1, step + 2))]
+            write(folder, lines)
+            self.running[number] = (folder, step + 1)
+            if step + 1 == STEPS:
+                self.end(number, 0)
+
+
+class FakeInterrupt:
+    requested = False
+
+
+def beside(study: Study, limit: int = 2, **fails: tuple[int, str]) -> tuple[TrialsBeside, FakeJobs, FakeInterrupt]:
+    jobs = FakeJobs(study, {int(name.removeprefix("job")): how for name, how in fails.items()})
+    interrupt: Any = FakeInterrupt()
+    process: Any = jobs
+    return TrialsBeside(study, process, limit, words, interrupt), jobs, interrupt
+
+
+def words(run: Run) -> list[str]:
+    return ["train", f"seed={run.seed}"]
+
+
+def test_so_many_trials_run_at_a_time_and_the_seeds_of_one_follow_each_other(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=5, seeds=2), RATE)
+    driver, jobs, _ = beside(study)
+    driver.run()
+    assert jobs.most == 2
+    assert sorted(jobs.started) == list(range(10))
+    assert jobs.started[:2] == [0, 2], "the first seeds of trials 0 and 1"
+    assert [row.state for row in study.trials.rows()] == ["complete"] * 5
+    assert all(len(row.values) == 2 for row in study.trials.rows())
+
+
+def test_a_trial_that_lags_behind_is_stopped_by_a_signal(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=10, pruner="median", startup=2), RATE)
+    driver, jobs, _ = beside(study)
+    driver.run()
+    pruned = {row.number for row in study.trials.rows() if row.state == "pruned"}
+    assert len(pruned) >= 2
+    assert set(jobs.stopped) == pruned
+    assert study.failed == {}
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, None), (1, "BrokenRunError")])
+def test_a_trial_whose_values_cannot_be_done_fails_alone(code: int, error: str | None, tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=4), RATE)
+    if error is not None:
+        folder = tmp_path / "1" / "seed_0"
+        folder.mkdir(parents=True)
+        (folder / "status.json").write_text(json.dumps({"status": "stopped", "error": error}))
+    driver, _, _ = beside(study, job1=(code, "loss/total is not finite"))
+    driver.run()
+    states = {row.number: row.state for row in study.trials.rows()}
+    assert states == {0: "complete", 1: "failed", 2: "complete", 3: "complete"}
+
+
+@pytest.mark.parametrize("failure", [(1, "the disk is full"), (2, "resume: another process is running this run")])
+def test_any_other_failure_stops_the_others_and_leaves_trials_to_go_on(
+    failure: tuple[int, str], tmp_path: Path
+) -> None:
+    study = make_study(tmp_path, keys(trials=6), RATE)
+    driver, jobs, _ = beside(study, job1=failure)
+    with pytest.raises(JobsFailedError, match=f"trial 1: {failure[1]}"):
+        driver.run()
+    assert jobs.stopped == [0]
+    assert [trial.number for trial in study.trials.unfinished()] == [0, 1]
+
+
+def test_an_interruption_begins_nothing_more_and_leaves_trials_to_go_on(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=6, seeds=2), RATE, RANK)
+    driver, jobs, interrupt = beside(study)
+    look = jobs.look
+
+    def signalled() -> None:
+        look()
+        if len(jobs.started) == 2 and jobs.running.get(0, (None, 0))[1] == 4:
+            interrupt.requested = True
+            jobs.stopped += [0, 2]
+
+    jobs.look = signalled
+    with pytest.raises(KeyboardInterrupt):
+        driver.run()
+    assert jobs.started == [0, 2]
+    assert [trial.number for trial in study.trials.unfinished()] == [0, 1]
+    again = make_study(tmp_path, keys(trials=6, seeds=2), RATE, RANK)
+    driver, jobs, _ = beside(again)
+    driver.run()
+    assert jobs.started[:2] == [0, 2], "the trials that were interrupted come first"
+    assert [row.state for row in again.trials.rows()] == ["complete"] * 6

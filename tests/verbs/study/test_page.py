@@ -1,0 +1,76 @@
+"""The table, sweep.csv and sweep.png of a study."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from fake_studies import ALGORITHM, RANK, RATE, FakeRuns, keys, make_study
+
+from rlft.verbs.study import page
+from rlft.verbs.study.command import namer
+from rlft.verbs.study.runs import one_after_the_other
+from rlft.verbs.study.space import Space
+from rlft.verbs.study.trials import Row
+
+SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
+
+
+def test_a_studys_results_are_a_table_a_file_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    study = make_study(tmp_path, keys(trials=10, seeds=2, pruner="median", startup=3))
+    one_after_the_other(study, FakeRuns())
+    name = namer(SPACE)
+    page.show(tmp_path, study.trials, SPACE, "accuracy", lambda row: name(row.params))
+    rows = study.trials.rows()
+    with (tmp_path / "sweep.csv").open(newline="") as stream:
+        found = list(csv.DictReader(stream))
+    assert [int(entry["trial"]) for entry in found] == [row.number for row in rows]
+    best = found[0]
+    assert float(best["accuracy"]) == rows[0].value
+    assert float(best["trainer.lr"]) == rows[0].params["trainer.lr"]
+    low, high = map(float, best["by_seed"].split())
+    assert float(best["standard_error"]) == pytest.approx((high - low) / 2)  # of two values: half their distance
+    assert best["folder"] == str(tmp_path / best["trial"])
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "sweep of 10 trials, best accuracy first" in out
+    assert "pruned: median at step" in out
+    assert "importance of trainer.lr: " in out
+    assert f"written to {tmp_path / 'sweep.csv'}" in out.replace("\n", "")
+
+
+def test_the_picture_has_a_panel_a_key_and_the_best_so_far() -> None:
+    values = [(0.2, "complete"), (0.5, "complete"), (0.1, "pruned"), (0.4, "complete")]
+    rows = [
+        Row(number=i, params={"trainer.lr": 10.0 ** -(i + 2), "lora.rank": "4", "algorithm": "grpo"},
+            state=state, value=value)
+        for i, (value, state) in enumerate(values)
+    ]  # fmt: skip
+    drawn = page.figure(rows, SPACE, "accuracy", {"trainer.lr": 0.8, "lora.rank": 0.2}, lower=False)
+    panels = drawn.get_axes()
+    assert [panel.get_xlabel() for panel in panels[1:4]] == ["trainer.lr", "lora.rank", "algorithm"]
+    assert panels[4].get_xlabel() == "importance (PED-ANOVA)"
+    assert panels[1].get_xscale() == "log"
+    [best] = panels[0].get_lines()
+    assert list(best.get_ydata()) == [0.2, 0.5, 0.5]
+
+
+def test_a_study_without_trials_leaves_nothing(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=1))
+    page.show(tmp_path, study.trials, SPACE, "accuracy", lambda row: "")
+    assert not (tmp_path / "sweep.csv").exists()
+
+
+def test_what_the_table_says_of_a_trial() -> None:
+    row = Row(number=3, params={}, state="pruned", value=0.2, why="median at step 4", same_as=1)
+    assert page.state_of(row) == "as 1, pruned: median at step 4"
+    assert page.state_of(Row(number=0, params={}, state="complete", value=0.5)) == ""
+
+
+def test_names_of_trials_have_short_keys_and_numbers_of_four_digits() -> None:
+    params = {"trainer.lr": 0.000123456, "lora.rank": "4", "algorithm": "grpo"}
+    assert namer(SPACE)(params) == "lr=0.0001235, rank=4, algorithm=grpo"

@@ -1,0 +1,94 @@
+"""What is chosen among: keys with several values or an interval, in Hydra's words."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlft.types import UserError
+from rlft.verbs.study.space import Choice, Interval, check_no_interval, read_space
+
+
+def interval(value: str, key: str = "trainer.lr") -> Interval:
+    [one] = read_space([f"{key}={value}"], "train").varied
+    assert isinstance(one, Interval)
+    return one
+
+
+def test_words_with_several_values_are_chosen_and_the_others_are_fixed() -> None:
+    words = [
+        "+recipe=grpo_arithmetic",
+        "trainer.lr=interval(1e-5,1e-2)",
+        "lora.rank=choice(4,16)",
+        "algorithm=grpo,gspo",
+    ]
+    space = read_space(words, "train")
+    assert space.fixed == ("+recipe=grpo_arithmetic",)
+    assert space.varied == (
+        Interval(key="trainer.lr", low=1e-5, high=1e-2, whole=False, log=True),
+        Choice(key="lora.rank", values=("4", "16")),
+        Choice(key="algorithm", values=("grpo", "gspo")),
+    )
+    assert space.size is None
+    params = {"trainer.lr": 2.5e-4, "lora.rank": "16", "algorithm": "gspo"}
+    assert space.words(params) == [*space.fixed, "trainer.lr=0.00025", "lora.rank=16", "algorithm=gspo"]
+
+
+def test_each_value_and_each_end_is_a_corner_once() -> None:
+    space = read_space(["trainer.lr=interval(1,2)", "lora.rank=4,8,16"], "train")
+    assert [word for word, _ in space.corners()] == [
+        "trainer.lr=1.0 lora.rank=4", "trainer.lr=2.0", "lora.rank=8", "lora.rank=16",
+    ]  # fmt: skip
+    assert dict(space.corners())["lora.rank=8"] == {"trainer.lr": 1.0, "lora.rank": "8"}
+    assert read_space(["a=1,2", "b=1,2,3"], "train").size == 6
+
+
+@pytest.mark.parametrize(
+    ("value", "log"),
+    [
+        ("interval(1e-5,1e-4)", True),  # ten times
+        ("interval(1e-5,9e-5)", False),
+        ("interval(0,1)", False),
+        ("tag(linear,interval(1e-5,1e-2))", False),
+        ("tag(log,interval(1,2))", True),
+    ],
+)
+def test_wide_intervals_of_positive_numbers_are_drawn_by_logarithms_unless_a_tag_says_otherwise(
+    value: str, log: bool
+) -> None:
+    assert interval(value).log is log
+
+
+def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
+    assert interval("int(interval(4,64))", "lora.rank") == Interval(
+        key="lora.rank", low=4, high=64, whole=True, log=True
+    )
+    assert interval("int(interval(4,64))", "lora.rank").word(16) == "lora.rank=16"
+
+
+@pytest.mark.parametrize(
+    ("word", "fragment"),
+    [
+        ("trainer.lr=interval(1e-2,1e-5)", "trainer.lr: an interval goes from a number to a larger one"),
+        ("trainer.lr=tag(log,interval(0,1))", "trainer.lr: only positive numbers have logarithms"),
+        ("trainer.lr=tag(wide,interval(0,1))", "trainer.lr: an interval is tagged log, linear or not at all"),
+        ("lora.rank=4,8,4", "lora.rank: has a value twice, got 4"),
+        ("seed=0,1", "seed: is that of a trial's runs"),
+        ("data.seed=0,1", "data.seed: is the seed of the data"),
+        ("steps=10,20", "steps: is one for all trials"),
+        ("name=a,b", "name: cannot be chosen by what a run measures"),
+        ("checkpoint.every=1,2", "checkpoint.every: cannot be chosen by what a run measures"),
+        ("cluster.jobs=1,2", "cluster.jobs: cannot be chosen"),
+        ("hydra.sweep.dir=a,b", "hydra.sweep.dir: cannot be chosen"),
+        ("steps=4", "sweep: has nothing to choose"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(word: str, fragment: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_space([word], "train")
+    assert str(refused.value).startswith(fragment)
+
+
+def test_a_plain_sweep_refuses_an_interval() -> None:
+    check_no_interval(["trainer.lr=1e-5,1e-4", "lora.rank=range(1,4)"], "train")
+    with pytest.raises(UserError, match=r"trainer.lr: an interval has no values .*; add sweep=optuna"):
+        check_no_interval(["trainer.lr=interval(1e-5,1e-4)"], "train")
