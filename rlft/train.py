@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlft.batch import collate
 from rlft.loop.metrics import Clock, peak_memory_bytes, rollout_metrics
 from rlft.loop.session import Session, State
 
@@ -21,7 +20,7 @@ def train(session: Session) -> State:
             scores = session.score(groups)
         rollouts = session.replace_uninformative(clock, state.step, groups, scores)
         with clock("credit"):
-            batch = collate(rollouts.groups, rollouts.scores, session.backbone.decode)
+            batch = session.batch(rollouts)
             inert_B = algorithm.inert(batch)
             batch = algorithm.credit(trainer.annotate(batch, inert_B))
         inspection = session.inspect(clock, state.step + 1, rollouts, batch, inert_B)

@@ -289,6 +289,12 @@ class Batch:
     group_ids: Tensor  # int64 [B]
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    teacher_prompts: Tensor | None = (
+        None  # int64 [B, P]: what the teacher reads in place of the prompt, -1 after its end
+    )
+    teacher_logprobs: Tensor | None = None
+    teacher_top_k_ids: Tensor | None = None  # int64 [B, T, K]: the teacher's likeliest tokens in the place of each
+    teacher_top_k_logprobs: Tensor | None = None  # [B, T, K]: of these, by the teacher
     old_values: Tensor | None = None
     each_reward: Tensor | None = (
         None  # [B, K]: the rewards by themselves, of steps and turns their sum; weight 0 left out
@@ -305,11 +311,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """The current policy on a batch, `[B, T]`, with grad; `entropy` and `values` if the algorithm needs them."""
+    """The current policy on a batch, `[B, T]`, with grad; the later ones if the algorithm needs them."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
+    top_k_logprobs: Tensor | None = None  # [B, T, K]: of the teacher's likeliest tokens (Batch.teacher_top_k_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

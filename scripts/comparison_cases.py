@@ -116,6 +116,14 @@ CASES: tuple[Case, ...] = (
         f"{GRPO} snapshot.reference=ema snapshot.ema_decay=0.9 snapshot.old=copy algorithm.kl_coef=0.05 minibatches=2 "
         f"algorithm.kl_controller=adaptive algorithm.kl_target=0.01 eval.kl_base=true {RUN}",
     ),
+    case(
+        "opd",
+        f"{GRPO} steps=1 hydra.run.dir=teacher",
+        f"{GRPO} algorithm=opd snapshot.teacher=teacher snapshot.reference=base algorithm.reward_coef=0.5 {FIRST}",
+        f"train +recipe=opd_arithmetic {TRAIN} {PROMPTS} snapshot.teacher=embedded:tiny-arithmetic "
+        "algorithm.teacher_in=loss algorithm.divergence=jensen_shannon algorithm.top_k=4 "
+        f"snapshot.teacher_hint={{answer}} {RUN}",
+    ),
     # -- ways to compute
     case("bfloat16", f"{GRPO} model.dtype=bfloat16 generation.transformers.weights=merged_bfloat16 {RUN}"),
     case(

@@ -111,22 +111,25 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
     """Builds roles on the embedded model (or another `backbone`) in place of those built before; takes them off again.
 
     `noise` is the standard deviation of what is added to the policy's weights: a fresh LoRA changes nothing.
+    `teacher_forward` is that of a teacher with a model of its own.
     """
     opened: list[Roles] = []
 
     def make(noise: float = 0.0, **keys: Any) -> Roles:
         lora: dict[str, Any] = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "path": None}
         lora |= {"use_rslora": False, "use_dora": False}
-        snapshot = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
+        snapshot: dict[str, Any] = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
+        snapshot |= {"teacher": "none", "teacher_hint": None}
         critic = {"kind": CriticKind.none, "init": "base", "lr": 1e-3, "warmup_steps": 0, "normalize_values": False}
         others = {"backbone": backbone, "temperature": 1.0, "token_budget": 10**6, "seed": 0}
+        own_teacher = {"teacher": keys.pop("teacher_forward", None)}
         for group in (lora, snapshot, critic, others):
             group.update({name: keys.pop(name) for name in list(keys) if name in group})
         assert not keys
         for roles in opened:
             roles.close()
         sections = {"snapshot": SnapshotConfig(**snapshot), "critic": CriticConfig(**critic)}
-        roles = Roles(lora=LoraSettings(**lora), **sections, **others)
+        roles = Roles(lora=LoraSettings(**lora), **sections, **others, **own_teacher)
         opened.append(roles)
         generator = torch.Generator().manual_seed(1)
         for _, parameter in roles.named_parameters():

@@ -55,6 +55,7 @@ TESTED_ELSEWHERE = {
     "checks/sample": "test_refusals.py",
     "checks/servers": "planning/test_tried_servers.py",
     "checks/sft": "test_refusals.py",
+    "checks/teachers": "test_refusals.py",
     "checks/train": "test_refusals.py",
     "data/lines": "data/test_jsonl.py",
     "cluster/config": "config/test_compose.py",

@@ -42,6 +42,7 @@ CHOOSES = "train -m sweep=optuna 'trainer.lr=interval(1e-5,1e-3)'"
 PPO = "train algorithm=ppo critic.kind=adapter"
 PPO_SHARED = "train algorithm=ppo critic.kind=shared"
 PTX = "train algorithm=ppo_ptx critic.kind=adapter"
+OPD = "train algorithm=opd snapshot.teacher=base"
 SMALL = "lora.rank=4 lora.alpha=8"
 TEXT = "pretrain.path=embedded:arithmetic-text"
 LEARNED = "reward=[exact_match,learned]"
@@ -409,6 +410,31 @@ TABLE = [
     (f"{PPO} {LEARNED} critic.init=reward reward.learned.path=mine", "critic.init", "reward.learned.path=mine is none"),
     # References that move, or don't
     ("train snapshot.refresh_every=5", "snapshot.refresh_every", "set snapshot.reference=copy"),
+    # A teacher
+    ("train algorithm=opd", "snapshot.teacher", "learns from what a teacher says of each token, got none"),
+    ("train snapshot.teacher=base", "snapshot.teacher", "has no use for a teacher, got base"),
+    ("train snapshot.teacher_hint=x", "snapshot.teacher_hint", "only a teacher reads it, and snapshot.teacher is none"),
+    (f"{OPD} snapshot.teacher_hint=' '", "snapshot.teacher_hint", "says nothing, got ''; use null for no hint"),
+    (f"{OPD} snapshot.teacher_hint=x environment=calculator environment.syntax=json", "snapshot.teacher_hint",
+     "goes into prompts that are answered in one turn"),
+    (f"{OPD} generation.temperature=0.7", "generation.temperature", "student's at temperature 1, got 0.7"),
+    (f"{OPD} generation.top_k=5", "generation.top_k", "leaves out tokens that the teacher would judge"),
+    (f"{OPD} generation.top_p=0.9", "generation.top_p", "leaves out tokens that the teacher would judge"),
+    (f"{OPD} algorithm.divergence=forward", "algorithm.divergence", "is that of the reverse KL, got forwa"),
+    (f"{OPD} algorithm.teacher_in=loss algorithm.top_k=1", "algorithm.top_k", "over one they are equal"),
+    (f"{OPD} algorithm.teacher_in=loss algorithm.top_k=999", "algorithm.top_k", "more than the model's vocabulary"),
+    (f"{OPD} algorithm.teacher_coef=0", "algorithm.teacher_coef", "must be greater than 0"),
+    (f"{OPD} algorithm.reward_coef=1 group_size=1", "group_size", "compares siblings and needs at least 2"),
+    (f"{OPD} snapshot.teacher_hint='{'so ' * 200}'", "snapshot.teacher_hint", "with it the longest row has"),
+    ("train algorithm=opd snapshot.teacher=./nowhere", "snapshot.teacher", "there is no config.json in that"),
+    ("train algorithm=opd snapshot.teacher=embedded:nobody", "snapshot.teacher", "there is no such embedded model"),
+    ("train algorithm=opd snapshot.teacher=other_words", "snapshot.teacher",
+     "has another vocabulary: 2 tokens differ, e.g. '<answer>' is "),
+    ("train algorithm=opd snapshot.teacher=short", "snapshot.teacher", "its context of 64 tokens is shorter"),
+    (f"train algorithm=opd {SMALL} snapshot.teacher=critic", "snapshot.teacher", "adapter of the role critic"),
+    (f"train algorithm=opd {SMALL} snapshot.teacher=deeper", "snapshot.teacher", "this base has no module for its"),
+    ("train algorithm=opd snapshot.teacher=run", "snapshot.teacher", "that run has no checkpoint"),
+    # Snapshots
     ("train snapshot.reference=ema snapshot.ema_decay=0.9 snapshot.refresh_every=5",
      "snapshot.refresh_every", "snapshot.reference is ema, got 5"),
     ("train snapshot.reference=ema", "snapshot.ema_decay", "needs the share of it that stays, per step, got null; use"),
@@ -826,7 +852,11 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     for step in (1, 2):
         (folder / "saved_run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     save_adapters(folder, backbone)
-    shutil.copytree(tiny_path, folder / "renamed")
+    for name in ("renamed", "other_words", "short"):
+        shutil.copytree(tiny_path, folder / name)
+    tokenizer = (folder / "other_words" / "tokenizer.json").read_text()
+    (folder / "other_words" / "tokenizer.json").write_text(tokenizer.replace('"<answer>"', '"<solution>"'))
+    edit_json(folder / "short" / "config.json", {"max_position_embeddings": 64})
     classifier = LlamaConfig()
     classifier.num_labels = 3
     classifier.save_pretrained(folder / "three_labels")

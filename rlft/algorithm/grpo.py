@@ -123,7 +123,7 @@ class GRPO(RatioObjective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.supervision == Supervision.process and self.needs_old_in_credit:
+        if self.supervision == Supervision.process and self._kl_in_reward:
             raise UserError(
                 "algorithm.kl_in",
                 "algorithm.supervision=process has no one score of a completion that the KL could be a part of",
@@ -144,7 +144,7 @@ class GRPO(RatioObjective):
                 got=self.supervision,
                 remedy="use algorithm.supervision=outcome, or algorithm.reward_aggregation=sum_then_normalize",
             )
-        if self._normalizes_each_reward and self.needs_old_in_credit:
+        if self._normalizes_each_reward and self._kl_in_reward:
             raise UserError(
                 "algorithm.kl_in",
                 "algorithm.reward_aggregation=normalize_then_sum has no one score that the KL could be a part of",

@@ -17,6 +17,7 @@ from rlft.keys.bounds import Fraction, NonNegativeFloat, PositiveFloat, Positive
 from rlft.ops.advantage import last_of_turns, place_at_last_token
 from rlft.ops.aggregate import Aggregate, aggregate
 from rlft.ops.controller import KLController, next_coefficient
+from rlft.ops.distillation import agreement
 from rlft.ops.kl import KLEstimator, KLPlace, k3, kl
 from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep, max_abs, row_sum
@@ -132,6 +133,16 @@ class Objective(ABC):
         return self.kl_coef > 0 and self.kl_to == KLAnchor.reference
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether `Batch.teacher_logprobs` must be there."""
+        return False
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Of how many of its likeliest tokens the teacher's log-probs must be there, at each token; 0: of none."""
+        return 0
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether `Outputs.entropy` must be there, with gradient."""
         return self.entropy_coef > 0
@@ -139,7 +150,7 @@ class Objective(ABC):
     @property
     def needs_old_in_credit(self) -> bool:
         """Whether `Batch.old_logprobs` must be there before `credit`."""
-        return self.needs_reference and self.kl_in == KLPlace.reward
+        return self._kl_in_reward
 
     @property
     def needs_steps(self) -> bool:
@@ -176,6 +187,11 @@ class Objective(ABC):
         return torch.zeros_like(batch.group_ids, dtype=torch.bool)
 
     @property
+    def _kl_in_reward(self) -> bool:
+        """Whether the KL to the reference is a part of the scores."""
+        return self.needs_reference and self.kl_in == KLPlace.reward
+
+    @property
     def _acts_without_advantage(self) -> bool:
         """Whether a row without advantage still has a gradient."""
         return self.kl_coef > 0 or self.needs_entropy
@@ -195,7 +211,7 @@ class Objective(ABC):
         if batch.token_rewards is not None:
             # In float64, where sums of a few float32 are exact: the same steps in another order are no difference.
             scores_B = (batch.rewards.double() + row_sum(batch.token_rewards.double(), mask)).to(dtype)
-        if self.needs_old_in_credit:
+        if self._kl_in_reward:
             scores_B = scores_B - self.kl_coef * row_sum(self._kl_at_sampling(batch), mask)
         return scores_B
 
@@ -209,7 +225,7 @@ class Objective(ABC):
         scores_BT = place_at_last_token(batch.rewards.to(dtype), mask, ends)
         if batch.token_rewards is not None:
             scores_BT = scores_BT + keep(batch.token_rewards.to(dtype), mask)
-        if self.needs_old_in_credit:
+        if self._kl_in_reward:
             scores_BT = scores_BT - self.kl_coef * keep(self._kl_at_sampling(batch), mask)
         return scores_BT
 
@@ -306,6 +322,9 @@ class Objective(ABC):
             means |= {"sampler/kl": k3(batch.sampled_logprobs, old), WEIGHT: ratio_BT, WEIGHT_SQUARED: ratio_BT**2}
         if batch.reference_logprobs is not None:
             means["kl/reference"] = k3(logprobs, batch.reference_logprobs)
+        if batch.teacher_logprobs is not None:
+            means["kl/teacher"] = k3(logprobs, batch.teacher_logprobs)
+            means["teacher/agreement"] = agreement(old, batch.teacher_logprobs)
         if outputs.entropy is not None:
             means["policy/entropy"] = outputs.entropy
         metrics = {

@@ -21,11 +21,21 @@ class Algorithm(Protocol):
     def needs_reference(self) -> bool: ...
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether there must be a teacher (`teacher_logprobs`)."""
+        ...
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Of how many of its likeliest tokens the teacher's log-probs must be there (`teacher_top_k_ids`); 0: none."""
+        ...
+
+    @property
     def needs_entropy(self) -> bool: ...
 
     @property
     def needs_old_in_credit(self) -> bool:
-        """Whether `credit` reads `old_logprobs` (KL in the reward)."""
+        """Whether `credit` reads `old_logprobs` (KL in the reward, a teacher's advantage)."""
         ...
 
     @property

@@ -46,13 +46,13 @@ KINDS = ("use_rslora", "use_dora")
 class AdapterUse(Enum):
     """How a run uses a folder.
 
-    policy: the policy starts from its adapter. reference: its adapter is the reference, as PEFT reads it. scalar: a
-    critic or a reward starts from its adapter and head. head: only from its head. any: a role starts from its adapter,
-    whatever role that had, with its head if it has one.
+    policy: the policy starts from its adapter. frozen: its adapter is the reference or the teacher, as PEFT reads it.
+    scalar: a critic or a reward starts from its adapter and head. head: only from its head. any: a role starts from its
+    adapter, whatever role that had, with its head if it has one.
     """
 
     policy = auto()
-    reference = auto()
+    frozen = auto()
     scalar = auto()
     head = auto()
     any = auto()
@@ -86,7 +86,9 @@ def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
     if config.lora.path is not None:
         adapter_uses.append(Use(key="lora.path", path=config.lora.path, accepts=AdapterUse.policy))
     if config.snapshot.reference not in ("none", "base", "copy", "ema"):
-        adapter_uses.append(Use(key="snapshot.reference", path=config.snapshot.reference, accepts=AdapterUse.reference))
+        adapter_uses.append(Use(key="snapshot.reference", path=config.snapshot.reference, accepts=AdapterUse.frozen))
+    if (teacher := config.snapshot.teacher_adapter) is not None:
+        adapter_uses.append(Use(key="snapshot.teacher", path=teacher, accepts=AdapterUse.frozen))
     if config.critic.kind is not CriticKind.none and config.critic.init not in ("base", "reward"):
         use = AdapterUse.scalar if config.critic.kind is CriticKind.adapter else AdapterUse.head
         adapter_uses.append(Use(key="critic.init", path=config.critic.init, accepts=use))

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 
 from rlft.algorithm.protocol import Algorithm
 from rlft.checks.environments import environment_of
+from rlft.checks.teachers import teacher_is_meant
 from rlft.config.schema import RunConfig
 from rlft.generation.config import section_of
 from rlft.model.adapter_folder import is_adapter
 from rlft.model.config import CriticKind
+from rlft.model.paths import check_local
 from rlft.scoring.reward_spec import RewardSpec
 from rlft.types import UserError
 
@@ -25,6 +27,7 @@ def check_roles(config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, R
     """
     learned = {name: spec for name, spec in rewards.items() if spec.runs_in_trainer}
     _reference(config, algorithm)
+    _teacher(config, algorithm)
     _steps(config, algorithm, rewards)
     _text(config, algorithm)
     _critic(config, algorithm)
@@ -69,6 +72,52 @@ def _reference(config: RunConfig, algorithm: Algorithm) -> None:
             got=snapshot.ema_decay,
             remedy="use for instance 0.99, or snapshot.reference=copy for one that stays where the run began",
         )
+
+
+def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
+    snapshot = config.snapshot
+    if algorithm.needs_teacher and snapshot.teacher == "none":
+        raise UserError(
+            "snapshot.teacher",
+            "this algorithm learns from what a teacher says of each token",
+            got="none",
+            remedy="give it an adapter's folder or run, a larger model's path, or base with snapshot.teacher_hint",
+        )
+    if snapshot.teacher != "none" and not algorithm.needs_teacher:
+        raise UserError(
+            "snapshot.teacher",
+            "this algorithm has no use for a teacher",
+            got=snapshot.teacher,
+            remedy="set snapshot.teacher=none, or algorithm=opd",
+        )
+    if snapshot.teacher_hint is not None and snapshot.teacher == "none":
+        raise UserError(
+            "snapshot.teacher_hint",
+            "only a teacher reads it, and snapshot.teacher is none",
+            got=repr(snapshot.teacher_hint),
+            remedy="set snapshot.teacher=base, or leave it out",
+        )
+    if snapshot.teacher_hint is not None and not snapshot.teacher_hint.strip():
+        raise UserError(
+            "snapshot.teacher_hint", "says nothing", got=repr(snapshot.teacher_hint), remedy="use null for no hint"
+        )
+    if snapshot.teacher_hint is not None and config.environment is not None:
+        raise UserError(
+            "snapshot.teacher_hint",
+            "goes into prompts that are answered in one turn, and the environment has several",
+            got=repr(snapshot.teacher_hint),
+            remedy="leave it out, or set environment=null",
+        )
+    if algorithm.needs_teacher and config.generation.temperature != 1:
+        raise UserError(
+            "generation.temperature",
+            "the teacher's log-probs are compared with the student's at temperature 1",
+            got=config.generation.temperature,
+            remedy="use 1.0",
+        )
+    if snapshot.teacher_model is not None:
+        with teacher_is_meant():
+            check_local(snapshot.teacher_model)
 
 
 def _steps(config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, RewardSpec]) -> None:

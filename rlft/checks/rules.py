@@ -128,6 +128,13 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
             remedy="use 0 in training (rlft eval, rlft sample and rlft chat take it)",
         )
     distorted = "generation.top_p" if generation.top_p < 1 else "generation.top_k" if generation.top_k > 0 else None
+    if distorted and algorithm.needs_teacher:
+        raise UserError(
+            distorted,
+            "leaves out tokens that the teacher would judge, so that what is learned would be another divergence",
+            got=getattr(generation, distorted.removeprefix("generation.")),
+            remedy="use generation.top_p=1 generation.top_k=0",
+        )
     uses_engine = algorithm.corrects_mismatch or config.snapshot.old == "sampled"
     if distorted and uses_engine:
         because = "algorithm.mismatch" if algorithm.corrects_mismatch else "snapshot.old=sampled"

@@ -41,6 +41,8 @@ ADDED_KEYS: Mapping[str, Any] = {
     "rollouts.every": 1,
     "rollouts.keep": None,
     "cluster.shard_base": False,
+    "snapshot.teacher": "none",
+    "snapshot.teacher_hint": None,
 }
 """Keys that the configs of older runs lack, with the values that those runs had."""
 

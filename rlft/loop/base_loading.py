@@ -10,7 +10,8 @@ from rlft.checks.adapters import empty_model, fresh_shapes
 from rlft.cluster.config import ClusterConfig
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, set_checkpointing
 from rlft.model.backbone import Adopt, Backbone, load_backbone, read_backbone
-from rlft.model.config import LoraSettings, ModelConfig
+from rlft.model.config import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
+from rlft.model.forward import Forward, choose
 from rlft.model.lora_config import lora_config
 from rlft.system.memory import free_memory
 from rlft.trainer.sharded_base import ShardedLayers
@@ -59,6 +60,15 @@ def load_for_training(
         )
         set_checkpointing(model, needed and model.supports_gradient_checkpointing)
     return backbone
+
+
+def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None:
+    """The forward of a teacher that is a model of its own, beside the base; None where there is none."""
+    settings = teacher_settings(snapshot, model)
+    if settings is None:
+        return None
+    backbone = read_backbone(settings)
+    return choose(backbone.model, backbone.kernels)
 
 
 def layers_of_rank(cluster: ClusterConfig, rank: int) -> ShardedLayers | None:

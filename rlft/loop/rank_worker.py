@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlft.algorithm.protocol import Algorithm
 from rlft.config.schema import RunConfig
-from rlft.loop.base_loading import layers_of_rank, load_for_training
+from rlft.loop.base_loading import layers_of_rank, load_for_training, load_teacher
 from rlft.loop.session import critic_source, update_settings
 from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.backbone import resolve_device
@@ -25,7 +25,9 @@ from rlft.types import Batch
 
 
 @contextmanager
-def opened_trainer(config: RunConfig, *, needs_old: bool, rank: int = 0) -> Iterator[LocalTrainer]:
+def opened_trainer(
+    config: RunConfig, *, needs_old: bool, teacher_top_k: int = 0, rank: int = 0
+) -> Iterator[LocalTrainer]:
     """The trainer of this config on a base and roles of its own, without pretraining text and learned rewards."""
     base = layers_of_rank(config.cluster, rank)
     backbone = load_for_training(config.model, config.lora, config.token_budget, sharded=base)
@@ -37,12 +39,14 @@ def opened_trainer(config: RunConfig, *, needs_old: bool, rank: int = 0) -> Iter
         temperature=config.generation.temperature,
         token_budget=config.token_budget,
         seed=config.seed,
+        teacher=load_teacher(config.snapshot, config.model),
     )
     if base is not None and rank > 0:
         base.drop_copies()
     try:
         optimizers = open_optimizers(roles, config.trainer, config.critic.lr)
-        yield LocalTrainer(roles, optimizers, update_settings(config), needs_old=needs_old, base=base)
+        settings = update_settings(config)
+        yield LocalTrainer(roles, optimizers, settings, needs_old=needs_old, teacher_top_k=teacher_top_k, base=base)
     finally:
         roles.close()
 
@@ -52,17 +56,18 @@ class RankWorker:
 
     Args:
         config: of the run.
-        needs_old: as in `LocalTrainer`.
+        needs_old, teacher_top_k: as in `LocalTrainer`.
         rank: from 1; the run's own process is rank 0.
         lanes: of the run.
     """
 
-    def __init__(self, *, config: RunConfig, needs_old: bool, rank: int, lanes: int) -> None:
+    def __init__(self, *, config: RunConfig, needs_old: bool, teacher_top_k: int = 0, rank: int, lanes: int) -> None:
         self._rank, self._lanes = rank, lanes
         self._stack = ExitStack()
         self._stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
         keep_blocks(config.token_budget)
-        self._trainer = self._stack.enter_context(opened_trainer(config, needs_old=needs_old, rank=rank))
+        opened = opened_trainer(config, needs_old=needs_old, teacher_top_k=teacher_top_k, rank=rank)
+        self._trainer = self._stack.enter_context(opened)
         self._exchange: Exchange | None = None
 
     def ready(self) -> None:

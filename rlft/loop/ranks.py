@@ -52,6 +52,7 @@ def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
             arguments={
                 "config": replace(config, model=model_of_a_member(config.model)),
                 "needs_old": plan.needs_old,
+                "teacher_top_k": plan.algorithm.teacher_top_k,
                 "rank": rank,
                 "lanes": cluster.num_lanes,
             },

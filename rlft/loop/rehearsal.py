@@ -31,18 +31,25 @@ def noting_what_it_took(note: Callable[[str], None]) -> Iterator[None]:
     note(f"the longest rows of this run fit into memory ({taken})")
 
 
-def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...]) -> Batch:
-    """A micro-batch of the longest prompt with completions of full length, as many rows as the network gets at once."""
+def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...], teacher_top_k: int = 0) -> Batch:
+    """A micro-batch of the longest prompt with completions of full length, as many rows as the network gets at once.
+
+    teacher_top_k: of how many of a teacher's likeliest tokens the algorithm needs log-probs.
+    """
     shape = (len(prompt), run.generation.max_tokens, run.group_size, run.completions_per_step // run.minibatches)
     batch = longest_rows(*shape, run.token_budget)
     batch.token_ids[:, : len(prompt)] = torch.tensor(prompt)
     parts = forward.micro_batches(batch, torch.arange(len(batch.rewards)), run.token_budget)
     micro = select(batch, max(parts, key=len))
     zeros = torch.zeros_like(micro.sampled_logprobs)
+    if teacher_top_k:
+        ids_BTK = torch.arange(teacher_top_k).expand(*zeros.shape, teacher_top_k)
+        micro = replace(micro, teacher_top_k_ids=ids_BTK, teacher_top_k_logprobs=zeros.new_zeros(ids_BTK.shape))
     return replace(
         micro,
         old_logprobs=zeros,
         reference_logprobs=zeros,
+        teacher_logprobs=zeros,
         old_values=zeros,
         advantages=zeros + 1,
         returns=zeros,

@@ -20,7 +20,7 @@ from rlft.generation.engine import Engine
 from rlft.logger.alarms import Alarms, AlarmsConfig
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
-from rlft.loop.base_loading import layers_of_rank, load_for_training
+from rlft.loop.base_loading import layers_of_rank, load_for_training, load_teacher
 from rlft.loop.conversing import conversing_here
 from rlft.loop.dynamic_sampling import replace_uninformative_groups
 from rlft.loop.engine_members import open_engines
@@ -43,6 +43,7 @@ from rlft.planning.sampling_shapes import Decoding, of_training, rehearse_decodi
 from rlft.planning.startup_table import Facts, facts_of
 from rlft.planning.train_plan import TrainPlan
 from rlft.prepare.prompts import PromptSet, left_out
+from rlft.prepare.teacher_prompts import teacher_prompts
 from rlft.prepare.texts import text_loss
 from rlft.scoring.ahead import AheadScorer
 from rlft.scoring.pool import Pool
@@ -155,7 +156,9 @@ class Session(RunShell):
 
     def rehearse_update(self) -> None:
         longest = self._decodings()[0].longest
-        self.trainer.rehearse(self.plan.algorithm, largest_micro_batch(self.config, self.roles.forward, longest))
+        algorithm = self.plan.algorithm
+        micro = largest_micro_batch(self.config, self.roles.forward, longest, algorithm.teacher_top_k)
+        self.trainer.rehearse(algorithm, micro)
 
     def _decodings(self) -> list[Decoding]:
         return of_training(self.plan.train_prompts, self.plan.held_out, self.config)
@@ -211,6 +214,14 @@ class Session(RunShell):
             with clock("sample"):
                 self._sample_ahead(step + 1)  # not before: the engine has been busy with this step's
         return rollouts
+
+    def batch(self, rollouts: Rollouts) -> Batch:
+        """The `[B, T]` view of the step, with what a teacher reads in place of the prompts where it has a hint."""
+        batch, hint = collate(rollouts.groups, rollouts.scores, self.backbone.decode), self.config.snapshot.teacher_hint
+        if hint is None:
+            return batch
+        style = self.config.prompts.style
+        return replace(batch, teacher_prompts=teacher_prompts(rollouts.groups, hint, self.backbone.tokenizer, style))
 
     # -- what happens after a step -------------------------------------------------------------------------------------
     def inspect(self, clock: Clock, step: int, rollouts: Rollouts, batch: Batch, inert_B: Tensor) -> Inspection | None:
@@ -367,6 +378,7 @@ def open_trainer(plan: TrainPlan, roles: Roles, base: ShardedLayers | None = Non
         open_optimizers(roles, config.trainer, config.critic.lr),
         update_settings(config),
         needs_old=plan.needs_old,
+        teacher_top_k=plan.algorithm.teacher_top_k,
         text=plan.pretrain_text,
         reward_training=reward_training,
         base=base,
@@ -466,6 +478,7 @@ def open_session(
             temperature=config.generation.temperature,
             token_budget=config.token_budget,
             seed=config.seed,
+            teacher=load_teacher(config.snapshot, config.model) if again is not None else None,
         )
         stack.callback(roles.close)
         resident = open_resident(rewards, roles, learns=config.reward_model.refresh_every > 0)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, HEAD, RECORD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"
 
-POLICY, OLD, REFERENCE, SAMPLER = "policy", "old", "reference", "sampler"
+POLICY, OLD, REFERENCE, TEACHER, SAMPLER = "policy", "old", "reference", "teacher", "sampler"
 """Names of roles, as rlft.json records them; critics and rewards have their own."""
 
 WORDS = {WEIGHTS: "the adapter", HEAD: "the scalar head"}

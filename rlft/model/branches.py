@@ -75,8 +75,8 @@ class Paths:
     index: Tensor
 
     def fold(self, values: Tensor) -> Tensor:
-        """`[B, T]` from the paths' values: each token's, as in its own part; those of padding are any."""
-        return values.flatten()[self.index]
+        """`[B, T, ..]` from the paths' values: each token's, as in its own part; those of padding are any."""
+        return values.flatten(0, 1)[self.index]
 
 
 def paths_of(batch: Batch) -> Paths:
@@ -105,6 +105,9 @@ def paths_of(batch: Batch) -> Paths:
             sampled_logprobs=batch.sampled_logprobs.new_zeros(shape),
             rewards=batch.rewards[rows],
             group_ids=batch.group_ids[rows],
+            teacher_top_k_ids=None
+            if batch.teacher_top_k_ids is None
+            else batch.teacher_top_k_ids[rows.unsqueeze(1), columns],
         ),
         index=index,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
 from rlft.keys.bounds import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from rlft.model.adapter_folder import is_adapter
 
 ALL_LINEAR = "all-linear"
 """The default of lora.target_modules."""
@@ -86,12 +87,38 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotConfig:
-    """reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter."""
+    """reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter.
+
+    teacher: `none`, `base`, the folder of a PEFT adapter, or another model's (a folder, a hub id, `embedded:<name>`).
+    """
 
     reference: str
     refresh_every: NonNegativeInt
     ema_decay: PositiveFraction | None
     old: Old
+    teacher: str = "none"  # runs begun before these keys existed have none of them
+    teacher_hint: str | None = None
+
+    @property
+    def teacher_adapter(self) -> str | None:
+        """The folder of the teacher's adapter on the base; None where the teacher is none of these."""
+        return self.teacher if self._has_teacher_folder and is_adapter(self.teacher) else None
+
+    @property
+    def teacher_model(self) -> str | None:
+        """The path of the teacher that is a model of its own; None where it is none."""
+        return self.teacher if self._has_teacher_folder and not is_adapter(self.teacher) else None
+
+    @property
+    def _has_teacher_folder(self) -> bool:
+        return self.teacher not in ("none", "base")
+
+
+def teacher_settings(snapshot: SnapshotConfig, model: ModelConfig) -> ModelConfig | None:
+    """With which a teacher that is a model of its own is loaded: as the base, but for its path; None: there is none."""
+    if snapshot.teacher_model is None:
+        return None
+    return replace(model, path=snapshot.teacher_model, revision=None, gradient_checkpointing=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rlft.model.branches import paths_of
 from rlft.model.kernels import decoder_layer
 from rlft.model.kernels.attention import NAME, obstacle, on_this_device
-from rlft.model.kernels.lm_head import head_logprobs, widened
+from rlft.model.kernels.lm_head import head_logprobs, likeliest, top_k_logprobs, widened
 from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches, padded_sizes
 from rlft.model.scalar_head import ScalarHead
@@ -42,6 +42,7 @@ class Forward:
         entropy: bool = False,
         head: ScalarHead | None = None,
         layout: PackedRows | None = None,
+        top_k: bool = False,
     ) -> Outputs:
         """Outputs `[B, T]`, 0 outside the completions; logits are divided by `temperature` as in sampling.
 
@@ -50,10 +51,23 @@ class Forward:
         Args:
             head: adds the values it reads off the same hidden states that predict the tokens.
             layout: of this batch, where it exists already.
+            top_k: adds the log-probs of `batch.teacher_top_k_ids`.
         """
         if self.packed:
-            return packed_forward(self.model, batch, temperature, entropy, head, layout)
-        return padded_forward(self.model, batch, temperature, entropy, head)
+            return packed_forward(self.model, batch, temperature, entropy, head, layout, top_k)
+        return padded_forward(self.model, batch, temperature, entropy, head, top_k)
+
+    def likeliest(
+        self, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-probs `[B, T]`, the k likeliest tokens in the place of each `[B, T, K]`, theirs `[B, T, K]`), no grad.
+
+        At temperature 1; 0 outside the completions. vocabulary: tokens from this one on are not among the likeliest.
+        """
+        with torch.no_grad():
+            if self.packed:
+                return packed_likeliest(self.model, batch, k, vocabulary, layout)
+            return padded_likeliest(self.model, batch, k, vocabulary)
 
     def values(self, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
         """`[B, T]`, 0 outside the completions: the head on the hidden state that precedes each completion token.
@@ -88,15 +102,34 @@ def packed_forward(
     entropy: bool,
     value_head: ScalarHead | None = None,
     layout: PackedRows | None = None,
+    top_k: bool = False,
 ) -> Outputs:
     packed = layout or pack(batch)
-    hidden_MH = _predicting(model, packed)
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Module), "a causal language model has an output embedding"
+    hidden_MH, head = _predicting(model, packed), _head(model)
     logprobs_M, entropy_M = head_logprobs(head, hidden_MH, packed.target, temperature, entropy)
     entropy_BT = None if entropy_M is None else _placed(entropy_M, packed, batch)
     values_BT = None if value_head is None else _placed(value_head(hidden_MH), packed, batch)
-    return _masked(_placed(logprobs_M, packed, batch), entropy_BT, values_BT, batch)
+    top_k_BTK = None
+    if top_k:
+        assert batch.teacher_top_k_ids is not None, "a teacher has said which tokens"
+        ids_MK = batch.teacher_top_k_ids[packed.rows, packed.columns]
+        top_k_BTK = _placed(top_k_logprobs(head, hidden_MH, ids_MK, temperature), packed, batch)
+    return _masked(_placed(logprobs_M, packed, batch), entropy_BT, values_BT, batch, top_k_BTK)
+
+
+def packed_likeliest(
+    model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    packed = layout or pack(batch)
+    made = likeliest(_head(model), _predicting(model, packed), packed.target, k, 1.0, vocabulary)
+    logprobs_BT, ids_BTK, of_ids_BTK = (_placed(values, packed, batch) for values in made)
+    return logprobs_BT, ids_BTK, of_ids_BTK
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module), "a causal language model has an output embedding"
+    return head
 
 
 def packed_values(model: PreTrainedModel, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
@@ -105,7 +138,9 @@ def packed_values(model: PreTrainedModel, batch: Batch, head: ScalarHead, layout
 
 
 def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
-    return values_M.new_zeros(batch.token_ids.shape).index_put((packed.rows, packed.columns), values_M)
+    """`[B, T]` of values `[M]`, or `[B, T, K]` of `[M, K]`."""
+    shape = (*batch.token_ids.shape, *values_M.shape[1:])
+    return values_M.new_zeros(shape).index_put((packed.rows, packed.columns), values_M)
 
 
 def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
@@ -125,7 +160,12 @@ def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
 
 
 def padded_forward(
-    model: PreTrainedModel, batch: Batch, temperature: float, entropy: bool, value_head: ScalarHead | None = None
+    model: PreTrainedModel,
+    batch: Batch,
+    temperature: float,
+    entropy: bool,
+    value_head: ScalarHead | None = None,
+    top_k: bool = False,
 ) -> Outputs:
     """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two.
 
@@ -133,12 +173,13 @@ def padded_forward(
     """
     if batch.previous is not None:
         paths = paths_of(batch)
-        of_paths = padded_forward(model, paths.batch, temperature, entropy, value_head)
+        of_paths = padded_forward(model, paths.batch, temperature, entropy, value_head, top_k)
         return _masked(
             paths.fold(of_paths.logprobs),
             None if of_paths.entropy is None else paths.fold(of_paths.entropy),
             None if of_paths.values is None else paths.fold(of_paths.values),
             batch,
+            None if of_paths.top_k_logprobs is None else paths.fold(of_paths.top_k_logprobs),
         )
     ids_BT, mask_BT = _narrowed(batch)
     with_values = value_head is not None
@@ -151,7 +192,27 @@ def padded_forward(
         entropy_BT = _shifted(normaliser_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1), batch)
     if with_values:
         values_BT = _shifted(value_head(output.hidden_states[-1][:, :-1]), batch)
-    return _masked(_shifted(logprobs_BT, batch), entropy_BT, values_BT, batch)
+    top_k_BTK = None
+    if top_k:
+        assert batch.teacher_top_k_ids is not None, "a teacher has said which tokens"
+        of_ids_BTK = logits_BTV.gather(-1, batch.teacher_top_k_ids[:, 1 : ids_BT.shape[1]])
+        top_k_BTK = _shifted(of_ids_BTK - normaliser_BT.unsqueeze(-1), batch)
+    return _masked(_shifted(logprobs_BT, batch), entropy_BT, values_BT, batch, top_k_BTK)
+
+
+def padded_likeliest(model: PreTrainedModel, batch: Batch, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    if batch.previous is not None:
+        paths = paths_of(batch)
+        logprobs, ids, of_ids = map(paths.fold, padded_likeliest(model, paths.batch, k, vocabulary))
+    else:
+        ids_BT, mask_BT = _narrowed(batch)
+        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False).logits[:, :-1]
+        logp_BTV = widened(logits_BTV).log_softmax(-1)
+        best = logp_BTV[..., :vocabulary].topk(k, -1)
+        made = logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
+        logprobs, ids, of_ids = (_shifted(values, batch) for values in made)
+    mask_BTK = batch.loss_mask.unsqueeze(-1)
+    return logprobs.where(batch.loss_mask, 0.0), ids.where(mask_BTK, 0), of_ids.where(mask_BTK, 0.0)
 
 
 def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Tensor:
@@ -172,15 +233,23 @@ def _narrowed(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _shifted(values: Tensor, batch: Batch) -> Tensor:
     """Values of positions 0 .. n - 2, moved to the tokens that these predict, 1 .. n - 1, in the batch's width."""
-    return nn.functional.pad(values, (1, batch.token_ids.shape[1] - values.shape[1] - 1))
+    before_the_last = (0, 0) * (values.dim() - 2)
+    return nn.functional.pad(values, (*before_the_last, 1, batch.token_ids.shape[1] - values.shape[1] - 1))
 
 
-def _masked(logprobs_BT: Tensor, entropy_BT: Tensor | None, values_BT: Tensor | None, batch: Batch) -> Outputs:
+def _masked(
+    logprobs_BT: Tensor,
+    entropy_BT: Tensor | None,
+    values_BT: Tensor | None,
+    batch: Batch,
+    top_k_BTK: Tensor | None = None,
+) -> Outputs:
     mask = batch.loss_mask
     return Outputs(
         logprobs=logprobs_BT.where(mask, 0.0),
         entropy=None if entropy_BT is None else entropy_BT.where(mask, 0.0),
         values=None if values_BT is None else values_BT.where(mask, 0.0),
+        top_k_logprobs=None if top_k_BTK is None else top_k_BTK.where(mask.unsqueeze(-1), 0.0),
     )
 
 

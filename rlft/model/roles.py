@@ -1,4 +1,4 @@
-"""Adapters in roles on one frozen base: policy, old, reference, critic, reward; each a few MB beside the base.
+"""Adapters in roles on one frozen base: policy, old, reference, teacher, critic, reward; each a few MB beside the base.
 
 The algorithm never sees adapters, only the tensors they produce: `annotate` makes the no-grad ones, `outputs` and
 `values` those with grad. Switching adapters between a forward and its backward silently drops gradients (PEFT), so a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,7 +20,16 @@ from torch.nn import Parameter
 
 from rlft.batch import select, to_device
 from rlft.model.activations import peft_reads_the_old_name
-from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, SAMPLER, load_adapter, load_head, read_record
+from rlft.model.adapter_folder import (
+    OLD,
+    POLICY,
+    REFERENCE,
+    SAMPLER,
+    TEACHER,
+    load_adapter,
+    load_head,
+    read_record,
+)
 from rlft.model.backbone import Backbone
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
@@ -31,6 +40,7 @@ from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.model.lora_config import lora_config
 from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
+from rlft.model.teacher import said
 from rlft.ops.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
@@ -42,6 +52,9 @@ class Roles:
     """The base with its adapters. `close` takes them off again and leaves the base as it was, for the next job.
 
     critic: where values come from, None where there is none. heads: scalar heads by role (critic, rewards).
+
+    Args:
+        teacher: the forward of a teacher that is a model of its own; None where there is none.
     """
 
     def __init__(
@@ -54,6 +67,7 @@ class Roles:
         temperature: float,
         token_budget: int,
         seed: int,
+        teacher: Forward | None = None,
     ) -> None:
         assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
         self.backbone, self.snapshot, self.seed = backbone, snapshot, seed
@@ -61,6 +75,7 @@ class Roles:
         self.forward: Forward = choose(backbone.model, backbone.kernels)
         self.heads: dict[str, ScalarHead] = {}
         self.critic: Critic | None = None
+        self._teacher = teacher
         self._learning = {POLICY}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
         self.lora = lora_config(lora)
@@ -80,6 +95,8 @@ class Roles:
                     self.copy(POLICY, role)
             if self.has_reference_folder:
                 self.model.load_adapter(snapshot.reference, REFERENCE, is_trainable=False)
+            if snapshot.teacher_adapter is not None:
+                self.model.load_adapter(snapshot.teacher_adapter, TEACHER, is_trainable=False)
             if critic.kind is not CriticKind.none:
                 self._add_critic(critic)
             self._activate(POLICY)
@@ -157,12 +174,15 @@ class Roles:
             return parameters + [(f"{role}.head.{name}", p) for name, p in self.heads[role].named_parameters()]
         return list(parameters)
 
-    def outputs(self, batch: Batch, entropy: bool, layout: PackedRows | None = None) -> Outputs:
-        """The current policy on these rows, with grad; with values where the critic reads the policy's features."""
+    def outputs(self, batch: Batch, entropy: bool, layout: PackedRows | None = None, *, top_k: bool = False) -> Outputs:
+        """The current policy on these rows, with grad; with values where the critic reads the policy's features.
+
+        top_k: with the log-probs of the teacher's likeliest tokens.
+        """
         critic = self.critic
         if critic is None or critic.role != POLICY:
-            return self.forward(batch, self.temperature, entropy, layout=layout)
-        outputs = self.forward(batch, self.temperature, entropy, critic.head, layout)
+            return self.forward(batch, self.temperature, entropy, layout=layout, top_k=top_k)
+        outputs = self.forward(batch, self.temperature, entropy, critic.head, layout, top_k)
         assert outputs.values is not None, "the forward was given a head"
         return replace(outputs, values=critic.values(outputs.values, batch.loss_mask))
 
@@ -225,18 +245,24 @@ class Roles:
         self.restore_role(target, self.weights(source))
 
     # -- passes without gradient -------------------------------------------------------------------------------------
-    def annotate(self, batch: Batch, inert_B: Tensor, *, needs_old: bool) -> Batch:
-        """Adds old and reference log-probs and old values, one pass for each role, whatever is needed of it.
+    def annotate(self, batch: Batch, inert_B: Tensor, *, needs_old: bool, teacher_top_k: int = 0) -> Batch:
+        """Adds old, reference and teacher log-probs and old values, one pass for each role, whatever is needed of it.
 
-        Rows that are inert (bool `[B]`) teach nothing and stay 0: no forward. needs_old: whether `snapshot.old: auto`
-        has to recompute; else old is the current policy, detached, at no cost.
+        Rows that are inert (bool `[B]`) teach nothing and stay 0: no forward.
+
+        Args:
+            needs_old: whether `snapshot.old: auto` has to recompute; else old is the current policy, detached, at no
+                cost.
+            teacher_top_k: of how many of its likeliest tokens the teacher is asked besides; 0: of none.
         """
         parts = self.forward.micro_batches(batch, (~inert_B).nonzero()[:, 0], self.token_budget)
-        made = self.annotations(batch, parts, needs_old=needs_old)
+        made = self.annotations(batch, parts, needs_old=needs_old, teacher_top_k=teacher_top_k)
         return replace(batch, **made) if made else batch
 
-    def annotations(self, batch: Batch, micro_batches: Sequence[Tensor], *, needs_old: bool) -> dict[str, Tensor]:
-        """What `annotate` adds, {field: float32 `[B, T]`}, with these micro-batches forwarded and 0 in other rows.
+    def annotations(
+        self, batch: Batch, micro_batches: Sequence[Tensor], *, needs_old: bool, teacher_top_k: int = 0
+    ) -> dict[str, Tensor]:
+        """What `annotate` adds, {field: `[B, T, ..]`}, with these micro-batches forwarded and 0 in other rows.
 
         micro_batches: int64 indices of rows.
         """
@@ -253,10 +279,35 @@ class Roles:
             fields_by_role[self.reference_role].add("reference_logprobs")
         if self.critic is not None:
             fields_by_role[self.critic.role].add("old_values")
-        parts = list(self._parts(batch, micro_batches)) if fields_by_role else []
+        has_teacher = self.snapshot.teacher != "none"
+        parts = list(self._parts(batch, micro_batches)) if fields_by_role or has_teacher else []
         for role, fields in fields_by_role.items():
             made |= self._without_gradient(batch, parts, role, fields)
+        if has_teacher:
+            made |= self._said_by_the_teacher(batch, parts, teacher_top_k)
         return made
+
+    def _said_by_the_teacher(self, batch: Batch, parts: Sequence[Part], top_k: int) -> dict[str, Tensor]:
+        """{field: `[B, T, ..]` on the batch's device}: the teacher's log-probs, and those of its top k tokens."""
+        shape, vocabulary = batch.token_ids.shape, self.backbone.model.config.get_text_config().vocab_size
+        result = {"teacher_logprobs": torch.zeros_like(batch.sampled_logprobs)}
+        if top_k:
+            result["teacher_top_k_ids"] = batch.token_ids.new_zeros(*shape, top_k)
+            result["teacher_top_k_logprobs"] = batch.sampled_logprobs.new_zeros(*shape, top_k)
+        role = TEACHER if self.snapshot.teacher_adapter is not None else None
+        with torch.no_grad(), self.using(role) if self._teacher is None else nullcontext():
+            for part, micro, layout in parts:
+                made = said(
+                    self._teacher or self.forward,
+                    micro,
+                    layout,
+                    top_k=top_k,
+                    vocabulary=vocabulary,
+                    token_budget=self.token_budget,
+                )
+                for name, values in made.items():
+                    result[name][part] = values.to(result[name])
+        return result
 
     def _parts(self, batch: Batch, micro_batches: Sequence[Tensor]) -> Iterator[Part]:
         """These micro-batches, packed once for every role that passes over them."""

@@ -57,7 +57,8 @@ class Demand:
         through_head: whether the LM head computes log-probs (values alone need none).
         entropy: whether the loss needs the entropy.
         own_critic: whether the critic has an adapter, and so a forward and backward of its own.
-        beside: bytes of other networks.
+        beside: bytes of learned rewards with networks of their own.
+        teacher: bytes of a teacher with one.
         engine: samples completions; None if nothing is sampled.
         section: the engine's section in `generation`.
         decodings: what the engine decodes.
@@ -84,6 +85,7 @@ class Demand:
     entropy: bool = False
     own_critic: bool = False
     beside: int = 0
+    teacher: int = 0
     engine: Engine | None = None
     section: str = ""
     decodings: tuple[Decoding, ...] = ()
@@ -179,6 +181,8 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
         counted.append(Part(name="bases of the engines", bytes=bases, when=When.always, key="cluster.engines"))
     if demand.beside:
         counted.append(Part(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
+    if demand.teacher:
+        counted.append(Part(name="teacher", bytes=demand.teacher, when=When.always, key="snapshot.teacher"))
     updating = updating_parts(model, demand)
     return [*counted, *engine.parts, *updating, *holes(demand, left_by_sampling(model, demand, engine), updating)]
 

@@ -16,6 +16,7 @@ from rlft.checks.adapters import check_adapters, check_classifiers, empty_model,
 from rlft.checks.environments import environment_of
 from rlft.checks.ranks import idle_engines, why_whole
 from rlft.checks.servers import check_servers
+from rlft.checks.teachers import check_teacher, check_top_k
 from rlft.checks.train import check_config
 from rlft.cluster.placement import Placement
 from rlft.cluster.ray_session import check_address, check_installed
@@ -30,7 +31,7 @@ from rlft.keys.instantiate import instantiate
 from rlft.logger.rollouts import Rollouts
 from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import decoder_layers, fingerprint, load_tokenizer, read_config, resolve_device
-from rlft.model.config import CriticKind, ModelConfig, Old
+from rlft.model.config import CriticKind, ModelConfig, Old, teacher_settings
 from rlft.planning.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
 from rlft.planning.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
 from rlft.planning.memory_parts import Demand
@@ -39,13 +40,14 @@ from rlft.planning.sampling_shapes import of_training
 from rlft.planning.shown import shown_in_prompts
 from rlft.planning.startup_table import Facts, TableRow
 from rlft.prepare.prompts import PromptSet, left_out, scan, untokenised
+from rlft.prepare.teacher_prompts import longest_with_hint
 from rlft.prepare.texts import PretrainText, scan_texts
 from rlft.run.fork import MOVING_REFERENCES
 from rlft.scoring.reward_spec import examined, notes, specs
 from rlft.types import Split, UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +162,11 @@ class TrainPlan(Plan):
         return taken
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand:
-        """The demand of the policy, with old, reference, critic and rewards as adapters beside it."""
+        """The demand of the policy, with old, reference, teacher, critic and rewards as adapters beside it."""
         run = self.config
         critic, snapshot = run.critic.kind, run.snapshot
         adapters = 1 + (snapshot.reference not in ("none", "base")) + (snapshot.old is Old.copy)
-        adapters += critic is CriticKind.adapter
+        adapters += (critic is CriticKind.adapter) + (snapshot.teacher_adapter is not None)
         rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
         networks = [classifier_bytes(spec.kwargs.get("path")) for spec in rewards]
         adapters += networks.count(0)
@@ -182,6 +184,7 @@ class TrainPlan(Plan):
             recompute=recompute,
             own_critic=critic is CriticKind.adapter,
             beside=sum(networks),
+            teacher=teacher_sizes(run).base_bytes if snapshot.teacher_model is not None else 0,
             device=resolve_device(run.model.device).type,
             ranks=run.cluster.ranks,
             sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
@@ -192,7 +195,11 @@ class TrainPlan(Plan):
         result, critic = {"base (frozen)": model.parameters}, self.config.critic.kind
         for role in role_names(self):
             head = model.hidden + 1 if role in ("critic", "reward") else 0
-            on_the_base = role == "reference" and self.config.snapshot.reference == "base"
+            snapshot = self.config.snapshot
+            on_the_base = {"reference": snapshot.reference, "teacher": snapshot.teacher}.get(role) == "base"
+            if role == "teacher" and snapshot.teacher_model is not None:
+                result["teacher (does not learn)"] = teacher_sizes(self.config).parameters
+                continue
             adapter = 0 if on_the_base or (role == "critic" and critic is CriticKind.shared) else model.lora
             learns = role in ("policy", "critic") or (role == "reward" and self.config.reward_model.refresh_every > 0)
             result[f"{role} ({'learns' if learns else 'does not learn'})"] = adapter + head
@@ -270,6 +277,11 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     check_servers(rewards, train_prompts.prompts[0])
     rules.check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)
+    teacher = None
+    if trains and config.snapshot.teacher != "none":
+        check_top_k(algorithm.teacher_top_k, model_config.get_text_config().vocab_size)
+        longest = longest_read_by_the_teacher(config, train_prompts, tokenizer, model_config)
+        teacher = check_teacher(config, tokenizer, longest)
     return TrainPlan(
         config=config,
         plain=plain,
@@ -284,6 +296,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
             **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
             **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
             "base_fingerprint": base_fingerprint,
+            **({} if teacher is None else {"teacher_fingerprint": teacher}),
             **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
         },
         pretrain_text=pretrain_text,
@@ -300,6 +313,32 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
             *data_notes,
         ),
     )
+
+
+def longest_read_by_the_teacher(
+    config: RunConfig, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
+) -> int:
+    """Tokens of the longest prompt that the teacher may read.
+
+    Raises:
+        UserError: with its hint and a completion it does not fit the context of a teacher that is on the base.
+    """
+    hint = config.snapshot.teacher_hint
+    if hint is None:
+        return config.prompts.max_tokens
+    longest = longest_with_hint(prompts.prompts, hint, tokenizer, config.prompts.style)
+    context = rules.context_of(model_config)
+    if (
+        config.snapshot.teacher_model is None
+        and context is not None
+        and longest + config.generation.max_tokens > context
+    ):
+        problem = (
+            f"with it the longest row has {longest + config.generation.max_tokens} tokens, and the context {context}"
+        )
+        remedy = "shorten it, or lower prompts.max_tokens or generation.max_tokens"
+        raise UserError("snapshot.teacher_hint", problem, got=repr(hint), remedy=remedy)
+    return longest
 
 
 def idle_of(config: RunConfig, engine: str) -> str | None:
@@ -330,10 +369,18 @@ def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     )
 
 
+def teacher_sizes(config: RunConfig) -> ModelSizes:
+    """The sizes of a teacher that is a model of its own."""
+    settings = teacher_settings(config.snapshot, config.model)
+    assert settings is not None, "the teacher is a model of its own"
+    return sizes_of(settings, None)
+
+
 def role_names(plan: TrainPlan) -> list[str]:
     """The roles of this run: the networks on the base or beside it."""
     snapshot, critic = plan.config.snapshot, plan.config.critic
     has_role = {"policy": True, "old": snapshot.old == "copy", "reference": snapshot.reference != "none"}
+    has_role |= {"teacher": snapshot.teacher != "none"}
     has_role |= {
         "critic": critic.kind != "none",
         "reward": any(s.runs_in_trainer for s in specs(plan.config.reward).values()),
@@ -356,6 +403,8 @@ def roles_text(plan: TrainPlan) -> str:
         text += f"; reference = {snapshot.reference}"
         text += f", refreshed every {snapshot.refresh_every} steps" if snapshot.refresh_every else ""
         text += f", decay {snapshot.ema_decay:g} a step" if snapshot.ema_decay is not None else ""
+    if snapshot.teacher != "none":
+        text += f"; teacher = {snapshot.teacher}" + " with a hint" * (snapshot.teacher_hint is not None)
     if critic.kind != "none":
         text += f"; critic = {'adapter' if critic.kind == 'adapter' else 'head on the policy'} from {critic.init}"
     return text

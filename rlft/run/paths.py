@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-KEYS = ("snapshot.reference", "critic.init", "adapter")
+KEYS = ("snapshot.reference", "snapshot.teacher", "critic.init", "adapter")
 NAMES = ("path", "held_out_path")
 """These keys, and all keys with such a last part, may name a local file or folder."""
 KEYWORDS = ("none", "base", "copy", "ema", "reward")

@@ -42,7 +42,11 @@ def adapter_references(plain: Mapping[str, Any]) -> Iterator[tuple[str, Sequence
     """(key, roles that may be meant, in order of preference) of every key that may name a run and is not empty."""
     adapters: list[tuple[str, Sequence[str]]] = [(key, ("policy",)) for key in POLICY_KEYS]
     adapters.append(("lora.path", verbs.named(plain.get("verb", "train")).lora_roles))
-    adapters += [("critic.init", ("critic", "reward")), ("model.path", ("model",))]
+    adapters += [
+        ("snapshot.teacher", ("policy", "model")),
+        ("critic.init", ("critic", "reward")),
+        ("model.path", ("model",)),
+    ]
     adapters += [(f"reward.{name}.path", ("reward", f"reward_{name}")) for name in plain.get("reward", {})]
     for key, roles in adapters:
         value: Any = plain

@@ -223,6 +223,7 @@ NAMED_INPUTS = {
     "held_out": ("held-out data", "data.path", "put the data back as they were, or start a new run"),
     "pretrain": ("pretraining text", "pretrain.path", "put the text back as it was, or start a new run"),
     "replay": ("replayed preferences", "replay.path", "put them back as they were, or start a new run"),
+    "teacher": ("teacher", "snapshot.teacher", "point snapshot.teacher at the same model"),
     "base": ("base", "model.path", "point model.path at the same base"),
 }
 """{input of a fingerprint: (its name in words, its key, what to do)}; other inputs have the name of their section."""

@@ -34,6 +34,7 @@ class LocalTrainer:
         optimizers: by role, of every role that the algorithm trains (`open_optimizers`).
         settings: how a batch is divided into updates.
         needs_old: whether `snapshot.old: auto` has to recompute the old policy's log-probs.
+        teacher_top_k: of how many of its likeliest tokens the teacher is asked; 0: of none.
         text: pretraining text of each update, for algorithms that need it.
         reward_training: of the learned reward between steps, None where it is not trained.
         share: the lanes that this process does of those that the passes are divided into; None: they are not divided.
@@ -47,18 +48,20 @@ class LocalTrainer:
         settings: UpdateSettings,
         *,
         needs_old: bool,
+        teacher_top_k: int = 0,
         text: UpdateText | None = None,
         reward_training: RewardRefresh | None = None,
         share: Share | None = None,
         base: ShardedLayers | None = None,
     ) -> None:
         self.roles, self.optimizers, self.settings = roles, optimizers, settings
-        self.needs_old, self.text, self.reward_training = needs_old, text, reward_training
+        self.needs_old, self.teacher_top_k = needs_old, teacher_top_k
+        self.text, self.reward_training = text, reward_training
         self.share, self.base = share, base
 
     def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
         if self.share is None:
-            return self.roles.annotate(batch, inert_B, needs_old=self.needs_old)
+            return self.roles.annotate(batch, inert_B, needs_old=self.needs_old, teacher_top_k=self.teacher_top_k)
         return replace(batch, **self.annotations(batch, inert_B))
 
     def annotations(self, batch: Batch, inert_B: Tensor) -> dict[str, Tensor]:
@@ -71,7 +74,7 @@ class LocalTrainer:
             for part in roles.forward.micro_batches(batch, rows_of[lane], roles.token_budget)
         ]
         with self.passes():
-            return roles.annotations(batch, parts, needs_old=self.needs_old)
+            return roles.annotations(batch, parts, needs_old=self.needs_old, teacher_top_k=self.teacher_top_k)
 
     def passes(self) -> AbstractContextManager[None]:
         """Inside, this process makes its part of passes that all ranks make."""

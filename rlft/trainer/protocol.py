@@ -36,7 +36,7 @@ class TrainerState:
 
 class Trainer(Protocol):
     def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
-        """The batch with log-probs of the old policy and the reference and old values, as far as they are needed.
+        """The batch with log-probs of old policy, reference and teacher and old values, as far as they are needed.
 
         inert_B: bool `[B]`; rows that teach nothing, which are not forwarded.
         """

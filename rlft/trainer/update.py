@@ -129,7 +129,7 @@ def backward(
             algorithm.value_loss(values, micro, scale).backward()
         roles.check_gradients(roles.critic_adapter)
     with torch.set_grad_enabled(policy_learns or values is None):
-        outputs = roles.outputs(micro, algorithm.needs_entropy, layout)
+        outputs = roles.outputs(micro, algorithm.needs_entropy, layout, top_k=algorithm.teacher_top_k > 0)
         outputs = outputs if values is None else replace(outputs, values=values.detach())
         loss = algorithm.loss(outputs, micro, scale)
     if loss.total.requires_grad:

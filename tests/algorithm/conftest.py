@@ -34,7 +34,7 @@ def make():
 
 @pytest.fixture(scope="session")
 def hand_batch():
-    """Builds a batch in which every token has log-prob -1 for old policy, sampler and reference."""
+    """Builds a batch in which every token has log-prob -1 for old policy, sampler, reference and teacher."""
 
     def build(lengths, rewards, group_ids, *, prompt=1, padding=1, advantages=None):
         mask = torch.zeros(len(lengths), prompt + max(lengths) + padding, dtype=torch.bool)
@@ -54,6 +54,7 @@ def hand_batch():
             each_weight=torch.ones(len(rewards), 1, dtype=torch.float64),
             old_logprobs=minus_one,
             reference_logprobs=minus_one,
+            teacher_logprobs=minus_one,
             advantages=None if advantages is None else torch.tensor(advantages, dtype=torch.float64)[:, None] * mask,
         )
 
@@ -78,6 +79,8 @@ def random_step(hand_batch):
         sampled = -1.5 + noise(0.3)
         old = sampled + noise(0.5)
         batch = replace(batch, sampled_logprobs=sampled, old_logprobs=old, reference_logprobs=old + noise(0.4))
+        teacher = 0.4 * torch.randn(old.shape, generator=torch.Generator().manual_seed(50 + seed), dtype=torch.float64)
+        batch = replace(batch, teacher_logprobs=old + teacher)
         outputs = Outputs(logprobs=(old + noise(0.4)).requires_grad_(), entropy=(1.5 + noise(0.5)).requires_grad_())
         return outputs, batch
 
@@ -112,7 +115,8 @@ def rows_of():
 
 @pytest.fixture(scope="session")
 def full_step(random_step):
-    """Builds (outputs, batch) as `random_step` does, with a critic's values, scored steps, turns and who was cut off.
+    """Builds (outputs, batch) as `random_step` does, with a critic's values, scored steps, turns and who was cut off,
+    and log-probs of a teacher's four likeliest tokens.
 
     The steps of the equal group and of the row alone differ in nothing: the one step of each has the same score. Of two
     rewards by themselves the second differs in other groups than the first does, and in neither of those two.
@@ -142,7 +146,13 @@ def full_step(random_step):
             truncated=torch.tensor([True, False] * 5),
             old_values=old_values,
         )
-        return replace(outputs, values=(old_values + moved).requires_grad_()), batch
+        top_4 = torch.Generator().manual_seed(200 + seed)
+        by_teacher, by_student = (
+            torch.randn(*shape, 4, generator=top_4, dtype=torch.float64).log_softmax(-1) - 0.1 for _ in range(2)
+        )
+        batch = replace(batch, teacher_top_k_logprobs=by_teacher)
+        values = (old_values + moved).requires_grad_()
+        return replace(outputs, values=values, top_k_logprobs=by_student.requires_grad_()), batch
 
     return build
 

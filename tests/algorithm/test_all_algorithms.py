@@ -14,7 +14,7 @@ nan, inf = float("nan"), float("inf")
 NAMES = catalog.choices("algorithm")
 EXTRAS = {"": {}, "all terms": {"kl_coef": 0.1, "entropy_coef": 0.02, "mismatch": "token_mask"}}
 algorithms = pytest.mark.parametrize(("name", "extra"), [(name, extra) for name in NAMES for extra in EXTRAS])
-INPUTS = ("sampled_logprobs", "old_logprobs", "reference_logprobs", "old_values")
+INPUTS = ("sampled_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "old_values")
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +30,9 @@ def made(make):
 GROUP_RELATIVE = ("grpo", "grpo_process", "dr_grpo", "gspo", "gspo_token", "dapo", "cispo", "sapo", "gmpo", "gdpo")
 
 
-def test_all_eighteen_are_there():
+def test_all_nineteen_are_there():
     with_a_critic = {"a2c", "ppo", "ppo_penalty", "ppo_ptx"}
-    assert set(NAMES) == {*GROUP_RELATIVE} | with_a_critic | {"reinforce", "rloo", "reinforce_pp", "kimi"}
+    assert set(NAMES) == {*GROUP_RELATIVE} | with_a_critic | {"reinforce", "rloo", "reinforce_pp", "kimi", "opd"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,7 +163,7 @@ def test_who_leaves_out_equal_groups_and_who_cannot(make, made, full_step):
     for name in GROUP_RELATIVE:
         assert inert[name] == equal_or_alone, name
     assert inert["rloo"] == [alike or row == 6 for row, alike in enumerate(equal_or_alone)]  # row 6 has no tokens
-    for name in ("a2c", "ppo", "ppo_penalty", "ppo_ptx", "kimi"):
+    for name in ("a2c", "ppo", "ppo_penalty", "ppo_ptx", "kimi", "opd"):
         assert not any(inert[name]), name
     for name in NAMES:
         assert not made(name, "all terms").inert(batch).any(), name
@@ -325,8 +325,10 @@ def test_it_reads_only_what_it_says_it_needs(make, full_step, scale_of, name):
     algorithm = make(name)
     bare = replace(
         batch,
-        old_logprobs=None,
+        old_logprobs=batch.old_logprobs if algorithm.needs_old_in_credit else None,
         reference_logprobs=batch.reference_logprobs if algorithm.needs_reference else None,
+        teacher_logprobs=batch.teacher_logprobs if algorithm.needs_teacher else None,
+        teacher_top_k_logprobs=None,
         old_values=batch.old_values if algorithm.needs_values else None,
         token_rewards=batch.token_rewards if algorithm.needs_steps else None,
         step_ends=batch.step_ends if algorithm.needs_steps else None,
@@ -343,4 +345,6 @@ def test_it_reads_only_what_it_says_it_needs(make, full_step, scale_of, name):
     assert algorithm.needs_text is (name == "ppo_ptx")
     assert algorithm.needs_entropy is (name == "a2c")
     assert algorithm.needs_reference is False  # whoever wants the KL says so in the recipe
-    assert algorithm.needs_old_in_credit is False
+    assert algorithm.needs_old_in_credit is (name == "opd")
+    assert algorithm.needs_teacher is (name == "opd")
+    assert algorithm.teacher_top_k == 0

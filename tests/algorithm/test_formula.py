@@ -23,7 +23,7 @@ from rlft.keys import catalog
 from rlft.types import Batch, LossScale, Outputs
 
 NAMES = catalog.choices("algorithm")
-FAMILIES = ("grpo", "reinforce", "ppo", "kimi")
+FAMILIES = ("grpo", "reinforce", "ppo", "kimi", "opd")
 ELEMENTARY = {"min", "max", "log", "x"}
 LINE = re.compile(r"(?P<name>\w+)(?P<of>\(x\))? = (?P<value>.+)")
 
@@ -70,9 +70,20 @@ OWN: dict[str, list[dict[str, Any]]] = {
         {"ptx_coef": 0.7},
     ],
     "kimi": [{"baseline": "soft"}, {"tau": 0.0}],
+    "opd": [
+        *({"std": std} for std in ("sample", "population", "batch", "none")),
+        {"supervision": "process"},
+        {"supervision": "process", "credit_span": "turn"},
+        *({"std": std, "reward_aggregation": "normalize_then_sum"}
+          for std in ("sample", "population", "batch", "none")),
+        *({"teacher_in": "loss", "divergence": kind, "jsd_beta": 0.3, "teacher_coef": 0.7}
+          for kind in ("reverse", "forward", "jensen_shannon")),
+    ],
 }  # fmt: skip
+BESIDE = {"opd": {"reward_coef": 0.5}}
+"""Keys of a family in all its settings: here rewards count beside the teacher."""
 SETTINGS = [
-    (family, keys)
+    (family, {**BESIDE.get(family, {}), **keys})
     for family in FAMILIES
     for keys in [*SHARED, *(RATIOS if family != "kimi" else []), *OWN[family]]
     if not (keys.get("supervision") == "process" and keys.get("kl_in") == "reward")
@@ -119,10 +130,15 @@ class Written(dict[str, Any]):
         assert batch.truncated is not None
         assert batch.each_reward is not None
         assert batch.each_weight is not None
+        assert outputs.top_k_logprobs is not None
+        assert batch.teacher_top_k_logprobs is not None
         symbols = {
             "lp": kept(outputs.logprobs), "H": kept(outputs.entropy), "V": kept(outputs.values),
             "lp_old": kept(batch.old_logprobs), "lp_ref": kept(batch.reference_logprobs),
             "lp_smp": kept(batch.sampled_logprobs), "V_old": kept(batch.old_values), "step": kept(batch.token_rewards),
+            "lp_teacher": kept(batch.teacher_logprobs),
+            "p": outputs.top_k_logprobs.softmax(-1), "q": batch.teacher_top_k_logprobs.softmax(-1),
+            "sum_top": lambda x: x.sum(-1),
             "reward_k": batch.each_reward.T.unsqueeze(-1), "weight_k": batch.each_weight.T.unsqueeze(-1),
             "reward": batch.rewards.unsqueeze(-1), "truncated": batch.truncated.double().unsqueeze(-1),
             "lp_text": text, "mean_text": torch.mean, "s": scale.value_scale,
@@ -294,7 +310,7 @@ def loss_on_a_random_step(full_step, scale_of):
         else:
             loss = algorithm.loss(outputs, algorithm.credit(batch), scale).total
             loss = loss + algorithm.text_loss(text.unsqueeze(0), torch.ones(1, 3, dtype=torch.bool), 3)
-        inputs = (outputs.logprobs, outputs.entropy, outputs.values, text)
+        inputs = (outputs.logprobs, outputs.entropy, outputs.values, text, outputs.top_k_logprobs)
         return loss.detach(), torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
 
     return loss_of

@@ -526,7 +526,7 @@ def test_loss_metrics_are_the_terms_of_the_total_and_carry_no_gradient(make, ran
 def test_metrics_of_what_is_not_there_are_absent(make, random_step, scale_of):
     outputs, batch = random_step()
     algorithm = make("grpo")
-    batch = replace(algorithm.credit(batch), reference_logprobs=None)
+    batch = replace(algorithm.credit(batch), reference_logprobs=None, teacher_logprobs=None)
     metrics = algorithm.loss(Outputs(logprobs=outputs.logprobs), batch, scale_of(batch)).metrics
     assert set(metrics) == {
         "loss/total",

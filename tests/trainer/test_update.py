@@ -332,9 +332,9 @@ def test_a_forward_that_lost_the_policy_is_noticed(session, make_roles, batch, m
     batch = algorithm.credit(batch)
     outputs = roles.outputs
 
-    def with_the_wrong_adapter(*args):
+    def with_the_wrong_adapter(*args, **keys):
         roles.tuner.set_adapter("reference")
-        return outputs(*args)
+        return outputs(*args, **keys)
 
     monkeypatch.setattr(roles, "outputs", with_the_wrong_adapter)
     with pytest.raises(AssertionError, match="no gradient reached"):
@@ -497,8 +497,8 @@ def test_a_resting_policy_is_forwarded_without_a_graph_and_its_loss_is_still_tol
     critic = replace(config.critic, kind=CriticKind.adapter, warmup_steps=1)
     told, graphs, outputs = [], [], roles.outputs
 
-    def spy(*args):
-        found = outputs(*args)
+    def spy(*args, **keys):
+        found = outputs(*args, **keys)
         graphs.append(found.logprobs.requires_grad)
         return found
 

@@ -81,7 +81,7 @@ def test_every_yaml_is_listed_with_family_and_paper(shown: Shown, pages: Pages) 
         assert re.search(r" (19|20)\d\d, ", one["paper"]), "its year"
         assert f"{one['name']} {one['family']} {one['about']} {one['paper']}" in table
         assert pages[one["name"]][0]["module"] == f"rlft.algorithm.{one['family']}"
-    assert {one["family"] for one in listed} == {"grpo", "kimi", "ppo", "reinforce"}
+    assert {one["family"] for one in listed} == {"grpo", "kimi", "opd", "ppo", "reinforce"}
 
 
 @pytest.mark.parametrize("name", NAMES)

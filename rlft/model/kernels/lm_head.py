@@ -145,6 +145,42 @@ def _chunk(head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, 
     return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
 
 
+def top_k_logprobs(head: nn.Module, hidden_MH: Tensor, ids_MK: Tensor, temperature: float) -> Tensor:
+    """Log-probs `[M, K]` of K tokens at each position, as wide as `head_logprobs` has them.
+
+    Logits are made a chunk at a time, and again in the backward.
+    """
+    rows = chunk_rows(cast(Tensor, head.weight))
+    parts = [
+        checkpoint(_of_tokens, head, hidden, ids, temperature, use_reentrant=False, preserve_rng_state=False)
+        for hidden, ids in zip(hidden_MH.split(rows), ids_MK.split(rows), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _of_tokens(head: nn.Module, hidden: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    logits = widened(head(hidden)) / temperature
+    return logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+
+
+@torch.no_grad()
+def likeliest(
+    head: nn.Module, hidden_MH: Tensor, target_M: Tensor, k: int, temperature: float, vocabulary: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs of the targets `[M]`, the k likeliest tokens `[M, K]`, theirs `[M, K]`), a chunk at a time.
+
+    vocabulary: tokens from this one on are not among the likeliest.
+    """
+    rows = chunk_rows(cast(Tensor, head.weight))
+    parts = []
+    for hidden, target in zip(hidden_MH.split(rows), target_M.split(rows), strict=True):
+        logp_CV = widened(head(hidden)).div(temperature).log_softmax(-1)
+        best = logp_CV[:, :vocabulary].topk(k, -1)
+        parts.append((logp_CV.gather(-1, target[:, None])[:, 0], best.indices, best.values))
+    logprobs, ids, of_ids = (torch.cat(made) for made in zip(*parts, strict=True))
+    return logprobs, ids, of_ids
+
+
 def widened(logits: Tensor) -> Tensor:
     """At least float32: a softmax over a vocabulary in 16 bits would be noise."""
     return logits if logits.dtype == torch.float64 else logits.float()

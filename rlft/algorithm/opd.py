@@ -1,0 +1,216 @@
+"""On-policy distillation: the student samples, and a teacher says of each of its tokens how likely it finds it.
+
+The whole loss of an update, in the keys of configs/algorithm/opd.yaml; a line counts where the keys are as its
+`if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
+
+    L = agg(w * m * S)
+      + teacher_coef * agg(D)                                       if teacher_in=loss
+      + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
+      - entropy_coef * agg(H)                                       if entropy_coef > 0
+
+    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
+    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
+    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
+    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
+
+    D = sum_top(p * log(p / q))                                       if divergence=reverse
+    D = sum_top(q * log(q / p))                                       if divergence=forward
+    D = jsd_beta * sum_top(q * log(q / M)) + (1 - jsd_beta) * sum_top(p * log(p / M))    if divergence=jensen_shannon
+    M = jsd_beta * q + (1 - jsd_beta) * p
+
+    S = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)       if surrogate=clipped and dual_clip=null
+    S = -max(C, dual_clip * min(A, 0))                              if surrogate=clipped and dual_clip!=null
+    S = -r * A                                                      if surrogate=importance
+    S = -A * lp                                                     if surrogate=policy_gradient
+    S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
+    S = -gate(tau_positive) * max(A, 0) - gate(tau_negative) * min(A, 0)    if surrogate=sapo
+    S = -s_high * max(A, 0) - s_low * min(A, 0)                     if surrogate=gmpo
+    C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+    gate(x) = 4 / x * sigmoid(x * (r - 1))
+    s_high = exp(mean_t(min(lp - lp_old, clip_high)))
+    s_low = exp(mean_t(max(lp - lp_old, -clip_low)))
+    r = exp(lp - lp_old)                                            if ratio=token
+    r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
+    r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
+
+    w = 1                                                           if mismatch=off
+    w = min(v, mismatch_high)                                       if mismatch=token_truncate|sequence_truncate
+    w = v * within(v, mismatch_low, mismatch_high)                  if mismatch=token_mask|sequence_mask
+    v = exp(lp_old - lp_smp)                                        if mismatch=token_truncate|token_mask
+    v = exp(mean_t(lp_old - lp_smp))                                if mismatch=sequence_truncate|sequence_mask
+    m = 1                                                           if off_policy_limit=null
+    m = max(A >= 0, mean_t(lp_smp - lp) <= off_policy_limit)        if off_policy_limit!=null
+
+    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
+    KL = d                                                          if kl_estimator=k1
+    KL = d ** 2 / 2                                                 if kl_estimator=k2
+    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
+    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
+    d = lp - lp_ref
+
+Credit: the advantage A of a token is what the teacher finds it likelier than the student did, in nats, without a
+discount or a baseline, plus GRPO's advantage of the rewards where they count.
+
+    A = teacher_coef * (lp_teacher - lp_old)                        if teacher_in=advantage
+      + reward_coef * A_rewards                                     if reward_coef > 0
+    A = 0                                                           if teacher_in=loss
+      + reward_coef * A_rewards                                     if reward_coef > 0
+
+    A_rewards = z(R)                    if supervision=outcome and reward_aggregation=sum_then_normalize
+    A_rewards = Z / (std_all(Z) + eps)  if supervision=outcome and reward_aggregation=normalize_then_sum
+    A_rewards = z(reward) + to_go(z(step), 1)                       if supervision=process and credit_span=trajectory
+    A_rewards = z(reward) + to_go_in_turn(z(step), 1)               if supervision=process and credit_span=turn
+    Z = sum_k(weight_k * z(reward_k))
+    z(x) = (x - mean_group(x)) / (std_group(x, 1) + eps)            if std=sample
+    z(x) = (x - mean_group(x)) / (std_group(x, 0) + eps)            if std=population
+    z(x) = (x - mean_group(x)) / (std_all(x) + eps)                 if std=batch
+    z(x) = x - mean_group(x)                                        if std=none
+
+    R = reward + sum_t(step)
+      - kl_coef * sum_t(KL_old)                                     if kl_coef > 0 and kl_in=reward
+
+    KL_old = d_old                                                  if kl_estimator=auto|k1
+    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
+    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
+    d_old = lp_old - lp_ref
+
+Symbols of this family:
+
+    lp_teacher: log-prob of a completion's token by the teacher (snapshot.teacher), without gradient
+    p: probabilities, by the policy that is trained, of the teacher's top_k likeliest tokens, which add up to 1
+    q: probabilities of the same tokens by the teacher, which add up to 1, too; without gradient
+    sum_top: sum over these tokens
+
+Sources: A is the reverse KL of Thinking Machines, "On-Policy Distillation" (2025), and the single-step part of MiniLLM
+(arXiv 2306.08543, section 2.2); D is GKD's divergence (arXiv 2306.13649), whose data are on-policy here (lambda = 1).
+Differences: GKD sums over the whole vocabulary, here over the teacher's top_k tokens, where both are renormalised;
+MiniLLM's long part (returns of later tokens) and its mixing of the teacher into sampling are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from rlft.algorithm.grpo import GRPO
+from rlft.algorithm.objective import required
+from rlft.keys.bounds import Decay, NonNegativeFloat, PositiveFloat, PositiveInt
+from rlft.ops.aggregate import aggregate
+from rlft.ops.distillation import Divergence, teacher_advantages, top_k_divergence
+from rlft.ops.lazy import no_grad, torch
+from rlft.ops.mask import keep
+from rlft.types import Batch, Loss, LossScale, Outputs, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TeacherPlace(StrEnum):
+    """Where the teacher acts: in the advantage of the tokens that were sampled, or as a term of the loss."""
+
+    advantage = "advantage"
+    loss = "loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPD(GRPO):
+    """On-policy distillation. Fields are the keys of configs/algorithm/opd.yaml, which explains them."""
+
+    teacher_coef: PositiveFloat
+    teacher_in: TeacherPlace
+    divergence: Divergence
+    jsd_beta: Decay
+    top_k: PositiveInt
+    reward_coef: NonNegativeFloat
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher_in == TeacherPlace.advantage and self.divergence != Divergence.reverse:
+            raise UserError(
+                "algorithm.divergence",
+                "the advantage of a token that was sampled is that of the reverse KL",
+                got=self.divergence,
+                remedy="set algorithm.teacher_in=loss, or algorithm.divergence=reverse",
+            )
+        if self.teacher_in == TeacherPlace.loss and self.top_k == 1:
+            raise UserError(
+                "algorithm.top_k",
+                "both distributions are renormalised over so many tokens, and over one they are equal",
+                got=self.top_k,
+                remedy="use 2 or more, for instance algorithm.top_k=16",
+            )
+        if self.divergence == Divergence.jensen_shannon and self.jsd_beta == 0:
+            raise UserError(
+                "algorithm.jsd_beta",
+                "the divergence is 0 there, whatever the student does",
+                got=self.jsd_beta,
+                remedy="use 0.5, or algorithm.divergence=forward, which it goes to for small values",
+            )
+        if self.reward_coef == 0 and self.kl_coef > 0 and self._kl_in_reward:
+            raise UserError(
+                "algorithm.kl_in",
+                "the KL would be a part of the rewards, which algorithm.reward_coef=0 leaves out",
+                got=self.kl_in,
+                remedy="use algorithm.kl_in=loss, or a reward_coef above 0",
+            )
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether `Batch.teacher_logprobs` must be there before `credit`."""
+        return True
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Of how many of its likeliest tokens the teacher's log-probs must be there, at each token; 0: of none."""
+        return self.top_k if self.teacher_in == TeacherPlace.loss else 0
+
+    @property
+    def needs_old_in_credit(self) -> bool:
+        """Whether `Batch.old_logprobs` must be there before `credit`."""
+        return super().needs_old_in_credit or self.teacher_in == TeacherPlace.advantage
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether `Batch.token_rewards` and `Batch.step_ends` must be there."""
+        return super().needs_steps and self.reward_coef > 0
+
+    @property
+    def min_group_size(self) -> int:
+        """The smallest G that can learn anything: a teacher needs no siblings, rewards do."""
+        return super().min_group_size if self.reward_coef > 0 else 1
+
+    def inert(self, batch: Batch) -> Tensor:
+        """No row, bool `[B]`: the teacher has something to say of each."""
+        return torch.zeros_like(batch.group_ids, dtype=torch.bool)
+
+    @no_grad
+    def credit(self, batch: Batch) -> Batch:
+        """The batch with advantages `[B, T]`, 0 outside the completions: GRPO's of the rewards, and the teacher's.
+
+        The teacher's are lp_teacher - lp_old: of the policy that sampled, not of the one that is being updated.
+        """
+        advantages_BT = torch.zeros_like(batch.sampled_logprobs)
+        if self.reward_coef > 0:
+            of_rewards_BT = required(super().credit(batch).advantages, "advantages", "the rewards' part")
+            advantages_BT = self.reward_coef * of_rewards_BT
+        if self.teacher_in == TeacherPlace.advantage:
+            old = required(batch.old_logprobs, "old_logprobs", "the teacher's advantage")
+            teacher = required(batch.teacher_logprobs, "teacher_logprobs", "the teacher's advantage")
+            advantages_BT = advantages_BT + self.teacher_coef * teacher_advantages(old, teacher, batch.loss_mask)
+        return replace(batch, advantages=advantages_BT)
+
+    def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
+        """The shared loss plus, with teacher_in=loss, c agg[D] of the teacher's top k, as `loss/teacher`."""
+        others = super().loss(outputs, batch, scale)
+        if self.teacher_in == TeacherPlace.advantage:
+            return others
+        mask, why = batch.loss_mask, "teacher_in=loss"
+        student = keep(required(outputs.top_k_logprobs, "top_k_logprobs", why), mask.unsqueeze(-1))
+        teacher = keep(required(batch.teacher_top_k_logprobs, "teacher_top_k_logprobs", why), mask.unsqueeze(-1))
+        divergence_BT = top_k_divergence(student, teacher.detach(), self.divergence, self.jsd_beta)
+        term = self.teacher_coef * aggregate(divergence_BT, mask, scale, self.aggregate)
+        total = others.total + term
+        return Loss(
+            total=total, metrics={**others.metrics, "loss/total": total.detach(), "loss/teacher": term.detach()}
+        )

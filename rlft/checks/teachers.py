@@ -1,0 +1,81 @@
+"""Rules for a teacher that is a model of its own: its config and tokenizer are read, never its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlft.config.schema import RunConfig
+
+KEY = "snapshot.teacher"
+
+
+@contextmanager
+def teacher_is_meant() -> Iterator[None]:
+    """Puts the teacher's key in the place of `model.path` in refusals inside."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(KEY, error.problem, got=error.got, remedy="name a model's folder, or a hub id") from None
+
+
+def check_top_k(top_k: int, vocabulary: int) -> None:
+    """Refuses more of the teacher's likeliest tokens than the student's vocabulary has."""
+    if top_k > vocabulary:
+        problem = f"is more than the model's vocabulary of {vocabulary} tokens"
+        raise UserError("algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
+
+
+def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest_prompt: int) -> str | None:
+    """The fingerprint of the teacher's model, None where it is no model of its own.
+
+    Args:
+        config: of the run.
+        tokenizer: the student's.
+        longest_prompt: tokens of the longest prompt that the teacher may read.
+
+    Raises:
+        UserError: the model cannot be read, has another vocabulary, or a context too short for the longest row.
+    """
+    from rlft.checks.rules import context_of
+    from rlft.model.backbone import fingerprint, load_tokenizer, read_config
+    from rlft.model.config import teacher_settings
+
+    settings = teacher_settings(config.snapshot, config.model)
+    if settings is None:
+        return None
+    with teacher_is_meant():
+        model, own = read_config(settings), load_tokenizer(settings)
+    check_vocabulary(tokenizer, own, settings.path)
+    context, longest = context_of(model), longest_prompt + config.generation.max_tokens
+    if context is not None and longest > context:
+        raise UserError(
+            KEY,
+            f"its context of {context} tokens is shorter than the longest row of {longest}",
+            got=settings.path,
+            remedy="lower prompts.max_tokens or generation.max_tokens, or use another teacher",
+        )
+    return fingerprint(settings)
+
+
+def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuses a teacher in whose vocabulary a token is missing, or has another id.
+
+    path: of the teacher, for the refusal.
+    """
+    here, there = student.get_vocab(), teacher.get_vocab()
+    odd = sorted(token for token in here.keys() | there.keys() if here.get(token) != there.get(token))
+    if odd:
+        ids = [str(vocabulary.get(odd[0], "none")) for vocabulary in (here, there)]
+        raise UserError(
+            KEY,
+            f"has another vocabulary: {len(odd)} tokens differ, e.g. {odd[0]!r} is {ids[0]} here and {ids[1]} there",
+            got=path,
+            remedy="use a teacher with the same tokenizer; of another one learn by its samples (rlft sample, rlft sft)",
+        )

@@ -1,0 +1,45 @@
+"""Prompts with a hint that the teacher alone reads: a base with the answer before it teaches itself without.
+
+Self-distillation as in "context distillation" (Snell 2022, arXiv 2209.15189), on the student's own samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlft.prepare.prompts import token_ids, tokenised
+from rlft.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER = "{answer}"
+"""Stands for the prompt's reference answer in a hint."""
+
+
+def with_hint(prompt: Prompt, hint: str) -> Prompt:
+    """The prompt with the hint at the end of its last message, after a blank line; not tokenised."""
+    last = prompt.messages[-1]
+    text = f"{last['content']}\n\n{hint.replace(ANSWER, prompt.answer)}"
+    return replace(prompt, messages=(*prompt.messages[:-1], {**last, "content": text}), token_ids=())
+
+
+def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> Tensor:
+    """int64 `[B, P]`: of each completion's prompt the tokens with the hint, -1 after their end; B as in a Batch."""
+    ids = token_ids([with_hint(group.prompt, hint) for group in groups], tokenizer, style)
+    rows = [own for group, own in zip(groups, ids, strict=True) for _ in group.rollouts]
+    prompts_BP = torch.full((len(rows), max(map(len, rows))), -1)
+    for b, row in enumerate(rows):
+        prompts_BP[b, : len(row)] = torch.tensor(row)
+    return prompts_BP
+
+
+def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> int:
+    """Tokens of the longest of these prompts with the hint."""
+    hinted = (with_hint(prompt, hint) for prompt in prompts)
+    return max(len(prompt.token_ids) for prompt in tokenised(hinted, tokenizer, style))

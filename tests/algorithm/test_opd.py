@@ -1,0 +1,149 @@
+"""On-policy distillation, against numbers derived by hand."""
+
+from dataclasses import replace
+from math import log
+
+import pytest
+import torch
+
+from rlft.types import LossScale, Outputs, UserError
+
+
+def exact(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.fixture
+def batch(hand_batch):
+    """Completions of two and one tokens of one group, rewards 1 and 0; the teacher is off by 0.5, -0.25 and 1."""
+    made = hand_batch([2, 1], [1.0, 0.0], [0, 0], padding=0)
+    return replace(made, teacher_logprobs=exact([[9.0, -0.5, -1.25], [9.0, 0.0, 9.0]]))
+
+
+def test_an_advantage_is_the_teachers_log_prob_less_the_students(make, batch, close):
+    close(make("opd").credit(batch).advantages, [[0.0, 0.5, -0.25], [0.0, 1.0, 0.0]])
+
+
+def test_neither_group_nor_later_tokens_count(make, batch, close):
+    """The credit of a row alone is that of the row among others."""
+    whole = make("opd").credit(batch).advantages
+    for row in (0, 1):
+        index = torch.tensor([row])
+        fields = {name: getattr(batch, name) for name in type(batch).__slots__}
+        alone = replace(batch, **{name: None if value is None else value[index] for name, value in fields.items()})
+        assert torch.equal(make("opd").credit(alone).advantages, whole[index])
+
+
+def test_rewards_add_their_group_advantages(make, batch, close):
+    # z-scores of (1, 0) with std none are 0.5 and -0.5: A = 2 x 0.5 + 3 x (0.5, -0.25), 2 x -0.5 + 3 x 1.
+    algorithm = make("opd", reward_coef=2.0, teacher_coef=3.0, std="none")
+    close(algorithm.credit(batch).advantages, [[0.0, 2.5, 0.25], [0.0, 2.0, 0.0]])
+
+
+def test_with_the_teacher_in_the_loss_the_rewards_alone_make_advantages(make, batch, close):
+    algorithm = make("opd", teacher_in="loss", reward_coef=2.0, std="none")
+    close(algorithm.credit(batch).advantages, [[0.0, 1.0, 1.0], [0.0, -1.0, 0.0]])
+    assert (make("opd", teacher_in="loss").credit(batch).advantages == 0).all()
+
+
+def test_its_loss_on_policy_is_minus_the_mean_advantage_and_its_gradient_each_tokens_own(make, batch, close):
+    # r = 1: L = -(0.5 - 0.25 + 1) / 3, dL/dlp_t = -A_t / 3.
+    algorithm = make("opd")
+    logprobs = batch.old_logprobs.clone().requires_grad_()
+    scale = LossScale(num_tokens=3, num_sequences=2, max_completion_tokens=4)
+    loss = algorithm.loss(Outputs(logprobs=logprobs), algorithm.credit(batch), scale)
+    close(loss.total.detach(), -1.25 / 3)
+    loss.total.backward()
+    close(logprobs.grad, [[0.0, -0.5 / 3, 0.25 / 3], [0.0, -1 / 3, 0.0]])
+
+
+def test_metrics_say_how_far_the_teacher_is_and_how_much_both_agree(make, batch, close):
+    # d = lp - lp_teacher = -0.5, 0.25, -1. k3 = exp(-d) - 1 + d; agreement = exp(min(-d, 0)) = 1, exp(-0.25), 1.
+    algorithm, scale = make("opd"), LossScale(num_tokens=3, num_sequences=2, max_completion_tokens=4)
+    metrics = algorithm.loss(Outputs(logprobs=batch.old_logprobs), algorithm.credit(batch), scale).metrics
+    k3 = sum(torch.exp(exact(-d)) - 1 + d for d in (-0.5, 0.25, -1.0)) / 3
+    close(metrics["kl/teacher"], k3)
+    close(metrics["teacher/agreement"], (2 + torch.exp(exact(-0.25))) / 3)
+
+
+def test_the_divergence_of_the_teachers_likeliest_tokens_is_a_term_of_the_loss(make, batch, close):
+    """Of each token the same: p = (0.5, 0.5), q = (0.8, 0.2), KL(p || q) = 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2)."""
+    algorithm = make("opd", teacher_in="loss", teacher_coef=3.0)
+    shape = batch.token_ids.shape
+    student = exact([0.5, 0.5]).log().expand(*shape, 2).clone().requires_grad_()
+    batch = replace(batch, teacher_top_k_logprobs=exact([0.8, 0.2]).log().expand(*shape, 2))
+    batch = algorithm.credit(batch)
+    scale = LossScale(num_tokens=3, num_sequences=2, max_completion_tokens=4)
+    loss = algorithm.loss(Outputs(logprobs=batch.old_logprobs, top_k_logprobs=student), batch, scale)
+    expected = 3 * (0.5 * log(0.5 / 0.8) + 0.5 * log(0.5 / 0.2))
+    close(loss.total.detach(), expected)
+    close(loss.metrics["loss/teacher"], expected)
+    loss.total.backward()
+    assert (student.grad[~batch.loss_mask] == 0).all()
+    assert (student.grad[batch.loss_mask] != 0).all()
+
+
+def test_masked_tokens_do_not_matter_to_the_divergence(make, batch, close):
+    algorithm = make("opd", teacher_in="loss")
+    outside = ~batch.loss_mask
+    student, teacher = exact([[0.5, 0.5]]).log().repeat(6, 1).view(2, 3, 2), exact([0.8, 0.2]).log().repeat(2, 3, 1)
+    scale = LossScale(num_tokens=3, num_sequences=2, max_completion_tokens=4)
+
+    def total(junk):
+        soiled = student.clone(), teacher.clone()
+        for tensor in soiled:
+            tensor[outside] = junk
+        outputs = Outputs(logprobs=batch.old_logprobs, top_k_logprobs=soiled[0])
+        return algorithm.loss(outputs, algorithm.credit(replace(batch, teacher_top_k_logprobs=soiled[1])), scale).total
+
+    assert torch.equal(total(float("nan")), total(-3.0))
+
+
+def test_what_it_asks_for(make):
+    assert make("opd").needs_old_in_credit
+    assert make("opd").teacher_top_k == 0
+    in_loss = make("opd", teacher_in="loss", top_k=5)
+    assert in_loss.teacher_top_k == 5
+    assert not in_loss.needs_old_in_credit
+    assert make("opd").min_group_size == 1
+    assert make("opd", reward_coef=0.1).min_group_size == 2
+    assert not make("opd", supervision="process").needs_steps
+    assert make("opd", supervision="process", reward_coef=1.0).needs_steps
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "problem"),
+    [
+        ({"divergence": "forward"}, "algorithm.divergence", "is that of the reverse KL"),
+        ({"teacher_in": "loss", "top_k": 1}, "algorithm.top_k", "over one they are equal"),
+        (
+            {"teacher_in": "loss", "divergence": "jensen_shannon", "jsd_beta": 0.0},
+            "algorithm.jsd_beta",
+            "the divergence is 0 there",
+        ),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.kl_in", "algorithm.reward_coef=0 leaves out"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(make, keys, key, problem):
+    with pytest.raises(UserError, match=problem) as refused:
+        make("opd", **keys)
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize("keys", [{}, {"teacher_in": "loss", "divergence": "jensen_shannon", "reward_coef": 0.5}])
+def test_any_split_into_micro_batches_gives_the_same_gradient(make, full_step, scale_of, rows_of, close, keys):
+    outputs, batch = full_step()
+    algorithm = make("opd", **keys)
+    batch, scale = algorithm.credit(batch), scale_of(batch)
+    inputs = ("logprobs", "top_k_logprobs")
+
+    def gradients(some, rows):
+        total = algorithm.loss(some, rows, scale).total
+        leaves = [getattr(some, name) for name in inputs]
+        return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+
+    whole = gradients(outputs, batch)
+    for index in torch.randperm(10, generator=torch.Generator().manual_seed(0)).split([3, 1, 6]):
+        parts = gradients(rows_of(outputs, index), rows_of(batch, index))
+        for part, of_all in zip(parts, whole, strict=True):
+            close(part, of_all[index])

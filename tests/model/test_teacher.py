@@ -1,0 +1,221 @@
+"""What teachers say of the student's tokens: an adapter, the base, the base with a hint, and a model of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlft.generation.adapter_files import AdapterFiles
+from rlft.loop.base_loading import load_teacher
+from rlft.model import forward
+from rlft.model.config import Old, SnapshotConfig
+from rlft.model.teacher import said, with_other_prompts
+
+
+@pytest.fixture
+def batch(make_batch):
+    """Two groups; a token that was not sampled stands within a completion."""
+    return make_batch(
+        [(0, [5, 6, 7], [20, -21, 22]), (0, [5, 6, 7], [22]), (1, [9, 8], [23, 24, 25]), (1, [9, 8], [26])]
+    )
+
+
+@pytest.fixture
+def nobody():
+    return torch.zeros(4, dtype=torch.bool)
+
+
+@pytest.fixture
+def adapter(make_roles, tmp_path):
+    """An adapter folder as another run leaves it."""
+    roles = make_roles(noise=0.05, seed=5)
+    published = roles.publish(3)
+    roles.close()
+    files = AdapterFiles(tmp_path)
+    yield str(files.write(published))
+    files.close()
+
+
+@pytest.fixture(scope="module")
+def student_as_teacher(model_config):
+    """The forward of `tiny-student`, which has the same tokens, as a teacher with a model of its own."""
+    keys = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
+    return load_teacher(SnapshotConfig(**keys, teacher="embedded:tiny-student"), model_config())
+
+
+@pytest.fixture(scope="module")
+def by_transformers():
+    """Log-probs `[T, V]` that `tiny-student` gives the tokens after the first of one row, by transformers alone."""
+    from rlft.model.paths import resolve_path
+
+    model = AutoModelForCausalLM.from_pretrained(resolve_path("embedded:tiny-student"), dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logprobs(ids):
+        return model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+
+    return logprobs
+
+
+def test_an_adapters_word_is_what_it_says_as_a_policy(adapter, make_roles, batch, nobody):
+    policy = make_roles(path=adapter)
+    expected = policy.logprobs(batch, "policy")
+    roles = make_roles(teacher=adapter)
+    annotated = roles.annotate(batch, nobody, needs_old=True)
+    torch.testing.assert_close(annotated.teacher_logprobs, expected, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(annotated.teacher_logprobs, annotated.old_logprobs, atol=1e-3)
+    assert (annotated.teacher_logprobs[~batch.loss_mask] == 0).all()
+    assert roles.moving == ("policy",)
+
+
+def test_the_base_is_a_teacher_without_an_adapter(make_roles, batch, nobody):
+    roles = make_roles(noise=0.05, teacher="base", reference="base")
+    annotated = roles.annotate(batch, nobody, needs_old=False)
+    assert torch.equal(annotated.teacher_logprobs, annotated.reference_logprobs)
+    assert annotated.teacher_logprobs.any()
+
+
+def test_rows_are_packed_once_for_the_teacher_and_the_reference(adapter, make_roles, batch, nobody, monkeypatch):
+    packed, roles = [], make_roles(teacher=adapter, reference="base")
+    monkeypatch.setattr(forward, "pack", lambda rows: packed.append(rows) or forward_pack(rows))
+    roles.annotate(batch, nobody, needs_old=True, teacher_top_k=3)
+    assert len(packed) == 1
+
+
+forward_pack = forward.pack
+
+
+def test_inert_rows_are_not_forwarded(make_roles, batch):
+    inert = torch.tensor([True, True, False, False])
+    annotated = make_roles(noise=0.05, teacher="base").annotate(batch, inert, needs_old=False)
+    assert (annotated.teacher_logprobs[:2] == 0).all()
+    assert (annotated.teacher_logprobs[2:][batch.loss_mask[2:]] != 0).all()
+
+
+def test_a_model_of_its_own_says_what_transformers_says(make_roles, batch, nobody, student_as_teacher, by_transformers):
+    roles = make_roles(teacher="embedded:tiny-student", teacher_forward=student_as_teacher)
+    annotated = roles.annotate(batch, nobody, needs_old=False, teacher_top_k=4)
+    for b in range(4):
+        real = batch.attention_mask[b]
+        logp = by_transformers(batch.token_ids[b][real])
+        taken = logp.gather(-1, batch.token_ids[b][real][1:, None])[:, 0]
+        best = logp.topk(4, -1)
+        at = batch.loss_mask[b][real][1:]
+        columns = batch.loss_mask[b]
+        torch.testing.assert_close(annotated.teacher_logprobs[b][columns], taken[at], rtol=1e-5, atol=1e-5)
+        assert torch.equal(annotated.teacher_top_k_ids[b][columns], best.indices[at])
+        torch.testing.assert_close(annotated.teacher_top_k_logprobs[b][columns], best.values[at], rtol=1e-5, atol=1e-5)
+    outside = ~batch.loss_mask
+    assert (annotated.teacher_top_k_logprobs[outside] == 0).all()
+
+
+def test_tokens_beyond_the_students_vocabulary_are_not_among_the_likeliest(student_as_teacher, batch):
+    """With a vocabulary of 20 the teacher's likeliest tokens all come from those 20; its log-probs stay whole."""
+    ids, of_ids = (student_as_teacher.likeliest(batch, 20, 20)[i] for i in (1, 2))
+    assert (ids[batch.loss_mask].sort(-1).values == torch.arange(20)).all()
+    assert (of_ids[batch.loss_mask].exp().sum(-1) < 1).all()
+
+
+@pytest.mark.parametrize("rows", ["awkward", "tree"])
+def test_padded_rows_and_rows_with_branches_give_the_same(backbone, awkward_batch, tree_batch, make_roles, rows):
+    batch = awkward_batch if rows == "awkward" else tree_batch[0]
+    model = make_roles(noise=0.05).backbone.model
+    packed = forward.packed_likeliest(model, batch, 3, 999)
+    with torch.no_grad():
+        padded = forward.padded_likeliest(model, batch, 3, 999)
+    at = batch.loss_mask
+    torch.testing.assert_close(packed[0], padded[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(packed[1][at], padded[1][at])
+    torch.testing.assert_close(packed[2], padded[2], rtol=1e-5, atol=1e-5)
+    asked = replace(batch, teacher_top_k_ids=packed[1])
+    with torch.no_grad():
+        one = forward.packed_forward(model, asked, 1.0, False, top_k=True).top_k_logprobs
+        two = forward.padded_forward(model, asked, 1.0, False, top_k=True).top_k_logprobs
+    torch.testing.assert_close(one, packed[2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(two, packed[2], rtol=1e-5, atol=1e-5)
+
+
+def test_the_policys_log_probs_of_these_tokens_have_the_gradient_of_autograd(make_roles, batch, nobody):
+    """Against the policy's own logits, row by row, through transformers and PEFT alone."""
+    roles = make_roles(noise=0.05, teacher="base")
+    batch = roles.annotate(batch, nobody, needs_old=False, teacher_top_k=3)
+    weight = torch.randn(batch.teacher_top_k_logprobs.shape, generator=torch.Generator().manual_seed(0))
+    weight = weight * batch.loss_mask.unsqueeze(-1)
+
+    def gradients(total):
+        total.backward()
+        found = {name: p.grad.clone() for name, p in roles.named_parameters()}
+        roles.model.zero_grad(set_to_none=True)
+        return found
+
+    made = gradients((roles.outputs(batch, False, top_k=True).top_k_logprobs * weight).sum())
+    total = torch.zeros(())
+    for b in range(4):
+        real = batch.attention_mask[b]
+        logp = roles.model(input_ids=batch.token_ids[b][real][None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        total = total + (logp.gather(-1, batch.teacher_top_k_ids[b][real][1:]) * weight[b][real][1:]).sum()
+    for name, expected in gradients(total).items():
+        torch.testing.assert_close(made[name], expected, rtol=1e-3, atol=5e-5)
+
+
+HINTED = [[5, 6, 7, 30, 31], [9, 8, 32]]
+
+
+@pytest.fixture
+def hinted(make_batch, batch):
+    """The batch with what the teacher reads, and the rows that it then has before it, written by hand."""
+    prompts = torch.full((4, 5), -1)
+    for b, own in enumerate((HINTED[0], HINTED[0], HINTED[1], HINTED[1])):
+        prompts[b, : len(own)] = torch.tensor(own)
+    by_hand = make_batch(
+        [(0, HINTED[0], [20, -21, 22]), (0, HINTED[0], [22]), (1, HINTED[1], [23, 24, 25]), (1, HINTED[1], [26])]
+    )
+    return replace(batch, teacher_prompts=prompts), by_hand
+
+
+def test_rows_with_other_prompts_are_those_that_one_would_write_by_hand(hinted):
+    batch, by_hand = hinted
+    made = with_other_prompts(batch, batch.teacher_prompts)
+    for name in ("token_ids", "attention_mask", "loss_mask", "group_ids"):
+        assert torch.equal(getattr(made, name), getattr(by_hand, name)), name
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_with_a_hint_the_completions_are_judged_in_its_light(make_roles, hinted, nobody, top_k):
+    batch, by_hand = hinted
+    roles = make_roles(noise=0.05, teacher="base")
+    annotated = roles.annotate(batch, nobody, needs_old=True, teacher_top_k=top_k)
+    expected = roles.logprobs(by_hand, None)
+    at = batch.loss_mask
+    torch.testing.assert_close(annotated.teacher_logprobs[at], expected[by_hand.loss_mask], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(annotated.teacher_logprobs[at], roles.logprobs(batch, None)[at], atol=1e-3)
+    # The student itself does not see it.
+    assert torch.equal(annotated.old_logprobs, roles.logprobs(batch, "policy"))
+    if top_k:
+        with torch.no_grad(), roles.using(None):
+            ids = roles.forward.likeliest(by_hand, 3, 999)[1]
+        assert torch.equal(annotated.teacher_top_k_ids[at], ids[by_hand.loss_mask])
+
+
+def test_rows_longer_by_a_hint_go_through_the_teacher_within_the_budget(make_roles, hinted):
+    """13 tokens packed without it (3 + 3 + 1 + 2 + 3 + 1), 16 with it: a budget of 13 takes the groups one by one."""
+    batch, _ = hinted
+    roles = make_roles(noise=0.05)
+    seen = []
+    hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[1]))
+    keys = {"top_k": 0, "vocabulary": 999}
+    apart = said(roles.forward, batch, roles.forward.layout(batch), **keys, token_budget=13)
+    together = said(roles.forward, batch, roles.forward.layout(batch), **keys, token_budget=99)
+    hook.remove()
+    assert seen == [9, 7, 16]
+    for name in apart:
+        torch.testing.assert_close(apart[name], together[name], rtol=1e-5, atol=1e-5)
+
+
+def test_branches_cannot_be_read_with_another_prompt(tree_batch):
+    trees = tree_batch[0]
+    with pytest.raises(ValueError, match="a row with branches cannot be read with another prompt"):
+        with_other_prompts(trees, torch.zeros(4, 3, dtype=torch.int64))

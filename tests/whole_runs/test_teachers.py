@@ -1,0 +1,55 @@
+"""Runs of on-policy distillation, in this process: resumed, and from teachers of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_folders import check_same, learned, metrics
+
+from rlft import cli
+
+SMALL = (
+    "train", "+recipe=grpo_arithmetic", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "prompts_per_step=2",
+    "group_size=2", "generation=transformers", "generation.max_tokens=12", "eval.every=0", "data.size=64",
+    "data.held_out_size=8", "scoring.workers=0", "logger=[jsonl]", "checkpoint.every=1", "checkpoint.keep=99",
+    "trainer.lr=0.02",
+)  # fmt: skip
+OPD = (*SMALL, "algorithm=opd")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step: its policy is the teacher of those below."""
+    folder = tmp_path_factory.mktemp("teachers") / "teacher"
+    assert cli.run([*SMALL, "steps=1", "algorithm.entropy_coef=1.0", f"hydra.run.dir={folder}"]) == 0
+    return folder
+
+
+def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run(teacher: Path, tmp_path: Path) -> None:
+    words = (*OPD, f"snapshot.teacher={teacher}", "algorithm.reward_coef=0.5", "lora.dropout=0.1")
+    run, halted = tmp_path / "run", tmp_path / "halted"
+    assert cli.run([*words, "steps=2", f"hydra.run.dir={run}"]) == 0
+    assert cli.run([*words, "steps=1", f"hydra.run.dir={halted}"]) == 0
+    assert cli.run(["resume", str(halted), "steps=2"]) == 0
+    check_same(halted, run)
+    assert learned(run)
+    first, _ = metrics(run)
+    assert first["kl/teacher"] > 1e-5
+    assert 0 < first["teacher/agreement"] < 1
+    assert not any(name == "teacher" for found in run.glob("checkpoints/*") for name in found.iterdir())
+
+
+def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path) -> None:
+    """`tiny-student` learns from `tiny-arithmetic`, which is told the answer, by four tokens in each place."""
+    words = (
+        "model.path=embedded:tiny-student", "snapshot.teacher=embedded:tiny-arithmetic", "algorithm.top_k=4",
+        "snapshot.teacher_hint='The answer is {answer}.'", "algorithm.teacher_in=loss", "prompts.max_tokens=48",
+        "algorithm.divergence=jensen_shannon", "algorithm.reward_coef=1.0", "cluster.lanes=2", "steps=2",
+    )  # fmt: skip
+    assert cli.run([*OPD, *words, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    first, second = metrics(tmp_path / "run")
+    assert first["loss/teacher"] > 0
+    assert first["loss/total"] == pytest.approx(first["loss/teacher"] + first["loss/policy"], rel=1e-5)
+    assert first["policy/grad_norm"] > 0
+    assert second["loss/teacher"] != first["loss/teacher"]
