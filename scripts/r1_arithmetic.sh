@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DeepSeek-R1's pipeline (arXiv 2501.12948) on the embedded task, R1-Zero and a distilled student beside it. Minutes on a CPU.
+# DeepSeek-R1's pipeline (arXiv 2501.12948) on the embedded task, R1-Zero and three students beside it. Minutes on a CPU.
 #   scripts/r1_arithmetic.sh [folder]     SEED=1: another seed
 # Every stage is a run in the folder. Repeated, the script goes on where it was; a stage whose folder is removed is done
 # again, and one that was made from something else than is there now is refused.
@@ -26,7 +26,12 @@ learn train 7-final +recipe=r1_final_arithmetic model.path="$out/4-keepers-sft" 
 sample 8-lessons run="$out/7-final" n=1 num_prompts=4000 keep=above min_reward=1.35 "${english[@]}"
 learn sft 9-student-distilled +recipe=distill_arithmetic demonstrations.path="$out/8-lessons/samples.jsonl"
 learn train 10-student-grpo +recipe=r1_grpo_arithmetic model.path=embedded:tiny-student
+# The alternative to traces: the student samples, and a teacher judges each of its tokens. It is R1-Zero's model, since the
+# bare student has never seen a letter, and what it samples is digits.
+[ -d "$out/11-teacher" ] || "${rlft[@]}" export run="$out/0-zero" out="$out/11-teacher"
+learn train 12-student-opd +recipe=opd_arithmetic snapshot.teacher="$out/11-teacher" generation.max_tokens=80
 table "R1-Zero=0-zero" "cold start=1-cold-start" "GRPO, rule rewards=2-grpo" "rejection sampling=3-keepers" \
   "SFT on the keepers=4-keepers-sft" "samples to rank=5-ranked" "reward model=6-reward-model" \
   "GRPO, rules and reward model=7-final" "lessons=8-lessons" "student, distilled=9-student-distilled" \
-  "student, GRPO alone=10-student-grpo"
+  "student, GRPO alone=10-student-grpo" \
+  "student, judged by R1-Zero=12-student-opd"

@@ -96,3 +96,18 @@ def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it():
     assert recomputed["activations"] < 0.5 * plain["activations"]
     assert plain["optimizer and gradients"] == 3 * 4 * model.parameters
     assert plain["adapters"] == 0
+
+
+@pytest.mark.parametrize(
+    ("teacher", "role", "adapters", "own"),
+    # The base needs nothing; an adapter is one beside the policy's; tiny-student has float32 weights of its own.
+    [("base", 0, 1, False), ("embedded:tiny-student", None, 1, True)],
+)
+def test_a_teacher_is_counted_as_what_it_is(teacher, role, adapters, own, model_config):
+    plan = make_plan(compose(["+recipe=grpo_arithmetic", "algorithm=opd", f"snapshot.teacher={teacher}"]))
+    model = sizes_of(plan.config.model, plan.config.lora)
+    weights = sizes_of(model_config(path="embedded:tiny-student"), None).parameters
+    demand = plan.demand(model, recompute=False)
+    assert demand.adapters == adapters
+    assert by_name(parts(model, demand, 0)).get("teacher", 0) == (4 * weights if own else 0)
+    assert plan.parameters(model)["teacher (does not learn)"] == (weights if own else role)
