@@ -9,12 +9,12 @@ This file imports no torch at run time, so that data and rule rewards (and their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -412,6 +412,17 @@ class Generator(Protocol):
     def close(self) -> None:
         """End the engine and every process it started. Safe to call twice."""
         ...
+
+
+Heard = Callable[[int, int], None]
+"""Called with each token when it is sampled: (p * n + i for completion i of prompt p, the token's id)."""
+
+
+@runtime_checkable
+class SaysTokens(Protocol):
+    """What an engine may have beside a `Generator`'s methods: unless `heard` is None, it is called while it samples."""
+
+    heard: Heard | None
 
 
 class Reward(Protocol):

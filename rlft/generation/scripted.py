@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlft.generation.engine import Engine, Opening
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,15 +47,21 @@ class ScriptedGenerator:
     def __init__(self, answers: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase) -> None:
         self.answers, self.tokenizer = answers, tokenizer
         self.version: int | None = None
+        self.heard: Heard | None = None
 
     def load(self, adapter: Adapter) -> None:
         self.version = adapter.version
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        return [
+        groups = [
             Group(prompt=p, rollouts=tuple(self._rollout(p, seed + i, sampling) for i in range(n)))
             for p, seed in zip(prompts, seeds, strict=True)
         ]
+        if self.heard is not None:
+            for row, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+                for token in rollout.completion.token_ids:
+                    self.heard(row, token)
+        return groups
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Nothing: there are no weights that could be stale."""

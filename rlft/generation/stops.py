@@ -51,6 +51,25 @@ class GrowingText:
         return new
 
 
+class ShownText:
+    """The text of one completion as people see it, in pieces: no stop string, and nothing that could begin one."""
+
+    def __init__(self, decode: Decode, sampling: Sampling) -> None:
+        self._text, self._sampling, self._all, self._num_shown = GrowingText(decode, ()), sampling, "", 0
+        self._num_held = 0 if sampling.include_stop_str_in_output else max(map(len, sampling.stop), default=1) - 1
+
+    def add(self, token: int) -> str:
+        """The characters that are certain with this token; "" if there are none."""
+        if token in self._sampling.stop_token_ids:
+            return ""
+        self._all += self._text.add(token)
+        text = cut(self._all, self._sampling)
+        certain = text if len(text) < len(self._all) else text[: len(text) - min(len(text), self._num_held)]
+        new = certain[self._num_shown :]
+        self._num_shown += len(new)
+        return new
+
+
 class StopStrings:
     """Watches the completions of a batch for stop strings. rows: the prompt of each completion, as token ids.
 

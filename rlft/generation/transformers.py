@@ -19,7 +19,7 @@ from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Par
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.keys.bounds import PositiveInt
 from rlft.ops.lazy import torch
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,6 +165,7 @@ class TransformersGenerator:
         self.slot, self.tokenizer, self.device, self.batch_size = slot, tokenizer, device, batch_size
         self.weights = weights
         self.version: int | None = None
+        self.heard: Heard | None = None
 
     def load(self, adapter: Adapter) -> None:
         self.slot.load_sampler(adapter, weights=self.weights)
@@ -176,7 +177,7 @@ class TransformersGenerator:
         with torch.no_grad(), self._active() as model:
             for start in range(0, len(prompts), at_once):
                 chunk = slice(start, start + at_once)
-                groups += self._sample_chunk(model, prompts[chunk], n, seeds[chunk], sampling)
+                groups += self._sample_chunk(model, prompts[chunk], n, seeds[chunk], sampling, start * n)
         return groups
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
@@ -212,8 +213,9 @@ class TransformersGenerator:
         return self.slot.prefix_cache(prompts, max_tokens) or RepeatedCache(model, prompts, max_tokens, self.device)
 
     def _sample_chunk(
-        self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+        self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling, first: int
     ) -> list[Group]:
+        """first: the place of the chunk's first completion among those of the whole call."""
         uniforms = _uniforms(seeds, n, sampling.max_tokens)
         limits = torch.tensor([sampling.tokens_of(prompt) for prompt in prompts]).repeat_interleave(n)
         ends = end_tokens(model, self.tokenizer) | frozenset(sampling.stop_token_ids)
@@ -222,7 +224,9 @@ class TransformersGenerator:
         if sampling.stop:
             owners = [prompt.token_ids for prompt in prompts for _ in range(n)]
             watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), owners)
-        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits)
+        heard = self.heard
+        said = None if heard is None else lambda row, token: heard(first + row, token)
+        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits, said)
         rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
         stopped = [row[-1] in ends or (watch is not None and r in watch.stopped) for r, row in enumerate(rows)]
         texts = shown_texts(self.tokenizer, rows, stopped, sampling)
@@ -321,6 +325,7 @@ def _decode(
     sampling: Sampling,
     watch: StopStrings | None,
     limits_R: Tensor,
+    heard: Heard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(token ids int64, log-probs float32), both `[P * n, max_tokens]`; after a row's end they hold -1 and 0.
 
@@ -338,6 +343,9 @@ def _decode(
         token, logprob = draw(logits, uniforms_RT[rows, t], sampling)
         live = rows[going].cpu()
         tokens_RT[live, t], logprobs_RT[live, t] = token[going].cpu(), logprob[going].cpu()
+        if heard is not None:
+            for row in live.tolist():
+                heard(row, int(tokens_RT[row, t]))
         going = going & ~torch.isin(token, end_ids)
         if watch is not None:
             going = going & ~_complete_a_stop(watch, rows, token, going)

@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.stops import shown_texts
-from rlft.generation.vllm_guest import guest, guest_while_starting, interrupted_between_steps, runs_on_cpu
+from rlft.generation.vllm_guest import (
+    guest,
+    guest_while_starting,
+    interrupted_between_steps,
+    runs_on_cpu,
+    telling_tokens,
+)
 from rlft.generation.vllm_memory import CPU_BLOCK_SIZE, cpu_cache_bytes
 from rlft.generation.vllm_options import engine_rank
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +136,7 @@ class VLLMGenerator:
         self._folder: Path | None = None
         self._lora: LoRARequest | None = None
         self._num_loads = 0
+        self.heard: Heard | None = None
 
     @property
     def shared_base(self) -> SharedBase | None:
@@ -212,7 +219,9 @@ class VLLMGenerator:
             SamplingParams(seed=int(seed), max_tokens=sampling.tokens_of(prompt), **settings)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        outputs = self._generate([prompt.token_ids for prompt in prompts], params)
+        # Completions that are all the same are drawn once, and then nothing of them is told.
+        heard = self.heard if copies == 1 else None
+        outputs = self._generate([prompt.token_ids for prompt in prompts], params, heard)
         return [self._group(prompt, output, copies, sampling) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -290,12 +299,15 @@ class VLLMGenerator:
         self.wake()
         return self._llm
 
-    def _generate(self, sequences: Sequence[Sequence[int]], params: Sequence[Any]) -> list[RequestOutput]:
+    def _generate(
+        self, sequences: Sequence[Sequence[int]], params: Sequence[Any], heard: Heard | None = None
+    ) -> list[RequestOutput]:
         llm = self._awake()
         requests = [{"prompt_token_ids": list(map(int, ids))} for ids in sequences]
         try:
             merged = nullcontext() if self._merged_weights is None else self._merged_weights.merged()
-            with guest(self._on_cpu), merged, interrupted_between_steps(llm.llm_engine):
+            between_steps = telling_tokens(llm.llm_engine, heard), interrupted_between_steps(llm.llm_engine)
+            with guest(self._on_cpu), merged, between_steps[0], between_steps[1]:
                 return llm.generate(requests, list(params), lora_request=self._lora, use_tqdm=False)
         except BaseException:
             # Also on Ctrl-C: what is left in the engine would come back among the next call's answers.

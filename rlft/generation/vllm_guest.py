@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlft.system.interrupt import Deferred
-from rlft.types import UserError
+from rlft.types import Heard, UserError
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: kill -9 leaves nothing behind
@@ -71,6 +71,37 @@ def interrupted_between_steps(engine: Any) -> Iterator[None]:
             yield
         finally:
             engine.step = step
+
+
+@contextmanager
+def telling_tokens(engine: Any, heard: Heard | None) -> Iterator[None]:
+    """Inside, `heard` is called with the tokens of each step of the engine (vLLM's `LLMEngine`), after the step.
+
+    `LLM.generate` asks for whole outputs only; the tokens so far are in the states of the requests, which are in the
+    order of the prompts, and of the completions of each.
+    """
+    if heard is None:
+        yield
+        return
+    step, states, num_said = engine.step, [], []
+
+    def step_then_say() -> Any:
+        if not states:  # all requests are there before the first step, and none of them has ended
+            states.extend(engine.output_processor.request_states.values())
+            num_said.extend([0] * len(states))
+        outputs = step()
+        for row, state in enumerate(states):
+            tokens = state.detokenizer.output_token_ids
+            for token in tokens[num_said[row] :]:
+                heard(row, int(token))
+            num_said[row] = len(tokens)
+        return outputs
+
+    engine.step = step_then_say
+    try:
+        yield
+    finally:
+        engine.step = step
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlft.generation.config import GenerationConfig
-from rlft.generation.stops import GrowingText, StopStrings, check_stops, cut, plain_decoder, shown_texts
+from rlft.generation.stops import GrowingText, ShownText, StopStrings, check_stops, cut, plain_decoder, shown_texts
 from rlft.generation.transformers import TransformersGenerator
 from rlft.keys.instantiate import from_mapping
 from rlft.types import Sampling, UserError
@@ -103,6 +103,28 @@ def test_any_cutting_of_a_text_into_tokens_ends_at_the_first_whole_stop_string(l
         whole = [b"".join(pieces[:n]).decode(errors="replace") for n in range(1, len(pieces) + 1)]
         expected = next((n for n, said in enumerate(whole, 1) if stop in said and said[-1] != "\ufffd"), None)
         assert ends_at(pieces, stop) == expected, (pieces, stop)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_what_is_shown_in_pieces_is_the_text_that_is_shown_at_the_end_and_never_a_stop(include):
+    draw = random.Random(include)
+    pieces = ["a", "b", "ab", "€", "€".encode()[:1], "€".encode()[1:], "c"]
+    tokenizer, num_held = Pieces(*pieces), 0
+    for _ in range(500):
+        stop = tuple("".join(draw.choice("ab€") for _ in range(draw.randint(1, 4))) for _ in range(draw.randint(0, 2)))
+        given = sampling(*stop, tokens=(6,), include=include)
+        watch, shown, ids = StopStrings(stop or ("x",), tokenizer.decode, [()]), ShownText(tokenizer.decode, given), []
+        told, stopped = "", False
+        while len(ids) < 12 and not stopped:
+            ids.append(draw.randrange(len(pieces)))
+            stopped = watch.completes(0, ids[-1]) or ids[-1] == 6
+            told += shown.add(ids[-1])
+            [text] = shown_texts(tokenizer, [ids], [stopped], given)
+            assert text.startswith(told), "nothing is shown that has to be taken back"
+            num_held += len(text) > len(told)
+        if stopped and ids[-1] != 6 and stop:
+            assert told == text
+    assert num_held
 
 
 def test_growing_text_is_that_of_the_real_tokenizer(tiny_path):

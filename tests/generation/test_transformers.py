@@ -102,6 +102,17 @@ def test_completions_do_not_depend_on_the_batch_size_or_on_what_else_is_in_the_b
         torch.testing.assert_close(logprobs(groups), logprobs(whole), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch_size", [4, 256])
+def test_tokens_are_said_when_they_are_sampled(batch_size, make_generator, prompts):
+    generator, said, seeds = make_generator(batch_size), {}, [0, 10, 20, 30, 40]
+    silent = generator.sample(prompts, 2, seeds, HOT)
+    order = []
+    generator.heard = lambda row, token: (said.setdefault(row, []).append(token), order.append(row))
+    assert generator.sample(prompts, 2, seeds, HOT) == silent
+    assert [tuple(said[row]) for row in range(10)] == [ids for group in completions(silent) for ids in group]
+    assert order[:4] == [0, 1, 2, 3], "the first tokens of all come before the second of any"
+
+
 def test_the_global_random_state_is_neither_read_nor_moved(make_generator, prompts):
     generator = make_generator()
     torch.manual_seed(1)

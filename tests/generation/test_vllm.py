@@ -336,6 +336,21 @@ def test_the_same_seeds_give_the_same_completions_and_others_do_not(bench: Bench
     assert all(len(set(map(tuple, group))) > 1 for group in ids(first))
 
 
+def test_tokens_are_said_when_they_are_sampled(bench: Bench) -> None:
+    load(bench, 1)
+    silent = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+    said: list[tuple[int, int]] = []
+    bench.generator.heard = lambda row, token: said.append((row, token))
+    try:
+        groups = bench.generator.sample(bench.prompts, 2, seeds(bench.prompts, 2), HOT)
+    finally:
+        bench.generator.heard = None
+    assert ids(groups) == ids(silent)
+    by_row = [[token for row, token in said if row == own] for own in range(2 * len(groups))]
+    assert by_row == [list(own) for group in ids(groups) for own in group]
+    assert {row for row, _ in said[:4]} == {0, 1, 2, 3}, "the first tokens of all come before the second of any"
+
+
 def test_a_completion_depends_on_its_own_seed_and_not_on_the_batch(bench: Bench) -> None:
     load(bench, 1)
     together = bench.generator.sample(bench.prompts, 4, seeds(bench.prompts, 4), HOT)

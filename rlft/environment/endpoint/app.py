@@ -6,7 +6,8 @@ starlette is imported when an app is made: nothing else of rlft needs it (`pip i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,33 +84,46 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
             except Refusal as refusal:
                 return refused(refusal)
             finally:
-                under_way -= 1
+                leave()
 
         return serve
 
-    async def answered(http: HttpRequest, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
+    def leave() -> None:
+        nonlocal under_way
+        under_way -= 1
+
+    async def received(http: HttpRequest, kind: type[Body]) -> tuple[str, Body]:
         key = key_of(http)
         body = read(kind, await _body(http, limits))
         if body.model not in (None, model):
             problem = f"there is no model {body.model!r:.200}; there is {model!r} (GET /v1/models)"
             raise Refusal(404, problem, "model_not_found")
-        request = Request(key=key, body=body)
+        return key, body
+
+    async def answered(http: HttpRequest, request: Request) -> Response:
         inbox.put(request)
-        return body, await _reply(http, request, limits)
+        return JSONResponse(await _reply(http, request, limits))
 
     async def chat(http: HttpRequest) -> Response:
-        body, reply = await answered(http, Chat)
+        key, body = await received(http, Chat)
         assert isinstance(body, Chat)
         if not body.stream:
-            return JSONResponse(reply)
-        with_usage = bool((body.stream_options or {}).get("include_usage"))
-        return StreamingResponse(replies.chunks(reply, with_usage=with_usage), media_type="text/event-stream")
+            return await answered(http, Request(key=key, body=body))
+        nonlocal under_way
+        at_end = contextlib.ExitStack()
+        events = _events(http, key, body, inbox, limits, replies.Stream(model), at_end)
+        first = await anext(events)  # what is refused before there is a token has its status, and no stream
+        under_way += 1  # until the stream ends; this function's share of it ends with its response
+        at_end.callback(leave)
+        return StreamingResponse(_with_first(first, events), media_type="text/event-stream")
 
     async def generate(http: HttpRequest) -> Response:
-        return JSONResponse((await answered(http, Generate))[1])
+        key, body = await received(http, Generate)
+        return await answered(http, Request(key=key, body=body))
 
     async def tokenize(http: HttpRequest) -> Response:
-        return JSONResponse((await answered(http, Tokenize))[1])
+        key, body = await received(http, Tokenize)
+        return await answered(http, Request(key=key, body=body))
 
     async def list_models(http: HttpRequest) -> Response:
         key_of(http)
@@ -192,6 +206,63 @@ async def _reply(http: HttpRequest, request: Request, limits: Limits) -> dict[st
     finally:
         gone.cancel()
         reply.cancel()  # and with it the request, unless it is being sampled
+
+
+async def _events(
+    http: HttpRequest,
+    key: str,
+    body: Chat,
+    inbox: Inbox,
+    limits: Limits,
+    stream: replies.Stream,
+    at_end: contextlib.ExitStack,
+) -> AsyncGenerator[bytes]:
+    """The reply as events, the first with the first token. at_end: closed with the last one, or when nobody listens.
+
+    Raises:
+        Refusal: as `_reply`; once the stream has begun, it is an event of it.
+    """
+    loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str]()
+
+    def heard(piece: str) -> None:  # by the thread that samples
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+    request = Request(key=key, body=body, heard=heard)
+    inbox.put(request)
+    reply = asyncio.ensure_future(_reply(http, request, limits))
+    try:
+        while not reply.done() or not pieces.empty():
+            piece = asyncio.ensure_future(pieces.get())
+            await asyncio.wait({reply, piece}, return_when=asyncio.FIRST_COMPLETED)
+            if not piece.done():
+                piece.cancel()
+                continue
+            if not stream.sent:
+                yield stream.start()
+            yield stream.piece(piece.result())
+        try:
+            whole = reply.result()
+        except Refusal as refusal:
+            if not stream.sent:
+                raise
+            for event in stream.failed(refusal):
+                yield event
+            return
+        if not stream.sent:
+            yield stream.start()
+        for event in stream.end(whole, with_usage=bool((body.stream_options or {}).get("include_usage"))):
+            yield event
+    finally:
+        reply.cancel()
+        at_end.close()
+
+
+async def _with_first(first: bytes, others: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(others):
+        yield first
+        async for event in others:
+            yield event
 
 
 async def _gone(http: HttpRequest) -> None:

@@ -9,13 +9,13 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlft.environment.endpoint.bodies import Body, Refusal
-from rlft.types import Generator, Group, Ongoing, Prompt, Sampling
+from rlft.types import Generator, Group, Ongoing, Prompt, Sampling, SaysTokens
 
 TICK_S = 0.01
 """How long a request waits for others that are sampled with it: little beside what sampling takes."""
@@ -28,10 +28,12 @@ class Request:
     Args:
         key: the secret by which it came: whose it is.
         reply: becomes the body of the reply, or a Refusal. Cancelled by the server where the client has gone.
+        heard: called with the text of the reply in pieces, before the reply; by whom, is up to the one that samples.
     """
 
     key: str
     body: Body
+    heard: Callable[[str], None] | None = None
     reply: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -113,8 +115,13 @@ class Draw:
     first_seed: int = 0
 
 
-def drawn(generator: Generator, draws: Sequence[Draw]) -> list[Group]:
-    """The completions of each, with one call of the engine for all that are drawn alike."""
+def drawn(
+    generator: Generator, draws: Sequence[Draw], heard: Mapping[int, Callable[[int], None]] | None = None
+) -> list[Group]:
+    """The completions of each, with one call of the engine for all that are drawn alike.
+
+    heard: {index of a draw of one completion: called with its tokens as they are sampled}, where the engine says them.
+    """
     alike: dict[tuple[int, Sampling], list[int]] = {}
     for index, draw in enumerate(draws):
         alike.setdefault((draw.n, replace(draw.sampling, max_tokens=0)), []).append(index)
@@ -128,6 +135,26 @@ def drawn(generator: Generator, draws: Sequence[Draw]) -> list[Group]:
             for i in indices
         ]
         longest = max(draws[i].sampling.max_tokens for i in indices)
-        answers = generator.sample(prompts, n, [draws[i].seed for i in indices], replace(sampling, max_tokens=longest))
+        with _listening(generator, [(heard or {}).get(i) for i in indices] if n == 1 else ()):
+            seeds = [draws[i].seed for i in indices]
+            answers = generator.sample(prompts, n, seeds, replace(sampling, max_tokens=longest))
         groups |= dict(zip(indices, answers, strict=True))
     return [groups[index] for index in range(len(draws))]
+
+
+@contextlib.contextmanager
+def _listening(generator: Generator, heard: Sequence[Callable[[int], None] | None]) -> Iterator[None]:
+    """Inside, an engine that says tokens calls these functions, one for each prompt."""
+    if not any(heard) or not isinstance(generator, SaysTokens):
+        yield
+        return
+
+    def say(row: int, token: int) -> None:
+        if (listener := heard[row]) is not None:
+            listener(token)
+
+    generator.heard = say
+    try:
+        yield
+    finally:
+        generator.heard = None

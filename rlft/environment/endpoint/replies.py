@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlft.environment.endpoint.bodies import Chat, Generate
+from rlft.environment.endpoint.bodies import Chat, Generate, Refusal
 from rlft.environment.endpoint.speech import Said
 from rlft.environment.protocol import Call
 from rlft.ops.seeds import derive
@@ -82,24 +82,44 @@ def arguments_of(call: Call) -> str:
     return call.written if call.problem else json.dumps(call.arguments, ensure_ascii=False)
 
 
-def chunks(reply: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
-    """The reply to a `Chat` as server-sent events. An engine gives whole turns, so there is one with the content."""
-    common = {"id": reply["id"], "object": "chat.completion.chunk", "created": reply["created"]}
-    common["model"] = reply["model"]
-    [choice] = reply["choices"]
-    message = choice["message"]
-    calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
-    said = {"content": message["content"], **({"tool_calls": calls} if calls else {})}
-    end = {"finish_reason": choice["finish_reason"]}
-    for delta in (
-        {"delta": {"role": "assistant", "content": ""}, "finish_reason": None},
-        {"delta": said, "logprobs": choice["logprobs"], "finish_reason": None},
-        {"delta": {}, **end, **({"token_ids": choice["token_ids"]} if "token_ids" in choice else {})},
-    ):
-        yield _event({**common, "choices": [{"index": 0, **delta}]})
-    if with_usage:
-        yield _event({**common, "choices": [], "usage": reply["usage"]})
-    yield b"data: [DONE]\n\n"
+class Stream:
+    """The reply to a `Chat` as server-sent events: pieces of its text, and what is left at the end."""
+
+    def __init__(self, model: str) -> None:
+        self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk"}
+        self._common |= {"created": int(time.time()), "model": model}
+        self.sent = ""
+
+    def start(self) -> bytes:
+        return self._delta({"role": "assistant", "content": ""})
+
+    def piece(self, text: str) -> bytes:
+        self.sent += text
+        return self._delta({"content": text})
+
+    def end(self, reply: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
+        """The rest of the text, calls, log-probs, and the reason of the end."""
+        [choice] = reply["choices"]
+        message = choice["message"]
+        calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
+        content = message["content"]
+        rest = content if content is None else content.removeprefix(self.sent)
+        if rest != "" or calls or choice["logprobs"] or not self.sent:
+            said = {"content": rest, **({"tool_calls": calls} if calls else {})}
+            yield self._delta(said, logprobs=choice["logprobs"])
+        ids = {"token_ids": choice["token_ids"]} if "token_ids" in choice else {}
+        yield self._delta({}, finish_reason=choice["finish_reason"], **ids)
+        if with_usage:
+            yield _event({**self._common, "choices": [], "usage": reply["usage"]})
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, refusal: Refusal) -> Iterator[bytes]:
+        """What a refusal is once the stream has begun."""
+        yield _event(refusal.body)
+        yield b"data: [DONE]\n\n"
+
+    def _delta(self, delta: Mapping[str, Any], **further: Any) -> bytes:
+        return _event({**self._common, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **further}]})
 
 
 def generated(body: Generate, model: str, completions: Sequence[Completion]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from rlft.environment.endpoint import replies
 from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Tokenize, normal
 from rlft.environment.endpoint.inbox import Draw, Request, drawn
 from rlft.environment.endpoint.speech import Speech
+from rlft.generation.stops import ShownText, plain_decoder
 from rlft.ops.seeds import derive
 from rlft.types import Generator, Group, Prompt, Sampling
 
@@ -63,7 +64,8 @@ class Service:
         if not draws:
             return
         try:
-            groups = drawn(self._generator, [draw for _, draw in draws])
+            heard = {i: pieces for i, drawn_for in enumerate(draws) if (pieces := self._pieces(*drawn_for)) is not None}
+            groups = drawn(self._generator, [draw for _, draw in draws], heard)
         except Exception as error:  # whatever the engine raises: the clients are told, and whoever serves
             failed(error)
             problem = f"the engine has failed ({type(error).__name__}: {error})"
@@ -108,6 +110,22 @@ class Service:
             sampling=body.drawn.sampling(self._sampling, most or min(room, self._sampling.max_tokens)),
             first_seed=seed,
         )
+
+    def _pieces(self, request: Request, draw: Draw) -> Callable[[int], None] | None:
+        """What passes the tokens of a reply on as text; None where nobody listens, or only the whole can be said.
+
+        The whole is needed to tell calls of tools from text, and where log-probs stand beside the text.
+        """
+        body, heard = request.body, request.heard
+        if heard is None or not isinstance(body, Chat) or body.shown_tools or body.logprobs:
+            return None
+        text = ShownText(plain_decoder(self._speech.tokenizer), draw.sampling)
+
+        def add(token: int) -> None:
+            if piece := text.add(token):
+                heard(piece)
+
+        return add
 
     def _reply(self, request: Request, draw: Draw, group: Group) -> dict[str, Any]:
         body, completions = request.body, [rollout.completion for rollout in group.rollouts]

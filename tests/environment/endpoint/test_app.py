@@ -211,6 +211,74 @@ def test_a_streamed_chat_says_the_same_in_events(serve: Callable[..., Served]) -
     assert events[-1].usage.completion_tokens == len(QWEN(f"Well.\n{CALL}")["input_ids"]) + 1
 
 
+class Slow(Recorder):
+    """Says its tokens one by one, each once it may, and fails behind the last where it is to."""
+
+    def __init__(self, text: str, *, fails: bool = False) -> None:
+        super().__init__(text)
+        self.next, self.fails = threading.Semaphore(0), fails
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        heard, self.heard = self.heard, None
+        groups = super().sample(prompts, n, seeds, sampling)
+        for token in groups[0].rollouts[0].completion.token_ids:
+            assert self.next.acquire(timeout=20), "the test lets the engine go on"
+            if heard is not None:
+                heard(0, token)
+        if self.fails:
+            raise RuntimeError("no card")
+        return groups
+
+
+def test_a_stream_has_the_text_as_it_is_sampled(serve: Callable[..., Served]) -> None:
+    text = "one two three. And four"
+    num_tokens = len(QWEN(text)["input_ids"]) + 1
+    engine = Slow(text)
+    engine.next.release(len(QWEN("one two")["input_ids"]))
+    stream = serve(engine).client().chat.completions.create(model="policy", messages=ASKED, stream=True, stop=". A")
+    assert next(stream).choices[0].delta.role == "assistant"
+    said = ""
+    while len(said) < len("one t"):  # the engine waits; two more letters could be the beginning of the stop string
+        said += next(stream).choices[0].delta.content
+    assert said == "one t"
+    engine.next.release(num_tokens)
+    rest = [event.choices[0] for event in stream]
+    assert said + "".join(choice.delta.content or "" for choice in rest) == "one two three"
+    assert [choice.finish_reason for choice in rest if choice.finish_reason] == ["stop"]
+
+
+def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Callable[..., Served]) -> None:
+    engine = Slow("one two three", fails=True)
+    served = serve(engine)
+    engine.next.release(20)
+    with pytest.raises(openai.APIError, match="the engine has failed"):
+        list(served.client().chat.completions.create(model="policy", messages=ASKED, stream=True))
+    assert [str(failure) for failure in served.failures] == ["no card"]
+
+
+def test_a_refusal_before_the_first_token_has_its_status(serve: Callable[..., Served]) -> None:
+    body = {"messages": ASKED, "stream": True, "max_tokens": MOST}
+    assert serve(Recorder("five")).post("/v1/chat/completions", body).status_code == 400
+
+
+def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve: Callable[..., Served]) -> None:
+    engine = Slow("one two three")
+    served = serve(engine, requests=1)
+    engine.next.release()
+    stream = served.client().chat.completions.create(model="policy", messages=ASKED, stream=True)
+    next(stream)
+    assert served.post("/tokenize", {"prompt": "five"}).status_code == 429
+    stream.close()
+    engine.next.release(40)
+    until = time.monotonic() + 20
+    while (status := served.post("/tokenize", {"prompt": "five"}).status_code) == 429:
+        assert time.monotonic() < until, "its place is free again"
+    assert status == 200
+    whole = list(served.client().chat.completions.create(model="policy", messages=ASKED, stream=True))
+    assert "".join(event.choices[0].delta.content or "" for event in whole) == "one two three"
+    assert served.post("/tokenize", {"prompt": "five"}).status_code == 200
+
+
 def test_tokens_go_in_and_out_as_vllm_has_it(serve: Callable[..., Served]) -> None:
     served = serve(Recorder("five"))
     body = {"token_ids": ids_of(ASKED), "sampling_params": {"logprobs": 1, "max_tokens": 9, "n": 1}, "model": "policy"}
