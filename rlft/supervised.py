@@ -1,4 +1,4 @@
-"""The loop of `rlft sft` and `rlft rm`: a step is one optimizer update on examples that derive from (seed, step).
+"""The loop of `rlft sft`, `rm` and `dpo`: a step is one optimizer update on examples that derive from (seed, step).
 
 A Lesson says what is learned, from which data and how it is measured. The run around it (folder, loggers, checkpoints,
 saved interruptions, exact resume) is the same for all lessons, and the same as that of `rlft train`.
@@ -107,10 +107,15 @@ class AdapterLesson(Generic[AnyPlan]):
         return facts_of(self.roles.model, self.parameters(), self.roles.backbone, self.roles.forward)
 
 
-def open_policy(config: Any, lora: LoraSettings, stack: ExitStack, adopt: Adopt | None = None) -> Roles:
-    """Loads the base of this config with the policy's adapter; the stack closes them. adopt: as in `read_backbone`."""
+def open_policy(
+    config: Any, lora: LoraSettings, stack: ExitStack, adopt: Adopt | None = None, reference: str = "none"
+) -> Roles:
+    """Loads the base of this config with the policy's adapter; the stack closes them.
+
+    adopt: as in `read_backbone`. reference: as in `policy_alone`.
+    """
     backbone = load_for_training(config.model, lora, config.token_budget, adopt=adopt)
-    roles = policy_alone(backbone, lora, token_budget=config.token_budget, seed=config.seed)
+    roles = policy_alone(backbone, lora, token_budget=config.token_budget, seed=config.seed, reference=reference)
     stack.callback(roles.close)
     return roles
 

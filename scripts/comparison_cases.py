@@ -149,6 +149,12 @@ CASES: tuple[Case, ...] = (
     case("sft", f"sft +recipe=sft_arithmetic {SFT} {RUN}"),
     case("whole_model", f"sft +recipe=r1_cold_start_arithmetic {WHOLE} {RUN}"),
     case("rm", f"rm +recipe=rm_arithmetic {RM} {RUN}"),
+    case("dpo", f"dpo +recipe=dpo_arithmetic {RM} {RUN}"),
+    case(
+        "dpo_rounds",
+        f"dpo +recipe=dpo_arithmetic {RM} loss=orpo {FIRST}",
+        f"dpo +recipe=dpo_arithmetic {RM} loss=ipo loss.sft_coef=0.1 lora.path=first {RUN}",
+    ),
     case(
         "rlhf",
         f"sft +recipe=sft_arithmetic {SFT} hydra.run.dir=sft",

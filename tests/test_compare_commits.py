@@ -239,6 +239,6 @@ def test_every_algorithm_and_verb_is_in_a_case(script: ModuleType) -> None:
     assert {f"{name}_arithmetic" for name in catalog.choices("algorithm")} <= recipes
     assert recipes <= set(catalog.choices("recipe"))
     verbs = {command.split()[0] for command in commands}
-    assert verbs == {"train", "sft", "rm", "sample", "eval", "export", "resume"}
+    assert verbs == {"train", "sft", "rm", "dpo", "sample", "eval", "export", "resume"}
     names = [case.name for case in script.CASES]
     assert len(names) == len(set(names))

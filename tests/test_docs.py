@@ -55,6 +55,7 @@ TEACHES = {"data": "sums"}
 
 ONLY = {"sft": ("steps", "lora.rank", "lora.alpha", "model.device"),
         "rm": ("steps", "lora.rank", "lora.alpha", "model.device"),
+        "dpo": ("steps", "lora.rank", "lora.alpha", "model.device"),
         "sample": ("generation.max_tokens", "generation", "model.device", "scoring.workers")}  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def filled(command: str, model: Path) -> str:
 def smaller(words: list[str], model: Path) -> list[str]:
     """The words with sizes that the page leaves open made small."""
     verb, given = words[0], {word.partition("=")[0] for word in words}
-    if verb not in ("train", "sft", "rm", "sample", "plan") or {"--help", "--cfg"} & set(words):
+    if verb not in ("train", "sft", "rm", "dpo", "sample", "plan") or {"--help", "--cfg"} & set(words):
         return words
     names = [name for name in ONLY.get(verb, SMALL) if name not in given]
     if "run" in given:

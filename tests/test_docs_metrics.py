@@ -33,6 +33,8 @@ RUNS = [
      "max_completion_tokens=64", "examples_per_step=2"),
     ("rm", *(word for word in SMALL if not word.startswith(("generation", "eval."))),
      "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "rankings_per_step=2"),
+    ("dpo", *(word for word in SMALL if not word.startswith(("generation", "eval."))),
+     "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "rankings_per_step=2"),
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ SMALL = {"train": ("steps=1", "prompts_per_step=2", "group_size=2", "generation.
                    "model.device=cpu", "logger=[jsonl]"),
          "sft": ("steps=1", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "eval.every=0"),
          "rm": ("steps=1", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "eval.every=0"),
+         "dpo": ("steps=1", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "eval.every=0"),
          "resume": (), "eval": ("eval.num_prompts=2",), "chat": (), "plan": (), "export": ()}  # fmt: skip
 LORA = ("lora.rank=2", "lora.alpha=4", "model.device=cpu", "logger=[console]")
 TRAIN = ("steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16", "data.size=16", *LORA,
@@ -32,7 +33,7 @@ TEACH = ("demonstrations.path=embedded:arithmetic-demonstrations", "examples_per
          "steps=1", "eval.every=1", "eval.num_prompts=2", *LORA)  # fmt: skip
 RANK = ("preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2", "max_completion_tokens=64",
         "steps=1", "eval.every=1", *LORA)  # fmt: skip
-COMMAND = re.compile(r"(?:\S*/)?rlft (?:train|sft|rm|sample|resume|eval|chat|export|plan|report|runs) [^\n]*")
+COMMAND = re.compile(r"(?:\S*/)?rlft (?:train|sft|rm|dpo|sample|resume|eval|chat|export|plan|report|runs) [^\n]*")
 
 
 def hints(text: str) -> list[list[str]]:
@@ -56,7 +57,7 @@ def run_hint(words: list[str], problems: Path, model: Path) -> None:
         more = [f"model.path={model}", f"data.path={problems}"]
     if "-m" in words:
         more.append("hydra.sweep.dir=swept")
-    elif words[0] in ("train", "sft", "rm"):  # two runs begun in one second would have one folder
+    elif words[0] in ("train", "sft", "rm", "dpo"):  # two runs begun in one second would have one folder
         more.append(f"hydra.run.dir=followed/{words[0]}-{len(list(Path().glob('followed/*')))}")
     assert cli.run([*words, *more]) == 0, shlex.join(words)
 
@@ -81,10 +82,11 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
           "lora.target_modules=[q_proj,v_proj]", "lora.use_rslora=true"], 3),
         (["sft", *[w for w in TEACH if not w.startswith("lora.")], "lora=null"], 3),
         (["rm", *RANK, "lora.target_modules='.*mlp.*(up|down)_proj'"], 1),
+        (["dpo", *RANK], 3),
         (["sample", "n=4", "num_prompts=8", "generation=transformers", "generation.max_tokens=48", "data.size=16",
-          "data.held_out_size=8", "model.device=cpu", "scoring.workers=0"], 2),
+          "data.held_out_size=8", "model.device=cpu", "scoring.workers=0"], 3),
     ],
-    ids=["train", "train without a recipe", "sft", "sft with a task", "sft of all weights", "rm", "sample"],
+    ids=["train", "train without a recipe", "sft", "sft with a task", "sft of all weights", "rm", "dpo", "sample"],
 )  # fmt: skip
 def test_what_a_run_suggests_next_runs(
     words: list[str], number: int, at_home: Path, long_context_path: Path, capfd: pytest.CaptureFixture[str]

@@ -30,6 +30,7 @@ BASE = {
     "train": ["+recipe=grpo_arithmetic"],
     "sft": ["+recipe=sft_arithmetic"],
     "rm": ["+recipe=rm_arithmetic"],
+    "dpo": ["+recipe=dpo_arithmetic"],
     "sample": ["generation.max_tokens=48"],
 }
 OUTSIDE = ("hydra.run.dir", "verb", "name", "resume", "model.path", "data.path")

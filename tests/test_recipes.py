@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from rlft.checks import rm, sft
+from rlft.checks import dpo, rm, sft
 from rlft.checks.train import check_components
 from rlft.config.compose import build, compose
 from rlft.keys import catalog, verbs
@@ -15,6 +15,7 @@ CHECK = {
     "train": lambda plain: check_components(build(plain)),
     "sft": sft.check_config,
     "rm": rm.check_config,
+    "dpo": lambda plain: dpo.check_config(plain)[::2],
 }
 
 # What a stage of a pipeline is told on the command line: what an earlier stage has made.

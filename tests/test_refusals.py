@@ -48,6 +48,7 @@ TEXT = "pretrain.path=embedded:arithmetic-text"
 LEARNED = "reward=[exact_match,learned]"
 SFT = "sft demonstrations.path=embedded:arithmetic-demonstrations max_completion_tokens=64"
 RM = "rm preferences.path=embedded:arithmetic-preferences max_completion_tokens=64"
+DPO = "dpo preferences.path=embedded:arithmetic-preferences max_completion_tokens=64"
 TWO_LEARNED = "+reward.second='${reward.learned}'"
 REFRESH = "reward_model.refresh_every=10 reward_model.labels=exact_match"
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
@@ -689,6 +690,7 @@ TABLE = [
     # Supervised fine-tuning
     ("sft", "demonstrations.path", '"completion": "2"}; to try it without one: rlft sft +recipe='),
     ("rm", "preferences.path", '"rejected": "3"}; to try it without one: rlft rm +recipe=rm_arithmetic'),
+    ("dpo", "preferences.path", '"rejected": "3"}; to try it without one: rlft dpo +recipe=dpo_arithmetic'),
     ("train data=jsonl", "data.path", '{"prompt": "What is 1 + 1?", "answer": "2"}; data=arithmetic needs none'),
     ("sft", "demonstrations.path", "has no value yet; give demonstrations.path=<value>"),
     ("sft demonstrations.path=no.jsonl max_completion_tokens=64", "demonstrations.path", "there is no such file, got"),
@@ -724,6 +726,40 @@ TABLE = [
     ("resume sft_run group_size=5", "group_size", "there is no such key"),
     ("resume sft_changed", "demonstrations.path", "the demonstrations changed since the run began"),
     (f"sft -m {SFT[4:]} seed=1 token_budget=100,5000", "token_budget", "and a completion) (job 0: "),
+    # Preference optimisation
+    ("dpo +recipe=rm_arithmetic", "+recipe", "is for rlft rm, got rm_arithmetic; write rlft rm +recipe=rm_arithmetic"),
+    ("dpo preferences.path=identical.jsonl max_completion_tokens=64", "preferences.path",
+     "preference data without a margin of difference"),
+    ("dpo preferences.path=foreign.jsonl max_completion_tokens=64", "preferences", "with another tokenizer (0123)"),
+    ("dpo preferences.path=nowhere.jsonl max_completion_tokens=64", "preferences.path", "there is no such file"),
+    (f"{DPO} rankings_per_step=2000", "rankings_per_step", "rankings to train on, got 2000; use at most 9"),
+    (f"{DPO} token_budget=100", "token_budget", "may have 320 tokens (prompts.max_tokens and a completion), got 100"),
+    (f"{DPO} loss=dppo", "loss", "is not one of its choices, got dppo; did you mean dpo? All: dpo, ipo, orpo, simpo"),
+    (f"{DPO} loss=null", "loss", "something must be chosen, got null; "),
+    (f"{DPO} loss.beta=0", "loss.beta", "must be greater than 0, got 0"),
+    (f"{DPO} loss=ipo loss.beta=-1", "loss.beta", "must be greater than 0, got -1"),
+    (f"{DPO} loss.label_smoothing=0.5", "loss.label_smoothing", "must be less than 0.5, got 0.5"),
+    (f"{DPO} loss=simpo loss.label_smoothing=-0.1", "loss.label_smoothing", "must be greater than or equal to 0"),
+    (f"{DPO} loss.sft_coef=-1", "loss.sft_coef", "must be greater than or equal to 0, got -1"),
+    (f"{DPO} loss.gamma=1", "loss.gamma", "the loss chosen here has no such key; it belongs to loss=simpo"),
+    (f"{DPO} loss=orpo loss.label_smoothing=0.1", "loss.label_smoothing", "it belongs to loss=dpo and loss=simpo"),
+    (f"{DPO} loss._target_=nothere.Loss", "loss._target_", "cannot be imported (ModuleNotFoundError: "),
+    (f"{DPO} loss._target_=unittest.mock.Mock", "loss._target_", "is no rlft.loss.preference_loss.PreferenceLoss"),
+    (f"{DPO} loss=simpo snapshot.reference=base", "snapshot.reference",
+     "this loss compares the policy with nothing, got base; leave it out, or use loss=dpo or ipo"),
+    (f"{DPO} snapshot.reference=none", "snapshot.reference",
+     "this loss compares the policy with a reference, got none; use copy, base or an adapter's folder, or loss=simpo"),
+    (f"{DPO} snapshot.reference=ema", "snapshot.reference", "once for each completion, so it cannot move"),
+    (f"{DPO} {SMALL} snapshot.reference=nowhere", "snapshot.reference", "nor an existing folder, got nowhere"),
+    (f"{DPO} {SMALL} snapshot.reference=critic", "snapshot.reference", "holds the adapter of the role critic"),
+    (f"{DPO} {SMALL} snapshot.reference=elsewhere", "snapshot.reference", "it was made for base 0123"),
+    (f"{DPO} snapshot.refresh_every=3", "snapshot.refresh_every", "there is no such key"),
+    (f"{DPO} {SMALL} lora.path=critic", "lora.path", "holds the adapter of the role critic, which is not a policy"),
+    (f"{DPO} lora.path=policy", "lora.rank", "the adapter at lora.path has rank 4, got 32; set lora.rank=4"),
+    (f"{DPO} lora=null", "lora", "must be a section of keys"),
+    (f"{DPO} data=arithmetic", "data", "there is no such key"),
+    ("resume dpo_run loss.beta=0.2", "resume", "loss.beta: 0.1 -> 0.2"),
+    ("resume dpo_run loss=ipo", "resume", "loss._target_: rlft.loss.dpo.Dpo -> rlft.loss.ipo.Ipo"),
     # Reward models
     ("rm", "preferences.path", "has no value yet; give preferences.path=<value>"),
     ("rm preferences.path=identical.jsonl max_completion_tokens=64", "preferences.path",
@@ -783,6 +819,8 @@ TABLE = [
     ("sample -m run=run n=1,2", "command line", "this verb has no such option"),
     # Evaluating
     ("eval run=rm_run", "run", "is a run of rlft rm, which has no policy"),
+    ("chat run=rm_run", "run", "has no policy, got rm_run; name one of rlft train or rlft sft or rlft dpo"),
+    ("serve run=rm_run", "run", "is a run of rlft rm, which has no policy"),
     ("eval", "run", "there is nothing to evaluate; give run=<run>, model.path=<model>"),
     ("eval run=", "run", "is empty"),
     ("eval run=nothing", "run", "there is no run in that folder"),
@@ -838,6 +876,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
         "sft_run": ("sft", f"{demonstrations}embedded:arithmetic-demonstrations"),
         "sft_changed": ("sft", f"{demonstrations}{folder}/demonstrations.jsonl"),
         "rm_run": ("rm", RM.removeprefix("rm ")),
+        "dpo_run": ("dpo", DPO.removeprefix("dpo ")),
     }
     for name, (verb, overrides) in begun.items():
         plain = compose(overrides.split(), verb=verb)

@@ -38,13 +38,13 @@ REFERRED_TO = ("generation.max_tokens", "scoring.timeout", "token_budget")
 
 FILES = {
     "demonstrations.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "completion": "2"}; '
-    "to try it without one: rlft sft +recipe=sft_arithmetic",
+    "to try it without one: rlft {verb} +recipe={verb}_arithmetic",
     "preferences.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3"}; '
-    "to try it without one: rlft rm +recipe=rm_arithmetic",
+    "to try it without one: rlft {verb} +recipe={verb}_arithmetic",
     "data.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "answer": "2"}; '
     "data=arithmetic needs none",
 }
-"""{key of a file that must be given: what the file holds}."""
+"""{key of a file that must be given: what the file holds, with {verb} for the verb that lacks it}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,9 +318,11 @@ def changed(
     for override in sorted(overrides, key=lambda o: _turn(o.partition("=")[0], verb)):
         key = override.partition("=")[0]
         if key in catalog.groups(verb) and (key in config or key in added):
-            # Composed with the verb whose keys all have defaults, and with the section's own keys.
+            # Composed with the verb whose keys all have defaults if it has the group, and with the section's own keys.
             whose = USUAL if key in catalog.groups(USUAL) else verb
-            words = [override, *(o for o in overrides if o.startswith(f"{key}."))]
+            needed = [f"{name}=unread" for name in FILES if whose != USUAL and name.partition(".")[0] in config]
+            own = [o for o in overrides if o.startswith(f"{key}.")]
+            words = [override, *(o for o in needed if not o.startswith(f"{key}.")), *own]
             referred = {name: OmegaConf.select(result, name) for name in REFERRED_TO}
             words += [f"{name}={value}" for name, value in referred.items() if value is not None and key == "reward"]
             section = compose(words, config_dir, whose).get(key, {})
@@ -383,7 +385,7 @@ def build(config: Mapping[str, Any], root: type[Any] = RunConfig, verb: str = US
             raise UserError(key, "there is no such key", got=config[key], remedy=f"did you mean +recipe={config[key]}?")
     if config.get("verb", verb) != verb:
         raise UserError("verb", f"this is rlft {verb}", got=config["verb"], remedy="leave it as it is")
-    for group in ("algorithm", "data", "demonstrations", "preferences"):
+    for group in ("algorithm", "data", "demonstrations", "preferences", "loss"):
         if group in names and group not in config and not catalog.may_be_absent(group, verb):
             raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
     _check_text(config, "")
@@ -440,7 +442,7 @@ def explain(error: BaseException, verb: str = USUAL) -> UserError | None:
     if isinstance(error, MissingMandatoryValue) and key:
         meaning = catalog.meaning(key, verb)
         remedy = f"give {key}=<value>" + (f" ({meaning.comment})" if meaning and meaning.comment else "")
-        remedy = f"give {key}=<value>, {FILES[key]}" if key in FILES else remedy
+        remedy = f"give {key}=<value>, {FILES[key].replace('{verb}', verb)}" if key in FILES else remedy
         return UserError(key, "has no value yet", remedy=remedy)
     if isinstance(error, InterpolationKeyError):
         absent = match[1] if (match := re.search(r"'([^']+)' not found", text)) else "?"

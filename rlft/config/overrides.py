@@ -66,7 +66,7 @@ class Arguments:
 def check_no_options(parsed: Arguments) -> None:
     """Refuses options, for a verb that neither sweeps nor prints its config."""
     if parsed.sweep or parsed.asks:
-        remedy = "give it to rlft train, rlft sft or rlft rm"
+        remedy = "give it to rlft train, sft, rm or dpo"
         raise UserError("command line", "this verb has no such option", got=parsed.options[0], remedy=remedy)
 
 

@@ -1,7 +1,7 @@
 """The typed roots of configs, one per verb, and their sections; defaults and meanings are in configs/.
 
-The sections `algorithm`, `data`, `reward`, `environment`, `logger`, `demonstrations` and `preferences` are open:
-`_target_` names a class, the rest is its keys.
+The sections `algorithm`, `data`, `reward`, `environment`, `logger`, `demonstrations`, `preferences` and `loss` are
+open: `_target_` names a class, the rest is its keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from rlft.generation.config import GenerationConfig
 from rlft.keys.bounds import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from rlft.logger.alarms import AlarmsConfig
 from rlft.logger.rollouts import RolloutsConfig
-from rlft.model.config import CriticConfig, LoraSettings, ModelConfig, RewardModelConfig, SnapshotConfig
+from rlft.model.config import (
+    CriticConfig,
+    LoraSettings,
+    ModelConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    SnapshotConfig,
+)
 from rlft.trainer.config import CheckpointConfig, TrainerConfig
 
 ADDED_KEYS: Mapping[str, Any] = {
@@ -193,22 +200,36 @@ class SftConfig(SamplingRoot):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RmConfig(Root):
-    """The root of `rlft rm`. With steps=None `epochs` decides."""
+class RankingRoot(Root):
+    """The root of verbs that learn from preferences (configs/base/rankings.yaml). With steps=None `epochs` decides."""
 
     steps: PositiveInt | None
     epochs: PositiveInt
     rankings_per_step: PositiveInt
     max_completion_tokens: PositiveInt
-    margin: NonNegativeFloat
-    center: bool
-    replay: ReplayConfig
     lora: LoraSettings
     trainer: TrainerConfig
     eval: RankingEvalConfig
     checkpoint: CheckpointConfig
     preferences: Mapping[str, Any]
     logger: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RmConfig(RankingRoot):
+    """The root of `rlft rm`."""
+
+    margin: NonNegativeFloat
+    center: bool
+    replay: ReplayConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DpoConfig(RankingRoot):
+    """The root of `rlft dpo`."""
+
+    loss: Mapping[str, Any]
+    snapshot: ReferenceConfig
 
 
 class Keep(StrEnum):

@@ -96,6 +96,7 @@ def front_matter(config: Config, kind: CheckpointKind, is_model: bool) -> str:
         "rlft",
         *(["reinforcement-learning", module_name(algorithm)] if "_target_" in algorithm else []),
         *(["sft"] if config.get("demonstrations") else []),
+        *([module_name(config["loss"])] if config.get("loss") else []),
         *(["reward-model"] if kind is CheckpointKind.reward else []),
         *([] if kind is CheckpointKind.weights else ["lora"]),
     ]
@@ -108,7 +109,7 @@ def facts(config: Config) -> list[tuple[str, str]]:
     rows = [("Base", public_name(config["model"]["path"], config["model"].get("revision")))]
     if data := config.get("data"):
         rows.append(("Data", described(data)))
-    for section in ("demonstrations", "preferences", "algorithm"):
+    for section in ("demonstrations", "preferences", "loss", "algorithm"):
         if config.get(section):
             rows.append((section.capitalize(), described(config[section])))
     if rewards := config.get("reward"):

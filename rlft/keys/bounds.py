@@ -11,5 +11,6 @@ PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 PositiveFraction = Annotated[float, Gt(0), Le(1)]
+BelowHalf = Annotated[float, Ge(0), Lt(0.5)]
 Decay = Annotated[float, Ge(0), Lt(1)]
 Port = Annotated[int, Ge(0), Le(2**16 - 1)]  # 0: one that is free

@@ -19,7 +19,7 @@ from typing import Any
 from rlft.types import UserError
 
 GROUP = "rlft.verbs"
-OWN = ("train", "sft", "rm", "sample")
+OWN = ("train", "sft", "rm", "dpo", "sample")
 OWN_MODULE = "rlft.verbs.own"
 """Holds the objects of these names, in capitals. It is imported at first use, because it imports from later rooms."""
 

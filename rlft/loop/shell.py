@@ -1,6 +1,6 @@
 """The shell of every training run: what happens before its first step, after each one, and at its end.
 
-`rlft train`, `rlft sft` and `rlft rm` differ in their steps. Resuming, loggers, notes, the rehearsal, evaluations,
+`rlft train`, `sft`, `rm` and `dpo` differ in their steps. Resuming, loggers, notes, the rehearsal, evaluations,
 checkpoints and interruptions are the same for all of them, and are implemented here.
 """
 

@@ -122,6 +122,13 @@ def teacher_settings(snapshot: SnapshotConfig, model: ModelConfig) -> ModelConfi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceConfig:
+    """A reference that never moves: `auto`, `none`, `base`, `copy` (the policy of the start), or a PEFT folder."""
+
+    reference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
     """init: `base`, `reward` (the learned reward's adapter), or the folder of a reward or critic adapter."""
 

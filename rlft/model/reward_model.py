@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +22,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlft.batch import select
 from rlft.model.adapter_folder import is_adapter
 from rlft.model.backbone import resolve_dtype
 from rlft.model.paths import looks_local
 from rlft.model.roles import Roles
+from rlft.model.rows import Row, batch_of_rows, numbers_of_rows
 from rlft.system.hub import hub_answers
 from rlft.types import Batch, Completion, Group, Prompt, UserError
-
-Row = tuple[int, Sequence[int], Sequence[int]]
-"""(group, prompt ids, completion ids). Rows of one group that have the same prompt share its pass where they can."""
-
-Tokens = tuple[int, ...]
-Item = TypeVar("Item")
 
 LearnedReward = Callable[[Sequence[Group]], list[list[float]]]
 """Scores of P groups, `[P, G]`. It runs in the trainer's process, beside the models, and takes a whole step at once."""
@@ -105,60 +100,7 @@ class AdapterReward:
 
 def scoring_batch(rows: Sequence[Row]) -> Batch:
     """The Batch of these rows, each one token (`ENDING`) longer than it is; on the CPU."""
-    shape = len(rows), max(len(prompt) + len(completion) for _, prompt, completion in rows) + 1
-    token_ids_BT = torch.full(shape, ENDING)
-    attention_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    for b, (_, prompt, completion) in enumerate(rows):
-        end = len(prompt) + len(completion)
-        token_ids_BT[b, :end] = torch.tensor([*prompt, *completion])
-        attention_mask_BT[b, : end + 1] = True
-        loss_mask_BT[b, len(prompt) : end + 1] = True
-    return Batch(
-        token_ids=token_ids_BT,
-        attention_mask=attention_mask_BT,
-        loss_mask=loss_mask_BT,
-        sampled_logprobs=torch.zeros(shape),
-        rewards=torch.zeros(len(rows)),
-        group_ids=torch.tensor([group for group, _, _ in rows]),
-    )
-
-
-def parts_within(
-    items: Sequence[Item],
-    texts_of: Callable[[Item], Sequence[tuple[Tokens, Tokens]]],
-    token_budget: int,
-    *,
-    packed: bool,
-) -> list[list[Item]]:
-    """The items in order, as many at a time as fit the token budget; one that exceeds it stands by itself.
-
-    Each item is measured once.
-
-    Args:
-        texts_of: the (prompt, completion) of an item's rows.
-        packed: a prompt counts once among the items of a part; otherwise every row counts as much as the longest.
-    """
-    parts: list[list[Item]] = []
-    prompts: set[Tokens] = set()
-    tokens = longest = num_rows = 0
-    for item in items:
-        texts = texts_of(item)
-        own = {prompt for prompt, _ in texts}
-        completions = sum(len(completion) + 1 for _, completion in texts)
-        length = max(len(prompt) + len(completion) + 1 for prompt, completion in texts)
-        together = tokens + completions + sum(map(len, own - prompts))
-        if not packed:
-            together = max(longest, length) * (num_rows + len(texts))
-        if parts and together <= token_budget:
-            parts[-1].append(item)
-        else:
-            parts.append([item])
-            prompts, tokens, longest, num_rows = set(), 0, 0, 0
-        tokens += completions + sum(map(len, own - prompts))
-        prompts |= own
-        longest, num_rows = max(longest, length), num_rows + len(texts)
-    return parts
+    return batch_of_rows([(group, prompt, (*completion, ENDING)) for group, prompt, completion in rows])
 
 
 def last_scores(roles: Roles, role: str, batch: Batch) -> Tensor:
@@ -169,12 +111,7 @@ def last_scores(roles: Roles, role: str, batch: Batch) -> Tensor:
 
 def score_rows(roles: Roles, role: str, rows: Sequence[Row], token_budget: int) -> list[float]:
     """The role's score of each row, without gradient or dropout."""
-    batch = scoring_batch(rows)
-    scores_B = torch.zeros(len(rows), dtype=torch.float64)
-    with torch.no_grad(), roles.using(role):
-        for part in roles.forward.micro_batches(batch, torch.arange(len(rows)), token_budget):
-            scores_B[part] = last_scores(roles, role, roles.to_device(select(batch, part))).double().cpu()
-    return scores_B.tolist()
+    return numbers_of_rows(roles, role, scoring_batch(rows), token_budget, partial(last_scores, roles, role)).tolist()
 
 
 # -- a network of its own --------------------------------------------------------------------------------------------

@@ -466,9 +466,15 @@ def score_sequence(model: Any, ids: Sequence[int], device: torch.device) -> list
 
 
 def policy_alone(
-    backbone: Backbone, lora: LoraSettings, *, token_budget: int, seed: int, temperature: float = 1.0
+    backbone: Backbone,
+    lora: LoraSettings,
+    *,
+    token_budget: int,
+    seed: int,
+    temperature: float = 1.0,
+    reference: str = "none",
 ) -> Roles:
-    """The policy's adapter on the base, without reference, old policy or critic."""
-    snapshot = SnapshotConfig(reference="none", refresh_every=0, ema_decay=None, old=Old.auto)
+    """The policy's adapter on the base, without old policy or critic; with a reference's, if that is a folder."""
+    snapshot = SnapshotConfig(reference=reference, refresh_every=0, ema_decay=None, old=Old.auto)
     critic = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
     return Roles(backbone, lora, snapshot, critic, temperature=temperature, token_budget=token_budget, seed=seed)

@@ -1,4 +1,4 @@
-"""Losses of scores `[N]` from pairs of which one is preferred to the other."""
+"""Losses of pairs of which one is preferred to the other: of their scores, or of the margin between these, `[N]`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,27 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
     assert chosen.shape == rejected.shape, (chosen.shape, rejected.shape)
     differences = chosen - rejected if margin is None else chosen - rejected - margin
     return -torch.nn.functional.logsigmoid(differences).sum() / max(len(chosen), 1)
+
+
+def logistic(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - e) log sigmoid(m) - e log sigmoid(-m) of each pair, `[N]`; e: the share of pairs labelled wrongly.
+
+    Without smoothing it is the Bradley-Terry loss of a pair; with it, the least loss is at m = log((1 - e) / e).
+    Mitchell (2023), A note on DPO with noisy preferences, equation 3.
+    """
+    loss_N = -torch.nn.functional.logsigmoid(margins)
+    if not label_smoothing:
+        return loss_N
+    return (1 - label_smoothing) * loss_N - label_smoothing * torch.nn.functional.logsigmoid(-margins)
+
+
+def log_odds(mean_logprobs: Tensor) -> Tensor:
+    """log(p / (1 - p)) `[K]` of p = exp(mean log-prob of a token), `[K]` in nats. arXiv 2403.07691, equation 4.
+
+    p is held below 1 - eps of the dtype: finite, and without gradient, where every token is certain.
+    """
+    below_0 = mean_logprobs.clamp(max=-torch.finfo(mean_logprobs.dtype).eps)
+    return below_0 - (-torch.expm1(below_0)).log()
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:

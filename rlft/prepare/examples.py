@@ -68,10 +68,13 @@ class Rankings:
     fingerprint: str
     note: str | None
 
+    def positions(self, seed: int, step: int, count: int, purpose: str) -> list[int]:
+        """Of the rankings of the update that follows `step` steps; none comes twice in a pass over them."""
+        return prompts_for_step(len(self.rankings), count, derive(seed, 0, purpose), step)
+
     def at(self, seed: int, step: int, count: int, purpose: str) -> list[RankedTokens]:
-        """The rankings of the update that follows `step` steps; none comes twice in a pass over them."""
-        chosen = prompts_for_step(len(self.rankings), count, derive(seed, 0, purpose), step)
-        return [self.rankings[i] for i in chosen]
+        """The rankings at these positions."""
+        return [self.rankings[i] for i in self.positions(seed, step, count, purpose)]
 
 
 def scan_demonstrations(

@@ -13,7 +13,7 @@ from rlft.system.terminal import command_line, override
 
 LARGEST_STEP = 32
 HELD_OUT = 0.1
-"""The default of configs/sft.yaml, configs/rm.yaml and their data."""
+"""The default of all data that these verbs read."""
 
 
 def after_sampling(
@@ -34,6 +34,7 @@ def after_sampling(
     for what, verb, data, unit, questions in (
         ("learn from them", "sft", "demonstrations", "examples_per_step", list(rewards)),
         ("a reward model from their ranking", "rm", "preferences", "rankings_per_step", ranked),
+        ("a policy from their ranking", "dpo", "preferences", "rankings_per_step", ranked),
     ):
         if len(questions) < 2:  # one is needed for learning and one is held out
             continue

@@ -16,7 +16,7 @@ from typing import Any
 KEYS = ("snapshot.reference", "snapshot.teacher", "critic.init", "adapter")
 NAMES = ("path", "held_out_path")
 """These keys, and all keys with such a last part, may name a local file or folder."""
-KEYWORDS = ("none", "base", "copy", "ema", "reward")
+KEYWORDS = ("auto", "none", "base", "copy", "ema", "reward")
 """Values of these keys that are never a folder, whatever folders the working directory has."""
 
 

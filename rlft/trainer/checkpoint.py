@@ -6,6 +6,7 @@
       model/                  a complete Hugging Face model, where its own weights are trained
       sampled.safetensors     token ids and log-probs of the groups that are sampled ahead (overlap.lag=1), whose texts
                               are in state.json; or sampler.safetensors: the adapter that samples them
+      reference_logprobs.safetensors  of preference optimisation: the reference's log-probs of the rankings so far
       optimizer.safetensors   moments by parameter name, of every role that learns; the reward model's pairs of tokens
       state.json              step and everything else that moves
       MANIFEST                sha256 of each file above, one a line, as `sha256sum -c` reads it

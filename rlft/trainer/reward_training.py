@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from rlft.model.config import RewardModelConfig
-from rlft.model.reward_model import Row, Tokens, last_scores, parts_within, score_rows, scoring_batch
+from rlft.model.reward_model import last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles
+from rlft.model.rows import Row, Tokens, parts_within
 from rlft.ops.preference import accuracy, bradley_terry
 from rlft.ops.seeds import derive
 from rlft.trainer.config import TrainerConfig
@@ -117,7 +118,7 @@ class RewardRefresh:
             return [(pair.prompt, pair.chosen), (pair.prompt, pair.rejected)]
 
         packed = self.roles.forward.packed
-        return parts_within(pairs, texts_of, self.roles.token_budget, packed=packed)
+        return parts_within(pairs, texts_of, self.roles.token_budget, packed=packed, ending=1)
 
     def state(self) -> dict[str, Tensor]:
         """{name: tensor} of all pairs and the optimizer's moments: what a checkpoint keeps."""

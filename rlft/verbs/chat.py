@@ -32,6 +32,7 @@ from rlft.types import (
     UserError,
 )
 from rlft.verbs.arguments import check_names_a_model, of_a_run
+from rlft.verbs.eval import changed_to_sample
 from rlft.verbs.launch import import_libraries
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def command(arguments: list[str]) -> None:
         plain = configs.compose(changes, parsed.config_dir)
         configs.build(plain)
     else:
-        plain = configs.changed(source.config, changes, parsed.config_dir, source.config["verb"])
+        plain = changed_to_sample(source, changes, parsed.config_dir)
     check(plain, raw)
     import_libraries()
     run(references.resolved(plain), source, raw, say)

@@ -89,6 +89,17 @@ def as_training(source: NamedRun) -> dict[str, Any]:
     return {**common, "data": {}, **shared, **weights}
 
 
+def changed_to_sample(source: NamedRun, changes: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
+    """The run's config with these changes, for sampling by its policy: one of `rlft train` if its verb samples not.
+
+    Raises:
+        UserError: the run has no policy, or a change is wrong.
+    """
+    if "generation" in source.config:
+        return changed(source.config, changes, config_dir, source.config["verb"])
+    return changed(as_training(source), changes, config_dir)
+
+
 def shared_keys(root: type) -> list[str]:
     """The keys of a verb's config that `rlft train` has with the same type, so that an evaluation can read them."""
     own, trained = get_type_hints(root), get_type_hints(RunConfig)

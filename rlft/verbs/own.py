@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlft.config.schema import RmConfig, RunConfig, SampleConfig, SftConfig
+from rlft.config.schema import DpoConfig, RmConfig, RunConfig, SampleConfig, SftConfig
 from rlft.keys.verbs import Headline, Verb, late
 
 USAGE = "+recipe=<name> [<key>=<value>] ..."
@@ -62,6 +62,19 @@ RM = Verb(
     closing=late("rlft.verbs.rm:closing"),
     lora_roles=("reward", "policy"),
     free_keys=("preferences.path", "replay.path"),
+)
+
+DPO = Verb(
+    name="dpo",
+    usage="+recipe=<name> [...]",
+    help="a policy from preferences",
+    root=DpoConfig,
+    check=late("rlft.checks.dpo:check_config"),
+    make_plan=late("rlft.planning.dpo_plan:make_plan"),
+    run=late("rlft.verbs.dpo:run"),
+    closing=late("rlft.verbs.dpo:closing"),
+    has_policy=True,
+    free_keys=("preferences.path",),
 )
 
 SAMPLE = Verb(

@@ -12,33 +12,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.loop.engines import Engines
 from rlft.loop.evaluate import mean_and_error
 from rlft.loop.outcome import Outcome
 from rlft.model.adapter_folder import has_head, load_adapter
-from rlft.model.reward_model import Row as ScoredRow
-from rlft.model.reward_model import Tokens, last_scores, parts_within, score_rows, scoring_batch
+from rlft.model.reward_model import last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles
 from rlft.ops.preference import accuracy, pairs_of_ranking, ranking_loss
 from rlft.planning.rm_plan import RmPlan
 from rlft.prepare.examples import RankedTokens
-from rlft.supervised import AdapterLesson, learn, open_policy
+from rlft.supervised import learn, open_policy
 from rlft.system.terminal import Say, command_line, override, overrides, program
 from rlft.trainer.checkpoint import Checkpoint
-from rlft.types import Evaluation
+from rlft.types import Batch, Evaluation
+from rlft.verbs.ranking_lesson import RankingLesson, Terms, of_each, rows_of
 
 REWARD = "reward"
 BIAS = f"{REWARD}.head.bias"
 
 
-class RankingLesson(AdapterLesson[RmPlan]):
+class RewardLesson(RankingLesson[RmPlan]):
     """The lesson of a reward model: the better completion gets the higher score.
 
     The head's bias is not trained, because no difference of scores depends on it. It is 0 during the run, and has the
     value that `center` asks for in the saved head; so centring does not change what is learned.
     """
+
+    ending = 1
 
     def __init__(self, plan: RmPlan, roles: Roles) -> None:
         super().__init__(plan, roles, REWARD)
@@ -49,45 +52,26 @@ class RankingLesson(AdapterLesson[RmPlan]):
 
     def backward(self, step: int) -> dict[str, float]:
         """Adds the gradient of the mean ranking loss over the step's prompts."""
-        return self._learn(self.plan.at(step))
+        return self.learn(self.plan.at(step))
 
     def rehearse(self) -> None:
-        rankings = sorted(self.plan.train.rankings, key=lambda r: -sum(map(len, r.completions)))
-        parts = self._micro_batches(rankings[: self.config.rankings_per_step])
-        self._learn(parts[0])
+        self.learn(self.largest_part())
 
-    def _learn(self, rankings: Sequence[RankedTokens]) -> dict[str, float]:
-        roles = self.roles
-        total = right = 0.0
-        num_tokens = 0
-        with roles.training():
-            for part in self._micro_batches(rankings):
-                batch = roles.to_device(scoring_batch(rows_of(part)))
-                with roles.learning(REWARD):
-                    scores = last_scores(roles, REWARD, batch).split([len(r.completions) for r in part])
-                    losses = [ranking_loss(s, r.scores, self.config.margin) for s, r in zip(scores, part, strict=True)]
-                    loss = torch.stack(losses).sum() / len(rankings)
-                    loss.backward()
-                roles.check_gradients(REWARD)
-                total += loss.item()
-                right += sum(pair_accuracy(s.detach(), r) for s, r in zip(scores, part, strict=True))
-                num_tokens += roles.forward.real_tokens(batch)
-        return {"loss/total": total, "accuracy/pairs": right / len(rankings), "tokens/trained": num_tokens}
+    def batch_of(self, rankings: Sequence[RankedTokens]) -> Batch:
+        return scoring_batch(rows_of(rankings))
 
-    def _micro_batches(self, rankings: Sequence[RankedTokens]) -> list[list[RankedTokens]]:
-        """Splits the rankings in order to fit the token budget; a ranking that exceeds it is not split."""
-
-        def texts_of(ranking: RankedTokens) -> list[tuple[Tokens, Tokens]]:
-            return [(ranking.prompt, completion) for completion in ranking.completions]
-
-        packed = self.roles.forward.packed
-        return parts_within(rankings, texts_of, self.config.token_budget, packed=packed)
+    def terms(self, rankings: Sequence[RankedTokens], batch: Batch) -> list[Terms]:
+        scores = of_each(last_scores(self.roles, REWARD, batch), rankings)
+        return [
+            (ranking_loss(s, r.scores, self.config.margin), {"accuracy/pairs": pair_accuracy(s.detach(), r)})
+            for s, r in zip(scores, rankings, strict=True)
+        ]
 
     def evaluate(self, step: int) -> Evaluation:
         """Accuracy on the held-out pairs (mean over each ranking, then over rankings), and the loss without margin."""
         rankings = self.plan.held_out.rankings[: self.config.eval.num_rankings]
         scores = self._scores(rankings)
-        value, error = mean_and_error([pair_accuracy(s, r) for s, r in zip(scores, rankings, strict=True)])
+        value, error = mean_and_error([pair_accuracy(s, r).item() for s, r in zip(scores, rankings, strict=True)])
         losses = [ranking_loss(s, r.scores, 0.0).item() for s, r in zip(scores, rankings, strict=True)]
         metrics = {
             "eval/pairs": value,
@@ -98,9 +82,9 @@ class RankingLesson(AdapterLesson[RmPlan]):
         }
         return Evaluation(step=step, accuracy=value, accuracy_se=error, metrics=metrics, examples=())
 
-    def _scores(self, rankings: Sequence[RankedTokens]) -> Sequence[torch.Tensor]:
+    def _scores(self, rankings: Sequence[RankedTokens]) -> Sequence[Tensor]:
         scores = score_rows(self.roles, REWARD, rows_of(rankings), self.config.token_budget)
-        return torch.tensor(scores, dtype=torch.float64).split([len(r.completions) for r in rankings])
+        return of_each(torch.tensor(scores, dtype=torch.float64), rankings)
 
     def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
         head = self.roles.heads[REWARD].weights()
@@ -120,19 +104,13 @@ class RankingLesson(AdapterLesson[RmPlan]):
             self.roles.heads[REWARD].bias.zero_()
 
 
-def rows_of(rankings: Sequence[RankedTokens]) -> list[ScoredRow]:
-    """Every completion once, in the order of rankings; completions of one prompt form a group even across rankings."""
-    groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(r.prompt for r in rankings))}
-    return [(groups[r.prompt], r.prompt, completion) for r in rankings for completion in r.completions]
-
-
-def pair_accuracy(scores: torch.Tensor, ranking: RankedTokens) -> float:
-    """The share of the ranking's pairs whose better completion scores higher; equal scores count half."""
+def pair_accuracy(scores: Tensor, ranking: RankedTokens) -> Tensor:
+    """The share `[]` of the ranking's pairs whose better completion scores higher; equal scores count half."""
     better, worse = pairs_of_ranking(ranking.scores)
-    return accuracy(scores[better], scores[worse]).item()
+    return accuracy(scores[better], scores[worse])
 
 
-def open_lesson(plan: RmPlan, stack: ExitStack) -> RankingLesson:
+def open_lesson(plan: RmPlan, stack: ExitStack) -> RewardLesson:
     """Loads the model with the reward's adapter and head."""
     config = plan.config
     roles = open_policy(config, replace(config.lora, path=None), stack)
@@ -142,7 +120,7 @@ def open_lesson(plan: RmPlan, stack: ExitStack) -> RankingLesson:
     else:  # a policy's adapter, for instance from supervised fine-tuning: the head starts at zero
         roles.add_scalar_role(REWARD, None, "lora.path", learns=True)
         roles.restore_role(REWARD, load_adapter(path, "lora.path"))
-    return RankingLesson(plan, roles)
+    return RewardLesson(plan, roles)
 
 
 def run(plan: RmPlan, folder: Path, engines: Engines, say: Say) -> Outcome:

@@ -1,4 +1,4 @@
-"""`rlft sample`: writes scored completions of a data set to a JSONL file, from which `rlft sft` and `rlft rm` learn.
+"""`rlft sample`: writes scored completions of a data set to a JSONL file, from which `sft`, `rm` and `dpo` learn.
 
 The run's folder holds samples.jsonl, to which each step appends the completions that are kept, and progress.json, which
 is written afterwards: bytes beyond it, left by a kill, are cut off when the run is resumed.

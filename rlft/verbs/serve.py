@@ -24,6 +24,7 @@ from rlft.system.terminal import say
 from rlft.types import UserError
 from rlft.verbs import chat
 from rlft.verbs.arguments import check_names_a_model, of_a_run
+from rlft.verbs.eval import changed_to_sample
 from rlft.verbs.launch import import_libraries
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def command(arguments: list[str]) -> None:
         plain = configs.compose(changes, parsed.config_dir)
         configs.build(plain)
     else:
-        plain = configs.changed(source.config, changes, parsed.config_dir, source.config["verb"])
+        plain = changed_to_sample(source, changes, parsed.config_dir)
     plain = {**plain, "environment": None}  # whoever asks acts in it
     chat.check(plain, raw=True)
     check_installed(SECTION)

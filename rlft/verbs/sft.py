@@ -25,9 +25,10 @@ from rlft.prepare.texts import text_loss
 from rlft.scoring.reward_spec import specs
 from rlft.scoring.scorer import Scorer
 from rlft.supervised import learn, likelihood_gradient, open_policy
-from rlft.system.terminal import Say, command_line, override, overrides, program
+from rlft.system.terminal import Say
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import Batch, Evaluation, Generator
+from rlft.verbs.policy_page import print_policy_page
 
 
 class DemonstrationLesson:
@@ -174,18 +175,4 @@ def run(plan: SftPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
 
 def closing(plan: SftPlan, folder: Path) -> None:
     """Prints the page at the end of a run."""
-    from rlft.logger.summary import print_summary
-
-    command, lora, run = program(), plan.config.lora, f"run={folder}"
-    go_on = [override("model.path", folder)]
-    if lora is not None:
-        go_on = [override("model.path", plan.config.model.path), override("lora.path", folder)]
-        go_on += overrides(lora.keys_of_shape)
-    # A run without a task has no held-out questions: it is evaluated on the embedded task.
-    task = [] if plan.held_out is not None else ["data=arithmetic"]
-    commands = [
-        ("evaluate with more samples", [command, "eval", run, *task, "eval.num_samples=8"]),
-        ("talk to it", [command, "chat", run]),
-        ("go on with reinforcement learning", [command, "train", "+recipe=grpo_arithmetic", *go_on]),
-    ]
-    print_summary(folder, [(what, command_line(*words)) for what, words in commands])
+    print_policy_page(plan.config, folder, has_task=plan.held_out is not None)

@@ -261,6 +261,10 @@ VERB_OF = {"demonstrations": "sft", "preferences": "rm"}
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_builds(group: str, choice: str) -> None:
+    if group == "loss":
+        plain = compose([f"loss={choice}", "preferences.path=some.jsonl"], verb="dpo")
+        assert type(instantiate(plain[group], group)).__module__ == f"rlft.loss.{choice}"
+        return
     if group in VERB_OF:
         plain = compose([f"{group}={choice}", f"{group}.path=some.jsonl"], verb=VERB_OF[group])
         assert type(instantiate(plain[group], group)).__module__ == f"rlft.data.{group}"
@@ -329,7 +333,8 @@ def test_a_key_means_what_stands_beside_it() -> None:
 def test_a_verbs_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_it_did() -> None:
     names = {verb: [file.stem for file in catalog.root_files(verb)] for verb in verbs.OWN}
     assert names["sft"] == ["run", "training", "sampling", "evaluation", "sft"]
-    assert names["rm"] == ["run", "training", "rm"]
+    assert names["rm"] == ["run", "training", "rankings", "rm"]
+    assert names["dpo"] == ["run", "training", "rankings", "dpo"]
     assert names["sample"] == ["run", "sampling", "sample"]
     train, sft = catalog.root_entries("train")["trainer.lr"], catalog.root_entries("sft")["trainer.lr"]
     assert (train.comment, sft.comment) == ("AdamW's learning rate",) * 2
@@ -339,6 +344,7 @@ def test_a_verbs_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_i
 def test_a_verb_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it() -> None:
     assert catalog.groups("sft") == ["data", "demonstrations", "generation", "logger", "recipe", "reward"]
     assert catalog.groups("rm") == ["logger", "preferences", "recipe"]
+    assert catalog.groups("dpo") == ["logger", "loss", "preferences", "recipe"]
     assert catalog.groups("sample") == ["data", "environment", "generation", "recipe", "reward"]
     assert {"algorithm", "data", "reward"} < set(catalog.groups("train"))
     by_verb = [name for verb in verbs.OWN for name in catalog.choices("recipe", verb)]

@@ -9,15 +9,12 @@ import torch
 import transformers
 
 from rlft.model.forward import Forward
-from rlft.model.packing import num_packed_tokens
 from rlft.model.reward_model import (
     AdapterReward,
     ClassifierReward,
     load_classifier,
     micro_batches,
     open_learned,
-    parts_within,
-    scoring_batch,
 )
 from rlft.trainer import checkpoint
 from rlft.types import Completion, FinishReason, Group, Rollout, UserError
@@ -339,47 +336,3 @@ def test_a_model_without_a_trained_score_is_refused(save_classifier):
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"^reward\.taste\.path: the reward model cannot be read"):
         load_classifier(str(tmp_path), KEY, CPU, torch.float32)
-
-
-# -- parts within the token budget -------------------------------------------------------------------------------------
-def drawn(number):
-    """Items of one to four rows of one prompt each, some prompts in several items."""
-    random = torch.Generator().manual_seed(number)
-
-    def draw(high, low=1):
-        return int(torch.randint(low, high, (), generator=random))
-
-    prompts = [tuple(draw(9) for _ in range(draw(12))) for _ in range(4)]
-    return [
-        [(prompts[i % 3], tuple(draw(9) for _ in range(draw(20)))) for _ in range(draw(5))]
-        for i in (draw(4, 0) for _ in range(number))
-    ]
-
-
-def tokens_by_hand(items, packed):
-    """What enters the network for these items, counted in the batch that is made of them."""
-    rows = [text for item in items for text in item]
-    groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in rows))}
-    batch = scoring_batch([(groups[prompt], prompt, completion) for prompt, completion in rows])
-    return num_packed_tokens(batch) if packed else int(batch.attention_mask.sum(1).max()) * len(rows)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("budget", [1, 40, 100, 300, 10_000])
-def test_parts_are_those_that_counting_each_batch_gives(budget, packed):
-    items = drawn(60)
-    by_hand = []
-    for item in items:
-        if by_hand and tokens_by_hand([*by_hand[-1], item], packed) <= budget:
-            by_hand[-1].append(item)
-        else:
-            by_hand.append([item])
-    assert parts_within(items, lambda item: item, budget, packed=packed) == by_hand
-    assert {1: 60, 10_000: 1}.get(budget, len(by_hand)) == len(by_hand)
-
-
-def test_each_item_is_measured_once():
-    asked = []
-    items = drawn(500)
-    parts_within(items, lambda item: asked.append(item) or item, 10_000, packed=True)
-    assert len(asked) == 500

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rlft.ops.preference import accuracy, bradley_terry, pairs_of_ranking, ranking_loss
+from rlft.ops.preference import accuracy, bradley_terry, log_odds, logistic, pairs_of_ranking, ranking_loss
 
 
 def scores(*values):
@@ -75,6 +75,48 @@ def test_without_pairs_loss_and_accuracy_are_0_not_nan():
     nothing = scores()
     assert gradients(nothing, nothing + 0) == (0.0, [], [])
     assert accuracy(nothing, nothing).item() == 0
+
+
+# -- margins ---------------------------------------------------------------------------------------------------------
+def test_the_logistic_loss_of_each_margin_and_its_slope_by_hand():
+    # sigmoid(log 3) = 3/4 and sigmoid(-log 3) = 1/4: -log sigmoid are log 4/3 and log 4, with slopes -1/4 and -3/4.
+    margins = scores(math.log(3), -math.log(3))
+    loss = logistic(margins)
+    assert loss.tolist() == pytest.approx([math.log(4 / 3), math.log(4)], abs=1e-12)
+    assert torch.autograd.grad(loss.sum(), margins)[0].tolist() == pytest.approx([-1 / 4, -3 / 4], abs=1e-12)
+
+
+def test_label_smoothing_takes_a_share_of_the_pairs_the_other_way_round():
+    # 3/4 log 4/3 + 1/4 log 4 at m = log 3, where sigmoid(m) = 1 - 1/4: the slope sigmoid(m) - (1 - e) is 0, and at
+    # m = 0 it is 1/2 - 3/4.
+    margins = scores(math.log(3), 0.0)
+    loss = logistic(margins, 0.25)
+    assert loss.tolist() == pytest.approx([0.75 * math.log(4 / 3) + 0.25 * math.log(4), math.log(2)], abs=1e-12)
+    assert torch.autograd.grad(loss.sum(), margins)[0].tolist() == pytest.approx([0.0, -1 / 4], abs=1e-12)
+
+
+def test_a_margin_of_1000_has_a_finite_loss_with_smoothing_too():
+    # -0.75 log sigmoid(1000) - 0.25 log sigmoid(-1000) = 0 + 250, slope 1 - 0.75.
+    margins = scores(1000.0)
+    loss = logistic(margins, 0.25)
+    assert loss.tolist() == [250.0]
+    assert torch.autograd.grad(loss.sum(), margins)[0].tolist() == [0.25]
+
+
+def test_log_odds_and_their_slope_by_hand():
+    # p = 3/4: log 3, and d/dlp log(p / (1 - p)) = 1 / (1 - p) = 4. p = 1/2: 0 and 2. p = e^-50: -50 to 21 digits, 1.
+    mean_logprobs = scores(math.log(3 / 4), math.log(1 / 2), -50.0)
+    found = log_odds(mean_logprobs)
+    assert found.tolist() == pytest.approx([math.log(3), 0.0, -50.0], abs=1e-12)
+    assert torch.autograd.grad(found.sum(), mean_logprobs)[0].tolist() == pytest.approx([4.0, 2.0, 1.0], abs=1e-12)
+
+
+def test_the_log_odds_of_certainty_are_finite_and_have_no_slope():
+    # lp = 0 counts as -eps, whose odds are 1 / eps to first order.
+    mean_logprobs = scores(0.0)
+    found = log_odds(mean_logprobs)
+    assert found.item() == pytest.approx(-math.log(torch.finfo(torch.float64).eps), abs=1e-12)
+    assert torch.autograd.grad(found.sum(), mean_logprobs)[0].tolist() == [0.0]
 
 
 # -- rankings --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def test_only_what_the_file_suffices_for_is_suggested(tmp_path: Path) -> None:
     [learn] = commands(tmp_path, [[1.0, 1.0]] * 3)
     assert learn.startswith("rlft sft "), "equal rewards rank nothing"
     assert "prompts.max_tokens=100 max_completion_tokens=48" in learn
-    assert [command.split()[1] for command in commands(tmp_path, [[0.0, 1.0]] * 3)] == ["sft", "rm"]
+    assert [command.split()[1] for command in commands(tmp_path, [[0.0, 1.0]] * 3)] == ["sft", "rm", "dpo"]
 
 
 @pytest.mark.parametrize("number", [2, 3, 5, 8, 24, 500])

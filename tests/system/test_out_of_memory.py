@@ -121,7 +121,7 @@ LOSSES = (
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        (("rm", "preferences.path=embedded:arithmetic-preferences"), "rlft.verbs.rm.RankingLesson.evaluate"),
+        (("rm", "preferences.path=embedded:arithmetic-preferences"), "rlft.verbs.rm.RewardLesson.evaluate"),
         (
             ("sft", "demonstrations.path=embedded:arithmetic-demonstrations"),
             "rlft.verbs.sft.DemonstrationLesson.evaluate",

@@ -30,7 +30,8 @@ from rlft.run.references import resolved
 from rlft.trainer import checkpoint
 from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
-from rlft.verbs.rm import BIAS, REWARD, RankingLesson, open_lesson, pair_accuracy, rows_of
+from rlft.verbs.ranking_lesson import rows_of
+from rlft.verbs.rm import BIAS, REWARD, RewardLesson, open_lesson, pair_accuracy
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on GPT-2
 
@@ -99,7 +100,7 @@ def test_a_steps_gradient_is_that_of_the_mean_over_rankings_of_the_mean_over_pai
         )
     largest = max(g.abs().max() for g in expected.values())
     for token_budget in (1, 17, 40, 10**6):
-        lesson = RankingLesson(plan(f"margin={margin}", f"token_budget={max(token_budget, 2000)}"), roles)
+        lesson = RewardLesson(plan(f"margin={margin}", f"token_budget={max(token_budget, 2000)}"), roles)
         lesson.config = replace(lesson.config, token_budget=token_budget)
         metrics = lesson.backward(0)
         assert metrics["loss/total"] == pytest.approx(loss.item(), rel=1e-9)
@@ -112,11 +113,11 @@ def test_a_steps_gradient_is_that_of_the_mean_over_rankings_of_the_mean_over_pai
 
 def test_a_token_budget_parts_rankings_but_tears_none(roles: Roles) -> None:
     """Each row is a token longer than it is, and a prompt is read once: 3 + 4 + 3 tokens, 2 + 3 + 5 + 2, 3 + 3 + 4."""
-    lesson = RankingLesson(plan(), roles)
+    lesson = RewardLesson(plan(), roles)
 
     def parts(token_budget: int) -> list[int]:
         lesson.config = replace(lesson.config, token_budget=token_budget)
-        return [len(part) for part in lesson._micro_batches(RANKINGS)]
+        return [len(part) for part in lesson.micro_batches(RANKINGS)]
 
     assert parts(1) == [1, 1, 1]
     assert parts(22) == [2, 1]
@@ -142,7 +143,7 @@ def test_accuracy_is_of_pairs_then_of_rankings_and_a_tie_counts_half() -> None:
 def test_a_head_of_zeros_is_right_by_half_and_loses_log_2(make_roles: Callable[..., Roles], make_double: Any) -> None:
     made = make_roles(backbone=make_double())
     made.add_scalar_role(REWARD, None, "lora.path", learns=True)
-    lesson = RankingLesson(plan(), made)
+    lesson = RewardLesson(plan(), made)
     evaluation = lesson.evaluate(0)
     assert (evaluation.accuracy, evaluation.accuracy_se) == (0.5, 0.0)
     assert evaluation.metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-12)
@@ -150,7 +151,7 @@ def test_a_head_of_zeros_is_right_by_half_and_loses_log_2(make_roles: Callable[.
 
 
 def test_the_evaluation_is_of_the_held_out_rankings_without_a_margin(roles: Roles) -> None:
-    lesson = RankingLesson(plan("margin=5"), roles)
+    lesson = RewardLesson(plan("margin=5"), roles)
     with roles.learning(REWARD):
         s = [[score(roles, r.prompt, c).item() for c in r.completions] for r in RANKINGS[:2]]
     found = lesson.evaluate(7).metrics
@@ -175,8 +176,8 @@ def best_scores(roles: Roles, head: dict[str, Tensor]) -> list[float]:
 
 
 def test_the_saved_head_gives_the_best_held_out_completions_a_mean_of_0(roles: Roles) -> None:
-    centred = dict(RankingLesson(plan(), roles).saved(1, {}, {}).heads[REWARD])
-    plain = dict(RankingLesson(plan("center=false"), roles).saved(1, {}, {}).heads[REWARD])
+    centred = dict(RewardLesson(plan(), roles).saved(1, {}, {}).heads[REWARD])
+    plain = dict(RewardLesson(plan("center=false"), roles).saved(1, {}, {}).heads[REWARD])
     assert sum(best_scores(roles, centred)) / 2 == pytest.approx(0, abs=1e-12)
     assert abs(sum(best_scores(roles, plain)) / 2) > 1e-3
     assert plain["bias"].tolist() == [0.0]
@@ -185,7 +186,7 @@ def test_the_saved_head_gives_the_best_held_out_completions_a_mean_of_0(roles: R
 
 def test_centring_changes_nothing_that_is_learned(roles: Roles) -> None:
     """The bias is no parameter of the run, it is 0 in it, and 0 again after a resume from a centred checkpoint."""
-    lesson = RankingLesson(plan(), roles)
+    lesson = RewardLesson(plan(), roles)
     before = {name: p.detach().clone() for name, p in roles.named_parameters(REWARD)}
     saved = lesson.saved(1, {}, {})
     assert saved.heads[REWARD]["bias"].item() != 0

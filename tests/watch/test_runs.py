@@ -191,7 +191,7 @@ def test_a_living_run_is_running(made: Path, capsys: pytest.CaptureFixture[str])
     [
         (["nowhere"], "runs: there is no such folder, got nowhere; "),
         (["status=asleep"], "status: is not one of its choices, got asleep; use one of running, finished"),
-        (["verb=traine"], "verb: is not one of its choices, got traine; use one of rm, sample, sft, train"),
+        (["verb=traine"], "verb: is not one of its choices, got traine; use one of dpo, rm, sample, sft, train"),
         (["sort=luck"], "sort: is not one of its choices, got luck; use one of age"),
         (["stat=killed"], "stat: is not a key of rlft runs, got killed; use status="),
         (["x" * 300 + "=1"], "x" * 300 + ": is not a key of rlft runs, got 1; use status="),

@@ -1,4 +1,4 @@
-"""`rlft sft`, `rlft rm` and `rlft sample`, killed and resumed, leave bit for bit what they would have left."""
+"""`rlft sft`, `rm`, `dpo` and `sample`, killed and resumed, leave bit for bit what they would have left."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ RM = (
     "model.device=cpu",
     "logger=[jsonl]",
 )
+DPO = (
+    "dpo",
+    "+recipe=dpo_arithmetic",
+    "steps=5",
+    "preferences.held_out_fraction=0.993",  # five are left: an update has new ones and known ones
+    "rankings_per_step=4",
+    "lora.rank=2",
+    "lora.dropout=0.1",
+    "eval.every=2",
+    "eval.num_rankings=8",
+    "model.device=cpu",
+    "logger=[jsonl]",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +81,9 @@ CASES = {
     ),
     "a reward model, with replay and dropout": Case(
         words=RM, role="reward", files=("reward/adapter_model.safetensors", "reward/head.safetensors")
+    ),
+    "preference optimisation, over the pairs again, with dropout": Case(
+        words=DPO, role="policy", files=("policy/adapter_model.safetensors",)
     ),
 }
 

@@ -1,0 +1,37 @@
+"""Identity preference optimisation: margins are led to a finite value. arXiv 2310.12036, equation 17.
+
+    L = ((margin - 1 / 2) / beta) ** 2
+    reward = beta * (log pi(y) - log reference(y))                 if per_token is false
+    reward = beta * (log pi(y) - log reference(y)) / |y|           if per_token is true
+
+With h the difference of the two log-ratios, margin = beta h, so that L = (h - 1 / (2 beta)) ** 2 as in the paper, whose
+tau is beta: log-ratios of a pair that is never labelled otherwise stay finite. The paper sums log-probs over the tokens
+of a completion; other libraries take their mean, which is per_token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from rlft.keys.bounds import PositiveFloat
+from rlft.loss.preference_loss import Likelihoods, PreferenceLoss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ipo(PreferenceLoss):
+    """Fields are the keys of configs/loss/ipo.yaml, which explains them."""
+
+    beta: PositiveFloat
+    per_token: bool
+
+    needs_reference: ClassVar[bool] = True
+
+    def rewards(self, given: Likelihoods) -> Tensor:
+        return self.beta * given.log_ratios(per_token=self.per_token)
+
+    def of_margins(self, margins: Tensor) -> Tensor:
+        return ((margins - 0.5) / self.beta).square()
