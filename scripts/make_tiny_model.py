@@ -3,13 +3,15 @@
     python scripts/make_tiny_model.py                  # writes rlft/assets/tiny-arithmetic (10 minutes, two cores)
     python scripts/make_tiny_model.py --size student   # writes rlft/assets/tiny-student, a fifth of it
     python scripts/make_tiny_model.py --size caller    # writes rlft/assets/tiny-caller, as small, which calls tools
+    python scripts/make_tiny_model.py --size chains    # writes rlft/assets/tiny-chains, the first one taught chains
     python scripts/make_tiny_model.py --out /tmp/model --steps 400 --mixture-steps 200
 
 A Qwen2-shaped byte-level model of 0.8M parameters is first taught sums and differences step by step, then, late and
 briefly, a mixture of right, slightly wrong and badly formatted answers, both by `rlft sft` on all its weights. So it
 knows the task but doesn't always say so: there is something to learn for reinforcement learning in both correctness and
 format, and all of it is within reach. The student is smaller and has been to school for a shorter time. The caller is
-taught no arithmetic, but to write calls and to copy what it reads (scripts/calling_lessons.py).
+taught no arithmetic, but to write calls and to copy what it reads (scripts/calling_lessons.py). The one for chains goes
+on from tiny-arithmetic, and is taught for so short a time that it gets steps wrong (scripts/chain_lessons.py).
 Only problems of the training split are used (`rlft.data.arithmetic.split_of`), so the held-out split is unseen.
 
 The tiny-arithmetic that ships was made at commit 135476d, before there was `rlft sft`, by a loop of the script's own on
@@ -29,8 +31,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import calling_lessons
+import chain_lessons
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -46,7 +50,16 @@ ASSETS = Path(__file__).parents[1] / "rlft" / "assets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Shape of a model and how long it is taught. steps, mixture_steps: of 192 examples each. calls: it is to call."""
+    """Shape of a model and how long it is taught.
+
+    Args:
+        hidden, intermediate, layers, heads, kv_heads: of the transformer.
+        steps, mixture_steps: optimizer steps on clean lessons and on the mixture.
+        batch: lessons in each.
+        lr: learning rate at the height of its schedule.
+        lessons: what it is taught.
+        base: the embedded model that it begins as; None: random weights.
+    """
 
     hidden: int
     intermediate: int
@@ -55,14 +68,30 @@ class Size:
     kv_heads: int
     steps: int
     mixture_steps: int
-    calls: bool = False
+    batch: int = 192
+    lr: float = 3e-3
+    lessons: Literal["sums", "calls", "chains"] = "sums"
+    base: str | None = None
 
 
 SIZES = {
     "arithmetic": Size(hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, steps=1200, mixture_steps=300),
     "student": Size(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, steps=900, mixture_steps=150),
     "caller": Size(
-        hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, steps=1000, mixture_steps=150, calls=True
+        hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, steps=1000, mixture_steps=150, lessons="calls"
+    ),
+    "chains": Size(
+        hidden=128,
+        intermediate=384,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        steps=600,
+        mixture_steps=60,
+        batch=64,
+        lr=2e-3,
+        lessons="chains",
+        base="tiny-arithmetic",
     ),
 }
 
@@ -213,16 +242,19 @@ def teach(model: Path, demonstrations: Path, held_out: Path, folder: Path, words
 def train(model: Path, place: Path, args: argparse.Namespace) -> Path:
     """School, then the mixture: a warm-up and a cosine, then a low constant rate so as not to wash the task out."""
     rng = random.Random(args.seed)
-    calls = SIZES[args.size].calls
-    write: Callable[[Path, int, bool, random.Random], None] = (
-        calling_lessons.write_lessons if calls else write_demonstrations
-    )
+    lessons = SIZES[args.size].lessons
+    writers: dict[str, Callable[[Path, int, bool, random.Random], None]] = {
+        "sums": write_demonstrations,
+        "calls": calling_lessons.write_lessons,
+        "chains": chain_lessons.write_lessons,
+    }
+    write = writers[lessons]
     clean, mixed, held_out = place / "clean.jsonl", place / "mixed.jsonl", place / "held_out.jsonl"
     write(clean, args.batch * args.steps, False, rng)
     write(mixed, args.batch * args.mixture_steps, True, rng)
     # To watch the loss on; what it learned is measured on the held-out split.
     write(held_out, 32, False, rng)
-    longest = calling_lessons.LONGEST_PROMPT if calls else 64
+    longest = calling_lessons.LONGEST_PROMPT if lessons == "calls" else 64
     common = [f"examples_per_step={args.batch}", f"seed={args.seed}", f"prompts.max_tokens={longest}"]
     schooling = [f"steps={args.steps}", f"trainer.lr={args.lr}", "trainer.schedule=cosine", "trainer.warmup=100"]
     taught = teach(model, clean, held_out, place / "school", [*common, *schooling])
@@ -230,9 +262,9 @@ def train(model: Path, place: Path, args: argparse.Namespace) -> Path:
     return teach(taught, mixed, held_out, place / "mixture", [*common, *late])
 
 
-def measure(folder: Path, words: Iterable[str]) -> dict[str, float]:
-    """Held-out metrics at temperature 1, 8 samples of each of 256 problems, as `rlft eval` gives them."""
-    common = [f"model.path={folder}", "generation=transformers", "eval.num_prompts=256", "eval.num_samples=8"]
+def measure(folder: Path, words: Iterable[str], samples: int = 8) -> dict[str, float]:
+    """Held-out metrics at temperature 1, so many samples of each of 256 problems, as `rlft eval` gives them."""
+    common = [f"model.path={folder}", "generation=transformers", "eval.num_prompts=256", f"eval.num_samples={samples}"]
     return dict(eval.run(compose([*common, *words]), None, print).metrics)
 
 
@@ -244,6 +276,15 @@ def what_it_does(folder: Path) -> str:
 `<think>..</think><answer>..</answer>`, often but not always right and not always in that format: something for
 reinforcement learning to improve. Held-out problems at temperature 1, 256 x 8 samples: right
 {right}, pass@8 {best}, format right {metrics["eval/reward/format"]:.1%}."""
+
+
+def what_chains_it_solves(folder: Path) -> str:
+    metrics = measure(folder, ["+recipe=grpo_chains"], samples=16)
+    right, best = f"{metrics['eval/exact_match']:.1%}", f"{metrics['eval/pass@16']:.1%}"
+    return f"""that goes through chains of four sums, differences
+and products (`data=chains`) step by step, gets steps wrong, guesses without any, and does not always keep the format:
+something for reinforcement learning to improve, and not at once. Held-out chains at temperature 1, 256 x 16 samples:
+right {right}, pass@16 {best}, format right {metrics["eval/reward/format"]:.1%}."""
 
 
 def what_the_caller_does(folder: Path) -> str:
@@ -262,12 +303,15 @@ something for reinforcement learning to improve. Held-out problems at temperatur
 def write_readme(args: argparse.Namespace, seconds: float, num_parameters: int) -> None:
     options = f"--size {args.size} --seed {args.seed} --steps {args.steps} --mixture-steps {args.mixture_steps}"
     options += f" --batch {args.batch} --lr {args.lr}"
-    describe = what_the_caller_does if SIZES[args.size].calls else what_it_does
+    describe = {"sums": what_it_does, "calls": what_the_caller_does, "chains": what_chains_it_solves}[
+        SIZES[args.size].lessons
+    ]
+    base = SIZES[args.size].base
     (args.out / "README.md").write_text(
         f"""# {args.out.name}
 
 A Qwen2-shaped byte-level model of {num_parameters / 1e6:.1f}M parameters {describe(args.out)}
-Made from nothing in {seconds / 60:.0f} minutes on two CPU cores by
+Made from {base or "nothing"} in {seconds / 60:.0f} minutes on two CPU cores by
 
     python scripts/make_tiny_model.py {options}
 
@@ -284,17 +328,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="optimizer steps on clean solutions")
     parser.add_argument("--mixture-steps", type=int, help="optimizer steps on the mixture")
-    parser.add_argument("--batch", type=int, default=192, help="rows a step")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--batch", type=int, help="rows a step")
+    parser.add_argument("--lr", type=float)
     args = parser.parse_args(words)
     size = SIZES[args.size]
     args.out = args.out or ASSETS / f"tiny-{args.size}"
     args.steps = args.steps or size.steps
     args.mixture_steps = args.mixture_steps or size.mixture_steps
+    args.batch, args.lr = args.batch or size.batch, args.lr or size.lr
     start = time.monotonic()
     torch.manual_seed(args.seed)
-    tokenizer = make_tokenizer(calling_lessons.TAGS if size.calls else ())
-    model = make_model(tokenizer, size)
+    tokenizer = make_tokenizer(calling_lessons.TAGS if size.lessons == "calls" else ())
+    model = make_model(tokenizer, size) if size.base is None else Qwen2ForCausalLM.from_pretrained(ASSETS / size.base)
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"{num_parameters:,} parameters, {len(tokenizer)} tokens")
     model.generation_config.do_sample = True

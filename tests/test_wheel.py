@@ -78,12 +78,13 @@ def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> Non
     expected.add("rlft/assets/peer_names.yaml")
     assert {name for name in names if name.endswith(".yaml")} == expected
     assets = {"arithmetic-text.jsonl", *(f"tiny-arithmetic/{name}" for name in MODEL), *(f"report/{n}" for n in PAGE)}
-    assets |= {"seccomp/x86_64.bpf", "seccomp/aarch64.bpf", *(f"tiny-caller/{name}" for name in MODEL)}
+    assets |= {f"{model}/{name}" for model in ("tiny-caller", "tiny-chains", "tiny-student") for name in MODEL}
+    assets |= {"seccomp/x86_64.bpf", "seccomp/aarch64.bpf"}
     assert {f"rlft/assets/{name}" for name in assets} <= set(names)
 
 
 def test_the_wheel_is_small_and_holds_nothing_else(wheel: Path) -> None:
-    assert wheel.stat().st_size < 6 * 10**6
+    assert wheel.stat().st_size < 10 * 10**6
     places = {name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert places == {"rlft"}  # and rlft-<version>.dist-info
 

@@ -1,0 +1,59 @@
+"""What the embedded model for chains is taught: right working, no held-out chain, shares of what it is to unlearn."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import chain_lessons
+import pytest
+from chain_lessons import CLEAN, MIXED, Shares
+
+from rlft.data.chains import Chain, Chains
+from rlft.reward.equations import equations
+from rlft.types import Split
+
+
+def drawn(shares: Shares, count: int = 3000) -> list[tuple[Chain, str]]:
+    rng = random.Random(3)
+    chains = [chain_lessons.problem(rng) for _ in range(count)]
+    return [(chain, chain_lessons.response(chain, shares, rng)) for chain in chains]
+
+
+def test_chains_are_of_the_training_split_alone_and_as_the_data_asks_them(tmp_path: Path) -> None:
+    chain_lessons.write_lessons(tmp_path / "lessons.jsonl", 500, True, random.Random(0))
+    asked = [json.loads(line)["prompt"] for line in (tmp_path / "lessons.jsonl").read_text().splitlines()]
+    keys = {"steps": chain_lessons.STEPS, "largest": chain_lessons.LARGEST, "size": 1, "held_out_size": 400, "seed": 0}
+    held_out = {prompt.messages[0]["content"] for prompt in Chains(**keys).load(Split.held_out)}
+    assert len(asked) == 500
+    assert not held_out & {*asked}
+    assert all(chain.split is Split.train for chain, _ in drawn(MIXED))
+
+
+def test_clean_lessons_have_a_right_equation_for_each_step_and_the_last_result_as_the_answer() -> None:
+    for chain, text in drawn(CLEAN, 500):
+        assert [holds for _, holds in equations(text)] == [True] * 4
+        assert text.endswith(f"={chain.results[-1]}</think><answer>{chain.results[-1]}</answer>")
+
+
+def test_the_working_of_a_chain_goes_from_result_to_result() -> None:
+    chain = Chain(47, (("+", 38), ("-", 59), ("*", 3)))
+    assert chain_lessons.equations(chain) == ["47+38=85", "85-59=26", "26*3=78"]
+
+
+@pytest.mark.parametrize("kind", ["guess", "bad_format"])
+def test_the_mixture_has_its_shares(kind: str) -> None:
+    # Of 3000 lessons the share p of a kind has the standard deviation sqrt(p (1 - p) / 3000) < 0.0074: four of them.
+    lessons = drawn(MIXED)
+    formatted = [text.startswith("<think>") and text.endswith("</answer>") and "</think><answer>" in text
+                 for _, text in lessons]  # fmt: skip
+    share = {
+        "guess": sum(text.startswith("<think></think>") for _, text in lessons),
+        "bad_format": sum(not well for well in formatted),
+    }[kind]
+    assert share / len(lessons) == pytest.approx(getattr(MIXED, kind), abs=0.03)
+
+
+def test_every_written_equation_is_right_also_in_the_mixture() -> None:
+    assert all(holds for _, text in drawn(MIXED) for _, holds in equations(text))
