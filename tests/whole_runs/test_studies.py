@@ -34,6 +34,11 @@ def table(sweep: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
+def steps_done(sweep: Path) -> list[int]:
+    folders = [sweep / str(trial) / "seed_0" for trial in range(3)]
+    return [len(metrics(folder)) if folder.exists() else 0 for folder in folders]
+
+
 @pytest.mark.slow
 def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(
     keys: tuple[str, ...], quiet: Nursery, rough: Nursery, tmp_path: Path
@@ -45,17 +50,23 @@ def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(
     assert done.code == 0, done.err
     assert "sweep of 3 trials, best accuracy first" in done.out
 
-    kill = {"at": "rlft.loop.session:Session.sample", "call": 4, "do": "kill"}  # in trial 1, with its first step saved
+    kill = {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"}  # in trial 0, with its first step saved
     assert rough.run(*words, cwd=killed, events=[kill]).code == -9
-    assert len(metrics(killed / "sweep" / "1" / "seed_0")) == 1
+    assert steps_done(killed / "sweep") == [1, 0, 0]
+    ctrl_c = {"at": "rlft.trainer.optimizer:Optimizer.update", "call": 2, "do": "interrupt"}  # in trial 1's first step
+    done = rough.run("resume", "sweep", cwd=killed, events=[ctrl_c])
+    assert done.code == 130, done.err
+    assert "sweep of 3 trials, 0 done" in done.err
+    assert "the sweep goes on with: rlft resume sweep" in done.err
+    before = steps_done(killed / "sweep")
+    assert before == [2, 1, 0]
     seen = tmp_path / "seen"
     look = {"at": "rlft.loop.session:Session.sample", "do": "note", "to": str(seen)}
     done = rough.run("resume", "sweep", cwd=killed, events=[look])
     assert done.code == 0, done.err
-    assert "sweep of 3 trials, 1 done" in done.err
     assert table(killed / "sweep") == table(whole / "sweep")
-    steps = [len(metrics(folder / "seed_0")) for folder in sorted((whole / "sweep").glob("[012]"))]
-    assert len(seen.read_text().splitlines()) == sum(steps) - 3, "the three steps that were saved are not done again"
+    sampled = len(seen.read_text().splitlines()) if seen.exists() else 0
+    assert sampled == sum(steps_done(whole / "sweep")) - sum(before), "no step that was saved is done again"
     for row in table(whole / "sweep"):
         run = Path("sweep", row["trial"], "seed_0")
         if row["state"] == "complete":

@@ -9,9 +9,9 @@ from typing import Any
 
 from rlft.checks import check_early
 from rlft.config import compose as configs
-from rlft.config.token_budget import resolved
 from rlft.keys import verbs
 from rlft.planning.run_plan import Plan
+from rlft.run.references import resolved
 from rlft.types import UserError
 from rlft.verbs.study.config import key_of
 from rlft.verbs.study.measure import check_measured_alike, check_same_questions, check_same_steps

@@ -13,6 +13,7 @@ from rlft.config import compose as configs
 from rlft.config.overrides import Arguments, parse
 from rlft.run import run_folder
 from rlft.run.naming import short_names
+from rlft.system import interrupt
 from rlft.system.terminal import override, resuming, say
 from rlft.types import UserError
 from rlft.verbs.launch import import_libraries
@@ -22,6 +23,10 @@ from rlft.verbs.study.measure import check_metric, lower_is_better
 from rlft.verbs.study.space import Interval, Space, read_space
 from rlft.verbs.study.words import keep_words, may_change, saved_words
 from rlft.verbs.sweep_jobs import are_on_cards, cluster_of
+
+
+class AllFailedError(RuntimeError):
+    """None of the trials could be done."""
 
 
 def resume(folder: Path, changes: Sequence[str]) -> None:
@@ -58,7 +63,7 @@ def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
     words = [word for word in parsed.overrides if not is_own(word)]
     space = read_space(words, verb)
     total = number_of_trials(keys, space)
-    fixed = [word for word in space.fixed if not key_of(word).startswith("hydra.")]
+    fixed = [word for word in space.fixed if key_of(word) != "resume" and not key_of(word).startswith("hydra.")]
     space = replace(space, fixed=tuple(fixed))
     plains = composed(space, parsed.config_dir, verb)
     import_libraries()
@@ -109,13 +114,23 @@ def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
             name=lambda trial: name(trial.params),
             say=say,
         )
+        interrupt.keeps(f"go on with: {resuming(folder)}")
         try:
             if beside and cluster is not None:
                 trials_beside(study, space, cluster, verb, parsed, on_cards=are_on_cards(plains))
             else:
                 trials_here(study, space, verb, parsed.config_dir)
+        except KeyboardInterrupt as interruption:
+            goes_on = f"the sweep goes on with: {resuming(folder)}"
+            interrupt.keeps(goes_on)
+            if isinstance(interruption, interrupt.Reported):  # which ends without another line
+                say(goes_on)
+            raise
         finally:
             page.show(folder, trials, space, keys.metric, lambda row: name(row.params))
+    rows = trials.rows()
+    if all(row.state == "failed" for row in rows):
+        raise AllFailedError(f"no trial could be done; trial {rows[0].number} failed: {rows[0].why}")
 
 
 def number_of_trials(keys: StudyConfig, space: Space) -> int:

@@ -9,9 +9,10 @@ from typing import Any
 
 from rlft.checks import check_early
 from rlft.config import compose as configs
-from rlft.config.token_budget import resolved
 from rlft.loop.engines import Engines
 from rlft.run import run_folder
+from rlft.run.references import resolved
+from rlft.system import signals
 from rlft.types import Evaluation, RunInfo, StepRecord
 from rlft.verbs.study.config import key_of
 from rlft.verbs.study.runs import FailedError, PrunedError, Run, Study, is_of_the_values, one_after_the_other
@@ -21,8 +22,10 @@ from rlft.verbs.sweep import go_on
 
 def trials_here(study: Study, space: Space, verb: str, config_dir: Path | None) -> None:
     """Does all trials, one after the other, on one base and with one engine as far as their configs allow it."""
+    before = signals.count()
     with Engines() as engines:
-        one_after_the_other(study, partial(_do_here, space=space, verb=verb, config_dir=config_dir, engines=engines))
+        do = partial(_do_here, space=space, verb=verb, config_dir=config_dir, engines=engines)
+        one_after_the_other(study, do, lambda: signals.count() > before)
 
 
 def _do_here(

@@ -35,9 +35,11 @@ def show(folder: Path, trials: Trials, space: Space, metric: str, name: Callable
     keys = [one.key for one in space.varied]
     table = write_csv(folder, rows, keys, metric)
     print_table(rows, metric, name, importance)
+    picture = io.BytesIO()
     figure(rows, space, metric, importance, lower=trials.lower_is_better).savefig(
-        folder / PICTURE, dpi=120, metadata={"Software": None}
+        picture, dpi=120, metadata={"Software": None}
     )
+    write_atomically(folder / PICTURE, picture.getvalue())
     print(f"written to {table} and {folder / PICTURE}")
 
 
@@ -78,7 +80,8 @@ def print_table(rows: Sequence[Row], metric: str, name: Callable[[Row], str], im
 
     terminal = open_terminal()
     plus_minus = glyphs_for(terminal.encoding).plus_minus
-    printed = Table(title=f"sweep of {len(rows)} trials, best {metric} first", title_justify="left")
+    terminal.print(f"sweep of {len(rows)} trials, best {metric} first", soft_wrap=True, highlight=False)
+    printed = Table()
     printed.add_column("trial", justify="right", no_wrap=True)
     printed.add_column("keys", overflow="fold")
     printed.add_column(metric, justify="right", no_wrap=True)

@@ -83,7 +83,6 @@ class Study:
         self.trials, self.folder, self.seeds, self.total = trials, folder, tuple(seeds), total
         self._steps, self._metric, self._name, self._say = steps, metric, name, say
         self._unfinished = trials.unfinished()
-        self.failed: dict[int, str] = {}
 
     def next(self) -> Trial | None:
         """The next trial whose runs are to be done: one that was interrupted, else a new one; None after the last."""
@@ -128,7 +127,6 @@ class Study:
         self._say(self._result(trial))
 
     def has_failed(self, trial: Trial, why: str) -> None:
-        self.failed[trial.number] = why
         self.trials.fail(trial.number, why)
         self._say(f"trial {trial.number} failed: {why}")
 
@@ -139,11 +137,23 @@ class Study:
         return f"trial {trial.number} is {how}: {value}"
 
 
-def one_after_the_other(study: Study, do: Doing) -> None:
-    """Does all trials in turn, each with its seeds in turn."""
+def one_after_the_other(study: Study, do: Doing, interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Does all trials in turn, each with its seeds in turn.
+
+    Args:
+        study: says what is to be done.
+        do: does a run.
+        interrupted: whether a signal has come. One that comes in the last step of a run, or in one at whose end its
+            trial is ended early, interrupts the study and not the run.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted, before another run was begun.
+    """
     while (trial := study.next()) is not None:
         try:
             for index in range(len(study.seeds)):
+                if interrupted():
+                    raise KeyboardInterrupt
                 run = study.run(trial, index)
                 do(run, lambda run=run: study.look(run))
                 if study.look(run):

@@ -76,7 +76,7 @@ def test_a_trial_that_cannot_be_done_fails_and_the_others_go_on(tmp_path: Path) 
     one_after_the_other(study, FakeRuns(before=before))
     rows = {row.number: row for row in study.trials.rows()}
     assert [rows[n].state for n in range(4)] == ["complete", "failed", "complete", "complete"]
-    assert study.failed == {1: "the loss is not finite"}
+    assert rows[1].why == "the loss is not finite"
 
 
 def test_any_other_error_ends_the_study_and_leaves_the_trial_to_go_on(tmp_path: Path) -> None:
@@ -90,6 +90,15 @@ def test_any_other_error_ends_the_study_and_leaves_the_trial_to_go_on(tmp_path: 
     assert [trial.number for trial in again.trials.unfinished()] == [1]
     one_after_the_other(again, FakeRuns())
     assert {row.state for row in again.trials.rows()} == {"complete"}
+
+
+def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_one(tmp_path: Path) -> None:
+    study, runs = make_study(tmp_path, keys(trials=4, seeds=2)), FakeRuns()
+    with pytest.raises(KeyboardInterrupt):
+        one_after_the_other(study, runs, lambda: len(runs.ran) == 3)
+    assert runs.ran == [(0, 0), (0, 1), (1, 0)]
+    again = make_study(tmp_path, keys(trials=4, seeds=2))
+    assert [row.state for row in again.trials.rows()] == ["complete", "unfinished"]
 
 
 def test_which_errors_are_of_a_trials_values() -> None:
