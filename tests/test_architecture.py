@@ -158,7 +158,6 @@ TESTED_ELSEWHERE = {
     "verbs/study/checked": "test_refusals.py",
     "verbs/study/command": "whole_runs/test_studies.py",
     "verbs/study/config": "test_refusals.py",
-    "verbs/study/here": "whole_runs/test_studies.py",
     "verbs/study/words": "whole_runs/test_studies.py",
     "verbs/sweep": "whole_runs/test_sweeps.py",
     "verbs/train": "test_cli.py",

@@ -1,0 +1,58 @@
+"""A run of a study in this process: its words, and how it is ended at an evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_studies import RATE
+
+from rlft.logger.jsonl import METRICS, read_lines
+from rlft.loop.engines import Engines
+from rlft.run import run_status
+from rlft.run.run_folder import read
+from rlft.types import UserError
+from rlft.verbs.study.here import _do_here, words_of
+from rlft.verbs.study.measure import curve
+from rlft.verbs.study.runs import FailedError, PrunedError, Run
+from rlft.verbs.study.space import Space
+from rlft.verbs.study.trials import Trial
+
+SMALL = (
+    "steps=3", "prompts_per_step=2", "group_size=2", "lora.rank=2", "eval.every=1", "eval.num_prompts=2",
+    "eval.num_samples=1", "generation=transformers", "generation.max_tokens=4", "model.device=cpu", "data.size=16",
+    "data.held_out_size=4", "scoring.workers=0", "logger=jsonl", "seed=7",
+)  # fmt: skip
+
+
+def run_of(folder: Path, rate: float = 1e-3) -> Run:
+    return Run(trial=Trial(number=0, params={"trainer.lr": rate}), index=1, seed=8, folder=folder)
+
+
+def test_a_run_that_its_study_gives_up_ends_at_that_evaluation_and_says_why(tmp_path: Path) -> None:
+    space, run = Space(fixed=SMALL, varied=(RATE,)), run_of(tmp_path / "run")
+    assert words_of(run, space) == [*SMALL[:-1], "trainer.lr=0.001", "seed=8"]
+    with Engines() as engines, pytest.raises(PrunedError):
+        _do_here(
+            run,
+            lambda: 1 in curve(run.folder, "accuracy"),  # not before the first step
+            space=space,
+            verb="train",
+            config_dir=None,
+            engines=engines,
+        )
+    assert read(run.folder)["seed"] == 8
+    assert [line["step"] for line in read_lines(run.folder / METRICS)] == [1]
+    reason = "ended by its sweep after step 1: its trial lags behind"
+    assert run_status.read(run.folder) == (run_status.Status.stopped, reason)
+    assert run_status.error(run.folder) == "PrunedError"
+
+
+def test_values_that_the_config_refuses_are_the_trials_own_failure(tmp_path: Path) -> None:
+    space = Space(fixed=SMALL, varied=(RATE,))
+    with pytest.raises(FailedError, match=r"^trainer.lr: must be "):
+        _do_here(run_of(tmp_path, -1.0), lambda: False, space=space, verb="train", config_dir=None, engines=None)
+    (tmp_path / "file").write_text("")
+    run = run_of(tmp_path / "file" / "run")
+    with Engines() as engines, pytest.raises(UserError, match=r"^hydra.run.dir: "):
+        _do_here(run, lambda: False, space=space, verb="train", config_dir=None, engines=engines)
