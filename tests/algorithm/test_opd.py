@@ -93,10 +93,15 @@ def test_masked_tokens_do_not_matter_to_the_divergence(make, batch, close):
         soiled = student.clone(), teacher.clone()
         for tensor in soiled:
             tensor[outside] = junk
-        outputs = Outputs(logprobs=batch.old_logprobs, top_k_logprobs=soiled[0])
-        return algorithm.loss(outputs, algorithm.credit(replace(batch, teacher_top_k_logprobs=soiled[1])), scale).total
+        outputs = Outputs(logprobs=batch.old_logprobs, top_k_logprobs=soiled[0].requires_grad_())
+        credited = algorithm.credit(replace(batch, teacher_top_k_logprobs=soiled[1]))
+        loss = algorithm.loss(outputs, credited, scale).total
+        return loss.detach(), torch.autograd.grad(loss, outputs.top_k_logprobs)[0]
 
-    assert torch.equal(total(float("nan")), total(-3.0))
+    clean, soiled = total(-3.0), total(float("nan"))
+    assert torch.equal(clean[0], soiled[0])
+    assert torch.equal(clean[1], soiled[1])
+    assert (soiled[1][outside] == 0).all()
 
 
 def test_what_it_asks_for(make):

@@ -219,3 +219,20 @@ def test_branches_cannot_be_read_with_another_prompt(tree_batch):
     trees = tree_batch[0]
     with pytest.raises(ValueError, match="a row with branches cannot be read with another prompt"):
         with_other_prompts(trees, torch.zeros(4, 3, dtype=torch.int64))
+
+
+def test_padded_rows_of_a_teacher_go_through_it_within_the_budget_that_packed_ones_of_the_student_fill(
+    make_roles, batch
+):
+    """Packed the rows have 13 tokens; padded, two rows of 6 fit into 13, and then two of 5 and 3: 2 x 5 = 10."""
+    roles = make_roles(noise=0.05)
+    layout, padded, seen = roles.forward.layout(batch), replace(roles.forward, packed=False), []
+    assert layout.num_tokens == 13
+    keys = {"top_k": 3, "vocabulary": 999, "token_budget": 13}
+    expected = said(roles.forward, batch, layout, **keys)
+    hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[:2]))
+    made = said(padded, batch, layout, **keys)
+    hook.remove()
+    assert seen == [(2, 6), (2, 5)]
+    for name, values in expected.items():
+        torch.testing.assert_close(made[name], values, rtol=1e-5, atol=1e-5)
