@@ -1130,6 +1130,8 @@ READ_BY_LIBRARIES = (
     "context of 512 tokens", "of 512 tokens, got 1024", "the model cannot be read", "no linear layer of that name",
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
+    # a teacher's config.json and tokenizer, and prompts with its hint
+    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of 64 tokens", "with it the longest row has",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",
     "is a JSON array", "holds no tests",
