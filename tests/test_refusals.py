@@ -209,7 +209,7 @@ TABLE = [
     ("train --help x", "command line", "must be words such as key=value, got x"),
     ("plan --help=foo", "--help", "takes no value, got foo"),
     ("eval --help=foo", "--help", "takes no value, got foo"),
-    ("train steps 10", "command line", "got steps; did you mean steps=10?"),
+    ("train steps 10", "command line", "got steps; did you mean steps=10"),
     ("train --steps 10", "command line", "got --steps; keys have no dashes; did you mean steps=10?"),
     ("train --lr=1e-4", "command line", "did you mean trainer.lr=1e-4?"),
     ("train --group-size 4", "command line", "did you mean group_size=4?"),
@@ -1131,7 +1131,8 @@ READ_BY_LIBRARIES = (
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
-    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of 64 tokens", "with it the longest row has",
+    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of 64 tokens",
+    "with it the longest row has",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",
     "is a JSON array", "holds no tests",
