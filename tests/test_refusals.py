@@ -210,7 +210,7 @@ TABLE = [
     ("plan --help=foo", "--help", "takes no value, got foo"),
     ("eval --help=foo", "--help", "takes no value, got foo"),
     ("train steps 10", "command line", "got steps; did you mean steps=10"),
-    ("train --steps 10", "command line", "got --steps; keys have no dashes; did you mean steps=10?"),
+    ("train --steps 10", "command line", "got --steps; keys have no dashes; did you mean steps=10"),
     ("train --lr=1e-4", "command line", "did you mean trainer.lr=1e-4?"),
     ("train --group-size 4", "command line", "did you mean group_size=4?"),
     ("train --nonsense", "command line", "there is no such option, got --nonsense"),
