@@ -36,10 +36,9 @@ LEVELS = (
     ("train", "supervised", "doctor"),
     ("verbs",),
     ("cli",),
-    ("entry",),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MOST_ROOMS, MOST_ROOT_MODULES = 31, 8
+MOST_ROOMS, MOST_ROOT_MODULES = 30, 8
 
 # Modules whose tests have another name than theirs: what they are for is seen where they are used.
 TESTED_ELSEWHERE = {
@@ -96,7 +95,6 @@ TESTED_ELSEWHERE = {
     "environment/protocol": "environment/test_conversations.py",
     "environment/tools": "environment/test_conversations.py",
     "environment/worker": "environment/test_conversations.py",
-    "entry": "whole_runs/test_interrupts.py",
     "export/model_card": "verbs/test_export.py",
     "generation/config": "config/test_compose.py",
     "generation/engine": "generation/test_outside_engine.py",
@@ -245,7 +243,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_the_command_line_is_on_top() -> None:
-    assert [str(m) for m in MODULES if Path("cli") in ours(m)] == ["entry"], "which only handles signals before it"
+    assert [str(m) for m in MODULES if Path("cli") in ours(m)] == ["__init__"], "which only handles signals before it"
 
 
 @pytest.mark.parametrize(
@@ -323,7 +321,7 @@ LIGHT = [
     m
     for m in MODULES
     if m.parts[0] in LIGHT_ROOMS
-    or str(m) in ("cli", "entry", "prepare/prompts", "algorithm/formula")
+    or str(m) in ("cli", "prepare/prompts", "algorithm/formula")
     or (m.parts[0] == "verbs" and m.name in LIGHT_VERBS)
 ]
 

@@ -65,6 +65,8 @@ def suggestions(name: str, verb: str, known: Collection[str] | None = None) -> l
         return [meant]
     if name in peer_names():
         return []  # the verb has no such key, and a key that merely looks like it means something else
+    if name == last and name in keys:
+        return [Suggestion(name)]
     if last != name and (close := _like(name, keys)):
         return [Suggestion(close)]
     same_end = _same_end(last, keys)

@@ -9,6 +9,7 @@ from rlft.loop.metrics import turn_metrics
 from rlft.model.roles import POLICY, Roles
 from rlft.ops.kl import k3
 from rlft.ops.mask import row_sum
+from rlft.ops.pass_at import pass_at, pass_sizes
 from rlft.ops.seeds import sampling_seeds
 from rlft.types import Batch, Evaluation, Generator, Group, Prompt, Sampling, Scores
 
@@ -66,20 +67,6 @@ def kl_to_base(roles: Roles, batch: Batch) -> float:
     """KL(policy || base) on the policy's own completions, in nats, mean over tokens (k3: unbiased, never negative)."""
     gaps_BT = k3(roles.logprobs(batch, POLICY), roles.logprobs(batch, None))
     return row_sum(gaps_BT.double(), batch.loss_mask).sum().item() / max(1, int(batch.loss_mask.sum()))
-
-
-def pass_sizes(k: int) -> list[int]:
-    """The powers of two below k, and k itself."""
-    return sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
-
-
-def pass_at(size: int, num_samples: int, num_right: int) -> float:
-    """Unbiased chance that at least one of `size` samples is right: 1 - C(n - c, size) / C(n, size) (arXiv 2107.03374).
-
-    >>> pass_at(1, 4, 1), pass_at(4, 4, 1), round(pass_at(2, 4, 1), 3)
-    (0.25, 1.0, 0.5)
-    """
-    return 1 - math.comb(num_samples - num_right, size) / math.comb(num_samples, size)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

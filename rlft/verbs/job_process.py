@@ -14,7 +14,7 @@ if sys.platform == "linux":
 if os.getppid() != int(sys.argv.pop(1)):
     os._exit(1)
 sys.path[:0] = sys.argv.pop(1).split(os.pathsep)
-from rlft.entry import main
+from rlft import main
 main()
 """
 

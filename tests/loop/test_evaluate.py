@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.loop.evaluate import evaluate, kl_to_base, mean_and_error, pass_at, pass_sizes, summarise
+from rlft.loop.evaluate import evaluate, kl_to_base, mean_and_error, summarise
 from rlft.ops.seeds import sampling_seeds
 from rlft.types import Sampling, Scores
 
@@ -72,19 +71,6 @@ def test_lengths_are_counted_in_tokens(groups):
     measured = summarise(groups, scores(math=[[0.0] * 4] * 2), step=0, correct_at=1, num_examples=0)
     assert measured.metrics["eval/length/mean"] == 3.5
     assert measured.metrics["eval/length/truncated_fraction"] == 0.5
-
-
-@pytest.mark.parametrize(("k", "sizes"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_pass_at_is_given_for_powers_of_two_and_for_all_samples(k, sizes):
-    assert pass_sizes(k) == sizes
-
-
-def test_pass_at_is_the_share_of_subsets_with_a_right_sample():
-    for n, right, size in itertools.product(range(1, 7), range(7), range(1, 7)):
-        if right <= n and size <= n:
-            subsets = list(itertools.combinations(range(n), size))
-            share = sum(min(subset) < right for subset in subsets) / len(subsets)
-            assert pass_at(size, n, right) == pytest.approx(share, abs=1e-12)
 
 
 def test_the_standard_error_is_that_of_the_mean_over_prompts():

@@ -28,7 +28,8 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def specs(config: RunConfig, placement: Placement) -> dict[str, tuple[float, dict[str, str]]]:
     """{name: (cards that the launcher is asked for, its variables)} of all members."""
-    plan: Any = SimpleNamespace(config=config, placement=placement, needs_old=False)
+    algorithm = SimpleNamespace(teacher_top_k=0)
+    plan: Any = SimpleNamespace(config=config, placement=placement, needs_old=False, algorithm=algorithm)
     all_specs = [*engine_specs(config, "transformers", placement), *rank_specs(plan)]
     assert {spec.arguments.get("config", spec.arguments.get("settings")).model.device for spec in all_specs} == {"cuda"}
     return {spec.name: (spec.gpus, dict(spec.environment)) for spec in all_specs}

@@ -114,7 +114,7 @@ class Arrives:
             os.kill(os.getpid(), signal.SIGNAL)
 sys.meta_path.insert(0, Arrives())
 sys.argv = ["rlft", "--version"]
-from rlft.entry import main
+from rlft import main
 main()
 """
 

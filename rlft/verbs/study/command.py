@@ -19,7 +19,7 @@ from rlft.types import UserError
 from rlft.verbs.launch import import_libraries
 from rlft.verbs.study.checked import checked_plan, composed
 from rlft.verbs.study.config import USUAL_TRIALS, StudyConfig, check_installed, is_own, key_of, read_config
-from rlft.verbs.study.measure import check_metric, lower_is_better
+from rlft.verbs.study.measure import check_loggers, check_metric, lower_is_better
 from rlft.verbs.study.space import Interval, Space, read_space
 from rlft.verbs.study.words import keep_words, may_change, saved_words
 from rlft.verbs.sweep_jobs import are_on_cards, cluster_of
@@ -66,8 +66,9 @@ def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
     fixed = [word for word in space.fixed if key_of(word) != "resume" and not key_of(word).startswith("hydra.")]
     space = replace(space, fixed=tuple(fixed))
     plains = composed(space, parsed.config_dir, verb)
-    import_libraries()
     check_metric(keys.metric, plains[0])
+    check_loggers(plains[0])
+    import_libraries()
     cluster = cluster_of(plains)
     steps = checked_plan(space, plains, verb).num_steps
     named = parsed.value("hydra.sweep.dir")

@@ -9,6 +9,8 @@ from typing import Any
 
 from rlft.keys import verbs
 from rlft.logger.jsonl import EVALUATIONS, read_lines, silent
+from rlft.logger.loggers import is_declared
+from rlft.ops.pass_at import pass_sizes
 from rlft.planning.run_plan import Plan
 from rlft.types import UserError
 
@@ -38,6 +40,14 @@ def check_measured_alike(first: Mapping[str, Any], other: Mapping[str, Any]) -> 
         raise UserError(key, problem, got=f"{before.get(key)} and {after.get(key)}", remedy=remedy)
 
 
+WITHOUT_SAMPLES = {
+    "sft": ("eval/loss",),
+    "rm": ("accuracy", "eval/loss"),
+    "dpo": ("accuracy", "eval/loss", "eval/margin", "eval/chosen_logprob"),
+}
+"""What evaluations of these verbs have, whatever is sampled besides."""
+
+
 def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
     """Refuses a metric that evaluations of this run will not have.
 
@@ -51,12 +61,18 @@ def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
         raise UserError("sweep.metric", "no evaluation has it", got=metric, remedy=f"use one of {', '.join(known)}")
 
 
+def check_loggers(plain: Mapping[str, Any]) -> None:
+    """Refuses loggers of which none writes what trials are compared by."""
+    loggers = plain.get("logger") or {}
+    if not is_declared(loggers, "writes_metrics"):
+        problem = "trials are compared by eval.jsonl, which none of these writes"
+        raise UserError("logger", problem, got=", ".join(loggers) or "null", remedy="add jsonl")
+
+
 def metrics_of(plain: Mapping[str, Any]) -> list[str]:
     """The names of numbers in eval.jsonl that a study can compare runs of this config by."""
-    from rlft.loop.evaluate import pass_sizes
-
     verb, settings, rewards = plain["verb"], plain["eval"], plain.get("reward") or {}
-    known = {"sft": ["eval/loss"], "rm": ["accuracy", "eval/loss"]}.get(verb, [])
+    known = list(WITHOUT_SAMPLES.get(verb, ()))
     if verb == "train" or (verb == "sft" and plain.get("data")):
         known = ["accuracy", *(f"eval/pass@{size}" for size in pass_sizes(settings["num_samples"])), *known]
         known += [f"eval/reward/{name}" for name in rewards]

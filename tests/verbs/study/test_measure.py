@@ -10,7 +10,14 @@ from fake_studies import line, write
 
 from rlft.config.compose import compose
 from rlft.types import UserError
-from rlft.verbs.study.measure import check_measured_alike, check_metric, curve, lower_is_better, metrics_of
+from rlft.verbs.study.measure import (
+    check_loggers,
+    check_measured_alike,
+    check_metric,
+    curve,
+    lower_is_better,
+    metrics_of,
+)
 
 
 def test_the_metrics_of_a_run_are_those_of_its_evaluations() -> None:
@@ -24,6 +31,8 @@ def test_the_metrics_of_a_run_are_those_of_its_evaluations() -> None:
         "accuracy",
         "eval/loss",
     ]
+    dpo = compose(["preferences=jsonl", "preferences.path=x.jsonl"], verb="dpo")
+    assert metrics_of(dpo) == ["accuracy", "eval/loss", "eval/margin", "eval/chosen_logprob"]
 
 
 def test_a_metric_that_there_will_not_be_is_refused() -> None:
@@ -32,6 +41,12 @@ def test_a_metric_that_there_will_not_be_is_refused() -> None:
     with pytest.raises(UserError, match=r"eval.every: trials are compared by what evaluations measure"):
         check_metric("accuracy", compose(["eval.every=0"]))
     check_metric("eval/reward/format", compose([]))
+
+
+def test_loggers_that_write_no_evaluations_are_refused() -> None:
+    with pytest.raises(UserError, match=r"logger: trials are compared by eval.jsonl, .*, got console; add jsonl"):
+        check_loggers(compose(["logger=console"]))
+    check_loggers(compose(["logger=[console,jsonl]"]))
 
 
 @pytest.mark.parametrize(
