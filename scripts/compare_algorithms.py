@@ -2,11 +2,13 @@
 
     python scripts/compare_algorithms.py                          # every algorithm's recipe as it is, seeds 0 1 2
     python scripts/compare_algorithms.py --only grpo ppo --seeds 0 1 --completions 10240
+    python scripts/compare_algorithms.py --task chains --seeds 0 1 2 3 4 --jobs 2
     python scripts/compare_algorithms.py --redraw                 # table and picture again, from the raw numbers
 
-Each run is an ordinary `rlft train` in a process of its own (so that its peak memory is its own), one after the other,
-in <out>/<name>/seed_<k>. Stopped by Ctrl-C or killed, the same command goes on: finished runs are not repeated, a begun
-one is resumed. In <out> it leaves comparison.md (for recipes/README.md), comparison.png and comparison.json.
+With --task chains every recipe gets the keys that recipes/grpo_chains.yaml gives GRPO. Each run is an ordinary `rlft
+train` in a process of its own (so that its peak memory is its own), --jobs of them at a time, in <out>/<name>/seed_<k>.
+Stopped by Ctrl-C or killed, the same command goes on: finished runs are not repeated, begun ones are resumed. In <out>
+it leaves comparison.md (for recipes/README.md), comparison.png and comparison.json.
 
 Exit codes: 0 done and all checks hold, 1 a check or a run failed, 2 a mistake the user can fix, 130 stopped.
 """
@@ -26,16 +28,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+import yaml
+from significance import half_interval
 
 from rlft.config import compose as config
 from rlft.config import overrides as command_line
+from rlft.config.schema import ADDED_KEYS
 from rlft.keys import catalog
+from rlft.keys.flat import flatten
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import duration
 from rlft.run import run_folder
@@ -49,13 +56,22 @@ SUFFIX = "_arithmetic"
 TABLE, PICTURE, NUMBERS = "comparison.md", "comparison.png", "comparison.json"
 RECORD = "comparison.json"  # in a run's folder: where and how long it ran, written when it is finished
 
+TASKS = ("arithmetic", "chains")
+"""The first is the recipes' own; each of the others is what the recipe `grpo_<task>` changes of `grpo_arithmetic`."""
+
+# What is asked of the recipes on their own task; it is for comparing that there are others.
 MIN_GAIN = 0.15
 MIN_ACCURACY = 0.90
 MUST_REACH = ("grpo", "gspo", "ppo", "rloo")
 
+HALF = 0.5
+"""The accuracy whose price in completions is told."""
+
 # What may differ between a run that is there and the one that is asked for: it changes no number.
 FREE = ("resume", "logger", "checkpoint")
 TELL_SECONDS = 60.0  # between two lines of progress where there is no terminal
+LIVE_SECONDS = 1.0  # where there is one
+POLL_SECONDS = 0.2
 LIVE_WIDTH = 79  # of the line that is told in place where there is one
 
 # The algorithms' names in their papers; others are shown by the name of their recipe.
@@ -109,7 +125,7 @@ def run(arguments: Sequence[str]) -> int:
             comparison = read_comparison(options.out / NUMBERS)
         else:
             jobs = make_jobs(options)
-            comparison = train_all(jobs, options.out, options.config_dir, again=options.again)
+            comparison = train_all(jobs, options)
         return publish(comparison, options.out)
     except UserError as error:
         print(f"compare_algorithms: {error}", file=sys.stderr)
@@ -125,9 +141,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=(__doc__ or "").strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help="what is learned (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="K", help="default: 0 1 2")
+    parser.add_argument("--jobs", type=at_least_one, default=1, metavar="N", help="runs at a time (%(default)s)")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/compare"), help="folder of all that is made (%(default)s)"
+        "--out", type=Path, help="folder of all that is made (runs/compare, of another task runs/compare_<task>)"
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"these recipes, with or without {SUFFIX}")
     parser.add_argument("--completions", type=int, metavar="N", help="of each run, by its steps; else as recipes say")
@@ -137,7 +155,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir", type=Path, help="folder with more recipes, as for rlft train")
     parser.add_argument("--again", action="store_true", help="delete and repeat runs whose recipe has changed since")
     parser.add_argument("--redraw", action="store_true", help=f"train nothing: table and picture from {NUMBERS}")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.out = options.out or Path("runs") / ("compare" if options.task == TASKS[0] else f"compare_{options.task}")
+    return options
+
+
+def at_least_one(text: str) -> int:
+    """A number of runs at a time.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}; use --jobs 1 for one after the other")
+    return int(text)
 
 
 # -- what is to be trained ---------------------------------------------------------------------------------------------
@@ -174,10 +205,12 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
     if len(set(options.seeds)) < len(options.seeds):
         raise UserError("--seeds", "a seed is given twice", got=options.seeds, remedy="give each once")
     names = chosen_names(options.only, known_names(options.config_dir))
+    of_task, given = task_overrides(options.task), {word.partition("=")[0] for word in options.override}
     jobs = []
     for name in names:
-        overrides = [f"+recipe={name}{SUFFIX}", "rollouts.every=0", "checkpoint.keep=1"]
-        overrides += ["eval.kl_base=true", *options.override]
+        overrides = [f"+recipe={name}{SUFFIX}", "rollouts.every=0", "checkpoint.keep=1", "eval.kl_base=true"]
+        overrides += [f"{key}={value}" for key, value in of_task.items() if key not in given]
+        overrides += options.override
         composed = config.compose(overrides, options.config_dir)
         if options.completions is not None:
             overrides.append(f"steps={steps_for(options.completions, name, composed)}")
@@ -191,6 +224,20 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
             config.build(plain)
             jobs.append(Job(name=name, seed=seed, folder=folder, overrides=words, config=plain))
     return sorted(jobs, key=lambda job: order(job.family, job.name))  # stable: seeds stay as given
+
+
+def task_overrides(task: str) -> dict[str, str]:
+    """{group or key: its value on a command line} of what the recipe `grpo_<task>` changes of `grpo_arithmetic`."""
+    if task == TASKS[0]:
+        return {}
+    recipe = yaml.safe_load(catalog.files("recipe")[f"grpo_{task}"].read_text())
+    defaults, _ = recipe.pop("defaults"), recipe.pop("name")
+    choices = {key: value for entry in defaults if isinstance(entry, dict) for key, value in entry.items()}
+    groups = {key.removeprefix("override /"): value for key, value in choices.items()}
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in flatten({**groups, **recipe}).items()
+    }
 
 
 def known_names(config_dir: Path | None) -> list[str]:
@@ -244,35 +291,88 @@ def order(family: str, name: str) -> tuple[int, str, str]:
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
-def train_all(jobs: Sequence[Job], out: Path, config_dir: Path | None, *, again: bool) -> Comparison:
-    """Trains what is not finished, one run after the other; a run that fails is told and the others go on.
+class Process(Protocol):
+    """What is asked of a run's process: subprocess.Popen."""
+
+    def poll(self) -> int | None: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A run in progress. place: "[2/6] grpo seed 1"; first: the steps it had when it was begun or resumed here."""
+
+    job: Job
+    place: str
+    process: Process
+    log: Path
+    first: int
+    is_fresh: bool
+    start: float
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+
+def train_all(jobs: Sequence[Job], options: argparse.Namespace) -> Comparison:
+    """Trains what is not finished, `options.jobs` at a time; a run that fails is told and the others go on.
 
     Raises:
-        UserError: a run that is there differs from the one asked for, and `again` is not set.
-        KeyboardInterrupt: asked to stop; the run in progress has saved its state.
+        UserError: a run that is there differs from the one asked for, and `options.again` is not set.
+        KeyboardInterrupt: asked to stop; the runs in progress have saved their state.
     """
-    clear_changed(jobs, again=again)
-    todo = [job for job in jobs if not is_finished(job)]
+    clear_changed(jobs, again=options.again)
+    waiting, running = [job for job in jobs if not is_finished(job)], list[Running]()
+    num_finished = len(jobs) - len(waiting)
     budget = {job.config["steps"] * job.completions_per_step for job in jobs}
     each = " or ".join(f"{number:,}" for number in sorted(budget))
-    print(f"runs: {len(jobs)} of {each} completions, {len(jobs) - len(todo)} finished already, in {out}", flush=True)
+    print(f"runs: {len(jobs)} of {each} completions, {num_finished} finished already, in {options.out}", flush=True)
     failures: dict[str, str] = {}
-    pace = Pace([measured for job in jobs if (measured := measured_pace(job))])
-    with stopped_by_signals():
-        for number, job in enumerate(todo):
-            write_comparison(collect(jobs, failures), out / NUMBERS)
-            place = f"[{len(jobs) - len(todo) + number + 1}/{len(jobs)}] {job.name} seed {job.seed}"
-            why = train_one(job, config_dir, Progress(place, todo[number:], pace))
-            if why is not None:
-                failures[job.key] = why
-                print(f"{place} failed: {why}", flush=True)
-                continue
-            pace.add(measured_pace(job))
-            accuracy = read_run(job).accuracy
-            after = todo[number + 1 :]
-            left = f"; {len(after)} to go{pace.told(after)}" if after else ""
-            print(f"{place}: {accuracy[0]:.3f} -> {accuracy[-1]:.3f}{left}", flush=True)
-    return collect(jobs, failures)
+    progress = Progress(Pace([measured for job in jobs if (measured := measured_pace(job))]), options.jobs)
+
+    def save() -> None:
+        write_comparison(collect(jobs, failures, options.task), options.out / NUMBERS)
+
+    save()
+    with requests_to_stop() as requests:
+        heard = 0
+        try:
+            while waiting or running:
+                if len(requests) > heard:  # a second one, while the runs finish their steps, stops them at once
+                    heard = len(requests)
+                    stop(running, waiting)
+                while waiting and len(running) < options.jobs:
+                    job, number = waiting.pop(0), len(jobs) - len(waiting)
+                    place = f"[{number}/{len(jobs)}] {job.name} seed {job.seed}"
+                    running.append(begin(job, place, options))
+                    progress.begun(running, waiting)
+                for run in [run for run in running if run.process.poll() is not None]:
+                    running.remove(run)
+                    code = run.process.poll()
+                    if code == 130:  # where nobody has asked here, somebody else has stopped the run
+                        requests += [] if requests else [signal.SIGINT]
+                        continue
+                    if (why := finish(run, code, options.jobs)) is not None:
+                        failures[run.job.key] = why
+                    progress.finished(run, why, running, waiting)
+                    save()
+                progress.tell(running, waiting)
+                time.sleep(POLL_SECONDS)
+        finally:
+            stop(running, waiting)
+    if requests:
+        raise KeyboardInterrupt
+    return collect(jobs, failures, options.task)
+
+
+def stop(running: Sequence[Running], waiting: list[Job]) -> None:
+    """Asks the runs in progress to finish their steps and to save, and begins no other."""
+    waiting.clear()
+    for run in running:
+        run.process.send_signal(signal.SIGINT)
+    if running:
+        print("\nstopping: each run finishes its step and saves", file=sys.stderr, flush=True)
 
 
 def clear_changed(jobs: Sequence[Job], *, again: bool) -> None:
@@ -293,7 +393,7 @@ def changed_keys(job: Job) -> list[str]:
         return []
     saved = run_folder.read(job.folder)
     saved.pop(run_folder.ORIGIN, None)
-    before, now = run_folder.flatten(saved), run_folder.flatten(job.config)
+    before, now = {**ADDED_KEYS, **flatten(saved)}, {**ADDED_KEYS, **flatten(job.config)}
     absent = object()
     return [
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
@@ -315,56 +415,53 @@ def command(job: Job, config_dir: Path | None) -> list[str]:
     return [sys.executable, "-m", "rlft.cli", *words, *(["--config-dir", str(config_dir)] if config_dir else [])]
 
 
-def train_one(job: Job, config_dir: Path | None, progress: Progress) -> str | None:
-    """Trains a run to its end, its output in <folder>.log; returns why it failed, None if it did not.
-
-    Raises:
-        KeyboardInterrupt: the run, or this process, was asked to stop.
-    """
-    words, fresh = command(job, config_dir), not (job.folder / METRICS).exists()
+def begin(job: Job, place: str, options: argparse.Namespace) -> Running:
+    """Starts the run, or goes on with it; its output is in <folder>.log."""
+    words, is_fresh = command(job, options.config_dir), not (job.folder / METRICS).exists()
     log = job.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    with log.open("ab" if not fresh else "wb") as stream:
-        code = call(words, stream, lambda: progress.tell(steps_done(job)))
-    progress.end()
-    if code == 130:
-        raise KeyboardInterrupt
-    if code or not is_finished(job):
-        return f"exit code {code}: {last_words(log)} ({log})"
+    with log.open("wb" if is_fresh else "ab") as stream:
+        process = launch(words, stream, environment(options.jobs))
+    first, now = steps_done(job), time.monotonic()
+    return Running(job=job, place=place, process=process, log=log, first=first, is_fresh=is_fresh, start=now)
+
+
+def finish(run: Running, code: int | None, at_a_time: int) -> str | None:
+    """Notes where and how long a run that ended ran; returns why it failed, None if it did not."""
+    if code or not is_finished(run.job):
+        return f"exit code {code}: {last_words(run.log)} ({run.log})"
+    crowd = f", {at_a_time} runs at a time" if at_a_time > 1 else ""
     record = {
-        "machine": machine(job.config["model"]["device"]),
+        "machine": machine(run.job.config["model"]["device"]) + crowd,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "wall_seconds": time.monotonic() - start if fresh else None,  # of a resumed run it would be a part only
+        "wall_seconds": run.seconds if run.is_fresh else None,  # of a resumed run it would be a part only
     }
-    (job.folder / RECORD).write_text(json.dumps(record) + "\n")
+    (run.job.folder / RECORD).write_text(json.dumps(record) + "\n")
     return None
 
 
-def call(words: Sequence[str], log: IO[bytes], tell: Callable[[], None]) -> int:
-    """The exit code of a command that runs in a session of its own: it hears of a Ctrl-C from here, and only once."""
-    child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    while True:
-        try:
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return child.wait(timeout=1.0)
-                tell()
-        except KeyboardInterrupt:  # a second one, while it finishes its step, stops it at once
-            print("\nstopping: the run finishes its step and saves", file=sys.stderr, flush=True)
-            child.send_signal(signal.SIGINT)
+def launch(words: Sequence[str], log: IO[bytes], variables: Mapping[str, str]) -> Process:
+    """A command in a session of its own: it hears of a Ctrl-C from here, and only once."""
+    return subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
+    )
+
+
+def environment(at_a_time: int) -> dict[str, str]:
+    """A run's environment variables: of several at a time each has its share of the cores, unless the user says."""
+    if at_a_time == 1 or "OMP_NUM_THREADS" in os.environ:
+        return dict(os.environ)
+    return {**os.environ, "OMP_NUM_THREADS": str(max(1, num_cores() // at_a_time))}
 
 
 @contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Inside, a request to end the process is a KeyboardInterrupt, so that the run in progress is not left behind."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+def requests_to_stop() -> Iterator[list[int]]:
+    """The signals that have asked this process to end, inside; they do nothing else there."""
+    heard: list[int] = []
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in caught}
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -384,13 +481,17 @@ def steps_done(job: Job) -> int:
 
 def machine(device: str) -> str:
     """The processors a run had, and the GPU if it used one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    text = f"{cores} CPU cores ({processor()})"
+    text = f"{num_cores()} CPU cores ({processor()})"
     if device.startswith("cpu") or shutil.which("nvidia-smi") is None:
         return text
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
     return f"{found}, {text}" if found else text
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
@@ -429,10 +530,6 @@ class Pace:
         known = [pace * completions for pace, (_, completions) in zip(paces, todo, strict=True) if pace is not None]
         return sum(known) if len(known) == len(todo) else None
 
-    def told(self, jobs: Sequence[Job]) -> str:
-        left = self.seconds([(job.name, job.config["steps"] * job.completions_per_step) for job in jobs])
-        return "" if left is None else f", about {duration(left)}"
-
 
 def measured_pace(job: Job) -> Measured | None:
     """How long a finished run took; None where it is not known."""
@@ -442,37 +539,62 @@ def measured_pace(job: Job) -> Measured | None:
 
 
 class Progress:
-    """Tells how far the run in progress is, and how long it and those after it will take.
+    """Tells how far the runs in progress are, and how long they and those after them will take.
 
     In place on a terminal, else a line every minute.
     """
 
-    def __init__(self, place: str, todo: Sequence[Job], pace: Pace) -> None:
-        self.place, self.todo, self.pace = place, todo, pace
-        self.first, self.start = steps_done(todo[0]), time.monotonic()
-        self.live, self.told = sys.stdout.isatty(), 0.0
-        steps = todo[0].config["steps"]
-        how = f"from step {self.first} of {steps}" if self.first else f"{steps} steps"
-        print(f"{place}: {how} of {todo[0].completions_per_step} completions{pace.told(todo)}", flush=True)
+    def __init__(self, pace: Pace, at_a_time: int) -> None:
+        self.pace, self.at_a_time = pace, at_a_time
+        self.live, self.told = sys.stdout.isatty(), time.monotonic()
 
-    def tell(self, step: int) -> None:
+    def begun(self, running: Sequence[Running], waiting: Sequence[Job]) -> None:
+        """Tells of the newest of the runs in progress."""
+        self._wipe()
+        run = running[-1]
+        steps = run.job.config["steps"]
+        how = f"from step {run.first} of {steps}" if run.first else f"{steps} steps"
+        left = self._left(running, waiting)
+        print(f"{run.place}: {how} of {run.job.completions_per_step} completions{left and f', {left}'}", flush=True)
+
+    def finished(self, run: Running, why: str | None, running: Sequence[Running], waiting: Sequence[Job]) -> None:
+        """Tells of a run that has ended. why: it failed."""
+        self._wipe()
+        if why is not None:
+            print(f"{run.place} failed: {why}", flush=True)
+            return
+        self.pace.add(measured_pace(run.job))
+        accuracy = read_run(run.job).accuracy
+        left, to_go = self._left(running, waiting), len(running) + len(waiting)
+        ending = f"; {to_go} to go{left and f', {left}'}" if to_go else ""
+        print(f"{run.place}: {accuracy[0]:.3f} -> {accuracy[-1]:.3f}{ending}", flush=True)
+
+    def tell(self, running: Sequence[Running], waiting: Sequence[Job]) -> None:
+        """Tells of the runs in progress, if it is time to."""
         now = time.monotonic()
-        if not self.live and now - max(self.told, self.start) < TELL_SECONDS:
+        if now - self.told < (LIVE_SECONDS if self.live else TELL_SECONDS) or not running:
             return
         self.told = now
-        job, sizes = self.todo[0], [job.completions_per_step for job in self.todo]
-        also = [(job.name, (step - self.first) * sizes[0], now - self.start)] if step > self.first else []
-        left = [(job.name, job.config["steps"] * size) for job, size in zip(self.todo, sizes, strict=True)]
-        left[0] = (job.name, (job.config["steps"] - step) * sizes[0])
-        seconds = self.pace.seconds(left, also)
-        ending = "" if seconds is None else f", about {duration(seconds)} for all"
-        text = f"{self.place}: step {step} of {job.config['steps']}{ending}"
+        left = self._left(running, waiting)
+        places = [f"{run.place}: step {steps_done(run.job)} of {run.job.config['steps']}" for run in running]
+        text = f"{left and f'{left} for all; '}{'; '.join(places)}"
         if self.live:
-            print(f"\r{text:<{LIVE_WIDTH}}", end="", flush=True)
+            print(f"\r{text[:LIVE_WIDTH]:<{LIVE_WIDTH}}", end="", flush=True)
         else:
             print(text, flush=True)
 
-    def end(self) -> None:
+    def _left(self, running: Sequence[Running], waiting: Sequence[Job]) -> str:
+        """How long all that is left will take, in words; empty while nothing is known."""
+        also: list[Measured] = []
+        todo = [(job.name, job.config["steps"] * job.completions_per_step) for job in waiting]
+        for run in running:
+            step, size = steps_done(run.job), run.job.completions_per_step
+            also += [(run.job.name, (step - run.first) * size, run.seconds)] if step > run.first else []
+            todo.append((run.job.name, (run.job.config["steps"] - step) * size))
+        seconds = self.pace.seconds(todo, also)
+        return "" if seconds is None else f"about {duration(seconds / max(1, min(self.at_a_time, len(todo))))}"
+
+    def _wipe(self) -> None:
         """Wipes the line that was told in place."""
         if self.live:
             print(f"\r{'':<{LIVE_WIDTH}}\r", end="", flush=True)
@@ -515,14 +637,16 @@ class Planned:
 class Comparison:
     """All that table and picture are made of. failures: `<name>/seed_<k>` to the reason."""
 
+    task: str
     planned: list[Planned]
     runs: list[Run]
     failures: dict[str, str]
 
 
-def collect(jobs: Sequence[Job], failures: Mapping[str, str]) -> Comparison:
+def collect(jobs: Sequence[Job], failures: Mapping[str, str], task: str = TASKS[0]) -> Comparison:
     """The numbers of all finished runs, from their folders."""
     return Comparison(
+        task=task,
         planned=[Planned(name=job.name, family=job.family, seed=job.seed) for job in jobs],
         runs=[read_run(job) for job in jobs if is_finished(job)],
         failures=dict(failures),
@@ -597,6 +721,7 @@ def read_comparison(file: Path) -> Comparison:
         raise UserError("--redraw", "there are no raw numbers", got=file, remedy="train first: leave --redraw out")
     saved = json.loads(file.read_text())
     return Comparison(
+        task=saved.get("task", TASKS[0]),  # numbers from before there were others have none
         planned=[Planned(**entry) for entry in saved["planned"]],
         runs=[Run(**entry) for entry in saved["runs"]],
         failures=saved["failures"],
@@ -619,12 +744,16 @@ def publish(comparison: Comparison, out: Path) -> int:
 # -- the table ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """An algorithm: its finished runs, and for each seed that is not finished the reason."""
+    """An algorithm: its finished runs, and for each seed that is not finished the reason.
+
+    is_checked: whether anything is asked of its accuracy.
+    """
 
     name: str
     family: str
     runs: list[Run]
     missing: dict[int, str]
+    is_checked: bool
 
     @property
     def before(self) -> list[float]:
@@ -639,15 +768,25 @@ class Row:
         return statistics.fmean(self.after) - statistics.fmean(self.before)
 
     @property
+    def to_half(self) -> list[float]:
+        """The completions that each seed took to HALF, of those that got there."""
+        prices = [completions_to(HALF, run.evaluated_at, run.accuracy) for run in self.runs]
+        return [price for price in prices if price is not None]
+
+    @property
+    def must_reach(self) -> bool:
+        return self.is_checked and self.name in MUST_REACH
+
+    @property
     def problems(self) -> list[str]:
         """The checks that do not hold, in words; they are of the means over seeds."""
         found = [f"seed {seed} is missing" for seed in self.missing]
-        if not self.runs:
+        if not self.runs or not self.is_checked:
             return found
         if round(self.gain, 9) < MIN_GAIN:
             found.append(f"gain {self.gain:.4f} < {MIN_GAIN:.2f}")
         after = statistics.fmean(self.after)
-        if self.name in MUST_REACH and round(after, 9) < MIN_ACCURACY:
+        if self.must_reach and round(after, 9) < MIN_ACCURACY:
             found.append(f"after {after:.4f} < {MIN_ACCURACY:.2f}")
         return found
 
@@ -671,9 +810,25 @@ def make_rows(comparison: Comparison) -> list[Row]:
                 family=family,
                 runs=[finished[name, seed] for seed in seeds[family, name] if seed not in missing],
                 missing=missing,
+                is_checked=comparison.task == TASKS[0],
             )
         )
     return rows
+
+
+def completions_to(accuracy: float, evaluated_at: Sequence[int], measured: Sequence[float]) -> float | None:
+    """The completions sampled until the first evaluation at or above this accuracy; None if there is no such one.
+
+    On the line between that evaluation and the one before it.
+
+    >>> completions_to(0.5, [0, 100, 200], [0.1, 0.4, 0.6])
+    150.0
+    """
+    reached = next((index for index, value in enumerate(measured) if value >= accuracy), None)
+    if not reached:
+        return None if reached is None else float(evaluated_at[0])
+    (x0, x1), (y0, y1) = evaluated_at[reached - 1 : reached + 1], measured[reached - 1 : reached + 1]
+    return x0 + (accuracy - y0) / (y1 - y0) * (x1 - x0)
 
 
 COLUMNS = (
@@ -681,6 +836,7 @@ COLUMNS = (
     "held-out accuracy before",
     "after",
     "gain",
+    f"completions to {HALF}",
     "seconds of steps",
     "peak memory",
     "KL to the base (nats a token)",
@@ -691,23 +847,38 @@ COLUMNS = (
 
 def table(rows: Sequence[Row], comparison: Comparison) -> str:
     """Markdown: a line an algorithm, then what the columns are, the checks, and where it was measured."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    lines += [f"| {' | '.join(cells(row))} |" for row in rows]
-    seeds = sorted({planned.seed for planned in comparison.planned})
-    several = len(seeds) > 1
+    is_checked = any(row.is_checked for row in rows)
+    columns = COLUMNS if is_checked else COLUMNS[:-1]
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(cells(row)[: len(columns)])} |" for row in rows]
     lines += [
         "",
-        f"Seed{'s' * several} {', '.join(map(str, seeds))}"
-        + ("; mean ± standard deviation over seeds, seconds the median, memory the largest. " if several else ". ")
-        + "Seconds are the sum of `time/step`: sampling, scoring and training, evaluations aside. KL(policy || base) "
-        "is of the held-out completions at the end. Completions that dynamic sampling threw away count as sampled.",
-        "",
-        checks_line(rows),
+        legend(comparison),
+        *(["", checks_line(rows)] if is_checked else []),
         *(f"\n{row.name} seed {seed}: {why}" for row in rows for seed, why in row.missing.items()),
         "",
         machine_line(comparison.runs),
     ]
     return "\n".join(lines) + "\n"
+
+
+def legend(comparison: Comparison) -> str:
+    """What the columns are, in sentences."""
+    seeds = sorted({planned.seed for planned in comparison.planned})
+    if len(seeds) > 1:
+        means = (
+            f"Seeds {', '.join(map(str, seeds))}; mean ± half of its 95 % interval (Student's t over the seeds), "
+            "completions and seconds the median, memory the largest. "
+        )
+    else:
+        means = f"Seed {seeds[0]}. "
+    task = f"Each recipe with the keys of `grpo_{comparison.task}`. " if comparison.task != TASKS[0] else ""
+    return (
+        f"{task}{means}Completions to {HALF} are those sampled until the first evaluation at or above it, on the line "
+        "between it and the one before, of the seeds that got there. Seconds are the sum of `time/step`: sampling, "
+        "scoring and training, evaluations aside. KL(policy || base) is of the held-out completions at the end. "
+        "Completions that dynamic sampling threw away count as sampled."
+    )
 
 
 def cells(row: Row) -> list[str]:
@@ -720,30 +891,43 @@ def cells(row: Row) -> list[str]:
     measured = [value for value in kl if value is not None]
     return [
         recipe,
-        spread(row.before, 3),
-        spread(row.after, 3),
+        with_interval(row.before, 3),
+        with_interval(row.after, 3),
         f"{row.gain:+.3f}",
+        median_of_those(row.to_half, len(row.runs)),
         f"{statistics.median(sum(run.seconds) for run in row.runs):.0f}",
         f"{max(run.peak_bytes for run in row.runs) / 1e9:.2f} GB",
-        spread(measured, 3) if len(measured) == len(kl) else "-",
+        with_interval(measured, 3) if len(measured) == len(kl) else "-",
         f"{statistics.fmean(run.completions[-1] for run in row.runs):,.0f}",
         checks,
     ]
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """Mean ± sample standard deviation (n - 1); a single value stands alone.
+def with_interval(values: Sequence[float], digits: int) -> str:
+    """Mean ± half of its 95 % interval; a single value stands alone.
 
-    >>> spread([0.25, 0.75], 3)
-    '0.500 ± 0.354'
+    >>> with_interval([0.25, 0.75], 3)
+    '0.500 ± 3.177'
     """
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+    mean, half = f"{statistics.fmean(values):.{digits}f}", half_interval(values)
+    return mean if half is None else f"{mean} ± {half:.{digits}f}"
+
+
+def median_of_those(values: Sequence[float], num_seeds: int) -> str:
+    """The median of the seeds that have a value, and how many have one where not all do.
+
+    >>> median_of_those([2000.0, 1000.0], 2), median_of_those([2000.0], 2), median_of_those([], 2)
+    ('1,500', '2,000 (1 of 2)', 'not reached')
+    """
+    if not values:
+        return "not reached"
+    count = "" if len(values) == num_seeds else f" ({len(values)} of {num_seeds})"
+    return f"{statistics.median(values):,.0f}{count}"
 
 
 def checks_line(rows: Sequence[Row]) -> str:
     """The checks and whether they hold, in a sentence."""
-    asked = [row.name for row in rows if row.name in MUST_REACH]
+    asked = [row.name for row in rows if row.must_reach]
     failed = [row.name for row in rows if row.problems]
     reach = f", and {MIN_ACCURACY:.2f} after training for {', '.join(asked)}" if asked else ""
     verdict = f"not so: {', '.join(failed)}" if failed else "all hold"
@@ -807,7 +991,9 @@ def make_figure(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(max(5.0, 2.6 * columns), max(3.6, 2.05 * height + 1.15)), dpi=150, layout="constrained")
     panels = figure.subplots(height, columns, sharex=True, sharey=True, squeeze=False)
     low = min(min(own.low) for own in curves.values())
-    panels[0, 0].set_ylim(low - 0.18 * (1.0 - low), 1.02)  # room for the numbers below a curve that stays flat
+    top = 1.0 if any(row.is_checked for row in drawn) else max(max(own.high) for own in curves.values())
+    room = max(top - low, 0.05)
+    panels[0, 0].set_ylim(low - 0.18 * room, top + 0.03 * room)  # the numbers stand below a curve that stays flat
     panels[0, 0].xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     panels[0, 0].xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     for index, row in enumerate(drawn):
@@ -828,7 +1014,7 @@ def draw_panel(panel: Axes, row: Row, curves: Mapping[str, Curve], colour: str) 
     for name, other in curves.items():
         if name != row.name:
             panel.plot(other.completions, other.mean, zorder=1, **OTHERS)
-    if row.name in MUST_REACH:
+    if row.must_reach:
         panel.axhline(MIN_ACCURACY, zorder=2, **ASKED)
     panel.fill_between(own.completions, own.low, own.high, color=colour, alpha=0.35, linewidth=0, zorder=3)
     panel.plot(own.completions, own.mean, color=colour, zorder=4, **OWN)
@@ -856,7 +1042,7 @@ def draw_legend(figure: Figure, drawn: Sequence[Row], colours: Mapping[str, str]
         others.append(((band, Line2D([], [], color="#555555", linewidth=1.5)), f"mean and range of {num_seeds} seeds"))
     if len(drawn) > 1:
         others.append((Line2D([], [], **OTHERS), "the other algorithms"))
-    if any(row.name in MUST_REACH for row in drawn):
+    if any(row.must_reach for row in drawn):
         others.append((Line2D([], [], **ASKED), f"asked at the end: {MIN_ACCURACY:.2f}"))
     # A legend is filled column by column: families above, the rest below.
     entries = [entry for pair in zip_longest(families, others) for entry in pair if entry is not None]

@@ -6,14 +6,16 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -70,6 +72,19 @@ def make_up(
     write_lines(job.folder / "eval.jsonl", evaluations)
     record = {"machine": "2 CPU cores (made up)", "date": "2026-01-02", "wall_seconds": 10.0}
     (job.folder / "comparison.json").write_text(json.dumps(record))
+
+
+class Ended:
+    """A run's process that has ended."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+    def send_signal(self, sig: int) -> None:
+        raise AssertionError(f"signal {sig} to a process that has ended")
 
 
 def jobs_of(compare: ModuleType, asked: Callable[..., argparse.Namespace], *words: str) -> list[Any]:
@@ -145,6 +160,36 @@ def test_a_seed_given_twice_and_a_recipe_never_evaluated_are_refused(
         compare.make_jobs(asked("--only", "grpo", "--override", "eval.every=0"))
 
 
+def test_another_task_is_what_its_recipe_changes_of_grpos(
+    compare: ModuleType, asked: Callable[..., argparse.Namespace]
+) -> None:
+    of_grpo = yaml.safe_load((SCRIPT.parents[1] / "recipes" / "grpo_chains.yaml").read_text())
+    assert compare.task_overrides("chains")["data"] == "chains"
+    assert compare.task_overrides("chains")["model.path"] == of_grpo["model"]["path"]
+    grpo, ppo = compare.make_jobs(asked("--task", "chains", "--only", "grpo", "ppo", "--seeds", "0"))
+    alone = compare.config.compose(["+recipe=grpo_chains"])
+    told = {"name", "rollouts", "checkpoint", "eval"}  # what the comparison itself sets, and the name
+    assert {key for key in alone if alone[key] != grpo.config[key]} <= told
+    assert (grpo.config["model"], grpo.config["data"]) == (ppo.config["model"], ppo.config["data"])
+    assert ppo.config["critic"]["kind"] == "adapter", "all else is as in the algorithm's own recipe"
+    assert compare.make_jobs(asked("--only", "grpo", "--seeds", "0"))[0].config["data"] != grpo.config["data"]
+
+
+def test_what_the_user_says_of_a_key_comes_before_what_the_task_says(
+    compare: ModuleType, asked: Callable[..., argparse.Namespace]
+) -> None:
+    words = ("--task", "chains", "--only", "grpo", "--seeds", "0", "--override", "generation.max_tokens=8")
+    (job,) = compare.make_jobs(asked(*words))
+    assert job.config["generation"]["max_tokens"] == 8
+    assert job.config["data"]["_target_"].endswith("Chains")
+
+
+def test_each_task_has_a_folder_of_its_own(compare: ModuleType) -> None:
+    assert compare.parse([]).out == Path("runs/compare")
+    assert compare.parse(["--task", "chains"]).out == Path("runs/compare_chains")
+    assert compare.parse(["--task", "chains", "--out", "mine"]).out == Path("mine")
+
+
 # -- going on ----------------------------------------------------------------------------------------------------------
 def test_a_finished_run_is_known_by_its_last_step_and_the_evaluation_after_it(
     compare: ModuleType, asked: Callable[..., argparse.Namespace]
@@ -202,18 +247,18 @@ def test_finished_runs_are_not_repeated_and_a_failed_one_does_not_stop_the_other
     make_up(jobs[0], [0.4, 0.5, 0.6])
     called: list[str] = []
 
-    def call(words: Sequence[str], log: Any, tell: Callable[[], None]) -> int:
+    def launch(words: Sequence[str], log: Any, variables: Any) -> Ended:
         """Seed 1 fails, seed 2 trains."""
         job = jobs[1] if "seed=1" in words else jobs[2]
         called.append(job.key)
         if job is jobs[1]:
             log.write(b"step 1\nrlft: stopped: the loss is nan; lower trainer.lr\nbye\n")
-            return 1
+            return Ended(1)
         make_up(job, [0.4, 0.5, 0.8])
-        return 0
+        return Ended(0)
 
-    monkeypatch.setattr(compare, "call", call)
-    comparison = compare.train_all(jobs, tmp_path, None, again=False)
+    monkeypatch.setattr(compare, "launch", launch)
+    comparison = compare.train_all(jobs, asked())
     assert called == ["grpo/seed_1", "grpo/seed_2"]
     assert [run.seed for run in comparison.runs] == [0, 2]
     log = tmp_path / "grpo" / "seed_1.log"
@@ -223,6 +268,182 @@ def test_finished_runs_are_not_repeated_and_a_failed_one_does_not_stop_the_other
     assert "[3/3] grpo seed 2: 0.400 -> 0.800" in capsys.readouterr().out
     assert compare.publish(comparison, tmp_path) == 1
     assert why in (tmp_path / "comparison.md").read_text()
+
+
+class Trains:
+    """The process of a run that trains for a few polls; asked to stop, it ends after them without a word.
+
+    code: that of a run that somebody else stops. alive: those that have not finished.
+    """
+
+    alive: ClassVar[list[Trains]] = []
+
+    def __init__(self, job: Any, polls: int, code: int = 0) -> None:
+        self.job, self.polls, self.code, self.signals = job, polls, code, list[int]()
+        self.alive.append(self)
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        if self.polls > 0:
+            return None
+        if self.signals or self.code:
+            return 130
+        if self in self.alive:
+            self.alive.remove(self)
+            make_up(self.job, [0.4, 0.5, 0.8])
+        return 0
+
+    def send_signal(self, sig: int) -> None:
+        self.signals.append(sig)
+
+
+@pytest.fixture
+def trains(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, list[str], str]]]:
+    """Makes runs that train: of each its job, those that were in progress with it, and its OMP_NUM_THREADS."""
+
+    def prepare(jobs: Sequence[Any], *how: Sequence[int]) -> list[tuple[str, list[str], str]]:
+        begun: list[tuple[str, list[str], str]] = []
+        left = iter(how)
+
+        def launch(words: Sequence[str], log: Any, variables: Any) -> Trains:
+            (job,) = [job for job in jobs if f"hydra.run.dir={job.folder}" in words]
+            process = Trains(job, *next(left))
+            begun.append((job.key, [other.job.key for other in Trains.alive], variables.get("OMP_NUM_THREADS", "")))
+            return process
+
+        monkeypatch.setattr(compare, "launch", launch)
+        monkeypatch.setattr(compare, "POLL_SECONDS", 0.0)
+        monkeypatch.setattr(compare, "num_cores", lambda: 7)
+        monkeypatch.setattr(Trains, "alive", [])
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        return begun
+
+    return prepare
+
+
+def test_so_many_runs_are_in_progress_at_a_time_each_with_its_share_of_the_cores(
+    compare: ModuleType,
+    asked: Callable[..., argparse.Namespace],
+    trains: Callable[..., list[tuple[str, list[str], str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1", "2", "3")
+    zero, one, two, three = (job.key for job in jobs)
+    begun = trains(jobs, [9], [2], [2], [2])  # seed 0 takes so long that all others come and go beside it
+    comparison = compare.train_all(jobs, asked("--jobs", "2"))
+    # 7 cores for 2 runs: 3 each.
+    assert begun == [(zero, [zero], "3"), (one, [zero, one], "3"), (two, [zero, two], "3"), (three, [zero, three], "3")]
+    assert [run.seed for run in comparison.runs] == [0, 1, 2, 3]
+    assert comparison.runs[0].machine.endswith(", 2 runs at a time")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert compare.environment(2)["OMP_NUM_THREADS"] == "5"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert compare.environment(9)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in compare.environment(1)
+
+
+def test_a_request_to_stop_goes_to_every_run_in_progress_and_no_other_begins(
+    compare: ModuleType,
+    asked: Callable[..., argparse.Namespace],
+    trains: Callable[..., list[tuple[str, list[str], str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1", "2")
+    begun = trains(jobs, [3], [9], [9])  # the second saves for longer than the first, and hears of it once
+    told = iter([True])
+    monkeypatch.setattr(
+        compare.Progress, "tell", lambda *_: os.kill(os.getpid(), signal.SIGTERM) if next(told, False) else None
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        compare.train_all(jobs, asked("--jobs", "2"))
+    assert [key for key, *_ in begun] == [jobs[0].key, jobs[1].key]
+    assert [process.signals for process in Trains.alive] == [[signal.SIGINT], [signal.SIGINT]]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_request_goes_to_the_runs_that_still_save(
+    compare: ModuleType,
+    asked: Callable[..., argparse.Namespace],
+    trains: Callable[..., list[tuple[str, list[str], str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1")
+    trains(jobs, [2], [9])
+    told = iter([True, False, False, True])
+    monkeypatch.setattr(
+        compare.Progress, "tell", lambda *_: os.kill(os.getpid(), signal.SIGINT) if next(told, False) else None
+    )
+    with pytest.raises(KeyboardInterrupt):
+        compare.train_all(jobs, asked("--jobs", "2"))
+    assert [process.signals for process in Trains.alive] == [[signal.SIGINT], [signal.SIGINT] * 2]
+
+
+def test_a_run_that_somebody_else_stops_stops_the_others(
+    compare: ModuleType,
+    asked: Callable[..., argparse.Namespace],
+    trains: Callable[..., list[tuple[str, list[str], str]]],
+) -> None:
+    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1", "2")
+    begun = trains(jobs, [2, 130], [9], [9])
+    with pytest.raises(KeyboardInterrupt):
+        compare.train_all(jobs, asked("--jobs", "2"))
+    assert len(begun) == 2
+    assert [process.signals for process in Trains.alive] == [[], [signal.SIGINT]]
+
+
+def test_runs_in_progress_are_stopped_when_one_cannot_be_read(
+    compare: ModuleType,
+    asked: Callable[..., argparse.Namespace],
+    trains: Callable[..., list[tuple[str, list[str], str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1")
+    trains(jobs, [1000], [1])
+    monkeypatch.setitem(make_up.__kwdefaults__, "key", "eval/format")
+    with pytest.raises(UserError, match="was evaluated without exact_match"):
+        compare.train_all(jobs, asked("--jobs", "2"))
+    assert [process.signals for process in Trains.alive] == [[signal.SIGINT]]
+
+
+def test_a_run_that_ended_is_not_read_again_for_keys_that_rlft_has_got_since(
+    compare: ModuleType, asked: Callable[..., argparse.Namespace]
+) -> None:
+    (job,) = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0")
+    config = {**job.config, "snapshot": {k: v for k, v in job.config["snapshot"].items() if k != "teacher_hint"}}
+    make_up(replace(job, config=config), [0.4, 0.5, 0.6])
+    assert compare.changed_keys(job) == []
+
+
+def test_progress_tells_of_every_run_and_of_the_time_that_is_left_for_all(
+    compare: ModuleType, asked: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, second, third = jobs_of(compare, asked, "--only", "grpo", "--seeds", "0", "1", "2")
+    make_up(first, [0.4, 0.5])
+    running = [
+        compare.Running(
+            job=job, place=f"[{n}/3]", process=Ended(0), log=tmp_path, first=0, is_fresh=True, start=time.monotonic()
+        )
+        for n, job in enumerate((first, second), 1)
+    ]
+    progress = compare.Progress(compare.Pace([("grpo", 512, 480.0)]), 2)
+    progress.tell(running, [third])
+    assert capsys.readouterr().out == "", "not before a minute has passed"
+    progress.told -= 61
+    progress.tell(running, [third])
+    # 480 s for 512 completions; 256 + 512 + 512 are left, less what the first's step of a moment makes it: it counts as
+    # 256 in no time, so (480 + 0) / 768 a completion x 1280 = 800 s, two at a time 400 s, 6:40.
+    told = capsys.readouterr().out
+    assert re.fullmatch(r"about 6:4\d for all; \[1/3\]: step 1 of 2; \[2/3\]: step 0 of 2\n", told), told
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two"])
+def test_no_runs_at_a_time_are_refused(compare: ModuleType, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare.parse([f"--jobs={text}"])
+    assert ended.value.code == 2
+    assert f"must be 1 or more, got {text}" in capsys.readouterr().err
 
 
 def test_the_time_left_is_the_recipes_own_pace_else_that_of_all(compare: ModuleType) -> None:
@@ -246,24 +467,66 @@ def test_the_table_has_means_spreads_and_sums_over_the_seeds(
         seconds = (2.0, 3.0, 10.0)[job.seed]  # a step
         make_up(job, [first, 0.7, last], seconds=seconds, peak=(1 + job.seed) * 10**8, kl=divergence)
     (row,) = compare.make_rows(compare.collect(jobs, {}))
-    # Deviations of three evenly spaced values are -d, 0, d: the sample standard deviation is d.
-    # Two steps of 2, 3 or 10 s: the median of 4, 6, 20. Two steps of 256 completions.
+    # Deviations of three evenly spaced values are -d, 0, d: the sample standard deviation is d, the interval 4.302653 x
+    # d / sqrt(3) = 2.484138 d to either side. Evaluations at 0, 256, 512: 0.5 is at 256 (0.5 - first) / (0.7 - first):
+    # 85.3, 73.1, 59.1. Two steps of 2, 3 or 10 s: the median of 4, 6, 20. Two steps of 256 completions.
     assert compare.cells(row) == [
         "`grpo_arithmetic`",
-        "0.420 ± 0.020",
-        "0.940 ± 0.040",
+        "0.420 ± 0.050",
+        "0.940 ± 0.099",
         "+0.520",
+        "73",
         "6",
         "0.30 GB",
-        "0.200 ± 0.100",
+        "0.200 ± 0.248",
         "512",
         "hold",
     ]
     text = compare.table([row], compare.collect(jobs, {}))
-    assert text.splitlines()[0].count("|") == text.splitlines()[2].count("|") == 10
-    assert "Seeds 0, 1, 2;" in text
+    assert text.splitlines()[0].count("|") == text.splitlines()[2].count("|") == 11
+    assert "Seeds 0, 1, 2; mean ± half of its 95 % interval (Student's t over the seeds)" in text
     assert "a gain of at least 0.15, and 0.90 after training for grpo; all hold." in text
     assert "2 CPU cores (made up), torch 2.13.0, commit abc123, 2026-01-02." in text
+
+
+def test_the_price_of_an_accuracy_is_on_the_line_to_the_first_evaluation_that_has_it(compare: ModuleType) -> None:
+    at = [0, 256, 512, 768]
+    # 0.5 is a quarter of the way from 0.4 to 0.8: 256 + 64. Later values do not count.
+    assert compare.completions_to(0.5, at, [0.1, 0.4, 0.8, 0.3]) == pytest.approx(320.0, abs=1e-9)
+    assert compare.completions_to(0.5, at, [0.1, 0.5, 0.6, 0.7]) == pytest.approx(256.0, abs=1e-9)
+    assert compare.completions_to(0.5, at, [0.6, 0.2, 0.1, 0.7]) == 0.0
+    assert compare.completions_to(0.5, at, [0.1, 0.2, 0.3, 0.5]) == pytest.approx(768.0, abs=1e-9)
+    assert compare.completions_to(0.5, at, [0.1, 0.2, 0.3, 0.4]) is None
+
+
+def test_the_price_is_the_median_of_the_seeds_that_got_there(compare: ModuleType) -> None:
+    # 0.5 halfway from 0.4 to 0.6 and a quarter from 0.4 to 0.8, the evaluations 256 completions apart: 384 and 320.
+    accuracies = [[0.4, 0.4, 0.6], [0.1, 0.4, 0.4], [0.2, 0.4, 0.8]]
+    runs = [made_up_run(compare, "grpo", seed, accuracy) for seed, accuracy in enumerate(accuracies)]
+    (row,) = compare.make_rows(made_up(compare, *runs))
+    assert row.to_half == pytest.approx([384.0, 320.0], abs=1e-9)
+    place = compare.COLUMNS.index("completions to 0.5")
+    assert compare.cells(row)[place] == "352 (2 of 3)"
+    (never,) = compare.make_rows(made_up(compare, runs[1]))
+    assert compare.cells(never)[place] == "not reached"
+
+
+def test_nothing_is_asked_of_another_task(compare: ModuleType, tmp_path: Path) -> None:
+    comparison = made_up(compare, made_up_run(compare, "grpo", 0, [0.10, 0.12, 0.15]), task="chains")
+    rows = compare.make_rows(comparison)
+    assert rows[0].problems == []
+    text = compare.table(rows, comparison)
+    assert "checks" not in text.casefold()
+    assert text.splitlines()[0].count("|") == text.splitlines()[2].count("|") == 10
+    assert "Each recipe with the keys of `grpo_chains`. Seed 0. " in text
+    (panel,) = [panel for panel in compare.make_figure(rows).axes if panel.axison]
+    assert len(panel.lines) == 1, "no line of what is asked"
+    # Room of 0.05, the span of the values: 0.10 - 0.18 x 0.05 and 0.15 + 0.03 x 0.05.
+    assert panel.get_ylim() == pytest.approx((0.091, 0.1515), abs=1e-9)
+    assert compare.publish(comparison, tmp_path) == 0
+    assert compare.read_comparison(tmp_path / "comparison.json") == comparison
+    missing = made_up(compare, planned=[("grpo", 0)], task="chains")
+    assert compare.make_rows(missing)[0].problems == ["seed 0 is missing"]
 
 
 def test_completions_that_dynamic_sampling_threw_away_are_counted(
@@ -308,9 +571,10 @@ def made_up_run(compare: ModuleType, name: str, seed: int, accuracy: list[float]
     )
 
 
-def made_up(compare: ModuleType, *runs: Any, planned: Sequence[tuple[str, int]] = ()) -> Any:
+def made_up(compare: ModuleType, *runs: Any, planned: Sequence[tuple[str, int]] = (), task: str = "arithmetic") -> Any:
     places = [(run.name, run.family, run.seed) for run in runs] + [(name, "GRPO", seed) for name, seed in planned]
     return compare.Comparison(
+        task=task,
         planned=[compare.Planned(name=name, family=family, seed=seed) for name, family, seed in places],
         runs=list(runs),
         failures={},
@@ -351,7 +615,7 @@ def test_a_seed_that_is_missing_fails_the_checks(compare: ModuleType, tmp_path: 
         ("grpo", ["seed 1 is missing"]),
         ("kimi", ["seed 0 is missing"]),
     ]
-    assert compare.cells(rows[1]) == ["`kimi_arithmetic`", *["-"] * 7, "seed 0 is missing"]
+    assert compare.cells(rows[1]) == ["`kimi_arithmetic`", *["-"] * 8, "seed 0 is missing"]
     assert compare.checks_line(rows).endswith("not so: grpo, kimi.")
 
 
