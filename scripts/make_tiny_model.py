@@ -11,7 +11,7 @@ briefly, a mixture of right, slightly wrong and badly formatted answers, both by
 knows the task but doesn't always say so: there is something to learn for reinforcement learning in both correctness and
 format, and all of it is within reach. The student is smaller and has been to school for a shorter time. The caller is
 taught no arithmetic, but to write calls and to copy what it reads (scripts/calling_lessons.py). The one for chains goes
-on from tiny-arithmetic, and is taught for so short a time that it gets steps wrong (scripts/chain_lessons.py).
+on from tiny-arithmetic and knows every sum, but is also taught to slip (scripts/chain_lessons.py).
 Only problems of the training split are used (`rlft.data.arithmetic.split_of`), so the held-out split is unseen.
 
 The tiny-arithmetic that ships was made at commit 135476d, before there was `rlft sft`, by a loop of the script's own on
@@ -86,7 +86,7 @@ SIZES = {
         layers=4,
         heads=4,
         kv_heads=2,
-        steps=600,
+        steps=450,
         mixture_steps=60,
         batch=64,
         lr=2e-3,
@@ -281,10 +281,11 @@ reinforcement learning to improve. Held-out problems at temperature 1, 256 x 8 s
 def what_chains_it_solves(folder: Path) -> str:
     metrics = measure(folder, ["+recipe=grpo_chains"], samples=16)
     right, best = f"{metrics['eval/exact_match']:.1%}", f"{metrics['eval/pass@16']:.1%}"
-    return f"""that goes through chains of four sums, differences
-and products (`data=chains`) step by step, gets steps wrong, guesses without any, and does not always keep the format:
-something for reinforcement learning to improve, and not at once. Held-out chains at temperature 1, 256 x 16 samples:
-right {right}, pass@16 {best}, format right {metrics["eval/reward/format"]:.1%}."""
+    return f"""that goes through chains of five sums, differences
+and products (`data=chains`) step by step. It knows each sum, yet slips in two steps of five, and goes on from what
+it wrote; it guesses without any working, and does not always keep the format: something for reinforcement learning to
+improve, and not at once. Held-out chains at temperature 1, 256 x 16 samples: right {right}, pass@16 {best}, format
+right {metrics["eval/reward/format"]:.1%}."""
 
 
 def what_the_caller_does(folder: Path) -> str:
@@ -311,7 +312,7 @@ def write_readme(args: argparse.Namespace, seconds: float, num_parameters: int) 
         f"""# {args.out.name}
 
 A Qwen2-shaped byte-level model of {num_parameters / 1e6:.1f}M parameters {describe(args.out)}
-Made from {base or "nothing"} in {seconds / 60:.0f} minutes on two CPU cores by
+Made from {base or "nothing"} in {seconds / 60:.0f} minutes with {torch.get_num_threads()} thread(s) by
 
     python scripts/make_tiny_model.py {options}
 

@@ -83,11 +83,11 @@ def _second(rng: random.Random, operation: str, value: int, largest: int) -> int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """Problems such as "Take 47, then +38, -59, *3.", answer "78": each step goes on from the result of the one before.
+    """Problems such as "Take 7, then +8, -9, *3.", answer "18": each step goes on from the result of the one before.
 
     Args:
-        steps: sums, differences and products in a chain, 1 to 20. The embedded model was taught 4.
-        largest: no number and no result is above it, 9 to 9999. The embedded model was taught 99.
+        steps: sums, differences and products in a chain, 1 to 20. The embedded model was taught 5.
+        largest: no number and no result is above it, 9 to 9999. The embedded model was taught 20.
         size, held_out_size: prompts in each split; a split that has fewer distinct chains than asked is refused.
         seed: order and choice of the chains, not their split.
     """
@@ -127,4 +127,4 @@ class Chains:
         if not 1 <= self.steps <= 20:
             raise UserError("data.steps", "must be 1 to 20", got=self.steps, remedy="try data.steps=5")
         if not 9 <= self.largest <= 9999:
-            raise UserError("data.largest", "must be 9 to 9999", got=self.largest, remedy="try data.largest=99")
+            raise UserError("data.largest", "must be 9 to 9999", got=self.largest, remedy="try data.largest=20")
