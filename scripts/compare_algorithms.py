@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import yaml
-from significance import half_interval
+from significance import Difference, all_differences, half_interval, report
 
 from rlft.config import compose as config
 from rlft.config import overrides as command_line
@@ -63,6 +63,9 @@ TASKS = ("arithmetic", "chains")
 MIN_GAIN = 0.15
 MIN_ACCURACY = 0.90
 MUST_REACH = ("grpo", "gspo", "ppo", "rloo")
+
+REFERENCE = "grpo"
+"""The algorithm that every other is compared with."""
 
 HALF = 0.5
 """The accuracy whose price in completions is told."""
@@ -856,10 +859,16 @@ def table(rows: Sequence[Row], comparison: Comparison) -> str:
         legend(comparison),
         *(["", checks_line(rows)] if is_checked else []),
         *(f"\n{row.name} seed {seed}: {why}" for row in rows for seed, why in row.missing.items()),
+        *(["", report(differences, REFERENCE)] if (differences := differences_of(rows)) else []),
         "",
         machine_line(comparison.runs),
     ]
     return "\n".join(lines) + "\n"
+
+
+def differences_of(rows: Sequence[Row]) -> list[Difference]:
+    """Of the accuracies after training, between all pairs of algorithms with several seeds."""
+    return all_differences({row.name: {run.seed: run.accuracy[-1] for run in row.runs} for row in rows})
 
 
 def legend(comparison: Comparison) -> str:

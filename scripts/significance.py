@@ -160,3 +160,53 @@ def against(name: str, differences: Sequence[Difference]) -> list[Difference]:
                 )
             )
     return turned
+
+
+def report(differences: Sequence[Difference], reference: str) -> str:
+    """Markdown: each method against the reference, then which of all pairs differ and which do not, in sentences."""
+    turned = sorted(against(reference, differences), key=lambda pair: -pair.mean)
+    columns = (f"against `{reference}`", "difference", "95 % interval", "p", "p after Holm", "")
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"] if turned else []
+    for pair in turned:
+        interval = f"{pair.mean - pair.half:+.3f} to {pair.mean + pair.half:+.3f}"
+        verdict = "significant" if pair.is_significant else "not"
+        cells = (f"`{pair.first}`", f"{pair.mean:+.3f}", interval, told_p(pair.p), told_p(pair.corrected), verdict)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, *([""] if lines else []), verdict_of_all(differences), "", how(differences)])
+
+
+def told_p(p: float) -> str:
+    """A p value in the digits that count.
+
+    >>> told_p(0.03456), told_p(0.00123), told_p(0.000012), told_p(1.0)
+    ('0.035', '0.0012', '<0.0001', '1')
+    """
+    if p < 1e-4:
+        return "<0.0001"
+    return f"{p:.4f}" if p < 0.01 else f"{p:.3f}" if p < 0.9995 else "1"
+
+
+def verdict_of_all(differences: Sequence[Difference]) -> str:
+    """Which pairs differ, by the better one, and of how many the test does not tell; in a sentence."""
+    worse: dict[str, list[str]] = {}
+    for pair in differences:
+        if pair.is_significant:
+            better, other = (pair.first, pair.second) if pair.mean > 0 else (pair.second, pair.first)
+            worse.setdefault(better, []).append(other)
+    found, num = sum(map(len, worse.values())), len(differences)
+    if not found:
+        return f"Pairs that differ significantly: none of {num}."
+    named = "; ".join(
+        f"`{better}` is above {', '.join(f'`{name}`' for name in names)}" for better, names in worse.items()
+    )
+    return f"Pairs that differ significantly: {found} of {num}: {named}."
+
+
+def how(differences: Sequence[Difference]) -> str:
+    """How the differences were tested, in sentences."""
+    seeds = sorted({pair.seeds for pair in differences})
+    return (
+        f"Paired t tests over {' or '.join(map(str, seeds))} seeds, which take the differences of the seeds for "
+        f"normally distributed. Significant: p below {LEVEL} after Holm's correction over {len(differences)} pairs; "
+        "intervals are of one difference alone. What is not significant may differ by less than so few seeds can show."
+    )

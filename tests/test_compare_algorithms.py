@@ -511,6 +511,24 @@ def test_the_price_is_the_median_of_the_seeds_that_got_there(compare: ModuleType
     assert compare.cells(never)[place] == "not reached"
 
 
+def test_accuracies_after_training_are_compared_by_seed(compare: ModuleType) -> None:
+    after = {"grpo": [0.90, 0.92, 0.94], "kimi": [0.95, 0.80, 0.87]}
+    runs = [
+        made_up_run(compare, name, seed, [0.4, 0.5, value])
+        for name, values in after.items()
+        for seed, value in enumerate(values)
+    ]
+    comparison = made_up(compare, *runs[:3], *reversed(runs[3:]))
+    rows = compare.make_rows(comparison)
+    # By seed: 0.05, -0.12, -0.07: mean -0.14 / 3.
+    (difference,) = compare.differences_of(rows)
+    assert (difference.first, difference.second, difference.seeds) == ("grpo", "kimi", 3)
+    assert difference.mean == pytest.approx(0.14 / 3, abs=1e-12)
+    assert "| `kimi` | -0.047 | " in compare.table(rows, comparison)
+    alone = made_up(compare, runs[0], runs[3])
+    assert "Holm" not in compare.table(compare.make_rows(alone), alone), "a seed alone says nothing"
+
+
 def test_nothing_is_asked_of_another_task(compare: ModuleType, tmp_path: Path) -> None:
     comparison = made_up(compare, made_up_run(compare, "grpo", 0, [0.10, 0.12, 0.15]), task="chains")
     rows = compare.make_rows(comparison)

@@ -87,6 +87,36 @@ def test_pairs_are_compared_over_the_seeds_that_both_have() -> None:
     assert [pair.seeds for pair in significance.all_differences(values)] == [2]
 
 
+def pair(first: str, second: str, mean: float, corrected: float) -> significance.Difference:
+    return significance.Difference(
+        first=first, second=second, seeds=5, mean=mean, half=0.02, p=corrected / 3, corrected=corrected
+    )
+
+
+def test_the_report_says_which_pairs_differ_and_how_that_was_tested() -> None:
+    pairs = [pair("dapo", "grpo", 0.05, 0.006), pair("dapo", "kimi", -0.01, 1.0), pair("grpo", "kimi", -0.06, 0.00003)]
+    assert significance.report(pairs, "grpo").splitlines() == [
+        "| against `grpo` | difference | 95 % interval | p | p after Holm |  |",
+        "|---|---|---|---|---|---|",
+        "| `kimi` | +0.060 | +0.040 to +0.080 | <0.0001 | <0.0001 | significant |",
+        "| `dapo` | +0.050 | +0.030 to +0.070 | 0.0020 | 0.0060 | significant |",
+        "",
+        "Pairs that differ significantly: 2 of 3: `dapo` is above `grpo`; `kimi` is above `grpo`.",
+        "",
+        significance.how(pairs),
+    ]
+    assert "over 5 seeds" in significance.how(pairs)
+    assert "correction over 3 pairs" in significance.how(pairs)
+
+
+def test_a_report_without_the_reference_or_a_finding_says_so() -> None:
+    pairs = [pair("dapo", "kimi", -0.01, 0.05)]  # the level itself is not below it
+    assert significance.report(pairs, "grpo").startswith(
+        "Pairs that differ significantly: none of 1.\n\nPaired t tests"
+    )
+    assert "| -0.010 | -0.030 to +0.010 | 0.017 | 0.050 | not |" in significance.report(pairs, "kimi")
+
+
 def test_all_pairs_are_corrected_together_and_seen_from_either_side() -> None:
     values = {
         "a": {0: 0.500, 1: 0.600, 2: 0.700},
