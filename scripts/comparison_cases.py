@@ -122,7 +122,7 @@ CASES: tuple[Case, ...] = (
         f"{GRPO} algorithm=opd snapshot.teacher=teacher snapshot.reference=base algorithm.reward_coef=0.5 {FIRST}",
         f"train +recipe=opd_arithmetic {TRAIN} {PROMPTS} snapshot.teacher=embedded:tiny-arithmetic "
         "algorithm.teacher_in=loss algorithm.divergence=jensen_shannon algorithm.top_k=4 "
-        f"snapshot.teacher_hint={{answer}} {RUN}",
+        f"\"snapshot.teacher_hint='{{answer}}'\" {RUN}",
     ),
     # -- ways to compute
     case("bfloat16", f"{GRPO} model.dtype=bfloat16 generation.transformers.weights=merged_bfloat16 {RUN}"),

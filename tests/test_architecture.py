@@ -249,7 +249,7 @@ def test_the_command_line_is_on_top() -> None:
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("vllm", {"generation/vllm_generator", "generation/vllm_guest"}),
+        ("vllm", {"generation/vllm_generator", "generation/vllm_guest", "generation/vllm_teacher"}),
         ("hydra", {"cli", "config/compose", "verbs/sweep"}),
         ("omegaconf", {"cli", "config/compose"}),
         ("wandb", set()),  # trackers are imported by name, in logger/scalars.py

@@ -43,6 +43,7 @@ PPO = "train algorithm=ppo critic.kind=adapter"
 PPO_SHARED = "train algorithm=ppo critic.kind=shared"
 PTX = "train algorithm=ppo_ptx critic.kind=adapter"
 OPD = "train algorithm=opd snapshot.teacher=base"
+LARGER, IN_VLLM = "train algorithm=opd snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm"
 SMALL = "lora.rank=4 lora.alpha=8"
 TEXT = "pretrain.path=embedded:arithmetic-text"
 LEARNED = "reward=[exact_match,learned]"
@@ -435,6 +436,18 @@ TABLE = [
     (f"train algorithm=opd {SMALL} snapshot.teacher=critic", "snapshot.teacher", "adapter of the role critic"),
     (f"train algorithm=opd {SMALL} snapshot.teacher=deeper", "snapshot.teacher", "this base has no module for its"),
     ("train algorithm=opd snapshot.teacher=run", "snapshot.teacher", "that run has no checkpoint"),
+    (f"{OPD} snapshot.teacher_engine=vllm", "snapshot.teacher_engine", "of its own, and snapshot.teacher is base, got"),
+    (f"train algorithm=opd {SMALL} snapshot.teacher=critic snapshot.teacher_engine=vllm", "snapshot.teacher_engine",
+     "snapshot.teacher is an adapter on the run's base (critic)"),
+    ("train snapshot.teacher_engine=vllm", "snapshot.teacher_engine", "of its own, and snapshot.teacher is none, got"),
+    (f"{LARGER} snapshot.teacher_engine=trl", "snapshot.teacher_engine", "must be 'transformers' or 'vllm', got 'trl'"),
+    (f"{LARGER} {IN_VLLM} snapshot.teacher_gpu_memory_utilization=0", "snapshot.teacher_gpu_memory_utilization",
+     "must be greater than 0"),
+    (f"{LARGER} {IN_VLLM} cluster.ranks=2 cluster.lanes=2", "snapshot.teacher_engine", "in each of the 2 ranks"),
+    (f"{LARGER} {IN_VLLM} generation.vllm.batch_invariant=true", "generation.vllm.batch_invariant", "on CUDA only"),
+    (f"{LARGER} {IN_VLLM}", "snapshot.teacher_engine", "or use snapshot.teacher_engine=transformers", "vllm"),
+    (f"{LARGER} {IN_VLLM} prompts.max_tokens=256 generation.max_tokens=256", "snapshot.teacher",
+     "its context of 512 tokens is shorter than the longest row of 512 and the token that vLLM samples after it"),
     # Snapshots
     ("train snapshot.reference=ema snapshot.ema_decay=0.9 snapshot.refresh_every=5",
      "snapshot.refresh_every", "snapshot.reference is ema, got 5"),
@@ -750,7 +763,8 @@ TABLE = [
     (f"{DPO} snapshot.reference=none", "snapshot.reference",
      "this loss compares the policy with a reference, got none; use copy, base or an adapter's folder, or loss=simpo"),
     (f"{DPO} snapshot.reference=ema", "snapshot.reference", "once for each completion, so it cannot move"),
-    (f"{DPO} {SMALL} snapshot.reference=nowhere", "snapshot.reference", "nor an existing folder, got nowhere"),
+    (f"{DPO} {SMALL} snapshot.reference=nowhere", "snapshot.reference",
+     "is neither auto, none, base or copy nor an existing folder, got nowhere"),
     (f"{DPO} {SMALL} snapshot.reference=critic", "snapshot.reference", "holds the adapter of the role critic"),
     (f"{DPO} {SMALL} snapshot.reference=elsewhere", "snapshot.reference", "it was made for base 0123"),
     (f"{DPO} snapshot.refresh_every=3", "snapshot.refresh_every", "there is no such key"),
@@ -1131,7 +1145,7 @@ READ_BY_LIBRARIES = (
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
-    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of 64 tokens",
+    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of",
     "with it the longest row has",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",

@@ -60,11 +60,15 @@ class AdapterUse(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A folder, the config key that names it, and how the run uses it."""
+    """A folder, the config key that names it, and how the run uses it.
+
+    words: what the verb's key may be besides a folder, as "base or reward"; empty where it is always one.
+    """
 
     key: str
     path: str
     accepts: AdapterUse
+    words: str = ""
 
     @property
     def has_adapter(self) -> bool:
@@ -86,12 +90,13 @@ def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
     if config.lora.path is not None:
         adapter_uses.append(Use(key="lora.path", path=config.lora.path, accepts=AdapterUse.policy))
     if config.snapshot.reference not in ("none", "base", "copy", "ema"):
-        adapter_uses.append(Use(key="snapshot.reference", path=config.snapshot.reference, accepts=AdapterUse.frozen))
+        named, words = config.snapshot.reference, "none, base, copy or ema"
+        adapter_uses.append(Use(key="snapshot.reference", path=named, accepts=AdapterUse.frozen, words=words))
     if (teacher := config.snapshot.teacher_adapter) is not None:
         adapter_uses.append(Use(key="snapshot.teacher", path=teacher, accepts=AdapterUse.frozen))
     if config.critic.kind is not CriticKind.none and config.critic.init not in ("base", "reward"):
         use = AdapterUse.scalar if config.critic.kind is CriticKind.adapter else AdapterUse.head
-        adapter_uses.append(Use(key="critic.init", path=config.critic.init, accepts=use))
+        adapter_uses.append(Use(key="critic.init", path=config.critic.init, accepts=use, words="base or reward"))
     return [*adapter_uses, *uses_of_rewards(rewards)]
 
 
@@ -126,9 +131,8 @@ def check_folders(used: Sequence[Use], lora: LoraSettings) -> None:
 def _check_exists(use: Use) -> None:
     if use.path and Path(use.path).expanduser().is_dir():
         return
-    words = {"snapshot.reference": "none, base, copy or ema", "critic.init": "base or reward"}
-    if use.key in words:
-        problem, remedy = f"is neither {words[use.key]} nor an existing folder", "use one of these"
+    if use.words:
+        problem, remedy = f"is neither {use.words} nor an existing folder", "use one of these"
     else:
         problem, remedy = "there is no such folder", "point it at a PEFT adapter folder"
     raise UserError(use.key, problem, got=use.path or "nothing", remedy=remedy)

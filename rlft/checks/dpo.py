@@ -62,7 +62,8 @@ def uses_of(config: DpoConfig, loss: PreferenceLoss) -> list[Use]:
         used.append(Use(key="lora.path", path=config.lora.path, accepts=AdapterUse.policy))
     reference = reference_of(config, loss)
     if reference not in ("none", "base", config.lora.path):
-        used.append(Use(key=REFERENCE, path=reference, accepts=AdapterUse.frozen))
+        words = "auto, none, base or copy"
+        used.append(Use(key=REFERENCE, path=reference, accepts=AdapterUse.frozen, words=words))
     return used
 
 

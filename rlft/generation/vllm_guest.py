@@ -2,17 +2,19 @@
 
 It replaces `torch.set_num_threads`, reseeds and draws from the global random streams, sets LD_PRELOAD and
 sys.excepthook, binds memory to one NUMA node. The trainer lives in the same process, so all of that is put back.
+Two engines may live in it, the policy's and a teacher's: what ends one leaves the other what they have in common.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rlft.system.interrupt import Deferred
@@ -25,6 +27,77 @@ ENVIRONMENT = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
 """Set before vLLM is imported, unless the user has set them."""
+
+START_ERRORS = (ValueError, RuntimeError, OSError, TypeError)
+"""What vLLM raises where it cannot start."""
+
+_running: list[Any] = []
+"""vLLM's engines (`LLM`) that were started in this process and have not been ended."""
+
+
+def start(options: Mapping[str, Any]) -> Any:
+    """A new engine (vLLM's `LLM`) in this process, inside of `guest_while_starting`; `end` ends it."""
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    llm = LLM(**options)
+    _running.append(llm)
+    return llm
+
+
+def end(llm: Any, on_cpu: bool) -> None:
+    """Ends an engine.
+
+    vLLM would take its groups of processes away, which are the process's and not the engine's: another one that runs
+    would fail at its next step. The last one takes them.
+    """
+    _running[:] = [other for other in _running if other is not llm]
+    with guest(on_cpu), _groups_kept() if _running else nullcontext():
+        llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def _groups_kept() -> Iterator[None]:
+    """Inside, an engine that ends frees its memory, and leaves the groups of processes to the others."""
+    from vllm.v1.engine import core  # pyright: ignore[reportMissingImports]
+
+    module: Any = core
+    cleanup = module.cleanup_dist_env_and_memory
+    module.cleanup_dist_env_and_memory = free_memory
+    try:
+        yield
+    finally:
+        module.cleanup_dist_env_and_memory = cleanup
+
+
+def free_memory() -> None:
+    """Gives back what nothing refers to any more, also on the device."""
+    import torch
+
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def answers(
+    llm: Any, sequences: Sequence[Sequence[int]], params: Sequence[Any], on_cpu: bool, **settings: Any
+) -> list[Any]:
+    """vLLM's outputs for these token ids, in their order; on any error the engine is left without requests.
+
+    Args:
+        llm: the engine.
+        params: vLLM's SamplingParams of each.
+        settings: further arguments of `LLM.generate`.
+    """
+    requests = [{"prompt_token_ids": list(map(int, ids))} for ids in sequences]
+    try:
+        with guest(on_cpu), interrupted_between_steps(llm.llm_engine):
+            return llm.generate(requests, list(params), use_tqdm=False, **settings)
+    except BaseException:
+        # Also on Ctrl-C: what is left in the engine would come back among the next call's answers.
+        engine = llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        raise
 
 
 def runs_on_cpu() -> bool:

@@ -29,8 +29,14 @@ BATCHED_TOKENS, LARGE_BATCHED_TOKENS, LARGE_DEVICE = 8192, 16384, 70 * 2**30
 GRAPHS = 2**29
 """An allowance for CUDA graphs, which stay while the KV cache is released; not measured."""
 
+TEACHER_SEQS, TEACHER_BATCHED_TOKENS = 32, 1024
+"""Rows that a teacher reads together, and their tokens of one forward pass on a GPU.
+
+Few tokens: vLLM makes log-probs of the whole vocabulary for each, outside of its share of the memory.
+"""
+
 FLOAT32 = 4
-SHARE_KEY = "gpu_memory_utilization"
+SHARE_KEY, TEACHER_SHARE_KEY = "gpu_memory_utilization", "snapshot.teacher_gpu_memory_utilization"
 
 
 def on_a_cpu(model: ModelSizes, load: Load, max_num_seqs: int) -> EngineMemory:
@@ -83,6 +89,40 @@ def least_bytes(model: ModelSizes, load: Load, options: Mapping[str, Any], max_n
     return base_bytes(model, options) + forward + model.key_size * model.itemsize * load.max_sequence_tokens
 
 
+def teacher_on_a_cpu(model: ModelSizes, row_tokens: int, *, libraries: bool) -> EngineMemory:
+    """A teacher's weights and KV cache. libraries: whether vLLM's are counted here, not with the policy's engine."""
+    cache = cpu_cache_bytes(model.key_size * model.itemsize, row_tokens + 1, TEACHER_SEQS)
+    size = model.base_bytes + cache + libraries * CPU_LIBRARIES
+    return EngineMemory(parts=(Part(name="teacher in vLLM", bytes=size, when=When.always, key="snapshot.teacher"),))
+
+
+def teacher_on_a_gpu(model: ModelSizes, row_tokens: int, device_memory: int, share: float) -> EngineMemory:
+    """A teacher's share of a GPU's memory, or what it needs at least where that is more, and its log-probs beside it.
+
+    Args:
+        share: of the device's memory (snapshot.teacher_gpu_memory_utilization).
+    """
+    least = teacher_least_bytes(model, row_tokens, device_memory)
+    given = int(share * device_memory)
+    lacks = max(0, least - given) if device_memory else 0
+    tokens = min(TEACHER_BATCHED_TOKENS, row_tokens)
+    # The logits of a forward's tokens, their log-probs, and room to sort those.
+    vocabulary = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
+    parts = (
+        Part(name="teacher in vLLM", bytes=given + lacks, when=When.always, key=TEACHER_SHARE_KEY),
+        Part(name="teacher's log-probs", bytes=vocabulary, when=When.updating, key="snapshot.teacher"),
+    )
+    return EngineMemory(parts=parts, lacks=lacks)
+
+
+def teacher_least_bytes(model: ModelSizes, row_tokens: int, device_memory: int) -> int:
+    """Bytes below which vLLM does not start with this teacher."""
+    load = Load(
+        decodings=(), max_tokens=1, max_sequence_tokens=row_tokens + 1, device="cuda", device_memory=device_memory
+    )
+    return least_bytes(model, load, {"max_num_batched_tokens": TEACHER_BATCHED_TOKENS}, TEACHER_SEQS)
+
+
 def base_bytes(model: ModelSizes, options: Mapping[str, Any]) -> int:
     """Bytes of vLLM's weights: the trainer's, or with 8 bits in linear layers where `quantization` is fp8."""
     if options.get("quantization") == "fp8":
@@ -92,8 +132,12 @@ def base_bytes(model: ModelSizes, options: Mapping[str, Any]) -> int:
 
 def least_share(model: ModelSizes, load: Load, options: Mapping[str, Any], max_num_seqs: int) -> float:
     """The smallest share of the device's memory in which vLLM starts, rounded up to a hundredth."""
-    least = math.ceil(100 * least_bytes(model, load, options, max_num_seqs) / load.device_memory) / 100
-    return max(LEAST_SHARE, least)
+    return max(LEAST_SHARE, share_of(least_bytes(model, load, options, max_num_seqs), load.device_memory))
+
+
+def share_of(size: int, device_memory: int) -> float:
+    """These bytes as a share of the device's memory, rounded up to a hundredth."""
+    return math.ceil(100 * size / device_memory) / 100
 
 
 def cpu_cache_bytes(token: int, max_sequence_tokens: int, max_num_seqs: int) -> int:
@@ -103,3 +147,16 @@ def cpu_cache_bytes(token: int, max_sequence_tokens: int, max_num_seqs: int) -> 
     """
     sequence = token * (max_sequence_tokens + CPU_BLOCK_SIZE)  # the last block is rarely full
     return max(sequence, min(CPU_CACHE_BYTES, sequence * max_num_seqs))
+
+
+def cpu_cache_of(options: Mapping[str, Any]) -> int:
+    """Bytes of the KV cache of a CPU engine with these arguments of vLLM's; reads the model's config."""
+    from transformers import AutoConfig
+
+    names = {"trust_remote_code": options["trust_remote_code"], "revision": options["revision"]}
+    config = AutoConfig.from_pretrained(options["model"], **names).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element = 2 if options["dtype"] in ("bfloat16", "float16", "half") else 4
+    token = 2 * config.num_hidden_layers * heads * head_size * element  # keys and values
+    return cpu_cache_bytes(token, options["max_model_len"], options["max_num_seqs"])

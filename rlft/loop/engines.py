@@ -1,4 +1,4 @@
-"""Opens and closes generators; one that is expensive to start serves every job of a sweep."""
+"""Opens and closes generators, and a teacher in vLLM; one that is expensive to start serves every job of a sweep."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import torch
 
 from rlft.generation.config import GenerationConfig, section_of
 from rlft.generation.engine import BaseLender, Engine, Opening
+from rlft.generation.vllm_teacher import TeacherSettings, VLLMTeacher
+from rlft.loop.base_loading import load_teacher
 from rlft.model.backbone import Adopt, Backbone, load_tokenizer, resolve_device, resolve_dtype, resolve_path
+from rlft.model.config import ModelConfig, teacher_settings
+from rlft.model.forward import Forward
 from rlft.planning.run_plan import Plan
 from rlft.system.out_of_memory import Largest
 from rlft.types import Generator
 
 if TYPE_CHECKING:
-    from rlft.config.schema import PromptsConfig, SamplingRoot
-    from rlft.model.config import ModelConfig
+    from rlft.config.schema import PromptsConfig, RunConfig, SamplingRoot
 
 
 class Engines:
@@ -26,6 +29,7 @@ class Engines:
 
     def __init__(self) -> None:
         self._shared: tuple[object, Generator] | None = None
+        self._teacher: VLLMTeacher | None = None
 
     def __enter__(self) -> Engines:
         return self
@@ -36,7 +40,27 @@ class Engines:
         self.close()
 
     def close(self) -> None:
-        """Closes the shared generator."""
+        """Closes the shared generator and the teacher."""
+        self._close_teacher()
+        self._close_generator()
+
+    def teacher(self, settings: TeacherSettings | None) -> VLLMTeacher | None:
+        """The teacher in vLLM with these settings, an earlier job's if they are the same; None: this job has none.
+
+        One that the job does not use is closed, so that its memory is free.
+        """
+        if self._teacher is not None and self._teacher.settings != settings:
+            self._close_teacher()
+        if self._teacher is None and settings is not None:
+            self._teacher = VLLMTeacher(settings)
+        return self._teacher
+
+    def _close_teacher(self) -> None:
+        if self._teacher is not None:
+            teacher, self._teacher = self._teacher, None
+            teacher.close()
+
+    def _close_generator(self) -> None:
         if self._shared is not None:
             (_, generator), self._shared = self._shared, None
             generator.close()
@@ -67,9 +91,32 @@ class Engines:
     def _shared_by_jobs(self, engine: Engine, opening: Opening) -> Generator:
         key = (engine, opening.of_the_engine)
         if self._shared is None or self._shared[0] != key:
-            self.close()  # two engines do not fit beside each other
+            self._close_generator()  # two engines do not fit beside each other
             self._shared = (key, engine.open(opening))
         return self._shared[1]
+
+
+def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forward | VLLMTeacher | None:
+    """The teacher of this run if it is a model of its own: its forward, or what computes it in vLLM.
+
+    row_tokens: of the longest row that it will read.
+    """
+    settings = teacher_settings(config.snapshot, config.model)
+    if settings is None or config.snapshot.teacher_engine == "transformers":
+        engines.teacher(None)
+        return load_teacher(config.snapshot, config.model)
+    device = resolve_device(settings.device)
+    return engines.teacher(
+        TeacherSettings(
+            model_path=str(resolve_path(settings.path)),
+            dtype=str(resolve_dtype(settings.dtype, device)).removeprefix("torch."),
+            trust_remote_code=settings.trust_remote_code,
+            quantization=settings.quantization,
+            row_tokens=row_tokens,
+            gpu_memory_utilization=config.snapshot.teacher_gpu_memory_utilization,
+            batch_invariant=config.generation.engines["vllm"].batch_invariant,
+        )
+    )
 
 
 def largest_of(plan: Plan) -> dict[str, Largest]:

@@ -20,11 +20,11 @@ from rlft.generation.engine import Engine
 from rlft.logger.alarms import Alarms, AlarmsConfig
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
-from rlft.loop.base_loading import layers_of_rank, load_for_training, load_teacher
+from rlft.loop.base_loading import layers_of_rank, load_for_training
 from rlft.loop.conversing import conversing_here
 from rlft.loop.dynamic_sampling import replace_uninformative_groups
 from rlft.loop.engine_members import open_engines
-from rlft.loop.engines import Engines, adopting_of, opening_of
+from rlft.loop.engines import Engines, adopting_of, opened_teacher, opening_of
 from rlft.loop.evaluate import evaluate, kl_to_base
 from rlft.loop.freshness import Freshness
 from rlft.loop.members import open_reward_members, opened_launcher
@@ -478,7 +478,7 @@ def open_session(
             temperature=config.generation.temperature,
             token_budget=config.token_budget,
             seed=config.seed,
-            teacher=load_teacher(config.snapshot, config.model) if again is not None else None,
+            teacher=opened_teacher(engines, config, plan.teacher_row_tokens) if again is not None else None,
         )
         stack.callback(roles.close)
         resident = open_resident(rewards, roles, learns=config.reward_model.refresh_every > 0)

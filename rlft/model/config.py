@@ -90,6 +90,8 @@ class SnapshotConfig:
     """reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter.
 
     teacher: `none`, `base`, the folder of a PEFT adapter, or another model's (a folder, a hub id, `embedded:<name>`).
+    teacher_engine: what computes a teacher that is a model of its own.
+    teacher_gpu_memory_utilization: share of a GPU's memory that vLLM gets for it.
     """
 
     reference: str
@@ -98,6 +100,8 @@ class SnapshotConfig:
     old: Old
     teacher: str = "none"  # runs begun before these keys existed have none of them
     teacher_hint: str | None = None
+    teacher_engine: Literal["transformers", "vllm"] = "transformers"
+    teacher_gpu_memory_utilization: PositiveFraction = 0.3
 
     @property
     def teacher_adapter(self) -> str | None:

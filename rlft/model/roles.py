@@ -40,7 +40,7 @@ from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.model.lora_config import lora_config
 from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
-from rlft.model.teacher import said
+from rlft.model.teacher import TeacherEngine, said, said_by_engine
 from rlft.ops.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
@@ -54,7 +54,7 @@ class Roles:
     critic: where values come from, None where there is none. heads: scalar heads by role (critic, rewards).
 
     Args:
-        teacher: the forward of a teacher that is a model of its own; None where there is none.
+        teacher: of a teacher that is a model of its own the forward, or the engine that computes it; else None.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Roles:
         temperature: float,
         token_budget: int,
         seed: int,
-        teacher: Forward | None = None,
+        teacher: Forward | TeacherEngine | None = None,
     ) -> None:
         assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
         self.backbone, self.snapshot, self.seed = backbone, snapshot, seed
@@ -75,7 +75,8 @@ class Roles:
         self.forward: Forward = choose(backbone.model, backbone.kernels)
         self.heads: dict[str, ScalarHead] = {}
         self.critic: Critic | None = None
-        self._teacher = teacher
+        self._teacher = teacher if isinstance(teacher, Forward) else None
+        self._teacher_engine = None if isinstance(teacher, Forward) else teacher
         self._learning = {POLICY}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
         self.lora = lora_config(lora)
@@ -279,21 +280,20 @@ class Roles:
             fields_by_role[self.reference_role].add("reference_logprobs")
         if self.critic is not None:
             fields_by_role[self.critic.role].add("old_values")
-        has_teacher = self.snapshot.teacher != "none"
-        parts = list(self._parts(batch, micro_batches)) if fields_by_role or has_teacher else []
+        engine, has_teacher = self._teacher_engine, self.snapshot.teacher != "none"
+        passes = bool(fields_by_role) or (has_teacher and engine is None)
+        parts = list(self._parts(batch, micro_batches)) if passes else []
         for role, fields in fields_by_role.items():
             made |= self._without_gradient(batch, parts, role, fields)
-        if has_teacher:
+        if engine is not None:
+            made |= self._said_by_an_engine(engine, batch, micro_batches, teacher_top_k)
+        elif has_teacher:
             made |= self._said_by_the_teacher(batch, parts, teacher_top_k)
         return made
 
     def _said_by_the_teacher(self, batch: Batch, parts: Sequence[Part], top_k: int) -> dict[str, Tensor]:
         """{field: `[B, T, ..]` on the batch's device}: the teacher's log-probs, and those of its top k tokens."""
-        shape, vocabulary = batch.token_ids.shape, self.backbone.model.config.get_text_config().vocab_size
-        result = {"teacher_logprobs": torch.zeros_like(batch.sampled_logprobs)}
-        if top_k:
-            result["teacher_top_k_ids"] = batch.token_ids.new_zeros(*shape, top_k)
-            result["teacher_top_k_logprobs"] = batch.sampled_logprobs.new_zeros(*shape, top_k)
+        result = _nothing_said(batch, top_k)
         role = TEACHER if self.snapshot.teacher_adapter is not None else None
         with torch.no_grad(), self.using(role) if self._teacher is None else nullcontext():
             for part, micro, layout in parts:
@@ -302,12 +302,28 @@ class Roles:
                     micro,
                     layout,
                     top_k=top_k,
-                    vocabulary=vocabulary,
+                    vocabulary=self._vocabulary,
                     token_budget=self.token_budget,
                 )
                 for name, values in made.items():
                     result[name][part] = values.to(result[name])
         return result
+
+    def _said_by_an_engine(
+        self, engine: TeacherEngine, batch: Batch, micro_batches: Sequence[Tensor], top_k: int
+    ) -> dict[str, Tensor]:
+        """As `_said_by_the_teacher`, all rows in one call and in their order: no token budget may move a number."""
+        result = _nothing_said(batch, top_k)
+        if micro_batches:
+            rows = torch.cat(list(micro_batches)).sort().values
+            made = said_by_engine(engine, select(batch, rows), top_k=top_k, vocabulary=self._vocabulary)
+            for name, values in made.items():
+                result[name][rows] = values.to(result[name])
+        return result
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.backbone.model.config.get_text_config().vocab_size
 
     def _parts(self, batch: Batch, micro_batches: Sequence[Tensor]) -> Iterator[Part]:
         """These micro-batches, packed once for every role that passes over them."""
@@ -456,6 +472,16 @@ class Roles:
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(weights[name].shape) if name in weights else None
+
+
+def _nothing_said(batch: Batch, top_k: int) -> dict[str, Tensor]:
+    """The fields of a teacher's word, `[B, T, ..]`, all 0."""
+    result = {"teacher_logprobs": torch.zeros_like(batch.sampled_logprobs)}
+    if top_k:
+        shape = *batch.token_ids.shape, top_k
+        result["teacher_top_k_ids"] = batch.token_ids.new_zeros(shape)
+        result["teacher_top_k_logprobs"] = batch.sampled_logprobs.new_zeros(shape)
+    return result
 
 
 def score_sequence(model: Any, ids: Sequence[int], device: torch.device) -> list[float]:

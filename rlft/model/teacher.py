@@ -1,18 +1,37 @@
 """What a teacher says of the student's tokens, in passes without gradient, at temperature 1.
 
 It reads the rows that the student wrote: the same packed rows as the reference, or, with a hint, rows whose prompt is
-another one and whose completion is the same.
+another one and whose completion is the same. One that an engine computes gets each row by itself, and of a conversation
+that forks each path.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rlft.batch import select
+from rlft.model.branches import paths_of
 from rlft.model.forward import Forward
 from rlft.model.packing import PackedRows, prompt_lengths
 from rlft.types import Batch
+
+
+class TeacherEngine(Protocol):
+    """A teacher that is no network in the trainer's hands."""
+
+    def logprobs(
+        self, rows: Sequence[Sequence[int]], top_k: int, vocabulary: int
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each row of T tokens: log-probs of its tokens but the first `[T - 1]`, the top_k likeliest tokens in the
+        place of each (int64 `[T - 1, K]`), and theirs `[T - 1, K]`; at temperature 1, float32, on the CPU.
+
+        vocabulary: tokens from this one on are not among the likeliest.
+        """
+        ...
 
 
 def said(
@@ -47,6 +66,29 @@ def said(
             placed[of_part] = values[rows.loss_mask]  # of each row the sampled tokens are the same, in the same order
             whole[part] = placed
     return made
+
+
+def said_by_engine(engine: TeacherEngine, batch: Batch, *, top_k: int, vocabulary: int) -> dict[str, Tensor]:
+    """As `said`, of these rows together; a row without a sampled token is not asked for."""
+    read = batch if batch.teacher_prompts is None else with_other_prompts(batch, batch.teacher_prompts)
+    paths = None if read.previous is None else paths_of(read)
+    linear = read if paths is None else paths.batch
+    lengths, asked = linear.attention_mask.sum(1).tolist(), linear.loss_mask.any(1).nonzero()[:, 0].tolist()
+    rows = [linear.token_ids[b, : lengths[b]].tolist() for b in asked]
+    shape, device = linear.token_ids.shape, linear.token_ids.device
+    made = {"teacher_logprobs": torch.zeros(shape, device=device)}
+    if top_k:
+        made["teacher_top_k_ids"] = torch.zeros(*shape, top_k, dtype=torch.int64, device=device)
+        made["teacher_top_k_logprobs"] = torch.zeros(*shape, top_k, device=device)
+    for b, found in zip(asked, engine.logprobs(rows, top_k, vocabulary), strict=True):
+        for values, of_row in zip(made.values(), found, strict=False):  # without top_k the log-probs alone
+            values[b, 1 : lengths[b]] = of_row
+    result = {}
+    for name, values in made.items():
+        of_rows = values if paths is None else paths.fold(values)
+        result[name] = of_rows.new_zeros(*batch.token_ids.shape, *values.shape[2:])
+        result[name][batch.loss_mask] = of_rows[read.loss_mask]  # the sampled tokens are the same, in the same order
+    return result
 
 
 def _in_one_pass(

@@ -8,7 +8,8 @@ from typing import Any
 
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes, peak
-from rlft.planning.memory_parts import Demand, engine_memory, parts
+from rlft.planning.memory_parts import Demand, lacks, parts, teacher_memory
+from rlft.planning.teacher_memory import TEACHER_SHARE, TeacherDemand
 
 GIB = 2**30
 
@@ -48,7 +49,7 @@ def remedies(model: ModelSizes, demand: Demand, process: int, limit: int) -> lis
         smallest = replace(smallest, engine=replace(demand.engine, **every))
         changes |= _as_keys(demand, smallest)
     least = Remedy(changes=changes, peak=peak(parts(model, smallest, process)))
-    return [least] if least.peak <= limit and not engine_memory(model, smallest).lacks else []
+    return [least] if least.peak <= limit and not lacks(model, smallest) else []
 
 
 def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[Remedy | None]:
@@ -56,7 +57,7 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
 
     def remedy(key: str, value: str, changed: Demand, sizes: ModelSizes = model) -> Remedy | None:
         needed = peak(parts(sizes, changed, process))
-        fits = needed <= limit and not engine_memory(sizes, changed).lacks
+        fits = needed <= limit and not lacks(sizes, changed)
         return Remedy(changes={key: value}, peak=needed) if fits else None
 
     budget = largest_budget(model, demand, process, limit)
@@ -68,6 +69,8 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
         smaller = replace(demand, engine=engine)
         [(key, value)] = _as_keys(demand, smaller).items()
         yield remedy(key, value, smaller)
+    for teacher in _other_teachers(model, demand, process, limit):
+        yield remedy(TEACHER_SHARE, f"{teacher.share:g}", replace(demand, teacher=teacher))
     if demand.sharded is False and demand.device == "cuda":
         yield remedy("cluster.shard_base", "true", replace(demand, sharded=True))
     if model.itemsize == 4 and not demand.whole_model:
@@ -81,6 +84,14 @@ def _smaller_engines(model: ModelSizes, demand: Demand, process: int, limit: int
         beside = peak(parts(model, replace(demand, engine=None), process))
         room = max(0, limit - beside) // max(1, demand.engines_apart)
         yield from demand.engine.smaller(model, demand.load, room)
+
+
+def _other_teachers(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[TeacherDemand]:
+    """The teacher with another share of the device."""
+    own = sum(part.bytes for part in teacher_memory(demand).parts if part.key == TEACHER_SHARE)
+    if demand.teacher is not None and own:
+        beside = peak(parts(model, demand, process)) - own
+        yield from demand.teacher.other_shares(demand.device_memory, max(0, limit - beside))
 
 
 def _changed_fields(before: Engine, after: Engine) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Par
 from rlft.model.activations import LOGIT_CHUNK, AdapterLayers, activation_bytes, checkpointed_bytes
 from rlft.model.kernels.selection import Decision
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
+from rlft.planning.teacher_memory import TeacherDemand
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
 
@@ -58,7 +59,7 @@ class Demand:
         entropy: whether the loss needs the entropy.
         own_critic: whether the critic has an adapter, and so a forward and backward of its own.
         beside: bytes of learned rewards with networks of their own.
-        teacher: bytes of a teacher with one.
+        teacher: a teacher with one.
         engine: samples completions; None if nothing is sampled.
         section: the engine's section in `generation`.
         decodings: what the engine decodes.
@@ -85,7 +86,7 @@ class Demand:
     entropy: bool = False
     own_critic: bool = False
     beside: int = 0
-    teacher: int = 0
+    teacher: TeacherDemand | None = None
     engine: Engine | None = None
     section: str = ""
     decodings: tuple[Decoding, ...] = ()
@@ -181,8 +182,7 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
         counted.append(Part(name="bases of the engines", bytes=bases, when=When.always, key="cluster.engines"))
     if demand.beside:
         counted.append(Part(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
-    if demand.teacher:
-        counted.append(Part(name="teacher", bytes=demand.teacher, when=When.always, key="snapshot.teacher"))
+    counted += teacher_memory(demand).parts
     updating = updating_parts(model, demand)
     return [*counted, *engine.parts, *updating, *holes(demand, left_by_sampling(model, demand, engine), updating)]
 
@@ -206,6 +206,19 @@ def engine_memory(model: ModelSizes, demand: Demand) -> EngineMemory:
         for part in taken.parts
     )
     return replace(taken, parts=tuple(whole))
+
+
+def teacher_memory(demand: Demand) -> EngineMemory:
+    """The memory of a teacher with a network of its own."""
+    if demand.teacher is None:
+        return EngineMemory()
+    beside_vllm = demand.section == "vllm"
+    return demand.teacher.memory(demand.device, demand.device_memory, beside_vllm=beside_vllm)
+
+
+def lacks(model: ModelSizes, demand: Demand) -> int:
+    """Bytes by which an engine's own share of the device, the policy's or the teacher's, is too small for it."""
+    return engine_memory(model, demand).lacks + teacher_memory(demand).lacks
 
 
 def updating_parts(model: ModelSizes, demand: Demand) -> list[Part]:

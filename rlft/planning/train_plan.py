@@ -16,7 +16,7 @@ from rlft.checks.adapters import check_adapters, check_classifiers, empty_model,
 from rlft.checks.environments import environment_of
 from rlft.checks.ranks import idle_engines, why_whole
 from rlft.checks.servers import check_servers
-from rlft.checks.teachers import check_teacher, check_top_k
+from rlft.checks.teachers import check_teacher, check_teacher_engine, check_top_k, missing_engine
 from rlft.checks.train import check_config
 from rlft.cluster.placement import Placement
 from rlft.cluster.ray_session import check_address, check_installed
@@ -39,6 +39,7 @@ from rlft.planning.run_plan import DataLengths, Plan
 from rlft.planning.sampling_shapes import of_training
 from rlft.planning.shown import shown_in_prompts
 from rlft.planning.startup_table import Facts, TableRow
+from rlft.planning.teacher_memory import TeacherDemand
 from rlft.prepare.prompts import PromptSet, left_out, scan, untokenised
 from rlft.prepare.teacher_prompts import longest_with_hint
 from rlft.prepare.texts import PretrainText, scan_texts
@@ -62,6 +63,7 @@ class TrainPlan(Plan):
     held_out: PromptSet | None
     pretrain_text: PretrainText | None
     environment: Environment | None = None
+    teacher_row_tokens: int = 0  # of the longest row that a teacher reads
     placement: Placement | None = None  # of engines and ranks; None until their cards are known
 
     @property
@@ -184,12 +186,20 @@ class TrainPlan(Plan):
             recompute=recompute,
             own_critic=critic is CriticKind.adapter,
             beside=sum(networks),
-            teacher=teacher_sizes(run).base_bytes if snapshot.teacher_model is not None else 0,
+            teacher=self._teacher_demand(),
             device=resolve_device(run.model.device).type,
             ranks=run.cluster.ranks,
             sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
             **self._sampling_demand(),
         )
+
+    def _teacher_demand(self) -> TeacherDemand | None:
+        """The demand of a teacher that is a model of its own."""
+        snapshot = self.config.snapshot
+        if snapshot.teacher_model is None:
+            return None
+        share = snapshot.teacher_gpu_memory_utilization if snapshot.teacher_engine == "vllm" else None
+        return TeacherDemand(model=teacher_sizes(self.config), row_tokens=self.teacher_row_tokens, share=share)
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:
         result, critic = {"base (frozen)": model.parameters}, self.config.critic.kind
@@ -243,9 +253,12 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     rules.check_machine(config.model, runs_here=runs_here)
     if trains:
         rules.check_lag_has_devices(config, resolve_device(config.model.device).type)
+    teacher_note = missing_engine(config, runs_here=runs_here) if trains else None
     rewards = specs(config.reward)
     used = uses(config, rewards)
     engine, reason = rules.choose_engine(config.generation, config.model, config.lora, runs_here=runs_here)
+    if trains:
+        check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
     if config.cluster.engines:
         rules.check_apart(config, engine)
     if runs_here and config.cluster.kind == "ray":
@@ -277,11 +290,11 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     check_servers(rewards, train_prompts.prompts[0])
     rules.check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)
-    teacher = None
+    teacher, teacher_row_tokens = None, 0
     if trains and config.snapshot.teacher != "none":
         check_top_k(algorithm.teacher_top_k, model_config.get_text_config().vocab_size)
         longest = longest_read_by_the_teacher(config, train_prompts, tokenizer, model_config)
-        teacher = check_teacher(config, tokenizer, longest)
+        teacher, teacher_row_tokens = check_teacher(config, tokenizer, longest), longest + config.generation.max_tokens
     return TrainPlan(
         config=config,
         plain=plain,
@@ -301,6 +314,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
         },
         pretrain_text=pretrain_text,
         environment=environment,
+        teacher_row_tokens=teacher_row_tokens,
         notes=(
             *(rules.warnings(config, algorithm) if trains else ()),
             *rules.warnings_of_sizes(
@@ -309,6 +323,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
                 None if held_out is None else len(held_out.prompts),
             ),
             *([idle] if trains and (idle := idle_of(config, engine)) else ()),
+            *([teacher_note] if teacher_note else ()),
             *notes(rewards),
             *data_notes,
         ),
@@ -405,6 +420,7 @@ def roles_text(plan: TrainPlan) -> str:
         text += f", decay {snapshot.ema_decay:g} a step" if snapshot.ema_decay is not None else ""
     if snapshot.teacher != "none":
         text += f"; teacher = {snapshot.teacher}" + " with a hint" * (snapshot.teacher_hint is not None)
+        text += " in vLLM" * (snapshot.teacher_engine == "vllm")
     if critic.kind != "none":
         text += f"; critic = {'adapter' if critic.kind == 'adapter' else 'head on the policy'} from {critic.init}"
     return text

@@ -35,6 +35,7 @@ TRAIN = Verb(
         "cluster.scoring",
         "cluster.jobs",
         "cluster.shard_base",
+        "snapshot.teacher_gpu_memory_utilization",
     ),
 )
 

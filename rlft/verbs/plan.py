@@ -23,7 +23,7 @@ from rlft.planning.environment_trial import EnvironmentTrial, try_environment
 from rlft.planning.fit import Remedy, remedies
 from rlft.planning.gpu_budget import settled
 from rlft.planning.memory_demand import CUDA_CONTEXT, on_a_gpu, sizes_of
-from rlft.planning.memory_parts import Demand, engine_memory, parts
+from rlft.planning.memory_parts import Demand, engine_memory, lacks, parts, teacher_memory
 from rlft.planning.reward_trial import Trial, doubts, try_rewards
 from rlft.planning.run_plan import DataLengths, Plan
 from rlft.planning.startup_table import BaseCopies, Facts, TableRow
@@ -108,8 +108,13 @@ class Planned:
         return engine_memory(self.model, self.demand).lacks
 
     @property
+    def teacher_lacks(self) -> int:
+        """Bytes by which the teacher's own share of the device is too small for vLLM to start with it."""
+        return teacher_memory(self.demand).lacks
+
+    @property
     def fits(self) -> bool:
-        return self.peak <= self.limit and not self.engine_lacks
+        return self.peak <= self.limit and not lacks(self.model, self.demand)
 
     def remedies(self) -> list[Remedy]:
         """Changes that would make the run fit; none if it fits."""

@@ -107,6 +107,11 @@ def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[P
     if planned.engine_lacks:
         text = f"does not start: the engine's share of the device is {in_words(planned.engine_lacks)} too small for it"
         terminal.print(Text(text, style="red"), soft_wrap=True)
+    if planned.teacher_lacks:
+        text = (
+            f"does not start: the teacher's share of the device is {in_words(planned.teacher_lacks)} too small for it"
+        )
+        terminal.print(Text(text, style="red"), soft_wrap=True)
     busiest = max(When.sampling, When.updating, key=lambda when: sum(p.bytes for p in memory_parts if p.when is when))
     if planned.peak > planned.limit:
         terminal.print(Text(f"does not fit: {room}; it is highest while {busiest}", style="red"), soft_wrap=True)

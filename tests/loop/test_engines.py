@@ -13,8 +13,11 @@ from rlft.config.schema import RunConfig
 from rlft.generation.engine import Engine, Opening
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
-from rlft.loop.engines import Engines, opening_of
+from rlft.generation.vllm_teacher import TeacherSettings
+from rlft.loop import engines as loop_engines
+from rlft.loop.engines import Engines, opened_teacher, opening_of
 from rlft.model.backbone import Backbone
+from rlft.model.forward import Forward
 from rlft.types import UserError
 
 
@@ -126,3 +129,60 @@ def test_a_shared_engine_is_closed_when_a_job_fails(opening: Opening, started: l
     with pytest.raises(UserError), Engines() as engines, engines.opened(Shared(), opening):
         raise refusal
     assert [engine.closed for engine in started] == [1]
+
+
+# -- a teacher in vLLM -----------------------------------------------------------------------------------------------
+class Taught(Closing):
+    """Stands for a live teacher."""
+
+    def __init__(self, settings: TeacherSettings) -> None:
+        super().__init__()
+        self.settings = settings
+
+
+@pytest.fixture
+def teachers(monkeypatch: pytest.MonkeyPatch) -> list[Taught]:
+    """Those that were started, in their order."""
+    begun: list[Taught] = []
+
+    def start(settings: TeacherSettings) -> Taught:
+        begun.append(Taught(settings))
+        return begun[-1]
+
+    monkeypatch.setattr(loop_engines, "VLLMTeacher", start)
+    return begun
+
+
+def taught_by(name: str, *more: str) -> tuple[str, ...]:
+    return ("algorithm=opd", f"snapshot.teacher=embedded:{name}", *more)
+
+
+def test_a_teacher_is_started_with_what_the_run_says(run_config: Any, teachers: list[Taught]) -> None:
+    words = taught_by("tiny-chains", "snapshot.teacher_engine=vllm", "snapshot.teacher_gpu_memory_utilization=0.2")
+    with Engines() as engines:
+        assert opened_teacher(engines, run_config(*words), 99) is teachers[0]
+    settings = teachers[0].settings
+    assert (settings.row_tokens, settings.dtype, settings.gpu_memory_utilization) == (99, "float32", 0.2)
+    assert settings.model_path.endswith("tiny-chains")
+    assert teachers[0].closed == 1
+
+
+def test_jobs_of_a_sweep_share_a_teacher_until_they_need_another_or_none(
+    run_config: Any, teachers: list[Taught]
+) -> None:
+    vllm = "snapshot.teacher_engine=vllm"
+    first, other = (run_config(*taught_by(name, vllm)) for name in ("tiny-chains", "tiny-arithmetic"))
+    with Engines() as engines:
+        assert opened_teacher(engines, first, 99) is opened_teacher(engines, first, 99)
+        opened_teacher(engines, other, 99)
+        opened_teacher(engines, other, 100)
+        assert [teacher.closed for teacher in teachers] == [1, 1, 0]
+        assert opened_teacher(engines, run_config(), 0) is None
+        assert [teacher.closed for teacher in teachers] == [1, 1, 1]
+
+
+def test_a_teacher_by_transformers_is_a_forward_and_frees_one_in_vllm(run_config: Any, teachers: list[Taught]) -> None:
+    with Engines() as engines:
+        opened_teacher(engines, run_config(*taught_by("tiny-student", "snapshot.teacher_engine=vllm")), 99)
+        assert isinstance(opened_teacher(engines, run_config(*taught_by("tiny-student")), 99), Forward)
+        assert teachers[0].closed == 1

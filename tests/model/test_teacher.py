@@ -236,3 +236,90 @@ def test_padded_rows_of_a_teacher_go_through_it_within_the_budget_that_packed_on
     assert seen == [(2, 6), (2, 5)]
     for name, values in expected.items():
         torch.testing.assert_close(made[name], values, rtol=1e-5, atol=1e-5)
+
+
+# -- a teacher that an engine computes -------------------------------------------------------------------------------
+class RowByRow:
+    """Stands for a teacher in an engine: transformers on each row by itself. Notes what it was asked for."""
+
+    def __init__(self, logprobs):
+        self.of_row, self.asked = logprobs, []
+
+    def logprobs(self, rows, top_k, vocabulary):
+        self.asked.append([list(row) for row in rows])
+        said = []
+        for row in rows:
+            logp = self.of_row(torch.tensor(row))
+            best = logp[:, :vocabulary].topk(top_k, -1)
+            said.append((logp.gather(-1, torch.tensor(row)[1:, None])[:, 0], best.indices, best.values))
+        return said
+
+
+@pytest.fixture
+def by_engine(make_roles, by_transformers):
+    """Builds roles with `tiny-student` as a teacher that an engine computes; gives them and the engine."""
+
+    def build(**keys):
+        engine = RowByRow(by_transformers)
+        return make_roles(teacher="embedded:tiny-student", teacher_forward=engine, **keys), engine
+
+    return build
+
+
+def judged(roles, batch, top_k):
+    """{field: values} of the teacher's, of every row."""
+    inert = torch.zeros(len(batch.rewards), dtype=torch.bool)
+    annotated = roles.annotate(batch, inert, needs_old=False, teacher_top_k=top_k)
+    names = ("teacher_logprobs", "teacher_top_k_ids", "teacher_top_k_logprobs")
+    return {name: found for name in names if (found := getattr(annotated, name)) is not None}
+
+
+@pytest.mark.parametrize("rows", ["with holes", "with a hint", "with branches"])
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_an_engine_says_of_all_rows_what_a_forward_says(
+    make_roles, by_engine, student_as_teacher, awkward_batch, hinted, tree_batch, rows, top_k
+):
+    batch = {"with holes": awkward_batch, "with a hint": hinted[0], "with branches": tree_batch[0]}[rows]
+    expected = judged(make_roles(teacher="embedded:tiny-student", teacher_forward=student_as_teacher), batch, top_k)
+    roles, _ = by_engine()
+    found = judged(roles, batch, top_k)
+    assert found.keys() == expected.keys()
+    assert len(found) == (3 if top_k else 1)
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype
+        torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-5)
+    assert found["teacher_logprobs"].any()
+
+
+def test_an_engine_is_asked_once_in_the_order_of_the_rows_whatever_the_token_budget(by_engine, awkward_batch):
+    """Of the six rows the third has nothing that was sampled."""
+    lengths = awkward_batch.attention_mask.sum(1).tolist()
+    rows = [awkward_batch.token_ids[b, : lengths[b]].tolist() for b in (0, 1, 3, 4, 5)]
+    for budget in (20, 10**6):
+        roles, engine = by_engine(token_budget=budget)
+        judged(roles, awkward_batch, 0)
+        assert engine.asked == [rows]
+
+
+def test_an_engine_reads_each_path_of_a_conversation_that_forks(by_engine, tree_batch):
+    trees, paths, _ = tree_batch
+    roles, engine = by_engine()
+    judged(roles, trees, 0)
+    lengths = paths.attention_mask.sum(1).tolist()
+    assert engine.asked == [[paths.token_ids[b, :length].tolist() for b, length in enumerate(lengths)]]
+
+
+def test_an_engine_is_not_asked_of_inert_rows_and_of_none_if_all_are(by_engine, batch):
+    roles, engine = by_engine()
+    annotated = roles.annotate(batch, torch.tensor([True, False, True, True]), needs_old=False)
+    assert engine.asked == [[[5, 6, 7, 22]]]
+    assert (annotated.teacher_logprobs != 0).nonzero().tolist() == [[1, 3]]
+    roles.annotate(batch, torch.ones(4, dtype=torch.bool), needs_old=False)
+    assert len(engine.asked) == 1
+
+
+def test_nothing_is_packed_for_an_engine_alone(by_engine, batch, nobody, monkeypatch):
+    packed, (roles, _) = [], by_engine()
+    monkeypatch.setattr(forward, "pack", lambda rows: packed.append(rows) or forward_pack(rows))
+    roles.annotate(batch, nobody, needs_old=False)
+    assert packed == []

@@ -213,6 +213,25 @@ def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_m
     assert "with vLLM on a device of its own the trainer would take " in capsys.readouterr().out
 
 
+def test_a_teacher_in_vllm_is_counted_beside_the_policys_engine_and_told_where_its_share_is_too_small(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 24 GiB a hundred-thousandth is 258 kB, less than the teacher's weights; a hundredth is enough."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["+recipe=grpo_arithmetic", "data.size=200", "data.held_out_size=40", "model.device=cuda", "algorithm=opd"]
+    words += ["snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm", "device_memory=24GiB"]
+    found = planned(capsys, *words)
+    parts = {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
+    assert parts["teacher in vLLM"] == int(0.3 * 24 * 2**30)
+    assert found["fits"]
+    words.append("snapshot.teacher_gpu_memory_utilization=0.00001")
+    assert {"snapshot.teacher_gpu_memory_utilization": "0.01"} in [
+        way["changes"] for way in planned(capsys, *words)["ways"]
+    ]
+    assert cli.run(["plan", *words]) == 1
+    assert "does not start: the teacher's share of the device is " in capsys.readouterr().out
+
+
 def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(
     no_weights: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,3 +53,24 @@ def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path
     assert first["loss/total"] == pytest.approx(first["loss/teacher"] + first["loss/policy"], rel=1e-5)
     assert first["policy/grad_norm"] > 0
     assert second["loss/teacher"] != first["loss/teacher"]
+
+
+def test_a_run_with_a_teacher_in_vllm_resumes_as_the_same_run_and_learns_what_a_loaded_teacher_teaches(
+    tmp_path: Path,
+) -> None:
+    """One batch of rows in one order: the same bits. To transformers the log-probs are 1e-4 away, in float32."""
+    words = (
+        *OPD, "snapshot.teacher=embedded:tiny-arithmetic", "model.path=embedded:tiny-student", "token_budget=512",
+        "algorithm.teacher_in=loss", "algorithm.top_k=4", "algorithm.reward_coef=1.0", "prompts.max_tokens=48",
+    )  # fmt: skip
+    vllm = "snapshot.teacher_engine=vllm"
+    run, halted, loaded = (tmp_path / name for name in ("run", "halted", "loaded"))
+    assert cli.run([*words, vllm, "steps=2", f"hydra.run.dir={run}"]) == 0
+    assert cli.run([*words, vllm, "steps=1", f"hydra.run.dir={halted}"]) == 0
+    assert cli.run(["resume", str(halted), "steps=2", "snapshot.teacher_gpu_memory_utilization=0.2"]) == 0
+    check_same(halted, run)
+    assert cli.run([*words, "steps=1", f"hydra.run.dir={loaded}"]) == 0
+    (first, _), [same] = metrics(run), metrics(loaded)
+    assert first.keys() == same.keys()
+    for name in ("loss/teacher", "kl/teacher", "teacher/agreement"):
+        assert first[name] == pytest.approx(same[name], abs=1e-4)
