@@ -3,12 +3,14 @@
     python scripts/compare_algorithms.py                          # every algorithm's recipe as it is, seeds 0 1 2
     python scripts/compare_algorithms.py --only grpo ppo --seeds 0 1 --completions 10240
     python scripts/compare_algorithms.py --task chains --seeds 0 1 2 3 4 --jobs 2
+    python scripts/compare_algorithms.py --only grpo --trl        # and TRL's GRPO with the same words, seeds 0 1 2
     python scripts/compare_algorithms.py --redraw                 # table and picture again, from the raw numbers
 
-With --task chains every recipe gets the keys that recipes/grpo_chains.yaml gives GRPO. Each run is an ordinary `rlft
-train` in a process of its own (so that its peak memory is its own), --jobs of them at a time, in <out>/<name>/seed_<k>.
-Stopped by Ctrl-C or killed, the same command goes on: finished runs are not repeated, begun ones are resumed. In <out>
-it leaves comparison.md (for recipes/README.md), comparison.png and comparison.json.
+With --task chains every recipe gets the keys that recipes/grpo_chains.yaml gives GRPO. --trl adds TRL's trainer on what
+GRPO is told (compare_trl.py), evaluated like all others. Each run is an ordinary `rlft train` in a process of its own
+(so that its peak memory is its own), --jobs of them at a time, in <out>/<name>/seed_<k>. Stopped by Ctrl-C or killed,
+the same command goes on: finished runs are not repeated, begun ones are resumed, those of TRL begin again. In <out> it
+leaves comparison.md (for recipes/README.md), comparison.png and comparison.json.
 
 Exit codes: 0 done and all checks hold, 1 a check or a run failed, 2 a mistake the user can fix, 130 stopped.
 """
@@ -35,6 +37,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+import compare_trl
 import yaml
 from significance import Difference, all_differences, half_interval, report
 
@@ -66,6 +69,8 @@ MUST_REACH = ("grpo", "gspo", "ppo", "rloo")
 
 REFERENCE = "grpo"
 """The algorithm that every other is compared with."""
+PEER = "trl_grpo"
+"""The runs of TRL's trainer on the recipe of the reference."""
 
 HALF = 0.5
 """The accuracy whose price in completions is told."""
@@ -98,6 +103,7 @@ LABELS = {
     "reinforce_pp": "REINFORCE++",
     "rloo": "RLOO",
     "sapo": "SAPO",
+    PEER: "TRL's GRPO",
 }
 # Class of the algorithm, in the order of table and picture: its words in the legend, its colour. Okabe and Ito's
 # colours, which people with any colour vision tell apart; classes that are not listed take those that are left.
@@ -106,8 +112,9 @@ FAMILIES = {
     "Reinforce": ("REINFORCE, no critic", "#009E73"),
     "PPO": ("actor and critic (PPO)", "#D55E00"),
     "Kimi": ("mirror descent (Kimi)", "#CC79A7"),
+    "TRL": ("TRL's trainer", "#E69F00"),
 }
-OTHER_COLOURS = ("#56B4E9", "#E69F00", "#000000")
+OTHER_COLOURS = ("#56B4E9", "#000000")
 # How matplotlib draws a panel's own line, the others behind it, and the accuracy that is asked for.
 OWN: dict[str, Any] = {"linewidth": 1.5, "marker": "o", "markersize": 3}
 OTHERS: dict[str, Any] = {"linewidth": 0.8, "color": "#D4D4D4"}
@@ -151,6 +158,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--out", type=Path, help="folder of all that is made (runs/compare, of another task runs/compare_<task>)"
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"these recipes, with or without {SUFFIX}")
+    parser.add_argument("--trl", action="store_true", help="also TRL's GRPO, which must be installed")
     parser.add_argument("--completions", type=int, metavar="N", help="of each run, by its steps; else as recipes say")
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="KEY=VALUE", help="for every run, as for rlft train"
@@ -177,7 +185,10 @@ def at_least_one(text: str) -> int:
 # -- what is to be trained ---------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run: a recipe with a seed. config: plain and composed, what the run's config.yaml will hold."""
+    """One run: a recipe with a seed; PEER is TRL's, with the recipe of the reference.
+
+    config: plain and composed, what the run's config.yaml will hold.
+    """
 
     name: str
     seed: int
@@ -191,7 +202,9 @@ class Job:
 
     @property
     def family(self) -> str:
-        """The class of the algorithm."""
+        """The class of the algorithm; of TRL's runs, its own."""
+        if self.name == PEER:
+            return "TRL"
         return self.config["algorithm"]["_target_"].rpartition(".")[2]
 
     @property
@@ -208,10 +221,14 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
     if len(set(options.seeds)) < len(options.seeds):
         raise UserError("--seeds", "a seed is given twice", got=options.seeds, remedy="give each once")
     names = chosen_names(options.only, known_names(options.config_dir))
+    if options.trl:
+        compare_trl.check_installed()
+        names.append(PEER)
     of_task, given = task_overrides(options.task), {word.partition("=")[0] for word in options.override}
     jobs = []
     for name in names:
-        overrides = [f"+recipe={name}{SUFFIX}", "rollouts.every=0", "checkpoint.keep=1", "eval.kl_base=true"]
+        recipe = REFERENCE if name == PEER else name
+        overrides = [f"+recipe={recipe}{SUFFIX}", "rollouts.every=0", "checkpoint.keep=1", "eval.kl_base=true"]
         overrides += [f"{key}={value}" for key, value in of_task.items() if key not in given]
         overrides += options.override
         composed = config.compose(overrides, options.config_dir)
@@ -225,6 +242,8 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
             command_line.parse(words)  # refuses a key that is given twice
             plain = config.compose(words, options.config_dir)
             config.build(plain)
+            if name == PEER:
+                compare_trl.check(plain)
             jobs.append(Job(name=name, seed=seed, folder=folder, overrides=words, config=plain))
     return sorted(jobs, key=lambda job: order(job.family, job.name))  # stable: seeds stay as given
 
@@ -412,14 +431,19 @@ def is_finished(job: Job) -> bool:
 
 
 def command(job: Job, config_dir: Path | None) -> list[str]:
-    """The command line that starts the run, or that goes on with one that was begun."""
+    """The command line that starts the run, or that goes on with one that was begun; TRL's begin again."""
+    more = ["--config-dir", str(config_dir)] if config_dir else []
+    if job.name == PEER:
+        return [sys.executable, compare_trl.__file__, *job.overrides, *more]
     begun = run_folder.config_file(job.folder).exists()
     words = ["resume", str(job.folder)] if begun else ["train", *job.overrides]
-    return [sys.executable, "-m", "rlft.cli", *words, *(["--config-dir", str(config_dir)] if config_dir else [])]
+    return [sys.executable, "-m", "rlft.cli", *words, *more]
 
 
 def begin(job: Job, place: str, options: argparse.Namespace) -> Running:
     """Starts the run, or goes on with it; its output is in <folder>.log."""
+    if job.name == PEER and job.folder.exists():
+        shutil.rmtree(job.folder)
     words, is_fresh = command(job, options.config_dir), not (job.folder / METRICS).exists()
     log = job.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -610,7 +634,7 @@ class Run:
 
     completions, reward, seconds: an entry a step; the completions are those sampled up to and with the step, also
     those that dynamic sampling threw away. evaluated_at (completions sampled by then), accuracy, kl_base (nats a token;
-    None where it was not measured): an entry an evaluation.
+    None where it was not measured): an entry an evaluation. trl: its version, of the runs of TRL's trainer.
     """
 
     name: str
@@ -627,6 +651,7 @@ class Run:
     torch: str
     commit: str
     date: str
+    trl: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -683,6 +708,7 @@ def read_run(job: Job) -> Run:
         torch=origin.get("torch", "unknown"),
         commit=origin.get("commit", "unknown"),
         date=record.get("date", "unknown date"),
+        trl=origin.get("trl"),
     )
 
 
@@ -813,7 +839,7 @@ def make_rows(comparison: Comparison) -> list[Row]:
                 family=family,
                 runs=[finished[name, seed] for seed in seeds[family, name] if seed not in missing],
                 missing=missing,
-                is_checked=comparison.task == TASKS[0],
+                is_checked=comparison.task == TASKS[0] and name != PEER,
             )
         )
     return rows
@@ -887,13 +913,14 @@ def legend(comparison: Comparison) -> str:
         "between it and the one before, of the seeds that got there. Seconds are the sum of `time/step`: sampling, "
         "scoring and training, evaluations aside. KL(policy || base) is of the held-out completions at the end. "
         "Completions that dynamic sampling threw away count as sampled."
+        + (f" {LABELS[PEER]} is evaluated by rlft." if any(run.trl for run in comparison.runs) else "")
     )
 
 
 def cells(row: Row) -> list[str]:
     """The row's texts, in the order of COLUMNS."""
-    recipe = f"`{row.name}{SUFFIX}`"
-    checks = "; ".join(row.problems) or "hold"
+    recipe = LABELS[PEER] if row.name == PEER else f"`{row.name}{SUFFIX}`"
+    checks = "; ".join(row.problems) or ("hold" if row.is_checked else "none")
     if not row.runs:
         return [recipe, *["-"] * (len(COLUMNS) - 2), checks]
     kl = [run.kl_base[-1] for run in row.runs]
@@ -949,8 +976,9 @@ def machine_line(runs: Sequence[Run]) -> str:
     def of(key: str) -> str:
         return ", ".join(sorted({str(getattr(run, key)) for run in runs}))
 
+    peer = ", ".join(sorted({f"TRL {run.trl}, " for run in runs if run.trl}))
     return (
-        f"{of('machine')}, torch {of('torch')}, commit {of('commit')}, {of('date')}."
+        f"{of('machine')}, torch {of('torch')}, {peer}commit {of('commit')}, {of('date')}."
         if runs
         else "Nothing is finished."
     )

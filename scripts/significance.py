@@ -153,7 +153,7 @@ def against(name: str, differences: Sequence[Difference]) -> list[Difference]:
                     first=pair.second,
                     second=name,
                     seeds=pair.seeds,
-                    mean=-pair.mean,
+                    mean=0.0 - pair.mean,
                     half=pair.half,
                     p=pair.p,
                     corrected=pair.corrected,

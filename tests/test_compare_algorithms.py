@@ -57,10 +57,11 @@ def make_up(
     peak: int = 10**9,
     kl: float | None = 0.25,
     key: str = "eval/exact_match",
+    trl: str | None = None,
 ) -> None:
     """The folder of a finished run of `job`: an evaluation before and after every step."""
     job.folder.mkdir(parents=True)
-    origin = {"origin": {"torch": "2.13.0", "commit": "abc123"}}
+    origin = {"origin": {"torch": "2.13.0", "commit": "abc123"} | ({"trl": trl} if trl else {})}
     (job.folder / "config.yaml").write_text(yaml.safe_dump({**job.config, **origin}))
     metrics = [
         {"step": step, "reward/mean": 0.5, "time/step": seconds, "memory/peak_bytes": peak}
@@ -188,6 +189,49 @@ def test_each_task_has_a_folder_of_its_own(compare: ModuleType) -> None:
     assert compare.parse([]).out == Path("runs/compare")
     assert compare.parse(["--task", "chains"]).out == Path("runs/compare_chains")
     assert compare.parse(["--task", "chains", "--out", "mine"]).out == Path("mine")
+
+
+@pytest.fixture
+def has_trl(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if TRL were installed."""
+    monkeypatch.setattr(compare.compare_trl, "check_installed", lambda: None)
+
+
+@pytest.mark.usefixtures("has_trl")
+def test_trls_runs_have_the_words_of_the_references_and_begin_again(
+    compare: ModuleType, asked: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = asked("--only", "grpo", "kimi", "--trl", "--seeds", "3", "--task", "chains", "--override", "steps=2")
+    grpo, _, theirs = jobs = compare.make_jobs(options)
+    assert [job.family for job in jobs] == ["GRPO", "Kimi", "TRL"]
+    assert (theirs.key, theirs.folder) == ("trl_grpo/seed_3", tmp_path / "trl_grpo" / "seed_3")
+    assert theirs.overrides[:-1] == grpo.overrides[:-1], "all but the folder"
+    assert theirs.config == grpo.config
+    make_up(grpo, [0.4, 0.5, 0.6])
+    make_up(theirs, [0.4, 0.5], trl="1.16.0")  # begun, and not finished
+    assert (compare.read_run(grpo).trl, compare.read_run(theirs).trl) == (None, "1.16.0")
+    words = compare.command(theirs, Path("mine"))
+    assert words[1:] == [compare.compare_trl.__file__, *theirs.overrides, "--config-dir", "mine"]
+    monkeypatch.setattr(compare, "launch", lambda *_: Ended(0))
+    run = compare.begin(theirs, "[1/1]", options)
+    assert not theirs.folder.exists()
+    assert (run.first, run.is_fresh) == (0, True)
+
+
+@pytest.mark.usefixtures("has_trl")
+def test_a_config_that_trl_cannot_have_is_refused_before_anything_is_trained(
+    compare: ModuleType, asked: Callable[..., argparse.Namespace]
+) -> None:
+    with pytest.raises(UserError, match=r"^algorithm\.std: "):
+        compare.make_jobs(asked("--only", "grpo", "--trl", "--override", "algorithm.std=none"))
+
+
+def test_without_trl_its_runs_are_refused(
+    compare: ModuleType, asked: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^trl: is not installed; pip install 'rlft\[bench\]'"):
+        compare.make_jobs(asked("--only", "grpo", "--trl"))
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------
@@ -529,6 +573,27 @@ def test_accuracies_after_training_are_compared_by_seed(compare: ModuleType) -> 
     assert "Holm" not in compare.table(compare.make_rows(alone), alone), "a seed alone says nothing"
 
 
+def test_trls_row_says_whose_it_is_and_nothing_is_asked_of_it(compare: ModuleType, tmp_path: Path) -> None:
+    runs = [made_up_run(compare, "grpo", seed, [0.40, 0.5, 0.95 + seed / 100]) for seed in (0, 1)]
+    runs += [
+        replace(made_up_run(compare, "trl_grpo", seed, [0.40, 0.41, 0.42], "TRL"), trl="1.16.0") for seed in (0, 1)
+    ]
+    comparison = made_up(compare, *runs)
+    rows = compare.make_rows(comparison)
+    assert [(row.name, row.problems) for row in rows] == [("grpo", []), ("trl_grpo", [])]
+    text = compare.table(rows, comparison)
+    line = text.splitlines()[3]
+    assert line.startswith("| TRL's GRPO | 0.400 ± 0.000 | 0.420 ± 0.000 |")
+    assert line.endswith("| none |")
+    assert "TRL's GRPO is evaluated by rlft." in text
+    assert "torch 2.13.0, TRL 1.16.0, commit abc123" in text
+    assert "| `trl_grpo` | -0.535 | " in text
+    assert compare.publish(comparison, tmp_path) == 0
+    assert compare.read_comparison(tmp_path / "comparison.json") == comparison
+    assert compare.family_colours(rows)["TRL"] not in {compare.FAMILIES[f][1] for f in ("GRPO", "PPO", "Kimi")}
+    assert "TRL" not in compare.table(rows[:1], made_up(compare, *runs[:2]))
+
+
 def test_nothing_is_asked_of_another_task(compare: ModuleType, tmp_path: Path) -> None:
     comparison = made_up(compare, made_up_run(compare, "grpo", 0, [0.10, 0.12, 0.15]), task="chains")
     rows = compare.make_rows(comparison)
@@ -642,7 +707,7 @@ def test_algorithms_stand_by_family_then_by_name(compare: ModuleType) -> None:
     runs = [made_up_run(compare, name, 0, [0.4, 0.5, 0.95], family) for name, family in classes.items()]
     rows = compare.make_rows(made_up(compare, *runs))
     assert [row.name for row in rows] == ["dapo", "gspo", "rloo", "ppo", "kimi", "mine"]
-    assert len(set(compare.family_colours(rows).values())) == 5
+    assert len(set(compare.family_colours(rows).values())) == 6, "the five that are known, and one"
 
 
 # -- picture and raw numbers -------------------------------------------------------------------------------------------

@@ -109,6 +109,10 @@ def test_the_report_says_which_pairs_differ_and_how_that_was_tested() -> None:
     assert "correction over 3 pairs" in significance.how(pairs)
 
 
+def test_no_difference_has_no_sign() -> None:
+    assert "| `kimi` | +0.000 | -0.020 to +0.020 |" in significance.report([pair("grpo", "kimi", 0.0, 1.0)], "grpo")
+
+
 def test_a_report_without_the_reference_or_a_finding_says_so() -> None:
     pairs = [pair("dapo", "kimi", -0.01, 0.05)]  # the level itself is not below it
     assert significance.report(pairs, "grpo").startswith(
