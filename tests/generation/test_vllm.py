@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,7 @@ def bench() -> Iterator[Bench]:
         Prompt(id=f"p{i}", messages=(), answer="", token_ids=tuple(10 + (7 * i + j) % 200 for j in range(40 + i)))
         for i in range(6)
     ]
+    resource_tracker.ensure_running()  # which workers of an environment would leave behind
     children = set(psutil.Process().children(recursive=True))
     before = process_state()
     generator = new_generator()
