@@ -72,6 +72,10 @@ REFERENCE = "grpo"
 PEER = "trl_grpo"
 """The runs of TRL's trainer on the recipe of the reference."""
 
+# What is compared only if it is named. On-policy distillation learns from a teacher that solves the task already, and
+# its recipe trains another model than the others': compare_teachers.py compares it with its rivals. TRL may be missing.
+LEFT_OUT = ("opd", PEER)
+
 HALF = 0.5
 """The accuracy whose price in completions is told."""
 
@@ -157,8 +161,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="folder of all that is made (runs/compare, of another task runs/compare_<task>)"
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"these recipes, with or without {SUFFIX}")
-    parser.add_argument("--trl", action="store_true", help="also TRL's GRPO, which must be installed")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"these recipes, with or without {SUFFIX}, or {PEER}")
+    parser.add_argument("--trl", action="store_true", help=f"also TRL's GRPO ({PEER}); TRL must be installed")
     parser.add_argument("--completions", type=int, metavar="N", help="of each run, by its steps; else as recipes say")
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="KEY=VALUE", help="for every run, as for rlft train"
@@ -220,10 +224,11 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
     """
     if len(set(options.seeds)) < len(options.seeds):
         raise UserError("--seeds", "a seed is given twice", got=options.seeds, remedy="give each once")
-    names = chosen_names(options.only, known_names(options.config_dir))
-    if options.trl:
-        compare_trl.check_installed()
+    names = chosen_names(options.only, [*known_names(options.config_dir), PEER])
+    if options.trl and PEER not in names:
         names.append(PEER)
+    if PEER in names:
+        compare_trl.check_installed()
     of_task, given = task_overrides(options.task), {word.partition("=")[0] for word in options.override}
     jobs = []
     for name in names:
@@ -286,7 +291,9 @@ def chosen_names(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:
 
 
 def is_algorithm(name: str) -> bool:
-    """Whether the recipe shows an algorithm; those of rlft itself that do not are other verbs' or pipelines' stages."""
+    """Whether the recipe shows an algorithm, or is a user's own; others are other verbs' or pipelines' stages."""
+    if name in LEFT_OUT:
+        return False
     of_rlft = name + SUFFIX in catalog.choices("recipe")
     return not of_rlft or name.removeprefix("iterative_") in catalog.choices("algorithm")
 

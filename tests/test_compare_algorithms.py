@@ -111,12 +111,13 @@ def test_every_arithmetic_recipe_is_compared_and_no_other(compare: ModuleType) -
     assert "grpo_gsm8k" in recipes - {f"{name}_arithmetic" for name in names}
 
 
-def test_by_default_every_algorithm_is_compared_and_no_other_verb_or_stage(
+def test_by_default_every_algorithm_without_a_teacher_is_compared_and_no_other_verb_or_stage(
     compare: ModuleType, asked: Callable[..., argparse.Namespace]
 ) -> None:
     names = {job.name for job in compare.make_jobs(asked("--seeds", "0"))}
     algorithms = {file.stem for file in (SCRIPT.parents[1] / "configs" / "algorithm").glob("*.yaml")}
-    assert names == algorithms | {"iterative_grpo"}
+    assert names == algorithms - {"opd"} | {"iterative_grpo"}
+    assert compare.chosen_names(["opd"], compare.known_names(None)) == ["opd"], "if it is named, it is"
 
 
 def test_recipes_of_the_users_own_folder_are_compared_too(
@@ -219,6 +220,12 @@ def test_trls_runs_have_the_words_of_the_references_and_begin_again(
 
 
 @pytest.mark.usefixtures("has_trl")
+def test_trls_runs_can_be_asked_for_alone(compare: ModuleType, asked: Callable[..., argparse.Namespace]) -> None:
+    for words in (["--only", "trl_grpo"], ["--only", "trl_grpo", "--trl"]):
+        assert [job.key for job in compare.make_jobs(asked(*words, "--seeds", "0"))] == ["trl_grpo/seed_0"]
+
+
+@pytest.mark.usefixtures("has_trl")
 def test_a_config_that_trl_cannot_have_is_refused_before_anything_is_trained(
     compare: ModuleType, asked: Callable[..., argparse.Namespace]
 ) -> None:
@@ -231,7 +238,7 @@ def test_without_trl_its_runs_are_refused(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^trl: is not installed; pip install 'rlft\[bench\]'"):
-        compare.make_jobs(asked("--only", "grpo", "--trl"))
+        compare.make_jobs(asked("--only", "trl_grpo"))
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------
