@@ -24,7 +24,6 @@ from rlft.scoring.reward_spec import specs
 from rlft.types import Prompt, UserError
 
 RECIPE = ("+recipe=grpo_arithmetic", "generation=transformers", "model.device=cpu", "logger=[jsonl]")
-NEEDS_TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install 'rlft[bench]'")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +174,6 @@ def test_an_adapter_is_evaluated_as_the_run_that_trained_it_evaluates_its_policy
 
 # -- the real thing ----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-@NEEDS_TRL
 def test_a_run_of_trl_leaves_the_files_of_a_run(tmp_path: Path) -> None:
     small = ["steps=3", "prompts_per_step=4", "group_size=8", "eval.every=2", "eval.num_prompts=8", "eval.kl_base=true"]
     words = [*RECIPE, *small, "trainer.lr=0.01", f"hydra.run.dir={tmp_path / 'run'}"]
