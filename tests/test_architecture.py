@@ -153,7 +153,6 @@ TESTED_ELSEWHERE = {
     "verbs/plan_page": "verbs/test_plan.py",
     "verbs/policy_page": "test_hints.py",
     "verbs/ranking_lesson": "verbs/test_rm.py",
-    "verbs/study/checked": "test_refusals.py",
     "verbs/study/command": "whole_runs/test_studies.py",
     "verbs/study/config": "test_refusals.py",
     "verbs/study/words": "whole_runs/test_studies.py",

@@ -26,8 +26,17 @@ def path_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from path_keys(value, f"{key}.")
-        elif isinstance(value, str) and value and value not in KEYWORDS and (name in NAMES or key in KEYS):
+        elif isinstance(value, str) and value and value not in KEYWORDS and is_path_key(key):
             yield key, value
+
+
+def is_path_key(key: str) -> bool:
+    """Whether values of this key may name a local file or folder.
+
+    >>> is_path_key("data.path"), is_path_key("trainer.lr")
+    (True, False)
+    """
+    return key in KEYS or key.rpartition(".")[2] in NAMES
 
 
 def record(config: Mapping[str, Any], folder: Path) -> dict[str, dict[str, str]]:

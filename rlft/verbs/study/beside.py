@@ -10,6 +10,7 @@ from rlft.config.overrides import SWEEPING, Arguments
 from rlft.run import run_status
 from rlft.system.interrupt import Interrupt
 from rlft.system.terminal import override, say
+from rlft.verbs.study.checked import Values
 from rlft.verbs.study.here import words_of
 from rlft.verbs.study.runs import OF_THE_VALUES, Run, Study
 from rlft.verbs.study.space import Space
@@ -17,6 +18,9 @@ from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cards_of, opened_
 
 REFUSED, STOPPED = 2, 1
 """Exit codes of `rlft`."""
+
+Blame = Callable[[Run, str], bool]
+"""(a run that was refused, the key that the refusal names) -> whether the values of its trial are to blame."""
 
 
 class TrialsBeside:
@@ -27,14 +31,21 @@ class TrialsBeside:
         jobs: starts and watches processes.
         limit: trials at a time.
         words: (run) -> the words after `rlft` that do it.
+        blame: tells a refusal of a trial's values from any other.
         interrupt: its first signal makes all runs save and end; their trials go on when the study does.
     """
 
     def __init__(
-        self, study: Study, jobs: SideBySide, limit: int, words: Callable[[Run], list[str]], interrupt: Interrupt
+        self,
+        study: Study,
+        jobs: SideBySide,
+        limit: int,
+        words: Callable[[Run], list[str]],
+        blame: Blame,
+        interrupt: Interrupt,
     ) -> None:
         self._study, self._jobs, self._limit, self._words = study, jobs, limit, words
-        self._interrupt = interrupt
+        self._blame, self._interrupt = blame, interrupt
         self._active: dict[int, Run] = {}
         self._pruned: set[int] = set()
         self._broken = ""
@@ -97,7 +108,7 @@ class TrialsBeside:
 
     def _failed(self, number: int, run: Run, problem: str) -> None:
         code = self._jobs.codes.get(number)
-        refused = code == REFUSED and not problem.startswith(("resume:", "hydra."))
+        refused = code == REFUSED and self._blame(run, problem.partition(":")[0])
         names = [kind.__name__ for kind in OF_THE_VALUES]
         if refused or (code == STOPPED and run_status.error(run.folder) in names):
             self._study.has_failed(run.trial, problem)
@@ -113,8 +124,13 @@ def trials_beside(
     """Does all trials, `cluster.jobs` at a time, each on a card of its own where they are on cards."""
     options = [option for option in parsed.options if option not in SWEEPING]
 
+    values = Values(space, parsed.config_dir, verb)
+
     def words(run: Run) -> list[str]:
         return [verb, *options, *words_of(run, space), "resume=auto", override("hydra.run.dir", run.folder)]
+
+    def blame(run: Run, key: str) -> bool:
+        return values.are_refused(words_of(run, space), key)
 
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
@@ -122,4 +138,4 @@ def trials_beside(
         launcher = stack.enter_context(opened_for(cluster, study.folder, on_cards=on_cards))
         cards = cards_of(cluster) if on_cards else []
         jobs = SideBySide(launcher, cluster, interrupt, say, on_cards=on_cards, cards=cards)
-        TrialsBeside(study, jobs, cluster.jobs, words, interrupt).run()
+        TrialsBeside(study, jobs, cluster.jobs, words, blame, interrupt).run()

@@ -1,4 +1,4 @@
-"""The corners of a study's space: every value and every end of an interval, checked before the first run."""
+"""What is refused for a study's values: before the first run, at every value and end of an interval; and of a trial."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rlft.checks import check_early
 from rlft.config import compose as configs
 from rlft.keys import verbs
 from rlft.planning.run_plan import Plan
+from rlft.run.paths import is_path_key
 from rlft.run.references import resolved
 from rlft.types import UserError
 from rlft.verbs.study.config import key_of
@@ -44,6 +45,42 @@ def checked_plan(space: Space, plains: Sequence[dict[str, Any]], verb: str) -> P
                 check_same_steps(key_of(word), plans[0][1], plan)
             plans.append((of_the_files, plan))
     return plans[0][1]
+
+
+class Values:
+    """Tells whether a run was refused for what its study has chosen; any other refusal ends the study.
+
+    A reward's server that does not answer, a base that has been moved away, or a card that another process has taken
+    refuse every trial alike: none of them is a failure of a trial's values.
+    """
+
+    def __init__(self, space: Space, config_dir: Path | None, verb: str) -> None:
+        self._space, self._config_dir, self._verb = space, config_dir, verb
+
+    def are_refused(self, words: Sequence[str], key: str) -> bool:
+        """Whether the values of a run are to blame for a refusal that ended it.
+
+        The run is planned again. Refused again, it is for its values if the first corner, which was accepted when
+        the study began, still is. Accepted, it was refused later (by its engine, by what is in its folder): for its
+        values only if the refusal names a key that is chosen, and that is no file, which may have changed.
+
+        Args:
+            words: the overrides of the run.
+            key: what the refusal names.
+        """
+        if self._is_refused(words):
+            _, corner = next(self._space.corners())
+            return not self._is_refused(self._space.words(corner))
+        return key in {key_of(one.key) for one in self._space.varied} and not is_path_key(key)
+
+    def _is_refused(self, words: Sequence[str]) -> bool:
+        try:
+            plain = resolved(configs.compose(words, self._config_dir, self._verb))
+            check_early(plain, self._verb)
+            verbs.named(self._verb).make_plan(plain)
+        except UserError:
+            return True
+        return False
 
 
 @contextmanager

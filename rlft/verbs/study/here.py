@@ -13,9 +13,10 @@ from rlft.loop.engines import Engines
 from rlft.run import run_folder
 from rlft.run.references import resolved
 from rlft.system import signals
-from rlft.types import Evaluation, RunInfo, StepRecord
+from rlft.types import Evaluation, RunInfo, StepRecord, UserError
+from rlft.verbs.study.checked import Values
 from rlft.verbs.study.config import key_of
-from rlft.verbs.study.runs import FailedError, PrunedError, Run, Study, is_of_the_values, one_after_the_other
+from rlft.verbs.study.runs import OF_THE_VALUES, FailedError, PrunedError, Run, Study, one_after_the_other
 from rlft.verbs.study.space import Space
 from rlft.verbs.sweep import go_on
 
@@ -32,14 +33,17 @@ def _do_here(
     run: Run, look: Callable[[], bool], *, space: Space, verb: str, config_dir: Path | None, engines: Any
 ) -> None:
     """Does a run, see `runs.Doing`."""
+    words = words_of(run, space)
     try:
-        plain = resolved(configs.compose(words_of(run, space), config_dir, verb))
+        plain = resolved(configs.compose(words, config_dir, verb))
         check_early(plain, verb)
         exists = run_folder.config_file(run.folder).exists()
         plain = run_folder.with_kept_lanes(plain, run.folder if exists else None)
         go_on(plain, run.folder, engines, loggers=(Watch(look),))
-    except Exception as error:
-        if is_of_the_values(error):
+    except OF_THE_VALUES as error:
+        raise FailedError(str(error)) from error
+    except UserError as error:
+        if Values(space, config_dir, verb).are_refused(words, error.key):
             raise FailedError(str(error)) from error
         raise
 

@@ -15,12 +15,13 @@ from rlft.loop.shell import BrokenRunError
 from rlft.system.crash import one_line
 from rlft.system.out_of_memory import OutOfMemoryError
 from rlft.system.terminal import Say
-from rlft.types import UserError
 from rlft.verbs.study.measure import curve
 from rlft.verbs.study.trials import Trial, Trials
 
 OF_THE_VALUES = (BrokenRunError, OutOfMemoryError)
-"""Errors that end a run because of the values of its trial: numbers that are not finite, too much memory."""
+"""Errors that end a run because of the values of its trial: numbers that are not finite, too much memory.
+
+Which refusals do, `checked.Values` says."""
 
 
 class PrunedError(RuntimeError):
@@ -164,10 +165,3 @@ def one_after_the_other(study: Study, do: Doing, interrupted: Callable[[], bool]
             study.has_failed(trial, one_line(error))
         else:
             study.ended(trial)
-
-
-def is_of_the_values(error: Exception) -> bool:
-    """Whether an error is of a trial's values, so that another trial may go on; not of its folder, disk or process."""
-    if isinstance(error, UserError):
-        return error.key != "resume" and not error.key.startswith("hydra.")
-    return isinstance(error, OF_THE_VALUES)

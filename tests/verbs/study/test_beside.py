@@ -69,7 +69,11 @@ def beside(study: Study, limit: int = 2, **fails: tuple[int, str]) -> tuple[Tria
     jobs = FakeJobs(study, {int(name.removeprefix("job")): how for name, how in fails.items()})
     interrupt: Any = FakeInterrupt()
     process: Any = jobs
-    return TrialsBeside(study, process, limit, words, interrupt), jobs, interrupt
+    return TrialsBeside(study, process, limit, words, blame, interrupt), jobs, interrupt
+
+
+def blame(run: Run, key: str) -> bool:
+    return key == "trainer.lr"
 
 
 def words(run: Run) -> list[str]:
@@ -96,20 +100,33 @@ def test_a_trial_that_lags_behind_is_stopped_by_a_signal(tmp_path: Path) -> None
     assert set(jobs.stopped) == pruned
 
 
-@pytest.mark.parametrize(("code", "error"), [(2, None), (1, "BrokenRunError")])
-def test_a_trial_whose_values_cannot_be_done_fails_alone(code: int, error: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "error", "problem"),
+    [(2, None, "trainer.lr: must be above 0"), (1, "BrokenRunError", "loss/total is not finite")],
+)
+def test_a_trial_whose_values_cannot_be_done_fails_alone(
+    code: int, error: str | None, problem: str, tmp_path: Path
+) -> None:
     study = make_study(tmp_path, keys(trials=4), RATE)
     if error is not None:
         folder = tmp_path / "1" / "seed_0"
         folder.mkdir(parents=True)
         (folder / "status.json").write_text(json.dumps({"status": "stopped", "error": error}))
-    driver, _, _ = beside(study, job1=(code, "loss/total is not finite"))
+    driver, _, _ = beside(study, job1=(code, problem))
     driver.run()
     states = {row.number: row.state for row in study.trials.rows()}
     assert states == {0: "complete", 1: "failed", 2: "complete", 3: "complete"}
 
 
-@pytest.mark.parametrize("failure", [(1, "the disk is full"), (2, "resume: another process is running this run")])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        (1, "the disk is full"),
+        (2, "resume: another process is running this run"),
+        (2, "generation.engine: vLLM could not start: the card is taken"),
+        (2, "reward.http.url: does not answer"),
+    ],
+)
 def test_any_other_failure_stops_the_others_and_leaves_trials_to_go_on(
     failure: tuple[int, str], tmp_path: Path
 ) -> None:

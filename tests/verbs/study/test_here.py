@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_studies import RATE
 
 from rlft.logger.jsonl import METRICS, read_lines
 from rlft.loop.engines import Engines
+from rlft.loop.shell import BrokenRunError
 from rlft.run import run_status
 from rlft.run.run_folder import read
 from rlft.types import UserError
@@ -56,3 +59,22 @@ def test_values_that_the_config_refuses_are_the_trials_own_failure(tmp_path: Pat
     run = run_of(tmp_path / "file" / "run")
     with Engines() as engines, pytest.raises(UserError, match=r"^hydra.run.dir: "):
         _do_here(run, lambda: False, space=space, verb="train", config_dir=None, engines=engines)
+
+
+class Broken:
+    """Raises an error where engines would be started or used."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+def test_an_engine_that_does_not_start_ends_the_study_and_a_broken_run_its_trial_alone(tmp_path: Path) -> None:
+    space = Space(fixed=SMALL, varied=(RATE,))
+    taken = UserError("generation.engine", "vLLM could not start: no memory", got="vllm", remedy="free the card")
+    for error, raised in ((taken, UserError), (BrokenRunError("the loss is not finite"), FailedError)):
+        run = run_of(tmp_path / raised.__name__)
+        with pytest.raises(raised, match=f"^{re.escape(str(error))}$"):
+            _do_here(run, lambda: False, space=space, verb="train", config_dir=None, engines=Broken(error))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, keys, make_study
 
-from rlft.loop.shell import BrokenRunError
-from rlft.system.disk import DiskError
-from rlft.types import UserError
-from rlft.verbs.study.runs import FailedError, Run, Study, is_of_the_values, one_after_the_other
+from rlft.verbs.study.runs import FailedError, Run, Study, one_after_the_other
 from rlft.verbs.study.trials import Journal
 
 
@@ -99,14 +95,6 @@ def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_o
     assert runs.ran == [(0, 0), (0, 1), (1, 0)]
     again = make_study(tmp_path, keys(trials=4, seeds=2))
     assert [row.state for row in again.trials.rows()] == ["complete", "unfinished"]
-
-
-def test_which_errors_are_of_a_trials_values() -> None:
-    assert is_of_the_values(UserError("algorithm.clip_low", "is above clip_high", remedy="lower it"))
-    assert is_of_the_values(BrokenRunError("step 3: loss/total is not finite"))
-    assert not is_of_the_values(UserError("resume", "another process is running this run", remedy="wait"))
-    assert not is_of_the_values(UserError("hydra.run.dir", "cannot be written", remedy="choose another folder"))
-    assert not is_of_the_values(DiskError(errno.ENOSPC, Path("a_file")))
 
 
 class Killed(BaseException):
