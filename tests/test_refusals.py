@@ -42,7 +42,8 @@ CHOOSES = "train -m sweep=optuna 'trainer.lr=interval(1e-5,1e-3)'"
 PPO = "train algorithm=ppo critic.kind=adapter"
 PPO_SHARED = "train algorithm=ppo critic.kind=shared"
 PTX = "train algorithm=ppo_ptx critic.kind=adapter"
-OPD = "train algorithm=opd snapshot.teacher=base"
+AS_IT_IS = "train algorithm=opd snapshot.teacher=base"
+OPD = f"{AS_IT_IS} snapshot.teacher_hint=x"
 LARGER, IN_VLLM = "train algorithm=opd snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm"
 SMALL = "lora.rank=4 lora.alpha=8"
 TEXT = "pretrain.path=embedded:arithmetic-text"
@@ -416,8 +417,8 @@ TABLE = [
     ("train algorithm=opd", "snapshot.teacher", "learns from what a teacher says of each token, got none"),
     ("train snapshot.teacher=base", "snapshot.teacher", "has no use for a teacher, got base"),
     ("train snapshot.teacher_hint=x", "snapshot.teacher_hint", "only a teacher reads it, and snapshot.teacher is none"),
-    (f"{OPD} snapshot.teacher_hint=' '", "snapshot.teacher_hint", "says nothing, got ''; use null for no hint"),
-    (f"{OPD} snapshot.teacher_hint=x environment=calculator environment.syntax=json", "snapshot.teacher_hint",
+    (f"{AS_IT_IS} snapshot.teacher_hint=' '", "snapshot.teacher_hint", "says nothing, got ''; use null for no hint"),
+    (f"{OPD} environment=calculator environment.syntax=json", "snapshot.teacher_hint",
      "goes into prompts that are answered in one turn"),
     (f"{OPD} generation.temperature=0.7", "generation.temperature", "student's at temperature 1, got 0.7"),
     (f"{OPD} generation.top_k=5", "generation.top_k", "leaves out tokens that the teacher would judge"),
@@ -427,7 +428,11 @@ TABLE = [
     (f"{OPD} algorithm.teacher_in=loss algorithm.top_k=999", "algorithm.top_k", "more than the model's vocabulary"),
     (f"{OPD} algorithm.teacher_coef=0", "algorithm.teacher_coef", "must be greater than 0"),
     (f"{OPD} algorithm.reward_coef=1 group_size=1", "group_size", "compares siblings and needs at least 2"),
-    (f"{OPD} snapshot.teacher_hint='{'so ' * 200}'", "snapshot.teacher_hint", "with it the longest row has"),
+    (f"{AS_IT_IS} snapshot.teacher_hint='{'so ' * 200}'", "snapshot.teacher_hint", "with it the longest row has"),
+    (AS_IT_IS, "snapshot.teacher", "is what the policy starts as: the teacher would agree with it on every token"),
+    (f"train algorithm=opd {SMALL} lora.path=policy snapshot.teacher=./policy", "snapshot.teacher",
+     "nothing be learned, got ./policy; set snapshot.teacher_hint, name another teacher, or set algorithm.reward_coef"),
+    ("train algorithm=opd snapshot.teacher=embedded:tiny-arithmetic", "snapshot.teacher", "is what the policy starts"),
     ("train algorithm=opd snapshot.teacher=./nowhere", "snapshot.teacher", "there is no config.json in that"),
     ("train algorithm=opd snapshot.teacher=embedded:nobody", "snapshot.teacher", "there is no such embedded model"),
     ("train algorithm=opd snapshot.teacher=other_words", "snapshot.teacher",
@@ -1054,6 +1059,11 @@ ACCEPTED = [
     f"{SMALL} lora.path=policy model.path=renamed",
     "eval.kl_base=true eval.temperature=1",
     "eval.kl_base=true eval.temperature=0 eval.every=0",
+    "algorithm=opd snapshot.teacher=base algorithm.reward_coef=1",  # a teacher that equals the policy at first holds it
+    "algorithm=opd snapshot.teacher=base algorithm.entropy_coef=0.01",
+    "algorithm=opd snapshot.teacher=base resume=run",  # the policy is what its checkpoints hold
+    f"algorithm=opd {SMALL} lora.path=policy snapshot.teacher=base",
+    f"algorithm=opd {SMALL} lora.path=policy snapshot.teacher=policy snapshot.teacher_hint=x",
 ]
 
 

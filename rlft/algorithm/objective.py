@@ -138,6 +138,11 @@ class Objective(ABC):
         return False
 
     @property
+    def learns_from_teacher_alone(self) -> bool:
+        """Whether nothing but a teacher moves the policy: no reward, no KL term, no entropy bonus."""
+        return False
+
+    @property
     def teacher_top_k(self) -> int:
         """Of how many of its likeliest tokens the teacher's log-probs must be there, at each token; 0: of none."""
         return 0

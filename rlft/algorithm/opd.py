@@ -161,6 +161,11 @@ class OPD(GRPO):
         return True
 
     @property
+    def learns_from_teacher_alone(self) -> bool:
+        """Whether nothing but the teacher moves the policy: no reward, no KL term, no entropy bonus."""
+        return self.reward_coef == 0 and not self._acts_without_advantage
+
+    @property
     def teacher_top_k(self) -> int:
         """Of how many of its likeliest tokens the teacher's log-probs must be there, at each token; 0: of none."""
         return self.top_k if self.teacher_in == TeacherPlace.loss else 0

@@ -26,6 +26,11 @@ class Algorithm(Protocol):
         ...
 
     @property
+    def learns_from_teacher_alone(self) -> bool:
+        """Whether nothing but a teacher moves the policy, so that one that equals the policy teaches nothing."""
+        ...
+
+    @property
     def teacher_top_k(self) -> int:
         """Of how many of its likeliest tokens the teacher's log-probs must be there (`teacher_top_k_ids`); 0: none."""
         ...

@@ -6,6 +6,7 @@ They read no file; `rlft.checks.adapters` does.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rlft.algorithm.protocol import Algorithm
 from rlft.checks.environments import environment_of
@@ -14,20 +15,29 @@ from rlft.config.schema import RunConfig
 from rlft.generation.config import section_of
 from rlft.model.adapter_folder import is_adapter
 from rlft.model.config import CriticKind
-from rlft.model.paths import check_local
+from rlft.model.paths import check_local, resolve_path
 from rlft.scoring.reward_spec import RewardSpec
 from rlft.types import UserError
 
 
-def check_roles(config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, RewardSpec]) -> None:
+def check_roles(
+    config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, RewardSpec], *, trains: bool = True
+) -> None:
     """Checks that the config has all roles that the algorithm needs, and no role that it does not use.
+
+    Args:
+        config: of the run.
+        algorithm: the config's.
+        rewards: the config's.
+        trains: False if the policy is only evaluated, which asks no teacher.
 
     Raises:
         UserError: with the key, what is wrong and what to do.
     """
     learned = {name: spec for name, spec in rewards.items() if spec.runs_in_trainer}
     _reference(config, algorithm)
-    _teacher(config, algorithm)
+    if trains:
+        _teacher(config, algorithm)
     _steps(config, algorithm, rewards)
     _text(config, algorithm)
     _critic(config, algorithm)
@@ -119,6 +129,30 @@ def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
     if snapshot.teacher_model is not None:
         with teacher_is_meant():
             check_local(snapshot.teacher_model)
+    if algorithm.learns_from_teacher_alone and config.resume is None and _is_the_first_policy(config):
+        raise UserError(
+            "snapshot.teacher",
+            "is what the policy starts as: the teacher would agree with it on every token, and nothing be learned",
+            got=snapshot.teacher,
+            remedy="set snapshot.teacher_hint, name another teacher, or set algorithm.reward_coef above 0",
+        )
+
+
+def _is_the_first_policy(config: RunConfig) -> bool:
+    """Whether the teacher is the network that the policy of a new run starts as, and reads the same prompts."""
+    snapshot, model, start = config.snapshot, config.model, config.lora.path
+    if snapshot.teacher_hint is not None:
+        return False
+    if start is not None:
+        return snapshot.teacher_adapter is not None and _folder(snapshot.teacher_adapter) == _folder(start)
+    if snapshot.teacher_model is None:
+        return snapshot.teacher == "base"
+    return model.revision is None and _folder(resolve_path(snapshot.teacher_model)) == _folder(resolve_path(model.path))
+
+
+def _folder(path: str) -> Path:
+    """The absolute path, links followed. Of a hub id, a path that stands for this id alone."""
+    return Path(path).expanduser().resolve()
 
 
 def _teacher_engine(config: RunConfig) -> None:

@@ -46,7 +46,7 @@ def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Algorit
     check_environment(config)
     check_rewarded(config)
     rewards = specs(config.reward)
-    check_roles(config, algorithm, rewards)
+    check_roles(config, algorithm, rewards, trains=trains)
     rules.check_stops_and_rewards(config.generation, rewards)
     check_folders(uses(config, rewards), config.lora)
     return algorithm, loggers_of(config.logger)

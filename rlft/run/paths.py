@@ -66,10 +66,15 @@ def located(config: Mapping[str, Any], recorded: Mapping[str, Any], folder: Path
 
 def same_path(first: Any, second: Any) -> bool:
     """Whether both values are paths of one file or folder."""
-    if not (isinstance(first, str) and isinstance(second, str)) or {first, second} & set(KEYWORDS):
+    if not may_have_moved(first, second):
         return False
     absolute = _absolute(first), _absolute(second)
     return absolute[0] == absolute[1] and absolute[0].exists()
+
+
+def may_have_moved(first: Any, second: Any) -> bool:
+    """Whether both values name something in a place, so that it may be the same in two; its fingerprint says so."""
+    return isinstance(first, str) and isinstance(second, str) and not {first, second} & set(KEYWORDS)
 
 
 def _located(value: str, folder: Path, relative: str) -> str:

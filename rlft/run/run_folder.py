@@ -218,12 +218,17 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
     check_same_inputs(read(folder).get(ORIGIN, {}), fingerprints)
 
 
+TEACHER = "snapshot.teacher"
+TEACHER_FINGERPRINTS = (f"{TEACHER}_fingerprint", "teacher_fingerprint")
+"""Of a teacher that is an adapter, and of one that is a model of its own."""
+
+
 NAMED_INPUTS = {
     "data": ("training data", "data.path", "put the data back as they were, or start a new run"),
     "held_out": ("held-out data", "data.path", "put the data back as they were, or start a new run"),
     "pretrain": ("pretraining text", "pretrain.path", "put the text back as it was, or start a new run"),
     "replay": ("replayed preferences", "replay.path", "put them back as they were, or start a new run"),
-    "teacher": ("teacher", "snapshot.teacher", "point snapshot.teacher at the same model"),
+    "teacher": ("teacher", "snapshot.teacher", "point snapshot.teacher at the same model, wherever it is now"),
     "base": ("base", "model.path", "point model.path at the same base"),
 }
 """{input of a fingerprint: (its name in words, its key, what to do)}; other inputs have the name of their section."""
@@ -267,6 +272,12 @@ def check_same_inputs(
             problem = f"the adapter in that folder changed since the run began (fingerprint {before[:12]} then)"
             remedy = "put it back as it was, or start a new run"
             raise UserError(key, problem, got=now[:12], remedy=remedy)
+    began, comes = ([of[name] for name in TEACHER_FINGERPRINTS if of.get(name)] for of in (origin, fingerprints))
+    if (
+        began and comes and began != comes and not replaced(TEACHER)
+    ):  # a model in the place of an adapter, or the reverse
+        problem = f"the teacher is one of another kind (fingerprint {began[0][:12]} when the run began)"
+        raise UserError(TEACHER, problem, got=comes[0][:12], remedy="name the same teacher, wherever it is now")
 
 
 def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -281,6 +292,7 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
         for key in sorted(before.keys() | now.keys())
         if before.get(key, _ABSENT) != now.get(key, _ABSENT)
         and not paths.same_path(before.get(key), now.get(key))
+        and not (key == TEACHER and paths.may_have_moved(before.get(key), now.get(key)))
         and not any(key == f or key.startswith(f + ".") for f in free)
     ]
     if changed:

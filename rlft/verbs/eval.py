@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from rlft.checks.train import check_config
 from rlft.config.compose import USUAL, changed, compose
-from rlft.config.schema import RunConfig
+from rlft.config.schema import ADDED_KEYS, RunConfig
 from rlft.config.token_budget import resolved
 from rlft.keys import verbs
 from rlft.run import references
@@ -29,10 +29,14 @@ Samples the held-out split and prints mean@k and pass@k with standard errors; ev
   rlft eval model.path=embedded:tiny-arithmetic data=arithmetic generation.max_tokens=48"""
 
 
+NO_TEACHER = {key: unset for key, unset in ADDED_KEYS.items() if key.startswith("snapshot.teacher")}
+"""Keys of a teacher, with their values where there is none: an evaluation asks no teacher, who may be gone by then."""
+
 OF_TRAINING = (
     "steps", "num_prompts", "epochs", "minibatches", "group_size", "prompts_per_step", "name", "hydra", "rollouts",
     "trainer", "algorithm", "critic", "checkpoint", "logger", "alarms", "dynamic_sampling", "reward_model", "pretrain",
     "token_values", "cluster", "overlap", "eval.every", "eval.kl_base", "eval.num_examples",
+    *NO_TEACHER,
 )  # fmt: skip
 """Keys and sections that an evaluation does not read."""
 
@@ -108,8 +112,8 @@ def shared_keys(root: type) -> list[str]:
 
 
 def as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
-    """The config for a single evaluation by this process, without loggers."""
-    if not isinstance(plain["eval"], Mapping):
+    """The config for a single evaluation by this process, without loggers and teacher."""
+    if not isinstance(plain["eval"], Mapping) or not isinstance(plain["snapshot"], Mapping):
         return plain  # refused later, when the config is typed
     cluster = {
         **plain["cluster"],
@@ -121,7 +125,8 @@ def as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
         "scoring": False,
     }
     evaluation = {**plain["eval"], "every": 1, "kl_base": False}
-    return {**plain, "logger": {}, "resume": None, "cluster": cluster, "eval": evaluation}
+    snapshot = {**plain["snapshot"], **{key.removeprefix("snapshot."): unset for key, unset in NO_TEACHER.items()}}
+    return {**plain, "logger": {}, "resume": None, "cluster": cluster, "eval": evaluation, "snapshot": snapshot}
 
 
 def run(plain: dict[str, Any], source: NamedRun | None, say: Callable[[str], None]) -> Evaluation:

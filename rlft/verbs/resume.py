@@ -73,6 +73,6 @@ def fork(folder: Path, arguments: list[str]) -> None:
     plain["resume"] = None
     new = Path(os.path.relpath(parsed.value("hydra.run.dir") or configs.new_folder(plain["name"])))
     plain = run_folder.with_kept_lanes(references.resolved(plain), None)
-    check_early(plain, verb)
+    check_early({**plain, "resume": str(folder)}, verb)
     run_folder.check_free(new)
     launch(plain, new, fork=source)

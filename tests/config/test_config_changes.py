@@ -65,6 +65,22 @@ def test_a_run_from_before_a_key_can_be_told_it_and_goes_on_with_its_default(tmp
         run_folder.check_same_config(tmp_path, {**PLAIN, "lora": {**PLAIN["lora"], "use_rslora": True}})
 
 
+@pytest.mark.parametrize("began", ["snapshot.teacher_fingerprint", "teacher_fingerprint"])
+def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began: str, tmp_path: Path) -> None:
+    """An adapter's fingerprint and that of a model of its own have names of their own."""
+    before, now, base = (
+        {**PLAIN, "snapshot": {**PLAIN["snapshot"], "teacher": teacher}} for teacher in ("here", "there", "base")
+    )
+    run_folder.start(tmp_path, before, {began: "a" * 64})
+    run_folder.check_resume(tmp_path, now, {began: "a" * 64})
+    [other] = {"snapshot.teacher_fingerprint", "teacher_fingerprint"} - {began}
+    for fingerprints in ({began: "b" * 64}, {other: "b" * 64}):
+        with pytest.raises(UserError, match=r"^snapshot\.teacher: the .* \(fingerprint aaaaaaaaaaaa "):
+            run_folder.check_resume(tmp_path, now, fingerprints)
+    with pytest.raises(UserError, match=r"snapshot\.teacher: here -> base"):
+        run_folder.check_resume(tmp_path, base, {})
+
+
 @pytest.mark.parametrize("key", ADDED_KEYS)
 def test_the_defaults_of_keys_that_were_added_are_what_older_runs_did(key: str) -> None:
     assert run_folder.flatten(PLAIN)[key] == ADDED_KEYS[key]

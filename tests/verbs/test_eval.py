@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from rlft import cli
+from rlft.config.compose import compose
+from rlft.planning.train_plan import make_plan
+from rlft.verbs import chat
+from rlft.verbs.eval import as_evaluation
 
 TINY = (
     "model.path=embedded:tiny-arithmetic",
@@ -70,3 +74,14 @@ def test_greedy_evaluations_are_greedy_however_they_are_asked_for(
         capsys.readouterr()
         assert cli.run(["train", *TINY, *words]) == 2, "training samples otherwise"
         assert capsys.readouterr().err.startswith(f"rlft: {words[0].partition('=')[0]}: ")
+
+
+def test_a_student_is_evaluated_and_talks_without_its_teacher_who_may_be_gone(tmp_path: Path) -> None:
+    """Also one whose algorithm refuses to train without a teacher, and whose teacher vLLM would compute."""
+    teacher = ("algorithm=opd", f"snapshot.teacher={tmp_path / 'gone'}", "snapshot.teacher_hint=x")
+    plain = compose([*TINY, *teacher, "snapshot.teacher_engine=vllm"])
+    plan = make_plan(as_evaluation(plain), trains=False)
+    assert (plan.config.snapshot.teacher, plan.config.snapshot.teacher_hint) == ("none", None)
+    assert plan.config.snapshot.teacher_model is None  # nothing to load
+    assert not any("teacher" in name for name in plan.fingerprints)
+    chat.check(plain, raw=True)

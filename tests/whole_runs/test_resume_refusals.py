@@ -84,7 +84,7 @@ FREE = {
     "token_values.every", "token_values.groups",
     "cluster.kind", "cluster.address", "cluster.engines", "cluster.gpus_per_engine", "cluster.ranks",
     "cluster.placement", "cluster.timeout", "cluster.max_engine_restarts", "cluster.scoring", "cluster.jobs",
-    "cluster.shard_base",
+    "cluster.shard_base", "snapshot.teacher_gpu_memory_utilization",
     "logger.jsonl._target_", "rollouts.every", "rollouts.keep",
 }  # fmt: skip
 

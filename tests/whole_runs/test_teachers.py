@@ -26,12 +26,15 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run(teacher: Path, tmp_path: Path) -> None:
+def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_though_it_has_moved(
+    teacher: Path, tmp_path: Path
+) -> None:
     words = (*OPD, f"snapshot.teacher={teacher}", "algorithm.reward_coef=0.5", "lora.dropout=0.1")
     run, halted = tmp_path / "run", tmp_path / "halted"
     assert cli.run([*words, "steps=2", f"hydra.run.dir={run}"]) == 0
     assert cli.run([*words, "steps=1", f"hydra.run.dir={halted}"]) == 0
-    assert cli.run(["resume", str(halted), "steps=2"]) == 0
+    moved = teacher.rename(tmp_path / "moved")
+    assert cli.run(["resume", str(halted), "steps=2", f"snapshot.teacher={moved}"]) == 0
     check_same(halted, run)
     assert learned(run)
     first, _ = metrics(run)
