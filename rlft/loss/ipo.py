@@ -1,12 +1,12 @@
 """Identity preference optimisation: margins are led to a finite value. arXiv 2310.12036, equation 17.
 
     L = ((margin - 1 / 2) / beta) ** 2
-    reward = beta * (log pi(y) - log reference(y))                 if per_token is false
     reward = beta * (log pi(y) - log reference(y)) / |y|           if per_token is true
+    reward = beta * (log pi(y) - log reference(y))                 if per_token is false
 
 With h the difference of the two log-ratios, margin = beta h, so that L = (h - 1 / (2 beta)) ** 2 as in the paper, whose
-tau is beta: log-ratios of a pair that is never labelled otherwise stay finite. The paper sums log-probs over the tokens
-of a completion; other libraries take their mean, which is per_token.
+tau is beta: log-ratios of a pair that is never labelled otherwise stay finite. The paper writes log pi
+of a whole completion; its authors have told TRL that its results are those of means over tokens, which is per_token.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlft.config.compose import compose
 from rlft.loss.ipo import Ipo
 
 
@@ -25,3 +26,9 @@ def test_per_token_the_log_ratios_are_means(compute) -> None:
     loss, gradient, _ = compute(Ipo(beta=0.25, per_token=True, sft_coef=0.0), [-1.0, -5.5], [2, 4], [-4.0, -5.0])
     assert loss == pytest.approx(0.375**2, abs=1e-12)
     assert gradient == pytest.approx([-0.375, 0.1875], abs=1e-12)
+
+
+def test_by_default_ipo_takes_means_over_tokens_and_dpo_sums() -> None:
+    words = ["preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64"]
+    chosen = {loss: compose([*words, f"loss={loss}"], verb="dpo")["loss"]["per_token"] for loss in ("ipo", "dpo")}
+    assert chosen == {"ipo": True, "dpo": False}
