@@ -8,11 +8,15 @@ The teacher of a seed is `tiny-arithmetic` after GRPO (`grpo_arithmetic`), merge
 that the student learns by supervised fine-tuning, each once; elsewhere the student samples itself. Every run is an
 ordinary `rlft` command in <out>/seed_<k>; the same command goes on where it was stopped. Leaves teachers.md and
 teachers.png in <out>.
+
+Exit codes: 0 done, 1 a run failed, 2 a mistake the user can fix, 130 stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +31,7 @@ from bench_work import table, where_and_when
 from compare_conversations import spread
 
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +41,10 @@ TEACHER, MODEL, TRACES = "teacher", "teacher_model", "lessons"
 STUDENT = "model.path=embedded:tiny-student"
 ON_POLICY = ("train", "+recipe=opd_arithmetic", f"snapshot.teacher={{seed}}/{MODEL}", "eval.every=5")
 COLOURS = ("#666666", "#0072B2", "#E69F00", "#D55E00", "#009E73")
+
+
+class RunError(Exception):
+    """A run ended with an exit code other than 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +78,30 @@ class Curve:
     accuracies: Sequence[float]
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs one command line; returns its exit code and prints its errors."""
+    options = parse(words)
+    try:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UserError("matplotlib", "is not installed, and draws the picture", remedy="pip install 'rlft[dev]'")
+        compare(options)
+    except UserError as error:
+        print(f"compare_teachers: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"compare_teachers: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="K")
@@ -78,12 +110,26 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--redraw", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/teachers"))
-    options = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Trains what is missing, unless it only draws again; writes the table and the picture, and prints the table.
+
+    Raises:
+        UserError: a run has not been evaluated, or one seed's not as another's: none but those that are only drawn.
+        RunError: a run failed.
+    """
     out = options.out.resolve()
     for seed in [] if options.redraw else options.seeds:
         folder = out / f"seed_{seed}"
         teach(folder, seed, [name for name in WAYS if name in options.only], options.override)
     curves = {name: [read(out / f"seed_{seed}" / name) for seed in options.seeds] for name in options.only}
+    for name, own in curves.items():
+        if len({tuple(curve.completions) for curve in own}) > 1:
+            problem = f"runs of {name} with different seeds have been evaluated at different steps"
+            remedy = "train them to their ends by the same command without --redraw"
+            raise UserError("--seeds", problem, got=options.seeds, remedy=remedy)
     teachers = [read(out / f"seed_{seed}" / TEACHER) for seed in options.seeds]
     text = report(curves, teachers, options.seeds)
     (out / TABLE).write_text(text + "\n")
@@ -94,7 +140,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def teach(folder: Path, seed: int, names: Sequence[str], overrides: Sequence[str]) -> None:
     """Makes the teacher of a seed, its traces where they are asked for, and the students."""
     folder.mkdir(parents=True, exist_ok=True)
-    rlft("train", "+recipe=grpo_arithmetic", "checkpoint.keep=1", *run(folder / TEACHER, seed), *overrides)
+    rlft("train", "+recipe=grpo_arithmetic", "checkpoint.keep=1", *in_folder(folder / TEACHER, seed), *overrides)
     if not (folder / MODEL).is_dir():
         rlft("export", f"run={folder / TEACHER}", f"out={folder / MODEL}")
     if "traces" in names:
@@ -102,27 +148,32 @@ def teach(folder: Path, seed: int, names: Sequence[str], overrides: Sequence[str
         rlft("sample", *traces, f"hydra.run.dir={folder / TRACES}")
     for name in names:
         words = (word.replace("{seed}", str(folder)) for word in WAYS[name].words)
-        rlft(*words, "checkpoint.keep=1", *run(folder / name, seed), *overrides)
+        rlft(*words, "checkpoint.keep=1", *in_folder(folder / name, seed), *overrides)
 
 
-def run(folder: Path, seed: int) -> list[str]:
+def in_folder(folder: Path, seed: int) -> list[str]:
     return ["resume=auto", f"hydra.run.dir={folder}", f"seed={seed}", "logger=[jsonl]"]
 
 
 def rlft(*words: str) -> None:
     print("rlft", *words, flush=True)
     done = subprocess.run([sys.executable, "-m", "rlft.cli", *words], stdout=subprocess.DEVNULL, check=False)
+    if done.returncode in (130, -signal.SIGINT):
+        raise KeyboardInterrupt
     if done.returncode:
-        sys.exit(f"rlft {' '.join(words)} ended with {done.returncode}")
+        raise RunError(f"rlft {' '.join(words)} ended with {done.returncode}")
 
 
 def read(folder: Path) -> Curve:
     """The curve of a run: of one that trains by its own count, of a supervised one by the examples it has used."""
+    evaluations = read_lines(folder / EVALUATIONS)
+    if not evaluations:
+        remedy = "train it by the same command without --redraw, or choose others with --only and --seeds"
+        raise UserError("--out", "no run in that folder has been evaluated", got=folder, remedy=remedy)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     examples = config.get("examples_per_step")
     sampled = [examples or line["sampled/completions"] for line in read_lines(folder / METRICS)]
     so_far = [0, *accumulate(map(int, sampled))]
-    evaluations = read_lines(folder / EVALUATIONS)
     return Curve(
         completions=[so_far[line["step"]] for line in evaluations],
         accuracies=[line["accuracy"] for line in evaluations],

@@ -25,12 +25,14 @@ from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.system.files import write_atomically
 
 REWARDS = ("format", "language")
+AGREEMENT = "teacher/agreement"
 HEADINGS = {
     "accuracy": "held-out accuracy",
     "pairs": "held-out pairs",
     "format": "format",
     "language": "language",
     "learned": "reward model's score",
+    "agreement": "in common with the teacher",
     "kept": "completions kept",
     "seconds": "seconds of steps",
 }
@@ -43,11 +45,12 @@ def numbers(folder: Path) -> dict[str, float]:
     if config["verb"] == "sample":
         state = json.loads((folder / "progress.json").read_text())
         return {"kept": state["kept"], "sampled": state["sampled"], "prompts": state["prompts_kept"]}
-    last = read_lines(folder / EVALUATIONS)[-1]
-    seconds = {"seconds": sum(line["time/step"] for line in read_lines(folder / METRICS))}
+    last, steps = read_lines(folder / EVALUATIONS)[-1], read_lines(folder / METRICS)
+    seconds = {"seconds": sum(line["time/step"] for line in steps)}
     if config["verb"] == "rm":
         return {"pairs": last["accuracy"], "pairs_se": last["accuracy_se"], **seconds}
-    return measured(last) | seconds
+    taught = {} if not steps or AGREEMENT not in steps[-1] else {"agreement": steps[-1][AGREEMENT]}
+    return measured(last) | taught | seconds
 
 
 def measured(line: dict[str, Any]) -> dict[str, float]:

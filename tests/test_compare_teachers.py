@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import compare_teachers as compare
@@ -34,7 +35,7 @@ def test_ways_are_compared_by_the_completions_that_were_sampled(
         make_up(tmp_path / f"seed_{seed}" / "teacher", [0.4, last], every=1)
         make_up(tmp_path / f"seed_{seed}" / "opd", [0.25, 0.5, last], every=5)
         make_up(tmp_path / f"seed_{seed}" / "traces", [0.25, 0.4, 0.6], every=2, examples=32)
-    compare.main(["--redraw", "--seeds", "0", "1", "--only", "traces", "opd", "--out", str(tmp_path)])
+    assert compare.run(["--redraw", "--seeds", "0", "1", "--only", "traces", "opd", "--out", str(tmp_path)]) == 0
     told = (tmp_path / "teachers.md").read_text()
     assert told in capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in told.splitlines() if line.startswith("|")][2:]
@@ -45,6 +46,25 @@ def test_ways_are_compared_by_the_completions_that_were_sampled(
     ]
     assert "The teachers' accuracy: 0.950 (0.900 to 1.000)" in told
     assert (tmp_path / "teachers.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_what_is_not_there_a_run_that_fails_and_ctrl_c_are_a_line_and_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--seeds", "0", "1", "--only", "opd", "--out", str(tmp_path)]
+    assert compare.run([*words, "--redraw"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        f"compare_teachers: --out: no run in that folder has been evaluated, got {tmp_path}/seed_0/opd;"
+    )
+    for seed, accuracies in enumerate(([0.25, 0.5], [0.25, 0.5, 0.75])):  # the first was stopped
+        make_up(tmp_path / f"seed_{seed}" / "opd", accuracies, every=5)
+    assert compare.run([*words, "--redraw"]) == 2
+    assert "--seeds: runs of opd with different seeds have been evaluated at different steps" in capsys.readouterr().err
+    for code, exit_code, message in ((7, 1, "rlft train +recipe=grpo_arithmetic "), (130, 130, "goes on from here")):
+        monkeypatch.setattr(compare.subprocess, "run", lambda *a, code=code, **k: subprocess.CompletedProcess(a, code))
+        assert compare.run(words) == exit_code
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -60,7 +80,7 @@ def test_the_teacher_its_traces_and_its_students_are_made_and_left_alone_when_fi
 
     monkeypatch.setattr(compare, "rlft", here)
     words = ["--only", "traces", "both", "--seeds", "7", "--out", str(tmp_path), "--override", *TINY]
-    compare.main(words)
+    assert compare.run(words) == 0
     folder = tmp_path / "seed_7"
     [line] = compare.read_lines(folder / "both" / "metrics.jsonl")
     assert {"reward/exact_match", "kl/teacher", "teacher/agreement"} <= line.keys()
@@ -69,5 +89,5 @@ def test_the_teacher_its_traces_and_its_students_are_made_and_left_alone_when_fi
         "teacher_model"
     )
     before = (folder / "both" / "metrics.jsonl").stat()
-    compare.main(words)
+    assert compare.run(words) == 0
     assert (folder / "both" / "metrics.jsonl").stat() == before

@@ -100,6 +100,7 @@ def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(
         config = build(composed(verb, words), verbs.named(verb).root, verb)
         assert config.seed == 3, name
         assert "resume=auto" in words, name
+        assert f'={name}"' in (SCRIPTS / f"{pipeline}.sh").read_text(), "the table has it"
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -180,18 +181,24 @@ def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
     )
     make_stage(tmp_path / "3", {"verb": "rm", "model": model}, [accuracy(0.5), accuracy(0.75)])
     make_stage(tmp_path / "4", {"verb": "train", "model": model}, [accuracy(0.5), accuracy(0.875, learned=1.25)])
+    make_stage(tmp_path / "5", {"verb": "train", "model": model}, [accuracy(0.5), accuracy(0.75)])
+    steps = ({"step": step, "time/step": 1.75, "teacher/agreement": step / 4} for step in (1, 2, 3))
+    (tmp_path / "5" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     numbers = tmp_path / "stages.json"
-    stage_table.main(["--in", str(tmp_path), "--json", str(numbers), "SFT=1", "samples=2", "judge=3", "PPO=4"])
+    words = ["SFT=1", "samples=2", "judge=3", "PPO=4", "judged=5"]
+    stage_table.main(["--in", str(tmp_path), "--json", str(numbers), *words])
     assert json.loads(numbers.read_text()) == [
         {"stage": "embedded:tiny, as it is", "accuracy": 0.25, "accuracy_se": 0.01, "format": 0.5},
         {"stage": "SFT", "accuracy": 0.5, "accuracy_se": 0.01, "format": 1.0, "seconds": 3.5},
         {"stage": "samples", "kept": 7, "sampled": 9, "prompts": 3},
         {"stage": "judge", "pairs": 0.75, "pairs_se": 0.01, "seconds": 3.5},
         {"stage": "PPO", "accuracy": 0.875, "accuracy_se": 0.01, "learned": 1.25, "seconds": 3.5},
+        {"stage": "judged", "accuracy": 0.75, "accuracy_se": 0.01, "agreement": 0.75, "seconds": 5.25},
     ]
     printed = capsys.readouterr().out
     assert "0.875 ± 0.010" in printed
     assert "7 of 9, 3 prompts" in printed
+    assert "in common" in printed
 
 
 # -- repetitions -------------------------------------------------------------------------------------------------------

@@ -433,8 +433,13 @@ TABLE = [
     (f"train algorithm=opd {SMALL} lora.path=policy snapshot.teacher=./policy", "snapshot.teacher",
      "nothing be learned, got ./policy; set snapshot.teacher_hint, name another teacher, or set algorithm.reward_coef"),
     ("train algorithm=opd snapshot.teacher=embedded:tiny-arithmetic", "snapshot.teacher", "is what the policy starts"),
-    ("train algorithm=opd snapshot.teacher=./nowhere", "snapshot.teacher", "there is no config.json in that"),
-    ("train algorithm=opd snapshot.teacher=embedded:nobody", "snapshot.teacher", "there is no such embedded model"),
+    ("train algorithm=opd snapshot.teacher=./nowhere", "snapshot.teacher",
+     "there is no config.json in that folder, got ./nowhere; point it at a Hugging Face model folder"),
+    ("train algorithm=opd snapshot.teacher=embedded:nobody", "snapshot.teacher",
+     "there is no such embedded model, got embedded:nobody; use embedded:tiny-arithmetic, "),
+    ("train algorithm=opd snapshot.teacher=no_tokenizer", "snapshot.teacher",
+     "got no_tokenizer; the folder needs tokenizer files beside config.json"),
+    ("train algorithm=opd snapshot.teacher=no_config", "snapshot.teacher", "or use local copies: snapshot.teacher=<fo"),
     ("train algorithm=opd snapshot.teacher=other_words", "snapshot.teacher",
      "has another vocabulary: 2 tokens differ, e.g. '<answer>' is "),
     ("train algorithm=opd snapshot.teacher=short", "snapshot.teacher", "its context of 64 tokens is shorter"),
@@ -910,8 +915,10 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     for step in (1, 2):
         (folder / "saved_run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     save_adapters(folder, backbone)
-    for name in ("renamed", "other_words", "short"):
+    for name in ("renamed", "other_words", "short", "no_tokenizer", "no_config"):
         shutil.copytree(tiny_path, folder / name)
+    (folder / "no_tokenizer" / "tokenizer_config.json").write_text("{")
+    (folder / "no_config" / "config.json").write_text("{")
     tokenizer = (folder / "other_words" / "tokenizer.json").read_text()
     (folder / "other_words" / "tokenizer.json").write_text(tokenizer.replace('"<answer>"', '"<solution>"'))
     edit_json(folder / "short" / "config.json", {"max_position_embeddings": 64})
@@ -1155,7 +1162,7 @@ READ_BY_LIBRARIES = (
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
-    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of",
+    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "no_tokenizer", "no_config",
     "with it the longest row has",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",

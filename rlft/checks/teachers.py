@@ -21,11 +21,12 @@ KEY, ENGINE_KEY = "snapshot.teacher", "snapshot.teacher_engine"
 
 @contextmanager
 def teacher_is_meant() -> Iterator[None]:
-    """Puts the teacher's key in the place of `model.path` in refusals inside."""
+    """Puts the teacher's key in the place of `model.path` in refusals inside, remedies included."""
     try:
         yield
     except UserError as error:
-        raise UserError(KEY, error.problem, got=error.got, remedy="name a model's folder, or a hub id") from None
+        remedy = error.remedy.replace("model.path", KEY)
+        raise UserError(error.key.replace("model.path", KEY), error.problem, got=error.got, remedy=remedy) from None
 
 
 def check_top_k(top_k: int, vocabulary: int) -> None:
