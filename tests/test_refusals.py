@@ -414,7 +414,7 @@ TABLE = [
     # References that move, or don't
     ("train snapshot.refresh_every=5", "snapshot.refresh_every", "set snapshot.reference=copy"),
     # A teacher
-    ("train algorithm=opd", "snapshot.teacher", "learns from what a teacher says of each token, got none"),
+    ("train algorithm=opd", "snapshot.teacher", "learns from a teacher's log-prob of each token, got none"),
     ("train snapshot.teacher=base", "snapshot.teacher", "has no use for a teacher, got base"),
     ("train snapshot.teacher_hint=x", "snapshot.teacher_hint", "only a teacher reads it, and snapshot.teacher is none"),
     (f"{AS_IT_IS} snapshot.teacher_hint=' '", "snapshot.teacher_hint", "says nothing, got ''; use null for no hint"),

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and a teacher says of each of its tokens how likely it finds it.
+"""On-policy distillation: the student samples, and a teacher gives the log-prob of each of its tokens.
 
 The whole loss of an update, in the keys of configs/algorithm/opd.yaml; a line counts where the keys are as its
 `if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
@@ -186,7 +186,7 @@ class OPD(GRPO):
         return super().min_group_size if self.reward_coef > 0 else 1
 
     def inert(self, batch: Batch) -> Tensor:
-        """No row, bool `[B]`: the teacher has something to say of each."""
+        """No row, bool `[B]`: the teacher has a log-prob for the tokens of each."""
         return torch.zeros_like(batch.group_ids, dtype=torch.bool)
 
     @no_grad

@@ -89,7 +89,7 @@ def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
     if algorithm.needs_teacher and snapshot.teacher == "none":
         raise UserError(
             "snapshot.teacher",
-            "this algorithm learns from what a teacher says of each token",
+            "this algorithm learns from a teacher's log-prob of each token",
             got="none",
             remedy="give it an adapter's folder or run, a larger model's path, or base with snapshot.teacher_hint",
         )

@@ -114,13 +114,13 @@ class VLLMTeacher:
         for row in rows:
             if not 2 <= len(row) <= self.settings.row_tokens:
                 raise ValueError(f"a teacher's row has 2 .. {self.settings.row_tokens} tokens, not {len(row)}")
-        said: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        done: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         asked, width = list(range(len(rows))), top_k
         while asked:
             found = self._asked([rows[i] for i in asked], width)
-            said |= {i: own for i, made in zip(asked, found, strict=True) if (own := _within(*made, top_k, vocabulary))}
-            asked, width = [i for i in asked if i not in said], min(2 * width, self._vocabulary)
-        return [said[i] for i in range(len(rows))]
+            done |= {i: own for i, made in zip(asked, found, strict=True) if (own := _within(*made, top_k, vocabulary))}
+            asked, width = [i for i in asked if i not in done], min(2 * width, self._vocabulary)
+        return [done[i] for i in range(len(rows))]
 
     def _asked(self, rows: Sequence[Sequence[int]], width: int) -> list[tuple[Tensor, Tensor]]:
         """Of each row its tokens, each with the `width` likeliest, and their log-probs, `[T - 1, 1 + width]`."""

@@ -40,7 +40,7 @@ from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.model.lora_config import lora_config
 from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
-from rlft.model.teacher import TeacherEngine, said, said_by_engine
+from rlft.model.teacher import TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.ops.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
@@ -286,18 +286,18 @@ class Roles:
         for role, fields in fields_by_role.items():
             made |= self._without_gradient(batch, parts, role, fields)
         if engine is not None:
-            made |= self._said_by_an_engine(engine, batch, micro_batches, teacher_top_k)
+            made |= self._teacher_logprobs_by_engine(engine, batch, micro_batches, teacher_top_k)
         elif has_teacher:
-            made |= self._said_by_the_teacher(batch, parts, teacher_top_k)
+            made |= self._teacher_logprobs(batch, parts, teacher_top_k)
         return made
 
-    def _said_by_the_teacher(self, batch: Batch, parts: Sequence[Part], top_k: int) -> dict[str, Tensor]:
+    def _teacher_logprobs(self, batch: Batch, parts: Sequence[Part], top_k: int) -> dict[str, Tensor]:
         """{field: `[B, T, ..]` on the batch's device}: the teacher's log-probs, and those of its top k tokens."""
-        result = _nothing_said(batch, top_k)
+        result = _no_logprobs(batch, top_k)
         role = TEACHER if self.snapshot.teacher_adapter is not None else None
         with torch.no_grad(), self.using(role) if self._teacher is None else nullcontext():
             for part, micro, layout in parts:
-                made = said(
+                made = teacher_logprobs(
                     self._teacher or self.forward,
                     micro,
                     layout,
@@ -309,14 +309,14 @@ class Roles:
                     result[name][part] = values.to(result[name])
         return result
 
-    def _said_by_an_engine(
+    def _teacher_logprobs_by_engine(
         self, engine: TeacherEngine, batch: Batch, micro_batches: Sequence[Tensor], top_k: int
     ) -> dict[str, Tensor]:
-        """As `_said_by_the_teacher`, all rows in one call and in their order: no token budget may move a number."""
-        result = _nothing_said(batch, top_k)
+        """As `_teacher_logprobs`, all rows in one call and in their order: no token budget may move a number."""
+        result = _no_logprobs(batch, top_k)
         if micro_batches:
             rows = torch.cat(list(micro_batches)).sort().values
-            made = said_by_engine(engine, select(batch, rows), top_k=top_k, vocabulary=self._vocabulary)
+            made = teacher_logprobs_by_engine(engine, select(batch, rows), top_k=top_k, vocabulary=self._vocabulary)
             for name, values in made.items():
                 result[name][rows] = values.to(result[name])
         return result
@@ -474,8 +474,8 @@ def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(weights[name].shape) if name in weights else None
 
 
-def _nothing_said(batch: Batch, top_k: int) -> dict[str, Tensor]:
-    """The fields of a teacher's word, `[B, T, ..]`, all 0."""
+def _no_logprobs(batch: Batch, top_k: int) -> dict[str, Tensor]:
+    """The fields of a teacher's log-probs, `[B, T, ..]`, all 0."""
     result = {"teacher_logprobs": torch.zeros_like(batch.sampled_logprobs)}
     if top_k:
         shape = *batch.token_ids.shape, top_k

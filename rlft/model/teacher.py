@@ -1,4 +1,4 @@
-"""What a teacher says of the student's tokens, in passes without gradient, at temperature 1.
+"""A teacher's log-probs of the student's tokens, in passes without gradient, at temperature 1.
 
 It reads the rows that the student wrote: the same packed rows as the reference, or, with a hint, rows whose prompt is
 another one and whose completion is the same. One that an engine computes gets each row by itself, and of a conversation
@@ -34,7 +34,7 @@ class TeacherEngine(Protocol):
         ...
 
 
-def said(
+def teacher_logprobs(
     forward: Forward,
     micro: Batch,
     layout: PackedRows | None,
@@ -68,8 +68,10 @@ def said(
     return made
 
 
-def said_by_engine(engine: TeacherEngine, batch: Batch, *, top_k: int, vocabulary: int) -> dict[str, Tensor]:
-    """As `said`, of these rows together; a row without a sampled token is not asked for."""
+def teacher_logprobs_by_engine(
+    engine: TeacherEngine, batch: Batch, *, top_k: int, vocabulary: int
+) -> dict[str, Tensor]:
+    """As `teacher_logprobs`, of these rows together; a row without a sampled token is not asked for."""
     read = batch if batch.teacher_prompts is None else with_other_prompts(batch, batch.teacher_prompts)
     paths = None if read.previous is None else paths_of(read)
     linear = read if paths is None else paths.batch

@@ -12,7 +12,7 @@ from rlft.generation.adapter_files import AdapterFiles
 from rlft.loop.base_loading import load_teacher
 from rlft.model import forward
 from rlft.model.config import Old, SnapshotConfig
-from rlft.model.teacher import said, with_other_prompts
+from rlft.model.teacher import teacher_logprobs, with_other_prompts
 
 
 @pytest.fixture
@@ -207,8 +207,8 @@ def test_rows_longer_by_a_hint_go_through_the_teacher_within_the_budget(make_rol
     seen = []
     hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[1]))
     keys = {"top_k": 0, "vocabulary": 999}
-    apart = said(roles.forward, batch, roles.forward.layout(batch), **keys, token_budget=13)
-    together = said(roles.forward, batch, roles.forward.layout(batch), **keys, token_budget=99)
+    apart = teacher_logprobs(roles.forward, batch, roles.forward.layout(batch), **keys, token_budget=13)
+    together = teacher_logprobs(roles.forward, batch, roles.forward.layout(batch), **keys, token_budget=99)
     hook.remove()
     assert seen == [9, 7, 16]
     for name in apart:
@@ -229,9 +229,9 @@ def test_padded_rows_of_a_teacher_go_through_it_within_the_budget_that_packed_on
     layout, padded, seen = roles.forward.layout(batch), replace(roles.forward, packed=False), []
     assert layout.num_tokens == 13
     keys = {"top_k": 3, "vocabulary": 999, "token_budget": 13}
-    expected = said(roles.forward, batch, layout, **keys)
+    expected = teacher_logprobs(roles.forward, batch, layout, **keys)
     hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[:2]))
-    made = said(padded, batch, layout, **keys)
+    made = teacher_logprobs(padded, batch, layout, **keys)
     hook.remove()
     assert seen == [(2, 6), (2, 5)]
     for name, values in expected.items():
@@ -247,12 +247,12 @@ class RowByRow:
 
     def logprobs(self, rows, top_k, vocabulary):
         self.asked.append([list(row) for row in rows])
-        said = []
+        computed = []
         for row in rows:
             logp = self.of_row(torch.tensor(row))
             best = logp[:, :vocabulary].topk(top_k, -1)
-            said.append((logp.gather(-1, torch.tensor(row)[1:, None])[:, 0], best.indices, best.values))
-        return said
+            computed.append((logp.gather(-1, torch.tensor(row)[1:, None])[:, 0], best.indices, best.values))
+        return computed
 
 
 @pytest.fixture
