@@ -9,10 +9,14 @@ from typing import Any
 
 
 class When(StrEnum):
-    """When a part is in use; `sampling` and `updating` are never at the same time."""
+    """When a part is in use; `sampling`, `annotating` and `updating` are never at the same time.
+
+    annotating: in the passes without gradient over a step's rows, before its updates.
+    """
 
     always = "always"
     sampling = "sampling"
+    annotating = "annotating"
     updating = "updating"
 
 
@@ -28,8 +32,19 @@ class Part:
 
 def peak(parts: Sequence[Part]) -> int:
     """The most bytes that are in use at a time."""
-    by_time = {when: sum(part.bytes for part in parts if part.when is when) for when in When}
-    return by_time[When.always] + max(by_time[When.sampling], by_time[When.updating])
+    by_time = bytes_by_time(parts)
+    return by_time[When.always] + by_time[busiest(parts)]
+
+
+def busiest(parts: Sequence[Part]) -> When:
+    """When the most bytes are in use beside those that always are."""
+    by_time = bytes_by_time(parts)
+    return max((when for when in When if when is not When.always), key=lambda when: by_time[when])
+
+
+def bytes_by_time(parts: Sequence[Part]) -> dict[When, int]:
+    """{when: bytes of the parts that are in use then alone}"""
+    return {when: sum(part.bytes for part in parts if part.when is when) for when in When}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Rehearses the longest shapes of a run before its first step, so that memory runs out then and not many steps later.
 
-Nothing is kept: gradients are dropped, no optimizer steps, no random number of the run is drawn. Pretraining text
-(PPO-ptx) and a reward model's own training are not rehearsed: their batches fit the same token budget as the update's.
+Nothing is kept: gradients are dropped, no optimizer steps, no random number of the run is drawn. A teacher reads the
+same rows, with a hint as long ones as it will. Pretraining text (PPO-ptx) and a reward model's own training are not
+rehearsed: their batches fit the same token budget as the update's.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def noting_what_it_took(note: Callable[[str], None]) -> Iterator[None]:
     note(f"the longest rows of this run fit into memory ({taken})")
 
 
-def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...], teacher_top_k: int = 0) -> Batch:
+def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...], hinted_tokens: int = 0) -> Batch:
     """A micro-batch of the longest prompt with completions of full length, as many rows as the network gets at once.
 
-    teacher_top_k: of how many of a teacher's likeliest tokens the algorithm needs log-probs.
+    hinted_tokens: of the longest prompt with its hint that a teacher reads; 0: it reads the same prompt.
     """
     shape = (len(prompt), run.generation.max_tokens, run.group_size, run.completions_per_step // run.minibatches)
     batch = longest_rows(*shape, run.token_budget)
@@ -42,14 +43,13 @@ def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...
     parts = forward.micro_batches(batch, torch.arange(len(batch.rewards)), run.token_budget)
     micro = select(batch, max(parts, key=len))
     zeros = torch.zeros_like(micro.sampled_logprobs)
-    if teacher_top_k:
-        ids_BTK = torch.arange(teacher_top_k).expand(*zeros.shape, teacher_top_k)
-        micro = replace(micro, teacher_top_k_ids=ids_BTK, teacher_top_k_logprobs=zeros.new_zeros(ids_BTK.shape))
+    if hinted_tokens:
+        hinted_P = torch.tensor(prompt).repeat(-(-hinted_tokens // len(prompt)))[:hinted_tokens]
+        micro = replace(micro, teacher_prompts=hinted_P.expand(len(micro.rewards), -1))
     return replace(
         micro,
         old_logprobs=zeros,
         reference_logprobs=zeros,
-        teacher_logprobs=zeros,
         old_values=zeros,
         advantages=zeros + 1,
         returns=zeros,

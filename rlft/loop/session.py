@@ -155,10 +155,10 @@ class Session(RunShell):
         rehearse_decoding(self.generator, self._decodings(), self.config.generation.max_tokens)
 
     def rehearse_update(self) -> None:
-        longest = self._decodings()[0].longest
-        algorithm = self.plan.algorithm
-        micro = largest_micro_batch(self.config, self.roles.forward, longest, algorithm.teacher_top_k)
-        self.trainer.rehearse(algorithm, micro)
+        longest, config = self._decodings()[0].longest, self.config
+        hinted = self.plan.teacher_row_tokens - config.generation.max_tokens if config.snapshot.teacher_hint else 0
+        micro = largest_micro_batch(config, self.roles.forward, longest, hinted)
+        self.trainer.rehearse(self.plan.algorithm, micro)
 
     def _decodings(self) -> list[Decoding]:
         return of_training(self.plan.train_prompts, self.plan.held_out, self.config)

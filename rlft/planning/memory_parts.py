@@ -184,7 +184,13 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
         counted.append(Part(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
     counted += teacher_memory(demand).parts
     updating = updating_parts(model, demand)
-    return [*counted, *engine.parts, *updating, *holes(demand, left_by_sampling(model, demand, engine), updating)]
+    return [
+        *counted,
+        *engine.parts,
+        *teachers_pass(demand),
+        *updating,
+        *holes(demand, left_by_sampling(model, demand, engine), updating),
+    ]
 
 
 def base_bytes(model: ModelSizes, demand: Demand) -> int:
@@ -214,6 +220,21 @@ def teacher_memory(demand: Demand) -> EngineMemory:
         return EngineMemory()
     beside_vllm = demand.section == "vllm"
     return demand.teacher.memory(demand.device, demand.device_memory, beside_vllm=beside_vllm)
+
+
+def teachers_pass(demand: Demand) -> list[Part]:
+    """The part of the largest pass without gradient through a teacher that transformers computes."""
+    teacher = demand.teacher
+    if teacher is None or teacher.share is not None:
+        return []
+    model = teacher.model
+    tokens, predicted = largest_micro_batch(replace(demand, prompt_tokens=teacher.prompt_tokens), packed=model.packed)
+    if model.packed:  # logits in float32 and their log-softmax, a chunk at a time
+        head = min(LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"], predicted * model.vocabulary) * 2 * FLOAT32
+    else:
+        head = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
+    size = tokens * model.layer_width * model.itemsize + head
+    return [Part(name="teacher's pass", bytes=size, when=When.annotating, key="token_budget")]
 
 
 def lacks(model: ModelSizes, demand: Demand) -> int:

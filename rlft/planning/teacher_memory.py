@@ -17,12 +17,14 @@ class TeacherDemand:
 
     Args:
         model: its sizes.
-        row_tokens: of the longest row that it reads.
+        row_tokens: of the longest row that it may read.
+        prompt_tokens: of the prompt of the longest row that it reads, its hint included.
         share: of a GPU's memory that vLLM gets for it; None where transformers computes it.
     """
 
     model: ModelSizes
     row_tokens: int
+    prompt_tokens: int
     share: float | None
 
     def memory(self, device: str, device_memory: int, *, beside_vllm: bool) -> EngineMemory:

@@ -199,7 +199,13 @@ class TrainPlan(Plan):
         if snapshot.teacher_model is None:
             return None
         share = snapshot.teacher_gpu_memory_utilization if snapshot.teacher_engine == "vllm" else None
-        return TeacherDemand(model=teacher_sizes(self.config), row_tokens=self.teacher_row_tokens, share=share)
+        own, hinted = self.train_prompts.lengths.longest, self.teacher_row_tokens - self.config.generation.max_tokens
+        return TeacherDemand(
+            model=teacher_sizes(self.config),
+            row_tokens=self.teacher_row_tokens,
+            prompt_tokens=own if snapshot.teacher_hint is None else hinted,
+            share=share,
+        )
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:
         result, critic = {"base (frozen)": model.parameters}, self.config.critic.kind

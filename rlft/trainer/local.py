@@ -122,10 +122,14 @@ class LocalTrainer:
         return policy_learns(self.roles, self.settings, step)
 
     def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
-        roles, on_device = self.roles, self.roles.to_device(micro)
+        roles = self.roles
+        if roles.snapshot.teacher != "none":  # of the other roles' passes none takes more than the policy's own
+            nobody = torch.zeros(len(micro.rewards), dtype=torch.bool)
+            with self.passes():
+                micro = roles.annotate(micro, nobody, needs_old=False, teacher_top_k=self.teacher_top_k)
         scale = loss_scale(micro, self.settings.max_completion_tokens, roles)
         with torch.random.fork_rng(), roles.training(), self.passes():
-            backward(roles, algorithm, on_device, scale, policy_learns=True)
+            backward(roles, algorithm, roles.to_device(micro), scale, policy_learns=True)
         for role in roles.learning_roles:
             for _, parameter in roles.named_parameters(role):
                 parameter.grad = None

@@ -70,7 +70,10 @@ class Trainer(Protocol):
         ...
 
     def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
-        """The forward and backward of one micro-batch; no gradient and no drawn random number is left of it."""
+        """A teacher's pass, and forward and backward, of one micro-batch, of which nothing is left.
+
+        Neither a gradient nor a random number that was drawn.
+        """
         ...
 
     def state(self) -> TrainerState: ...

@@ -8,7 +8,7 @@ from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
-from rlft.generation.memory import Part, When, peak
+from rlft.generation.memory import Part, busiest, peak
 from rlft.logger.console import open_terminal
 from rlft.logger.text import one_line, visible
 from rlft.planning.disk_space import LOWERED_BY
@@ -112,9 +112,9 @@ def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[P
             f"does not start: the teacher's share of the device is {in_words(planned.teacher_lacks)} too small for it"
         )
         terminal.print(Text(text, style="red"), soft_wrap=True)
-    busiest = max(When.sampling, When.updating, key=lambda when: sum(p.bytes for p in memory_parts if p.when is when))
     if planned.peak > planned.limit:
-        terminal.print(Text(f"does not fit: {room}; it is highest while {busiest}", style="red"), soft_wrap=True)
+        text = f"does not fit: {room}; it is highest while {busiest(memory_parts)}"
+        terminal.print(Text(text, style="red"), soft_wrap=True)
     remedies = planned.remedies()
     for remedy in remedies:
         terminal.print(Text(f"  {remedy} takes it to {in_words(remedy.peak)}"), soft_wrap=True)

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from rlft import cli
+from rlft.config.compose import compose
 from rlft.generation.transformers import TransformersGenerator
 from rlft.logger.loggers import Loggers
 from rlft.loop.shell import RunShell
 from rlft.model.forward import Forward
 from rlft.model.kernels.prefix_cache import PrefixCache
+from rlft.planning.train_plan import make_plan
 from rlft.types import Batch, Outputs
 
 TINY = (
@@ -66,6 +69,25 @@ def test_the_first_forward_with_gradient_is_of_the_longest_rows(
     size = config.hidden_size // config.num_attention_heads
     assert stages[: stages.index("sample")] == ["rehearse sampling", "rehearse update"]
     assert filled == [2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 * 3) * 20]
+
+
+def test_a_teacher_reads_rows_as_long_as_any_with_its_hint_before_the_first_forward_with_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, call = [], Forward.__call__
+
+    def spy(self: Forward, batch: Batch, *args: Any, **keys: Any) -> Outputs:
+        seen.append((torch.is_grad_enabled(), self.real_tokens(batch)))
+        return call(self, batch, *args, **keys)
+
+    monkeypatch.setattr(Forward, "__call__", spy)
+    words = ["algorithm=opd", "snapshot.teacher=embedded:tiny-student", "snapshot.teacher_hint='It is {answer}.'"]
+    run(tmp_path / "run", *words, "steps=1")
+    of_the_hint = make_plan(compose([*TINY, *words])).teacher_row_tokens - 20 - PROMPT
+    assert of_the_hint >= 5
+    longest = 2 * (PROMPT + 3 * 20)
+    assert seen[:2] == [(False, longest + 2 * of_the_hint), (True, longest)]
+    assert max(tokens for _, tokens in seen) == longest + 2 * of_the_hint
 
 
 @pytest.mark.parametrize("verb", ["train", "sft"])

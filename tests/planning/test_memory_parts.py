@@ -104,10 +104,14 @@ def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it():
     [("base", 0, 1, False), ("embedded:tiny-student", None, 1, True)],
 )
 def test_a_teacher_is_counted_as_what_it_is(teacher, role, adapters, own, model_config):
-    plan = make_plan(compose(["+recipe=grpo_arithmetic", "algorithm=opd", f"snapshot.teacher={teacher}"]))
+    plan = make_plan(
+        compose(["+recipe=grpo_arithmetic", "algorithm=opd", "algorithm.reward_coef=1", f"snapshot.teacher={teacher}"])
+    )
     model = sizes_of(plan.config.model, plan.config.lora)
     weights = sizes_of(model_config(path="embedded:tiny-student"), None).parameters
     demand = plan.demand(model, recompute=False)
     assert demand.adapters == adapters
-    assert by_name(parts(model, demand, 0)).get("teacher", 0) == (4 * weights if own else 0)
+    counted = by_name(parts(model, demand, 0))
+    assert counted.get("teacher", 0) == (4 * weights if own else 0)
+    assert ("teacher's pass" in counted) == own
     assert plan.parameters(model)["teacher (does not learn)"] == (weights if own else role)

@@ -9,11 +9,11 @@ import pytest
 
 from rlft.checks.teachers import check_teacher_engine, missing_engine
 from rlft.config.compose import compose
-from rlft.generation.memory import ModelSizes, When
+from rlft.generation.memory import ModelSizes, Part, When, busiest, peak
 from rlft.generation.vllm_memory import CPU_LIBRARIES
 from rlft.planning.fit import remedies
 from rlft.planning.memory_demand import sizes_of
-from rlft.planning.memory_parts import lacks, parts, teacher_memory
+from rlft.planning.memory_parts import Demand, lacks, parts, teacher_memory, teachers_pass
 from rlft.planning.teacher_memory import TEACHER_SHARE, TeacherDemand
 from rlft.planning.train_plan import make_plan
 from rlft.types import UserError
@@ -24,7 +24,7 @@ MODEL = ModelSizes(
     key_size=2 * 4 * 128 * 28, packed=True, kernels=None, linear=6_500_000_000,
     config=SimpleNamespace(vocab_size=152_064, hidden_size=3584, intermediate_size=18944),
 )  # fmt: skip
-IN_VLLM = TeacherDemand(model=MODEL, row_tokens=1023, share=0.3)
+IN_VLLM = TeacherDemand(model=MODEL, row_tokens=1023, prompt_tokens=300, share=0.3)
 # Weights; 1,024 tokens x (3 x 18,944 + 3 x 3,584) x 2 bytes; logits of 32 rows twice in float32; the keys and values of
 # 1,023 tokens and the one that is sampled, 28,672 elements of 2 bytes each.
 LEAST = 15_200_000_000 + 1024 * 67584 * 2 + 2 * 32 * 152064 * 4 + 1024 * 28672 * 2
@@ -35,6 +35,25 @@ def test_by_transformers_it_is_its_weights() -> None:
     assert (part.name, part.bytes, part.when, part.key) == (
         "teacher", 15_200_000_000, When.always, "snapshot.teacher",
     )  # fmt: skip
+
+
+def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_update_not_with_it() -> None:
+    """One group of 4 completions of 200 after 300 tokens: 1,100 tokens of 3 x 18,944 + 3 x 3,584 elements of 2 bytes,
+    and of 800 x 152,064 logits a chunk of 2^26 twice in float32. In padded rows all logits of 4 x 500 tokens, 2 + 2 x 4
+    bytes each.
+    """
+    demand = Demand(
+        adapters=1, trainable=0, prompt_tokens=100, completion_tokens=200, group=4, rows=16, update_rows=16,
+        token_budget=1100, recompute=False, device="cuda", teacher=replace(IN_VLLM, share=None),
+    )  # fmt: skip
+    [part] = teachers_pass(demand)
+    assert (part.bytes, part.when) == (1100 * 67_584 * 2 + 2**26 * 8, When.annotating)
+    padded = replace(IN_VLLM, share=None, model=replace(MODEL, packed=False))
+    [part] = teachers_pass(replace(demand, token_budget=2000, teacher=padded))
+    assert part.bytes == 2000 * 67_584 * 2 + 2000 * 152_064 * 10
+    assert teachers_pass(replace(demand, teacher=IN_VLLM)) == []
+    beside = [Part(name=when, bytes=size, when=when) for when, size in zip(When, (1, 20, 400, 300), strict=True)]
+    assert (peak(beside), busiest(beside)) == (401, When.annotating)
 
 
 def test_on_a_gpu_it_is_its_share_and_the_log_probs_of_a_forwards_tokens_beside_it() -> None:
