@@ -24,7 +24,7 @@ from rlft.system.interrupt import Interrupt
 from rlft.system.terminal import command_line, override, say
 from rlft.types import Logger, UserError
 from rlft.verbs.launch import import_libraries, launch, saved_steps
-from rlft.verbs.study.space import check_no_interval
+from rlft.verbs.study.space import check_one_by_one
 from rlft.verbs.sweep_jobs import SideBySide, are_on_cards, cards_of, cluster_of, opened_for
 
 # Keys that no file of data, model or adapters is read by: jobs that differ only in these are planned once.
@@ -45,7 +45,7 @@ def sweep(verb: str, parsed: Arguments) -> None:
     """Runs every job and then prints the table, even if jobs failed."""
     from rlft.verbs import sweep_table as sweep
 
-    check_no_interval(parsed.overrides, verb)
+    check_one_by_one(parsed.overrides, verb)
     jobs = _expand(parsed.overrides, verb)
     sweep.check_jobs(jobs)
     names = sweep.names_of(jobs)

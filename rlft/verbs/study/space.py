@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlft.config import compose as configs
+from rlft.keys import catalog
 from rlft.types import UserError
 from rlft.verbs.study.config import key_of
 
@@ -98,6 +99,7 @@ def read_space(words: Sequence[str], verb: str) -> Space:
             continue
         key, full = parsed.get_key_element(), key_of(word)
         _check_key(full, word.partition("=")[2])
+        _check_named_in_order(word, parsed, verb)
         if parsed.is_interval_sweep():
             varied.append(_interval(key, parsed.value(), word.partition("=")[2]))
         else:
@@ -115,13 +117,34 @@ def read_space(words: Sequence[str], verb: str) -> Space:
     return Space(fixed=tuple(fixed), varied=tuple(varied))
 
 
-def check_no_interval(words: Sequence[str], verb: str) -> None:
-    """Refuses intervals in a plain sweep, which goes through values one by one."""
+def check_one_by_one(words: Sequence[str], verb: str) -> None:
+    """Refuses what a plain sweep cannot go through one by one, in the same order each time."""
     for word, parsed in zip(words, configs.parse_overrides(words, verb), strict=True):
+        _check_named_in_order(word, parsed, verb)
         if parsed.is_interval_sweep():
             problem = "an interval has no values to go through one by one"
             remedy = "add sweep=optuna, which draws from it, or give values with commas between them"
             raise UserError(key_of(word), problem, got=word.partition("=")[2], remedy=remedy)
+
+
+def _check_named_in_order(word: str, parsed: Any, verb: str) -> None:
+    """Refuses glob(..), which rlft does not expand, and shuffle(..), whose order is another one at each reading.
+
+    Args:
+        word: an override.
+        parsed: what Hydra has read from it.
+        verb: of the runs.
+    """
+    if not parsed.is_sweep_override():
+        return
+    key, value, got = key_of(word), parsed.value(), word.partition("=")[2]
+    if parsed.value_type.name == "GLOB_CHOICE_SWEEP":
+        found = value.filter(catalog.choices(key, verb))
+        remedy = f"write {key}={','.join(found)}" if found else f"give {key} values with commas between them"
+        raise UserError(key, "a pattern does not say which values there are", got=got, remedy=remedy)
+    if getattr(value, "shuffle", False):
+        problem = "shuffle(..) gives another order each time that a sweep goes on, and jobs go by their numbers"
+        raise UserError(key, problem, got=got, remedy="leave shuffle(..) out")
 
 
 def _check_key(key: str, got: str) -> None:
@@ -148,6 +171,9 @@ def _interval(key: str, value: Any, got: str) -> Interval:
         remedy = "write tag(log,interval(..)), tag(linear,interval(..)) or interval(..)"
         raise UserError(name, "an interval is tagged log, linear or not at all", got=got, remedy=remedy)
     low, high = value.start, value.end
+    if low == high:
+        remedy = f"leave int(..) out, or write {name}={low}" if isinstance(low, int) else f"write {name}={low}"
+        raise UserError(name, "an interval goes from a number to a larger one", got=got, remedy=remedy)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise UserError(name, "an interval goes from a number to a larger one", got=got, remedy="swap its ends")
     if tags == ["log"] and low <= 0:

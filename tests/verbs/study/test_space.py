@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlft.types import UserError
-from rlft.verbs.study.space import Choice, Interval, check_no_interval, read_space
+from rlft.verbs.study.space import Choice, Interval, check_one_by_one, read_space
 
 
 def interval(value: str, key: str = "trainer.lr") -> Interval:
@@ -69,6 +69,14 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
     ("word", "fragment"),
     [
         ("trainer.lr=interval(1e-2,1e-5)", "trainer.lr: an interval goes from a number to a larger one"),
+        (
+            "trainer.lr=int(interval(1e-5,1e-2))",
+            "trainer.lr: an interval goes from a number to a larger one, got int(interval(1e-5,1e-2)); leave int(..) out",
+        ),
+        (
+            "trainer.lr=interval(0.1,0.1)",
+            "trainer.lr: an interval goes from a number to a larger one, got interval(0.1,0.1); write trainer.lr=0.1",
+        ),
         ("trainer.lr=tag(log,interval(0,1))", "trainer.lr: only positive numbers have logarithms"),
         ("trainer.lr=tag(wide,interval(0,1))", "trainer.lr: an interval is tagged log, linear or not at all"),
         ("lora.rank=4,8,4", "lora.rank: has a value twice, got 4"),
@@ -89,6 +97,29 @@ def test_what_cannot_be_chosen_is_refused(word: str, fragment: str) -> None:
 
 
 def test_a_plain_sweep_refuses_an_interval() -> None:
-    check_no_interval(["trainer.lr=1e-5,1e-4", "lora.rank=range(1,4)"], "train")
+    check_one_by_one(["trainer.lr=1e-5,1e-4", "lora.rank=range(1,4)"], "train")
     with pytest.raises(UserError, match=r"trainer.lr: an interval has no values .*; add sweep=optuna"):
-        check_no_interval(["trainer.lr=interval(1e-5,1e-4)"], "train")
+        check_one_by_one(["trainer.lr=interval(1e-5,1e-4)"], "train")
+
+
+@pytest.mark.parametrize(
+    ("word", "refusal"),
+    [
+        ("lora.rank=shuffle(4,8)", "lora.rank: shuffle(..) gives another order each time"),
+        ("lora.rank=shuffle(range(1,4))", "lora.rank: shuffle(..) gives another order each time"),
+        (
+            "algorithm=glob(gspo*)",
+            "algorithm: a pattern does not say which values there are, got glob(gspo*); write algorithm=gspo,gspo_token",
+        ),
+        (
+            "lora.rank=glob(*)",
+            "lora.rank: a pattern does not say which values there are, got glob(*); give lora.rank values with commas",
+        ),
+    ],
+    ids=["values", "range", "choices", "no choices"],
+)
+def test_values_in_another_order_each_time_and_patterns_are_refused_in_any_sweep(word: str, refusal: str) -> None:
+    for check in (read_space, check_one_by_one):
+        with pytest.raises(UserError) as refused:
+            check([word], "train")
+        assert str(refused.value).startswith(refusal)
