@@ -39,6 +39,9 @@ from rlft.types import Completion, FinishReason, Prompt, Rollout
 
 # What rows have in common.
 CHOOSES = "train -m sweep=optuna 'trainer.lr=interval(1e-5,1e-3)'"
+CHOOSES_K = (
+    "train -m sweep=optuna algorithm=opd algorithm.teacher_in=loss snapshot.teacher=base algorithm.top_k=16,9999"
+)
 PPO = "train algorithm=ppo critic.kind=adapter"
 PPO_SHARED = "train algorithm=ppo critic.kind=shared"
 PTX = "train algorithm=ppo_ptx critic.kind=adapter"
@@ -336,6 +339,16 @@ TABLE = [
     (f"{CHOOSES} lora.rnk=4,8", "lora.rnk", "there is no such key"),
     (f"{CHOOSES} logger=console", "logger", "by eval.jsonl, which none of these writes, got console"),
     (f"{CHOOSES} 'trainer.beta1=interval(0.9,1.5)'", "trainer.beta1", "(tried with trainer.beta1=1.5)"),
+    (f"{CHOOSES} sweep.direction=up", "sweep.direction", "must be 'auto', 'max' or 'min', got 'up'"),
+    (f"{CHOOSES} sweep.metric=eval/reward/format reward.format.mode=strict,soft", "reward.format", "a run is measured"),
+    ("dpo -m sweep=optuna sweep.metric=eval/margin 'loss.beta=interval(0.1,0.5)' preferences.path="
+     "embedded:arithmetic-preferences", "loss.beta", "decides how a run is measured, so that trials"),
+    ("rm -m sweep=optuna preferences.path=embedded:arithmetic-preferences max_completion_tokens=20,64 steps=2",
+     "max_completion_tokens", "decides which preferences are held out, or their tokens"),
+    ("train -m sweep=optuna lora.rank=shuffle(4,8)", "lora.rank", "another order each time that a sweep goes on"),
+    ("train -m 'algorithm=glob(gspo*)'", "algorithm", "a pattern does not say which values there are, got glob(gspo*)"),
+    (CHOOSES_K, "algorithm.top_k", "vocabulary of"),
+    (CHOOSES_K.replace(" sweep=optuna", ""), "algorithm.top_k", "vocabulary of"),
     (CHOOSES, "sweep", "needs optuna, which is not installed, got optuna; pip install 'rlft[sweep]'", "optuna"),
     ("train -m seed=0,1 cluster.jobs=1,2", "cluster.jobs", "is one for all jobs of a sweep"),
     ("train -m seed=0,1 cluster.jobs=2 cluster.engines=1", "cluster.engines", "is one process"),

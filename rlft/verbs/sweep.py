@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -247,11 +247,17 @@ def _check_plans(jobs: Sequence[Sequence[str]], plains: Sequence[dict[str, Any]]
     scanned: list[Any] = []
     for number, (overrides, plain) in enumerate(zip(jobs, plains, strict=True)):
         with _of_job(number, overrides):
-            of_the_files = {key: value for key, value in plain.items() if key not in NOT_OF_THE_FILES}
-            if of_the_files not in scanned:
+            if (planned := of_the_files(plain)) not in scanned:
                 verbs.named(verb).make_plan(plain)
-                scanned.append(of_the_files)
+                scanned.append(planned)
             _check_repeated(number, overrides, plain)
+
+
+def of_the_files(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a config a plan depends on besides the config's own checks: jobs that agree in it are planned once."""
+    of_a_teacher = plain.get("snapshot", {}).get("teacher", "none") != "none"  # whose tokens an algorithm asks for
+    left_out = [key for key in NOT_OF_THE_FILES if key != "algorithm" or not of_a_teacher]
+    return {key: value for key, value in plain.items() if key not in left_out}
 
 
 @contextmanager

@@ -21,6 +21,7 @@ ALGORITHM = Choice(key="algorithm", values=("grpo", "gspo"))
 
 def keys(**changed: Any) -> StudyConfig:
     usual: dict[str, Any] = {"trials": 12, "sampler": "tpe", "seeds": 1, "metric": "accuracy", "pruner": "none"}
+    usual["direction"] = "auto"
     return StudyConfig(**{**usual, "startup": 3, "seed": 0, **changed})
 
 

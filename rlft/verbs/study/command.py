@@ -65,7 +65,7 @@ def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
     total = number_of_trials(keys, space)
     fixed = [word for word in space.fixed if key_of(word) != "resume" and not key_of(word).startswith("hydra.")]
     space = replace(space, fixed=tuple(fixed))
-    plains = composed(space, parsed.config_dir, verb)
+    plains = composed(space, parsed.config_dir, verb, keys.metric)
     check_metric(keys.metric, plains[0])
     check_loggers(plains[0])
     import_libraries()
@@ -92,15 +92,14 @@ def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
             folder,
             keys,
             space,
-            lower=lower_is_better(keys.metric),
+            lower=lower_is_better(keys.metric, keys.direction),
             steps=steps,
             first_evaluation=min(steps, int(plains[0]["eval"]["every"])),
             beside=beside,
         )
         done = trials.number_drawn - len(trials.unfinished())
         if again and done >= total:
-            remedy = f"raise it: {resuming(folder)} sweep.trials={2 * done}"
-            raise UserError("sweep.trials", "the sweep has all its trials", got=total, remedy=remedy)
+            raise _has_all(folder, keys, done, total)
         say(f"sweep of {total} trials, {done} done; if it is stopped, go on with: {resuming(folder)}")
         for line in notes(keys, space):
             say(line)
@@ -173,6 +172,15 @@ def namer(space: Space) -> Callable[[Mapping[str, Any]], str]:
         return ", ".join(f"{names[key]}={shown[key]}" for key in keys)
 
     return name
+
+
+def _has_all(folder: Path, keys: StudyConfig, done: int, total: int) -> UserError:
+    """The refusal to go on with a sweep that has all its trials."""
+    if keys.sampler == "grid":
+        problem, remedy = "the grid's combinations are all done", "begin another sweep, with other values"
+    else:
+        problem, remedy = "the sweep has all its trials", f"raise it: {resuming(folder)} sweep.trials={2 * done}"
+    return UserError("sweep.trials", problem, got=total, remedy=remedy)
 
 
 def _hold(stack: ExitStack, folder: Path) -> None:

@@ -29,6 +29,7 @@ class StudyConfig:
     sampler: Literal["tpe", "random", "grid"]
     seeds: PositiveInt
     metric: str
+    direction: Literal["auto", "max", "min"]
     pruner: Literal["none", "median", "hyperband"]
     startup: PositiveInt
     seed: Seed

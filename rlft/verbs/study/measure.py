@@ -14,24 +14,40 @@ from rlft.ops.pass_at import pass_sizes
 from rlft.planning.run_plan import Plan
 from rlft.types import UserError
 
+REWARDS = "eval/reward/"
+"""The beginning of metrics that are a reward's mean, whatever its name."""
+IN_UNITS_OF_THE_LOSS = ("eval/loss", "eval/margin")
+"""Metrics of `rlft dpo` that another loss, another beta or another reference measures in another unit."""
+TEXT_OF_PRETRAINING = ("path", "field", "given_field", "max_tokens", "held_out")
+"""Keys of `pretrain` that decide which text eval/pretrain_loss is measured on."""
+PROMPTS = "held_out_fingerprint"
+"""That of all held-out prompts with their tokens; trials are compared on the first ones, however they are put."""
 
-def measured_by(plain: Mapping[str, Any]) -> dict[str, Any]:
+
+def measured_by(plain: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """{key: value} of what decides how a run is measured, which is the same in all trials of a study."""
     evaluation = plain.get("eval") or {}
     values = {f"eval.{name}": value for name, value in evaluation.items()}
     rewards = plain.get("reward") or {}
     if rewards:
         first = next(iter(rewards))
-        section = {name: value for name, value in rewards[first].items() if name != "weight"}
-        values |= {"reward": first, f"reward.{first}": section}
+        values["reward"] = first
+        for name in (name for name in rewards if name in (first, metric.removeprefix(REWARDS))):
+            values[f"reward.{name}"] = {key: value for key, value in rewards[name].items() if key != "weight"}
+    if plain.get("verb") == "dpo" and metric in IN_UNITS_OF_THE_LOSS:
+        loss = dict(plain["loss"])
+        values |= {"loss": loss.pop("_target_"), **{f"loss.{name}": value for name, value in loss.items()}}
+        values["snapshot.reference"] = plain["snapshot"]["reference"]
+    if metric == "eval/pretrain_loss":
+        values |= {f"pretrain.{name}": plain["pretrain"].get(name) for name in TEXT_OF_PRETRAINING}
     if "generation" in plain and evaluation.get("temperature") is None:
         values["generation.temperature"] = plain["generation"].get("temperature")
     return values
 
 
-def check_measured_alike(first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Refuses plain configs of which trials would be measured differently."""
-    before, after = measured_by(first), measured_by(other)
+def check_measured_alike(first: Mapping[str, Any], other: Mapping[str, Any], metric: str) -> None:
+    """Refuses plain configs of which trials would be measured differently by this metric."""
+    before, after = measured_by(first, metric), measured_by(other, metric)
     for key in (key for key in {**before, **after} if before.get(key) != after.get(key)):
         problem = "decides how a run is measured, so that trials could not be compared"
         remedy = "give it one value"
@@ -75,22 +91,37 @@ def metrics_of(plain: Mapping[str, Any]) -> list[str]:
     known = list(WITHOUT_SAMPLES.get(verb, ()))
     if verb == "train" or (verb == "sft" and plain.get("data")):
         known = ["accuracy", *(f"eval/pass@{size}" for size in pass_sizes(settings["num_samples"])), *known]
-        known += [f"eval/reward/{name}" for name in rewards]
+        known += [f"{REWARDS}{name}" for name in rewards]
         known += ["eval/kl_base"] if settings.get("kl_base") else []
     if (plain.get("pretrain") or {}).get("path"):
         known.append("eval/pretrain_loss")
     return known
 
 
-def lower_is_better(metric: str) -> bool:
-    """Whether a study looks for a small value of this metric: losses and divergences."""
-    return metric.endswith(("loss", "/kl_base"))
+def lower_is_better(metric: str, direction: str = "auto") -> bool:
+    """Whether a study looks for a small value of this metric.
+
+    Args:
+        metric: its name in eval.jsonl.
+        direction: sweep.direction; auto: of losses and divergences, and never of a reward.
+    """
+    if direction != "auto":
+        return direction == "min"
+    return metric.endswith(("loss", "/kl_base")) and not metric.startswith(REWARDS)
 
 
 def check_same_questions(key: str, first: Plan, other: Plan) -> None:
-    """Refuses plans that evaluate different held-out prompts. key: of the value that makes the difference."""
+    """Refuses plans that evaluate different held-out prompts, demonstrations or preferences.
+
+    key: of the value that makes the difference.
+    """
     if _questions(first) != _questions(other):
         problem = "decides which prompts are held out, so that trials could not be compared"
+        raise UserError(key, problem, remedy="give it one value")
+    before, after = _held_out_texts(first), _held_out_texts(other)
+    for name in (name for name in before if before[name] != after.get(name)):
+        what = name.removesuffix("_fingerprint").removeprefix("held_out_")
+        problem = f"decides which {what} are held out, or their tokens, so that trials could not be compared"
         raise UserError(key, problem, remedy="give it one value")
 
 
@@ -107,6 +138,12 @@ def _questions(plan: Plan) -> list[tuple[Any, ...]]:
     if held_out is None or number is None:
         return []
     return [(prompt.messages, prompt.answer) for prompt in held_out.prompts[:number]]
+
+
+def _held_out_texts(plan: Plan) -> dict[str, str]:
+    """The fingerprints of what is held out as it is: a text that a loss or a ranking is measured on."""
+    names = [name for name in plan.fingerprints if name.startswith("held_out_") and name != PROMPTS]
+    return {name: plan.fingerprints[name] for name in names}
 
 
 def curve(run: Path, metric: str) -> dict[int, float]:

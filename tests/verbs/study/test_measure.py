@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_studies import line, write
 
 from rlft.config.compose import compose
+from rlft.planning.dpo_plan import make_plan as plan_of_dpo
+from rlft.planning.rm_plan import make_plan as plan_of_rm
+from rlft.planning.sft_plan import make_plan as plan_of_sft
 from rlft.types import UserError
 from rlft.verbs.study.measure import (
     check_loggers,
     check_measured_alike,
     check_metric,
+    check_same_questions,
     curve,
     lower_is_better,
     metrics_of,
@@ -59,19 +64,94 @@ def test_loggers_that_write_no_evaluations_are_refused() -> None:
 )
 def test_trials_that_would_be_measured_differently_are_refused(words: list[str], key: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_measured_alike(compose([]), compose(words))
+        check_measured_alike(compose([]), compose(words), "accuracy")
     assert refused.value.key == key
 
 
+def test_the_reward_that_trials_are_compared_by_is_one_for_all() -> None:
+    changed = compose(["reward.format.mode=soft"])
+    check_measured_alike(compose([]), changed, "accuracy")
+    with pytest.raises(UserError, match=r"^reward.format: decides how a run is measured"):
+        check_measured_alike(compose([]), changed, "eval/reward/format")
+    check_measured_alike(compose([]), compose(["reward.format.weight=0.5"]), "eval/reward/format")
+
+
+PREFERENCES = ("preferences=jsonl", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64")
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [(["loss=ipo"], "loss"), (["loss.beta=0.5"], "loss.beta"), (["snapshot.reference=base"], "snapshot.reference")],
+    ids=["another loss", "another beta", "another reference"],
+)
+def test_dpos_loss_and_margin_are_compared_in_one_unit(words: list[str], key: str) -> None:
+    first, other = (compose([*PREFERENCES, *more], verb="dpo") for more in ([], words))
+    for metric in ("accuracy", "eval/chosen_logprob"):
+        check_measured_alike(first, other, metric)
+    for metric in ("eval/loss", "eval/margin"):
+        with pytest.raises(UserError) as refused:
+            check_measured_alike(first, other, metric)
+        assert refused.value.key == key
+
+
+def test_a_reward_models_loss_is_measured_without_its_margin() -> None:
+    first, other = (compose([*PREFERENCES, *more], verb="rm") for more in ([], ["margin=1"]))
+    check_measured_alike(first, other, "eval/loss")
+
+
+def test_the_text_that_a_loss_of_pretraining_is_measured_on_is_one_for_all() -> None:
+    first, longer, more = (
+        compose(["pretrain.path=embedded:arithmetic-text", *words])
+        for words in ([], ["pretrain.max_tokens=33"], ["pretrain.sequences_per_update=3"])
+    )
+    check_measured_alike(first, longer, "accuracy")
+    check_measured_alike(first, more, "eval/pretrain_loss")
+    with pytest.raises(UserError, match=r"^pretrain.max_tokens: decides how a run is measured"):
+        check_measured_alike(first, longer, "eval/pretrain_loss")
+
+
+@pytest.mark.parametrize(
+    ("verb", "section", "plan"),
+    [
+        ("dpo", "preferences", plan_of_dpo),
+        ("rm", "preferences", plan_of_rm),
+        ("sft", "demonstrations", plan_of_sft),
+    ],
+    ids=["dpo", "rm", "sft"],
+)
+def test_trials_are_compared_on_the_same_held_out_texts(verb: str, section: str, plan: Any) -> None:
+    """A limit of 20 tokens leaves some of the embedded completions out, which have up to 23."""
+    words = [f"{section}=jsonl", f"{section}.path=embedded:arithmetic-{section}", "model.device=cpu"]
+    whole, short, same = (
+        plan(compose([*words, *more], verb=verb))
+        for more in (
+            ["max_completion_tokens=64"],
+            ["max_completion_tokens=20"],
+            ["max_completion_tokens=64", "trainer.lr=1e-3"],
+        )
+    )
+    check_same_questions("trainer.lr", whole, same)
+    with pytest.raises(UserError, match=f"^max_completion_tokens: decides which {section} are held out"):
+        check_same_questions("max_completion_tokens", whole, short)
+
+
 def test_what_only_trains_differently_is_measured_alike() -> None:
-    check_measured_alike(compose([]), compose(["trainer.lr=1e-3", "reward.exact_match.weight=2", "algorithm=gspo"]))
+    other = compose(["trainer.lr=1e-3", "reward.exact_match.weight=2", "algorithm=gspo"])
+    check_measured_alike(compose([]), other, "accuracy")
     cold = ["eval.temperature=1.0"]
-    check_measured_alike(compose(cold), compose([*cold, "generation.temperature=0.5"]))
+    check_measured_alike(compose(cold), compose([*cold, "generation.temperature=0.5"]), "accuracy")
 
 
 def test_losses_and_divergences_are_better_when_they_are_lower() -> None:
     lower = ["eval/loss", "eval/pretrain_loss", "eval/kl_base"]
-    assert [name for name in (*lower, "accuracy", "eval/pass@4") if lower_is_better(name)] == lower
+    others = ["accuracy", "eval/pass@4", "eval/reward/no_loss", "eval/reward/kl_base"]
+    assert [name for name in (*lower, *others) if lower_is_better(name)] == lower
+
+
+def test_a_direction_that_is_given_holds_for_any_metric() -> None:
+    for metric in ("accuracy", "eval/loss", "eval/reward/no_loss"):
+        assert lower_is_better(metric, "min")
+        assert not lower_is_better(metric, "max")
 
 
 def test_a_curve_leaves_the_evaluation_before_the_first_step_out(tmp_path: Path) -> None:
