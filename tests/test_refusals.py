@@ -40,7 +40,8 @@ from rlft.types import Completion, FinishReason, Prompt, Rollout
 # What rows have in common.
 CHOOSES = "train -m sweep=optuna 'trainer.lr=interval(1e-5,1e-3)'"
 CHOOSES_K = (
-    "train -m sweep=optuna algorithm=opd algorithm.teacher_in=loss snapshot.teacher=base algorithm.top_k=16,9999"
+    "train -m sweep=optuna algorithm=opd snapshot.teacher=base snapshot.teacher_hint=x algorithm.teacher_in=loss "
+    "algorithm.top_k=16,9999"
 )
 PPO = "train algorithm=ppo critic.kind=adapter"
 PPO_SHARED = "train algorithm=ppo critic.kind=shared"

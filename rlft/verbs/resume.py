@@ -22,7 +22,7 @@ from rlft.verbs.study.words import is_study
 USAGE = """\
 usage: rlft resume <run> [<key>=<value>] ...
        rlft resume <checkpoint> [<key>=<value>] ... [hydra.run.dir=<new folder>]
-       rlft resume <sweep> [sweep.trials=<number>]
+       rlft resume <sweep> [sweep.trials=<number>] [cluster.jobs=<number>]
 
 A run goes on from its newest checkpoint, exactly as if never stopped. Keys that would change the run are refused.
 From a checkpoint a new run begins, whose steps count on; keys may change that the checkpoint still fits, such as

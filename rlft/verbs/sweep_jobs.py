@@ -35,7 +35,10 @@ class JobsFailedError(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class RunningJob:
-    """A job that has been started. asked: what its member was asked last; clock: how long ago; stopped: by `stop`."""
+    """A job that has been started.
+
+    asked: what its member was asked last; clock: how long ago; stopping: how long ago `stop` was called, if it was.
+    """
 
     number: int
     member: Member
@@ -43,7 +46,7 @@ class RunningJob:
     card: str | None
     asked: Future[Any]
     clock: RunningTime = field(default_factory=RunningTime)
-    stopped: bool = False
+    stopping: RunningTime | None = None
 
 
 class SideBySide:
@@ -118,9 +121,9 @@ class SideBySide:
         return any(job.number == number for job in self._running)
 
     def stop(self, number: int) -> None:
-        """Makes a running job save its step and end, which is no failure."""
-        for job in (job for job in self._running if job.number == number):
-            job.stopped = True
+        """Makes a running job save its step and end, which is no failure; `look` kills one that does not in time."""
+        for job in (job for job in self._running if job.number == number and job.stopping is None):
+            job.stopping = RunningTime()
             job.member.call("send", int(signal.SIGINT))
 
     def look(self) -> None:
@@ -135,6 +138,11 @@ class SideBySide:
             self._look_at(job)
 
     def _look_at(self, job: RunningJob) -> None:
+        if job.stopping is not None and job.stopping() > self._timeout_s:
+            late = f"has not ended {self._timeout_s:g} s after it was asked to (cluster.timeout)"
+            self._say(f"job {job.number} {late}: its process is killed, its checkpoints stay in {job.folder}")
+            self._remove(job)
+            return
         if not job.asked.done():
             if job.clock() > self._timeout_s:
                 self._end(job, f"its process has not answered for {self._timeout_s:g} s (cluster.timeout)")
@@ -150,7 +158,7 @@ class SideBySide:
         self.codes[job.number] = code
         if code == 0:
             self._end(job, None)
-        elif code == EXIT_CODE and (self._interrupt.requested or job.stopped):
+        elif code == EXIT_CODE and (self._interrupt.requested or job.stopping is not None):
             self._remove(job)
         else:
             log = job.member.log

@@ -27,7 +27,7 @@ from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cards_of, cluster
 
 
 class FakeMember:
-    """A member whose job ends with `code` after it was asked so often; never answers where `code` is a string."""
+    """A member whose job ends with `code` after it was asked so often; `silent` never answers, `stuck` never ends."""
 
     def __init__(self, spec: MemberSpec, folder: Path, code: Any, looks: int) -> None:
         self.name, self.log, self.spec = spec.name, folder / f"{spec.name}.log", spec
@@ -37,14 +37,15 @@ class FakeMember:
         future: Future[Any] = Future()
         if method == "send":
             self.signals += args
-            self.code, self.looks = EXIT_CODE, 0
+            if self.code != "stuck":
+                self.code, self.looks = EXIT_CODE, 0
             future.set_result(None)
             return future
         self.looks -= 1
         if isinstance(self.code, Exception):
             future.set_exception(self.code)
         elif self.code != "silent":
-            future.set_result(self.code if self.looks < 0 else None)
+            future.set_result(self.code if self.looks < 0 and self.code != "stuck" else None)
         return future
 
     def kill(self) -> None:
@@ -141,6 +142,21 @@ def test_a_job_whose_process_says_nothing_is_given_up(tmp_path: Path, said: list
     with pytest.raises(JobsFailedError, match=r"job 0: its process has not answered for 0\.05 s \(cluster\.timeout\)"):
         jobs.finish()
     assert not launcher.members[0].is_alive
+
+
+def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_path: Path, said: list[str]) -> None:
+    launcher = FakeLauncher(tmp_path, ["stuck", 0])
+    jobs = side_by_side(launcher, said, timeout=0.05)
+    start_all(jobs, 2, tmp_path)
+    jobs.stop(0)
+    jobs.stop(0)
+    assert happens(lambda: jobs.look() or not jobs.is_running(0), within_s=20.0)
+    assert launcher.members[0].signals == [signal.SIGINT], "it is asked once, and its time counts from then"
+    assert not launcher.members[0].is_alive
+    late = "has not ended 0.05 s after it was asked to (cluster.timeout): its process is killed"
+    assert [line for line in said if "job 0 has" in line] == [f"job 0 {late}, its checkpoints stay in {tmp_path / '0'}"]
+    jobs.finish()
+    assert (jobs.failed, jobs.codes) == ({}, {1: 0})
 
 
 def test_an_interruption_reaches_every_job_and_starts_no_other(tmp_path: Path, said: list[str]) -> None:

@@ -31,8 +31,8 @@ def composed(space: Space, config_dir: Path | None, verb: str, metric: str) -> l
     return plains
 
 
-def checked_plan(space: Space, plains: Sequence[dict[str, Any]], verb: str) -> Plan:
-    """The plan of the first corner, once each that reads other files has been planned; files are read once."""
+def checked_plans(space: Space, plains: Sequence[dict[str, Any]], verb: str) -> list[Plan]:
+    """The plans of the first corner and of each that reads other files; files are read once."""
     plans: list[tuple[dict[str, Any], Plan]] = []
     for (word, _), plain in zip(space.corners(), plains, strict=True):
         planned = of_the_files(plain)
@@ -44,7 +44,7 @@ def checked_plan(space: Space, plains: Sequence[dict[str, Any]], verb: str) -> P
                 check_same_questions(key_of(word), plans[0][1], plan)
                 check_same_steps(key_of(word), plans[0][1], plan)
             plans.append((planned, plan))
-    return plans[0][1]
+    return [plan for _, plan in plans]
 
 
 class Values:

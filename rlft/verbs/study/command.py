@@ -16,12 +16,13 @@ from rlft.run.naming import short_names
 from rlft.system import interrupt
 from rlft.system.terminal import override, resuming, say
 from rlft.types import UserError
+from rlft.verbs.arguments import make_importable
 from rlft.verbs.launch import import_libraries
-from rlft.verbs.study.checked import checked_plan, composed
+from rlft.verbs.study import words
+from rlft.verbs.study.checked import checked_plans, composed
 from rlft.verbs.study.config import USUAL_TRIALS, StudyConfig, check_installed, is_own, key_of, read_config
 from rlft.verbs.study.measure import check_loggers, check_metric, lower_is_better
 from rlft.verbs.study.space import Interval, Space, read_space
-from rlft.verbs.study.words import keep_words, may_change, saved_words
 from rlft.verbs.sweep_jobs import are_on_cards, cluster_of
 
 
@@ -39,29 +40,49 @@ def resume(folder: Path, changes: Sequence[str]) -> None:
     Raises:
         UserError: it has all its trials, or a change is of something else.
     """
-    saved = saved_words(folder)
-    for word in (word for word in changes if not may_change(word)):
+    begun = words.saved(folder)
+    for word in (word for word in changes if not words.may_change(word)):
         problem = "cannot change when a sweep goes on: its trials would no longer be comparable"
-        remedy = "begin another sweep, or change only sweep.trials and cluster.jobs"
+        remedy = f"begin another sweep, or change only {', '.join(CHANGED)}"
         raise UserError(key_of(word), problem, got=word.partition("=")[2], remedy=remedy)
+    for word in (word for word in changes if key_of(word) == "hydra.sweep.dir"):
+        problem = "a sweep goes on in its own folder"
+        raise UserError("hydra.sweep.dir", problem, got=word.partition("=")[2], remedy="leave it out")
+    folder = _at_its_start(folder, begun.start)
     changed = {key_of(word) for word in changes}
-    kept = [word for word in saved["words"] if key_of(word) not in {*changed, "hydra.sweep.dir"}]
-    words = [*saved["options"], *kept, *changes, override("hydra.sweep.dir", folder)]
-    search(saved["verb"], parse(words, saved["verb"]), again=True)
+    kept = [word for word in begun.words if key_of(word) not in {*changed, "hydra.sweep.dir"}]
+    parsed = parse([*begun.options, *kept, *changes, override("hydra.sweep.dir", folder)], begun.verb)
+    make_importable(parsed.config_dir)
+    search(begun.verb, parsed, resumed=folder)
 
 
-def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
+CHANGED = [key for key in words.MAY_CHANGE if key != "hydra.sweep.dir"]
+
+
+def _at_its_start(folder: Path, start: str | None) -> Path:
+    """Changes to the directory in which a study was begun, if it is another; returns the study's folder from there.
+
+    The study's words, and the configs of its runs, have paths that are relative to it.
+    """
+    if start is None or not Path(start).is_dir() or Path(start).samefile(Path.cwd()):
+        return Path(os.path.relpath(folder))
+    folder = folder.resolve()
+    os.chdir(start)
+    say(f"relative paths are read from {start}, where the sweep was begun")
+    return folder
+
+
+def search(verb: str, parsed: Arguments, *, resumed: Path | None = None) -> None:
     """Begins a study, or goes on with the one in hydra.sweep.dir, and prints what came of its trials.
 
     Args:
         verb: of its runs.
         parsed: its words.
-        again: whether it is refused when there is nothing left to do.
+        resumed: the folder of the study that is gone on with; refused when there is nothing left to do.
     """
     check_installed()
     keys = read_config([word for word in parsed.overrides if is_own(word)], verb)
-    words = [word for word in parsed.overrides if not is_own(word)]
-    space = read_space(words, verb)
+    space = read_space([word for word in parsed.overrides if not is_own(word)], verb)
     total = number_of_trials(keys, space)
     fixed = [word for word in space.fixed if key_of(word) != "resume" and not key_of(word).startswith("hydra.")]
     space = replace(space, fixed=tuple(fixed))
@@ -70,9 +91,11 @@ def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
     check_loggers(plains[0])
     import_libraries()
     cluster = cluster_of(plains)
-    steps = checked_plan(space, plains, verb).num_steps
+    plans = checked_plans(space, plains, verb)
+    steps = plans[0].num_steps
     named = parsed.value("hydra.sweep.dir")
-    folder = Path(os.path.relpath(named or configs.new_folder(str(plains[0]["name"]), below="sweeps")))
+    new = Path(os.path.relpath(named or configs.new_folder(str(plains[0]["name"]), below="sweeps")))
+    folder = resumed or new
     if run_folder.config_file(folder).exists():
         remedy = "name another folder, or leave it out"
         raise UserError("hydra.sweep.dir", "there is a run in that folder", got=folder, remedy=remedy)
@@ -85,7 +108,7 @@ def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
 
     with ExitStack() as stack:
         _hold(stack, folder)
-        keep_words(folder, verb, parsed)
+        words.keep(folder, words.begun(verb, parsed, plains, [plan.fingerprints for plan in plans]))
         seeds = [int(plains[0]["seed"]) + i for i in range(keys.seeds)]
         beside = cluster is not None and cluster.jobs > 1
         trials = Trials(
@@ -98,7 +121,7 @@ def search(verb: str, parsed: Arguments, *, again: bool = False) -> None:
             beside=beside,
         )
         done = trials.number_drawn - len(trials.unfinished())
-        if again and done >= total:
+        if resumed and done >= total:
             raise _has_all(folder, keys, done, total)
         say(f"sweep of {total} trials, {done} done; if it is stopped, go on with: {resuming(folder)}")
         for line in notes(keys, space):

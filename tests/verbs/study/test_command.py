@@ -1,0 +1,161 @@
+"""A study from its words to its trials, whose runs are made up: what going on with it refuses, and from where."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_studies import STEPS, FakeRuns
+
+from rlft.config.overrides import parse
+from rlft.types import UserError
+from rlft.verbs.study import command, here, page, words
+from rlft.verbs.study.runs import Study, one_after_the_other
+
+SMALL = (
+    "generation=transformers", "model.device=cpu", "scoring.workers=0", f"steps={STEPS}", "eval.every=1",
+    "eval.num_prompts=4", "prompts_per_step=4", "minibatches=1", "logger=jsonl", "sweep=optuna",
+    "hydra.sweep.dir=sweep",
+)  # fmt: skip
+RATES = ("trainer.lr=interval(1e-5,1e-2)", "sweep.trials=2")
+DATA = ("data=jsonl", "data.path=data.jsonl", "data.held_out_path=held_out.jsonl")
+
+Begin = Callable[..., FakeRuns]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
+    """Does a study of made-up runs in the folder `place`; `again` goes on with the one in this folder."""
+    runs = FakeRuns()
+
+    def made_up(study: Study, *others: Any) -> None:
+        one_after_the_other(study, runs)
+
+    monkeypatch.setattr(here, "trials_here", made_up)
+    monkeypatch.setattr(page, "show", lambda *_: None)
+    (tmp_path / "place").mkdir()
+    monkeypatch.chdir(tmp_path / "place")
+    for name in ("data", "held_out", "more"):
+        rows = ({"prompt": f"What is {i} + {len(name)}?", "answer": str(i + len(name))} for i in range(16))
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, beta in (("one", 0.85), ("two", 0.8)):
+        file = Path("mine", "recipe", f"{name}.yaml")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n# A recipe.\ntrainer:\n  beta1: {beta}\n")
+
+    def run(*more: str, again: str | None = None) -> FakeRuns:
+        runs.ran.clear()
+        if again is None:
+            command.search("train", parse(["-m", *SMALL, *more], "train"))
+        else:
+            command.resume(Path(again), more)
+        return runs
+
+    return run
+
+
+def refusal(do: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as refused:
+        do()
+    return str(refused.value)
+
+
+def test_a_grid_that_is_done_cannot_be_made_longer(begin: Begin) -> None:
+    assert begin("sweep.sampler=grid", "lora.rank=4,8").ran == [(0, 0), (1, 0)]
+    said = refusal(lambda: begin(again="sweep"))
+    assert said == "sweep.trials: the grid's combinations are all done, got 2; begin another sweep, with other values"
+
+
+def test_a_sweep_that_is_done_goes_on_with_more_trials_and_else_says_how(begin: Begin) -> None:
+    begin(*RATES)
+    assert refusal(lambda: begin(again="sweep")).endswith("raise it: rlft resume sweep sweep.trials=4")
+    assert begin("sweep.trials=4", "cluster.timeout=900", again="sweep").ran == [(2, 0), (3, 0)]
+
+
+@pytest.mark.parametrize(
+    ("path", "changed"),
+    [("data.jsonl,more.jsonl", "more.jsonl"), ("data.jsonl", "held_out.jsonl")],
+    ids=["the data of some trials", "the held-out data"],
+)
+def test_data_that_change_between_two_parts_of_a_sweep_are_refused(path: str, changed: str, begin: Begin) -> None:
+    begin(*RATES, DATA[0], f"data.path={path}", DATA[2])
+    lines = Path(changed).read_text().splitlines(keepends=True)
+    Path(changed).write_text("".join([*lines[:-1], lines[-1].replace("What", "And what")]))
+    said = refusal(lambda: begin("sweep.trials=4", again="sweep"))
+    assert said.startswith("data.path: the ")
+    assert "changed since the sweep began" in said
+    assert said.endswith("put the data back as they were, or begin another sweep")
+    Path(changed).write_text("".join(lines))
+    assert len(begin("sweep.trials=4", again="sweep").ran) == 2
+
+
+def test_a_recipe_that_changes_between_two_parts_of_a_sweep_is_refused(begin: Begin) -> None:
+    begin(*RATES, "--config-dir", "mine", "+recipe=two,one")
+    file = Path("mine", "recipe", "one.yaml")
+    text = file.read_text()
+    file.write_text(text.replace("0.85", "0.95"))
+    said = refusal(lambda: begin("sweep.trials=4", again="sweep"))
+    assert said == (
+        "trainer.beta1: was 0.85 when the sweep in sweep began, and its trials would differ, got 0.95; "
+        "put the YAML back as it was, or begin another sweep"
+    )
+    file.write_text(f"{text}logger:\n  jsonl:\n    _target_: rlft.logger.jsonl.Jsonl\nname: other\n")
+    assert len(begin("sweep.trials=4", again="sweep").ran) == 2, "neither loggers nor names change a trial"
+
+
+def test_the_same_command_with_another_folder_of_yaml_is_another_sweep(begin: Begin) -> None:
+    begin(*RATES, "--config-dir=mine")
+    shutil.copytree("mine", "yours")
+    assert refusal(lambda: begin(*RATES, "--config-dir", "yours")).startswith(
+        "--config-dir: differs from that of the sweep in sweep, mine, got yours"
+    )
+    assert refusal(lambda: begin(*RATES)).startswith(
+        "--config-dir: differs from that of the sweep in sweep, mine, got n"
+    )
+    begin(*RATES, "--config-dir", str(Path("mine").resolve()))
+
+
+REFUSED = {
+    "cluster.lanes=2": "cluster.lanes: cannot change when a sweep goes on",
+    "cluster.ranks=2": "cluster.ranks: cannot change when a sweep goes on",
+    "cluster=lanes": "cluster.lanes: was auto when the sweep in sweep began",
+    "hydra.sweep.dir=other": "hydra.sweep.dir: a sweep goes on in its own folder, got other; leave it out",
+}
+
+
+def test_what_would_change_a_sweeps_runs_cannot_change_when_it_goes_on(begin: Begin) -> None:
+    Path("mine", "cluster").mkdir()
+    Path("mine", "cluster", "lanes.yaml").write_text("# Two lanes.\ndefaults:\n  - local\n  - _self_\n\nlanes: 2\n")
+    begin(*RATES, "--config-dir", "mine")
+    for change, problem in REFUSED.items():
+        said = refusal(lambda change=change: begin("sweep.trials=4", change, again="sweep"))
+        assert said.startswith(problem)
+        if "cannot change" in said:
+            assert all(key in said for key in words.MAY_CHANGE if key != "hydra.sweep.dir")
+
+
+def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(*RATES, *DATA, "--config-dir", "mine", "+recipe=one")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert begin("sweep.trials=3", again="../place/sweep").ran == [(2, 0)]
+    assert f"relative paths are read from {tmp_path}/place, where the sweep was begun" in capsys.readouterr().err
+    assert (tmp_path / "place" / "sweep" / "2" / "seed_0").is_dir()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_study_of_an_older_version_goes_on_and_one_whose_record_is_damaged_does_not(begin: Begin) -> None:
+    begin(*RATES)
+    begun = words.saved(Path("sweep"))
+    old = {"verb": begun.verb, "options": begun.options, "words": begun.words}
+    Path("sweep", words.WORDS).write_text(json.dumps(old))
+    assert len(begin("sweep.trials=3", again="sweep").ran) == 1
+    assert len(words.saved(Path("sweep")).configs) == 2, "from now on it has what is compared"
+    Path("sweep", words.WORDS).write_text("[torn")
+    assert refusal(lambda: begin(again="sweep")).startswith("resume: sweep.yaml in that folder cannot be read")
