@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,12 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_though_it_has_moved(
     teacher: Path, tmp_path: Path
 ) -> None:
-    words = (*OPD, f"snapshot.teacher={teacher}", "algorithm.reward_coef=0.5", "lora.dropout=0.1")
+    there = shutil.copytree(teacher, tmp_path / "there")
+    words = (*OPD, f"snapshot.teacher={there}", "algorithm.reward_coef=0.5", "lora.dropout=0.1")
     run, halted = tmp_path / "run", tmp_path / "halted"
     assert cli.run([*words, "steps=2", f"hydra.run.dir={run}"]) == 0
     assert cli.run([*words, "steps=1", f"hydra.run.dir={halted}"]) == 0
-    moved = teacher.rename(tmp_path / "moved")
+    moved = there.rename(tmp_path / "moved")
     assert cli.run(["resume", str(halted), "steps=2", f"snapshot.teacher={moved}"]) == 0
     check_same(halted, run)
     assert learned(run)
@@ -41,6 +43,12 @@ def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_thoug
     assert first["kl/teacher"] > 1e-5
     assert 0 < first["teacher/agreement"] < 1
     assert not any(name == "teacher" for found in run.glob("checkpoints/*") for name in found.iterdir())
+
+
+def test_a_fork_may_learn_from_the_base_which_its_policy_is_no_longer(teacher: Path, tmp_path: Path) -> None:
+    words = ("algorithm=opd", "snapshot.teacher=base", "steps=2", f"hydra.run.dir={tmp_path / 'fork'}")
+    assert cli.run(["resume", str(teacher / "checkpoints" / "step_000001"), *words]) == 0
+    assert metrics(tmp_path / "fork")[-1]["kl/teacher"] > 1e-5
 
 
 def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path) -> None:
