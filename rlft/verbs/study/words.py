@@ -134,6 +134,8 @@ def _check_same_configs(folder: Path, before: Begun, now: Begun) -> None:
         for key in _changed(old, new):
             problem = f"was {old.get(key, 'left out')} when the sweep in {folder} began, and its trials would differ"
             remedy = "put the YAML back as it was, or begin another sweep"
+            if paths.is_path_key(key):  # the words named a run, whose newest checkpoint is another one by now
+                remedy = "begin another sweep, and name a checkpoint's folder in it, which does not change with its run"
             raise UserError(key, problem, got=new.get(key, "nothing"), remedy=remedy)
 
 

@@ -150,6 +150,22 @@ def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+def begun(**config: Any) -> words.Begun:
+    return words.Begun(verb="train", options=(), words=(), configs=[{"trainer.lr": 1e-4, **config}])
+
+
+def test_what_a_newer_version_adds_is_no_change_and_another_checkpoint_of_a_run_is(tmp_path: Path) -> None:
+    old = {"lora.path": "runs/sft/checkpoints/step_4/policy", "checkpoint.every": 1}
+    words.keep(tmp_path, begun(**old))
+    words.keep(tmp_path, begun(**{**old, "lora.use_dora": False, "checkpoint.every": 2}))
+    said = refusal(lambda: words.keep(tmp_path, begun(**{**old, "lora.use_dora": True})))
+    assert said.startswith("lora.use_dora: was False when the sweep")
+    later = {**old, "lora.path": "runs/sft/checkpoints/step_8/policy"}
+    said = refusal(lambda: words.keep(tmp_path, begun(**later)))
+    assert said.startswith(f"lora.path: was {old['lora.path']} when the sweep")
+    assert "name a checkpoint's folder in it" in said
+
+
 def test_a_study_of_an_older_version_goes_on_and_one_whose_record_is_damaged_does_not(begin: Begin) -> None:
     begin(*RATES)
     begun = words.saved(Path("sweep"))
