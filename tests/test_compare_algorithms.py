@@ -186,6 +186,19 @@ def test_what_the_user_says_of_a_key_comes_before_what_the_task_says(
     assert job.config["data"]["_target_"].endswith("Chains")
 
 
+def test_on_chains_dapo_has_steps_of_its_own_unless_the_command_line_says_how_many(
+    compare: ModuleType, asked: Callable[..., argparse.Namespace]
+) -> None:
+    def steps(*words: str) -> dict[str, int]:
+        jobs = compare.make_jobs(asked("--task", *words, "--only", "dapo", "grpo", "--seeds", "0"))
+        return {job.name: job.config["steps"] for job in jobs}
+
+    assert steps("chains") == {"dapo": 33, "grpo": 40}
+    assert steps("arithmetic") == {"dapo": 24, "grpo": 40}
+    assert steps("chains", "--override", "steps=5") == {"dapo": 5, "grpo": 5}
+    assert steps("chains", "--completions", "512") == {"dapo": 2, "grpo": 2}
+
+
 def test_each_task_has_a_folder_of_its_own(compare: ModuleType) -> None:
     assert compare.parse([]).out == Path("runs/compare")
     assert compare.parse(["--task", "chains"]).out == Path("runs/compare_chains")
