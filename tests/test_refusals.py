@@ -1177,10 +1177,10 @@ READ_BY_LIBRARIES = (
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
     "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "no_tokenizer", "no_config",
-    "with it the longest row has",
+    "with it the longest row has", "algorithm.top_k=16,9999",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",
-    "is a JSON array", "holds no tests", "decides which prompts are held out",
+    "is a JSON array", "holds no tests", "decides which prompts are held out", "decides which preferences are held out",
     "holds no data", "is not JSON", "there is no field", "is not a ch", "another tokenizer", "to train on",
     "exceed pro", "without a margin", "gives the replay none", "distinct train problems", "scores prompts of",
     "changed since the run began",
