@@ -159,8 +159,8 @@ def train(plan: TrainPlan, folder: Path) -> dict[int, Weights]:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
-    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     from rlft.loop.metrics import peak_memory_bytes
     from rlft.model.backbone import load_tokenizer, resolve_device, resolve_dtype, source
@@ -175,9 +175,10 @@ def train(plan: TrainPlan, folder: Path) -> dict[int, Weights]:
     if model.generation_config.eos_token_id is None:  # else TRL takes it for a list of numbers
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     rewards = specs(run.reward)
+    functions: list[Any] = [reward_function(spec, prompts, tokenizer, run) for spec in rewards.values()]
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=[reward_function(spec, prompts, tokenizer, run) for spec in rewards.values()],
+        reward_funcs=functions,
         args=GRPOConfig(
             output_dir=str(folder / "trl"),
             use_cpu=device.type == "cpu",
