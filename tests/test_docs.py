@@ -279,7 +279,11 @@ def run_script(tmp_path: Path, rlft: str) -> tuple[int, list[str]]:
     for name, text in {
         "hostname": 'echo "10.0.0.1 fe80::1"', "srun": 'echo "srun $*" >> calls',
         "scontrol": 'echo "scontrol $*" >> calls',
-        "ray": 'echo "ray $*" >> calls; for i in 1 2 3 4; do echo " 1 node_$i"; done', "rlft": rlft,
+        "ray": 'echo "ray $*" >> calls; [ "$1" = status ] || exit 0\n'
+        # As with Ray, the other machines are listed once srun has started them.
+        'for i in $(seq 400); do grep -q "^srun" calls && break; sleep 0.05; done\n'
+        'for i in 1 2 3 4; do echo " 1 node_$i"; done',
+        "rlft": rlft,
     }.items():  # fmt: skip
         program = tmp_path / name
         program.write_text(f"#!/bin/bash\n{text}\n")
