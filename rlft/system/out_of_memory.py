@@ -33,7 +33,7 @@ ENGINE_STAGES: Mapping[str, str] = {
 ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "answer": (
         "keys and values of the conversation",
-        "begin anew with /new, or start again with a lower generation.max_tokens",
+        "start a new conversation with /new, or restart with a lower generation.max_tokens",
     ),
     "merge": ("the base's weights in float32", "use as=adapter, which loads no base"),
     "change dtype": ("the model's weights in float32", "leave dtype out, which copies them as they are"),
