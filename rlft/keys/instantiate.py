@@ -69,10 +69,10 @@ def check_keys(
     """Refuses unknown and missing keys of these parameters; a refusal may also suggest the keys in `also`."""
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for unknown in (k for k in kwargs if k not in [p.name for p in named]):
-        raise unknown_key(unknown, kwargs[unknown], [*(p.name for p in named), *also], key)
-    for missing in (p.name for p in named if p.default is p.empty and p.name not in kwargs):
+    accepted = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for unknown in (k for k in kwargs if k not in [p.name for p in accepted]):
+        raise unknown_key(unknown, kwargs[unknown], [*(p.name for p in accepted), *also], key)
+    for missing in (p.name for p in accepted if p.default is p.empty and p.name not in kwargs):
         raise UserError(_join(key, missing), "is missing", remedy="give it a value")
 
 

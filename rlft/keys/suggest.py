@@ -84,12 +84,12 @@ def suggestions(name: str, verb: str, known: Collection[str] | None = None) -> l
 
 def remedy(meant: Sequence[Suggestion]) -> str:
     """The question "did you mean ..?" with the suggestions; "" without any."""
-    return f"did you mean {_joined([str(one) for one in meant])}?" if meant else ""
+    return f"did you mean {_joined([str(suggestion) for suggestion in meant])}?" if meant else ""
 
 
 def remedy_with_value(meant: Sequence[Suggestion], value: str) -> str:
     """As `remedy`, with the user's value."""
-    return f"did you mean {_joined([one.written(value) for one in meant])}?" if meant else ""
+    return f"did you mean {_joined([suggestion.written(value) for suggestion in meant])}?" if meant else ""
 
 
 def of_peers(name: str, verb: str, known: Collection[str]) -> Suggestion | None:

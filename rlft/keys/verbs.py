@@ -116,7 +116,7 @@ def named(name: str) -> Verb:
         raise UnknownVerbError("verb", "there is no such verb", got=name, remedy=remedy)
     point, *duplicates = points
     if duplicates:
-        packages = " and ".join(sorted(package_of(one) for one in points))
+        packages = " and ".join(sorted(package_of(provider) for provider in points))
         raise UnknownVerbError("verb", f"is provided by {packages}", got=name, remedy="remove one of these packages")
     return _loaded(point)
 

@@ -183,9 +183,9 @@ def not_finite(record: StepRecord) -> Hint | None:
     }
     if not broken_metrics:
         return None
-    named = ", ".join(f"{name} is {value}" for name, value in broken_metrics.items())
+    items = ", ".join(f"{name} is {value}" for name, value in broken_metrics.items())
     text = (
-        f"step {record.step}: {named}, so the run stops here; checkpoints of earlier steps are good. Start again with a"
+        f"step {record.step}: {items}, so the run stops here; checkpoints of earlier steps are good. Start again with a"
         " lower trainer.lr, or with model.dtype=float32 if it was a 16-bit type"
     )
     return Hint(text=text, fatal=True)

@@ -216,7 +216,7 @@ class Session(RunShell):
         rollouts = replace_uninformative_groups(self.sampler, self.score, step, clock, groups, scores)
         if self.config.dynamic_sampling.max_rounds:
             with clock("sample"):
-                self._sample_ahead(step + 1)  # not before: the engine has been busy with this step's
+                self._sample_ahead(step + 1)  # only now: the engine was busy with this step's groups
         return rollouts
 
     def batch(self, rollouts: Rollouts) -> Batch:

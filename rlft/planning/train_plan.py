@@ -149,8 +149,8 @@ class TrainPlan(Plan):
             return rows
         engines = [f"{cluster.engines} engine{'s' * (cluster.engines > 1)}"] if cluster.engines else []
         value = ", ".join([*engines, f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)}"])
-        where = "processes" if placement.kind == "processes" else f"{placement.cards} cards, {placement.kind}:"
-        return [("cluster", value, f"{cluster.kind}: {where} {placement.reason}"), *rows]
+        location = "processes" if placement.kind == "processes" else f"{placement.cards} cards, {placement.kind}:"
+        return [("cluster", value, f"{cluster.kind}: {location} {placement.reason}"), *rows]
 
     def _sampling_demand(self) -> SamplingDemand:
         """The demand of engines on the trainer's device; empty where they have cards of their own."""

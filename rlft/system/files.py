@@ -77,7 +77,7 @@ def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:
         DiskError: it cannot be written.
     """
     with writing(Path(stream.name), len(data) + BLOCK):
-        before = os.fstat(stream.fileno()).st_size
+        old_size = os.fstat(stream.fileno()).st_size
         try:
             rest = memoryview(data)
             while rest:  # on an almost full disk a write is partial, and only the next one fails
@@ -86,7 +86,7 @@ def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:
                 os.fsync(stream.fileno())
         except BaseException:
             with suppress(OSError):
-                os.ftruncate(stream.fileno(), before)
+                os.ftruncate(stream.fileno(), old_size)
             raise
 
 
