@@ -37,18 +37,21 @@ BASE_CHANGES = ("modules_to_save", "layer_replication", "trainable_token_indices
 """Fields of adapter_config.json by which, as by `bias`, an adapter changes the base that all roles share."""
 
 VARIANTS = ("lora_bias", "rank_pattern", "alpha_pattern")
-"""Fields by which the same tensors compute another function than in a role that rlft makes."""
+"""Fields with which the same tensors compute a different function from that of a role made by rlft."""
 
 KINDS = ("use_rslora", "use_dora")
-"""Fields of this kind that the `lora` section has, too."""
+"""Fields that change the function as VARIANTS do, but that the `lora` section can set, too."""
 
 
 class AdapterUse(Enum):
     """How a run uses a folder.
 
-    policy: the policy starts from its adapter. frozen: its adapter is the reference or the teacher, as PEFT reads it.
-    scalar: a critic or a reward starts from its adapter and head. head: only from its head. any: a role starts from its
-    adapter, whatever role that had, with its head if it has one.
+    Attributes:
+        policy: the policy starts from its adapter.
+        frozen: its adapter is the reference or the teacher, as PEFT reads it.
+        scalar: a critic or a reward starts from its adapter and head.
+        head: a critic starts from its head alone.
+        any: a role starts from its adapter, whichever role that was saved from, and from its head if it has one.
     """
 
     policy = auto()
@@ -62,7 +65,11 @@ class AdapterUse(Enum):
 class Use:
     """A folder, the config key that names it, and how the run uses it.
 
-    words: what the verb's key may be besides a folder, as "base or reward"; empty where it is always one.
+    Attributes:
+        key: the config key that names the folder.
+        path: the folder.
+        accepts: how the run uses it.
+        words: the values of the key that are not folders, such as "base or reward"; empty where it is always a folder.
     """
 
     key: str
@@ -90,8 +97,8 @@ def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
     if config.lora.path is not None:
         adapter_uses.append(Use(key="lora.path", path=config.lora.path, accepts=AdapterUse.policy))
     if config.snapshot.reference not in ("none", "base", "copy", "ema"):
-        named, words = config.snapshot.reference, "none, base, copy or ema"
-        adapter_uses.append(Use(key="snapshot.reference", path=named, accepts=AdapterUse.frozen, words=words))
+        reference, words = config.snapshot.reference, "none, base, copy or ema"
+        adapter_uses.append(Use(key="snapshot.reference", path=reference, accepts=AdapterUse.frozen, words=words))
     if (teacher := config.snapshot.teacher_adapter) is not None:
         adapter_uses.append(Use(key="snapshot.teacher", path=teacher, accepts=AdapterUse.frozen))
     if config.critic.kind is not CriticKind.none and config.critic.init not in ("base", "reward"):
@@ -150,13 +157,14 @@ def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> No
         problem = f"adapters with {variants[0]} are not supported"
         raise UserError(use.key, problem, got=use.path, remedy="use an adapter without it")
     for name in KINDS if use.starts_role else ():
-        has, runs = bool(fields.get(name)), getattr(lora, name)
-        if has != runs:
+        in_adapter, in_run = bool(fields.get(name)), getattr(lora, name)
+        if in_adapter != in_run:
+            setting = f"{name}={str(in_adapter).lower()}"
             raise UserError(
                 f"lora.{name}",
-                f"the adapter at {use.key} was trained with {name}={str(has).lower()} and would be another function",
-                got=str(runs).lower(),
-                remedy=f"set lora.{name}={str(has).lower()}, or another {use.key}",
+                f"the adapter at {use.key} was trained with {setting} and would be another function",
+                got=str(in_run).lower(),
+                remedy=f"set lora.{setting}, or another {use.key}",
             )
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if rank != lora.rank:
@@ -186,7 +194,7 @@ def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
 
 
 def check_classifiers(rewards: Mapping[str, RewardSpec]) -> None:
-    """Refuses reward models with a network of their own that does not give one score."""
+    """Refuses reward models with a network of their own whose output is not a single score."""
     from rlft.model.reward_model import read_classifier
 
     for spec in rewards.values():
@@ -203,9 +211,9 @@ def check_adapters(
         UserError: with the key, the first tensor that does not fit, and what to do.
     """
     for use in used:
-        made_for = read_record(use.path, use.key).get("base_fingerprint")
-        if made_for not in (None, base_fingerprint):
-            problem = f"its rlft.json says it was made for base {made_for}, and this base is {base_fingerprint}"
+        recorded = read_record(use.path, use.key).get("base_fingerprint")
+        if recorded not in (None, base_fingerprint):
+            problem = f"its rlft.json says it was made for base {recorded}, and this base is {base_fingerprint}"
             raise _other_base(use, problem)
         if use.has_head:
             _check_head(use, model.get_text_config().hidden_size)
@@ -228,11 +236,11 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
     for name in sorted(shapes):
         if name.removeprefix("base_model.model.").partition(".lora_")[0] not in modules:
             raise _other_base(use, f"this base has no module for its tensor {name}")
-    here = fresh_shapes(empty, _lora_config(lora, use))
-    for name in sorted(shapes.keys() & here.keys()):
-        if shapes[name] != here[name]:
-            raise _other_base(use, f"its tensor {name} is {shapes[name]}, and this base takes {here[name]}")
-    for name in sorted(shapes.keys() ^ here.keys()):
+    expected = fresh_shapes(empty, _lora_config(lora, use))
+    for name in sorted(shapes.keys() & expected.keys()):
+        if shapes[name] != expected[name]:
+            raise _other_base(use, f"its tensor {name} is {shapes[name]}, and this base takes {expected[name]}")
+    for name in sorted(shapes.keys() ^ expected.keys()):
         source = "lora.target_modules" if use.starts_role else "its adapter_config.json"
         problem = f"{'it has' if name in shapes else 'it lacks'} the tensor {name}, unlike what {source} says"
         remedy = "set lora.target_modules as in its adapter_config.json" if use.starts_role else "save it again"

@@ -17,7 +17,7 @@ from rlft.types import Logger, UserError
 
 REFERENCE = "snapshot.reference"
 MOVING = "ema"
-"""A reference of `rlft train` that there is none of here: its log-probs would be computed anew for every step."""
+"""A reference that only `rlft train` has: its log-probs would have to be recomputed in every step."""
 
 
 def check_config(plain: Mapping[str, Any]) -> tuple[DpoConfig, PreferenceLoss, tuple[Logger, ...]]:
@@ -49,14 +49,14 @@ def loss_of(config: DpoConfig) -> PreferenceLoss:
 
 def reference_of(config: DpoConfig, loss: PreferenceLoss) -> str:
     """The reference that rewards are relative to: `none`, `base`, or the folder of an adapter."""
-    named = config.snapshot.reference
-    if named == "auto":
-        named = "copy" if loss.needs_reference else "none"
-    return (config.lora.path or "base") if named == "copy" else named
+    configured = config.snapshot.reference
+    if configured == "auto":
+        configured = "copy" if loss.needs_reference else "none"
+    return (config.lora.path or "base") if configured == "copy" else configured
 
 
 def uses_of(config: DpoConfig, loss: PreferenceLoss) -> list[Use]:
-    """The adapter folders that the config names: where the policy begins, and a reference of its own."""
+    """The adapter folders that the config names: the one that the policy starts from, and the reference's."""
     used = []
     if config.lora.path is not None:
         used.append(Use(key="lora.path", path=config.lora.path, accepts=AdapterUse.policy))
@@ -68,13 +68,13 @@ def uses_of(config: DpoConfig, loss: PreferenceLoss) -> list[Use]:
 
 
 def _check_reference(config: DpoConfig, loss: PreferenceLoss) -> None:
-    named, reference = config.snapshot.reference, reference_of(config, loss)
-    if named == MOVING:
+    configured, reference = config.snapshot.reference, reference_of(config, loss)
+    if configured == MOVING:
         problem = "its log-probs are computed once for each completion, so it cannot move"
-        raise UserError(REFERENCE, problem, got=named, remedy="use copy, base or an adapter's folder")
+        raise UserError(REFERENCE, problem, got=configured, remedy="use copy, base or an adapter's folder")
     if loss.needs_reference and reference == "none":
         remedy = "use copy, base or an adapter's folder, or loss=simpo or orpo"
-        raise UserError(REFERENCE, "this loss compares the policy with a reference", got=named, remedy=remedy)
+        raise UserError(REFERENCE, "this loss compares the policy with a reference", got=configured, remedy=remedy)
     if not loss.needs_reference and reference != "none":
         remedy = "leave it out, or use loss=dpo or ipo"
-        raise UserError(REFERENCE, "this loss compares the policy with nothing", got=named, remedy=remedy)
+        raise UserError(REFERENCE, "this loss compares the policy with nothing", got=configured, remedy=remedy)

@@ -17,7 +17,7 @@ def environment_of(config: SamplingRoot) -> Environment | None:
     """The environment that the config names; None for completions of a single turn.
 
     Raises:
-        UserError: its keys are wrong, or its class is none of an environment.
+        UserError: its keys are wrong, or its class is not an Environment.
     """
     return read_environment(config.environment)
 
@@ -34,24 +34,24 @@ def read_environment(section: Mapping[str, Any] | None) -> Environment | None:
 
 
 def check_rewarded(config: SamplingRoot) -> None:
-    """Refuses a run whose completions nothing would score: neither rewards nor the environment."""
+    """Refuses a run in which neither rewards nor the environment would score completions."""
     environment = environment_of(config)
     if not config.reward and (environment is None or not environment.rewards_turns):
         raise UserError("reward", "is empty: nothing would be learned", remedy="try reward=[exact_match,format]")
 
 
 def check_environment(config: SamplingRoot) -> None:
-    """Refuses an environment that cannot work: its own keys, and its limits beside those of the run."""
+    """Refuses an environment whose keys are wrong, or whose limits do not fit those of the run."""
     environment = environment_of(config)
     if environment is None:
         return
     environment.check()
-    generation, tokens = config.generation, environment.turn_tokens
-    if tokens is not None and tokens > generation.max_tokens:
+    generation, turn_tokens = config.generation, environment.turn_tokens
+    if turn_tokens is not None and turn_tokens > generation.max_tokens:
         raise UserError(
             f"{SECTION}.turn_tokens",
             f"is more than all turns have together (generation.max_tokens={generation.max_tokens})",
-            got=tokens,
+            got=turn_tokens,
             remedy=f"set it to {generation.max_tokens} or less, or raise generation.max_tokens",
         )
     if environment.timeout < environment.call_timeout:
@@ -64,7 +64,7 @@ def check_environment(config: SamplingRoot) -> None:
     if config.prompts.style == "raw":
         raise UserError(
             "prompts.style",
-            "has no turns: only a chat template says what stands between what the policy says and what it is answered",
+            "has no turns: only a chat template says how the policy's turns and the answers to them are separated",
             got="raw",
             remedy="set prompts.style=chat, or environment=null",
         )

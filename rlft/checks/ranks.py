@@ -1,4 +1,4 @@
-"""What is refused about ranks, and said about engines, by the config alone."""
+"""Refusals about ranks and a warning about engines, from the config alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rlft.types import UserError
 
 
 def check_ranks(cluster: ClusterConfig) -> None:
-    """Refuses ranks that cannot have equally many lanes each."""
+    """Refuses a number of ranks among which the lanes cannot be divided evenly."""
     lanes = cluster.num_lanes
     if lanes % cluster.ranks:
-        divisors = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+        divisors = ", ".join(str(divisor) for divisor in range(1, lanes + 1) if lanes % divisor == 0)
         raise UserError(
             "cluster.ranks",
             f"does not divide cluster.lanes={lanes}, which a run keeps from its first step",
@@ -25,7 +25,12 @@ def check_ranks(cluster: ClusterConfig) -> None:
 def idle_engines(cluster: ClusterConfig, name: str, engine: Engine, num_prompts: int, group_size: int) -> str | None:
     """A warning that a step has fewer parts than there are engines; None where every engine gets one.
 
-    name: of the engine, in `generation`.
+    Args:
+        cluster: the `cluster` section of the config.
+        name: the engine's section in `generation`.
+        engine: the engine.
+        num_prompts: number of prompts in a step.
+        group_size: number of completions of each prompt.
     """
     if not cluster.engines:
         return None
@@ -43,7 +48,7 @@ def idle_engines(cluster: ClusterConfig, name: str, engine: Engine, num_prompts:
 
 
 def check_shard_base(config: RunConfig) -> None:
-    """Refuses to divide the layers of a base that must be whole."""
+    """Refuses cluster.shard_base where every rank needs the whole base."""
     if config.cluster.shard_base and (why := why_whole(config)) is not None:
         problem, remedy = why
         raise UserError("cluster.shard_base", problem, got="true", remedy=f"{remedy}, or leave it out")
@@ -53,8 +58,8 @@ def why_whole(config: RunConfig) -> tuple[str, str] | None:
     """Why ranks cannot divide the layers of this run's base, and what to change; None where they can."""
     if not config.cluster.engines:
         return "an engine in the run's own process needs the whole base", "set cluster.engines=1 or more"
-    if config.cluster.num_lanes == 1:  # the policy learns on sums of base and adapter then, which are of all weights
-        return "is of ranks that share lanes, and there is one lane", "set cluster.ranks=2 or cluster.lanes=2, or more"
+    if config.cluster.num_lanes == 1:  # the policy then learns on sums of base and adapter, which need all weights
+        return "is for ranks that share lanes, and there is one lane", "set cluster.ranks=2 or cluster.lanes=2, or more"
     if config.model.quantization is not None:
         return "layers in 4 bits are not divided", "set model.quantization=null"
     if config.lora.use_dora:

@@ -47,7 +47,7 @@ def uses_of(config: RmConfig) -> list[Use]:
 def replayed(config: RmConfig) -> Mapping[str, Any]:
     """The section that reads the earlier rounds' preferences.
 
-    Their held-out rankings stay held out: those files have their own splits by the same hash.
+    Their held-out rankings stay held out: those files are split by the same hash.
     """
-    own = {key: None for key in ("held_out_path", "held_out_split") if key in config.preferences}
-    return {**config.preferences, "path": config.replay.path, **own}
+    no_held_out = {key: None for key in ("held_out_path", "held_out_split") if key in config.preferences}
+    return {**config.preferences, "path": config.replay.path, **no_held_out}

@@ -26,10 +26,10 @@ def check_roles(
     """Checks that the config has all roles that the algorithm needs, and no role that it does not use.
 
     Args:
-        config: of the run.
-        algorithm: the config's.
-        rewards: the config's.
-        trains: False if the policy is only evaluated, which asks no teacher.
+        config: the typed config.
+        algorithm: the config's algorithm.
+        rewards: the config's rewards.
+        trains: False if the policy is only evaluated, which needs no teacher.
 
     Raises:
         UserError: with the key, what is wrong and what to do.
@@ -151,7 +151,7 @@ def _is_the_first_policy(config: RunConfig) -> bool:
 
 
 def _folder(path: str) -> Path:
-    """The absolute path, links followed. Of a hub id, a path that stands for this id alone."""
+    """The absolute path with links followed; a hub id becomes a path that no other id becomes."""
     return Path(path).expanduser().resolve()
 
 
@@ -160,10 +160,10 @@ def _teacher_engine(config: RunConfig) -> None:
     if snapshot.teacher_engine == "transformers":
         return
     if snapshot.teacher_model is None:
-        what = f"an adapter on the run's base ({snapshot.teacher})" if snapshot.teacher_adapter else snapshot.teacher
+        teacher = f"an adapter on the run's base ({snapshot.teacher})" if snapshot.teacher_adapter else snapshot.teacher
         raise UserError(
             key,
-            f"computes a teacher that is a model of its own, and snapshot.teacher is {what}",
+            f"computes a teacher that is a model of its own, and snapshot.teacher is {teacher}",
             got=snapshot.teacher_engine,
             remedy="set it to transformers, or name a model's folder or hub id in snapshot.teacher",
         )
@@ -258,8 +258,8 @@ def _critic_init(config: RunConfig, learned: Mapping[str, RewardSpec]) -> None:
 
 def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned: Mapping[str, RewardSpec]) -> None:
     """A learned reward that the run trains must be an adapter with labels; a new one must be trained."""
-    every, labels = config.reward_model.refresh_every, config.reward_model.labels
-    if not every:
+    refresh_every, labels = config.reward_model.refresh_every, config.reward_model.labels
+    if not refresh_every:
         for name in (name for name, spec in learned.items() if spec.kwargs["path"] is None):
             raise UserError(
                 f"reward.{name}.path",
@@ -275,7 +275,7 @@ def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned:
         raise UserError(
             "reward_model.refresh_every",
             f"trains the one learned reward, and there are {len(learned)}",
-            got=every,
+            got=refresh_every,
             remedy="leave all but one out, or set reward_model.refresh_every=0",
         )
     [(name, spec)] = learned.items()
@@ -283,7 +283,7 @@ def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned:
         raise UserError(
             "reward_model.refresh_every",
             f"only an adapter is trained, and reward.{name}.path={spec.kwargs['path']} is a network of its own",
-            got=every,
+            got=refresh_every,
             remedy=f"set reward.{name}.path=null or the folder of a reward adapter, or reward_model.refresh_every=0",
         )
     rules = [other for other in rewards if other not in learned]
@@ -298,6 +298,6 @@ def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned:
         raise UserError(
             "reward_model.refresh_every",
             "learns from pairs of siblings, and group_size=1 has none",
-            got=every,
+            got=refresh_every,
             remedy="set group_size=8, or reward_model.refresh_every=0",
         )

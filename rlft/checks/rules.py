@@ -127,27 +127,27 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
             got=generation.min_p,
             remedy="use 0 in training (rlft eval, rlft sample and rlft chat take it)",
         )
-    distorted = "generation.top_p" if generation.top_p < 1 else "generation.top_k" if generation.top_k > 0 else None
-    if distorted and algorithm.needs_teacher:
+    distorting = "generation.top_p" if generation.top_p < 1 else "generation.top_k" if generation.top_k > 0 else None
+    if distorting and algorithm.needs_teacher:
         raise UserError(
-            distorted,
+            distorting,
             "leaves out tokens that the teacher would judge, so that what is learned would be another divergence",
-            got=getattr(generation, distorted.removeprefix("generation.")),
+            got=getattr(generation, distorting.removeprefix("generation.")),
             remedy="use generation.top_p=1 generation.top_k=0",
         )
-    uses_engine = algorithm.corrects_mismatch or config.snapshot.old == "sampled"
-    if distorted and uses_engine:
-        because = "algorithm.mismatch" if algorithm.corrects_mismatch else "snapshot.old=sampled"
+    compares_engine = algorithm.corrects_mismatch or config.snapshot.old == "sampled"
+    if distorting and compares_engine:
+        cause = "algorithm.mismatch" if algorithm.corrects_mismatch else "snapshot.old=sampled"
         raise UserError(
-            distorted,
-            f"{because} compares the engine's log-probs with the trainer's, which only holds for undistorted sampling",
-            got=getattr(generation, distorted.removeprefix("generation.")),
+            distorting,
+            f"{cause} compares the engine's log-probs with the trainer's, which only holds for undistorted sampling",
+            got=getattr(generation, distorting.removeprefix("generation.")),
             remedy="use generation.top_p=1 generation.top_k=0, or algorithm.mismatch=off with snapshot.old=auto",
         )
 
 
 def _overlap(config: RunConfig, algorithm: Algorithm) -> None:
-    """Refuses a lag that no importance weight makes up for."""
+    """Refuses overlap.lag where no importance weights correct for the older policy."""
     if not config.overlap.lag:
         return
     if not algorithm.corrects_mismatch:
@@ -171,7 +171,12 @@ def _overlap(config: RunConfig, algorithm: Algorithm) -> None:
 
 
 def check_lag_has_devices(config: RunConfig, device: str) -> None:
-    """Refuses a lag where engine and trainer share a card, which gains nothing. device: the trainer's, as "cuda"."""
+    """Refuses a lag where engine and trainer share a card, which gains nothing.
+
+    Args:
+        config: the typed config.
+        device: the trainer's device, such as "cuda".
+    """
     if config.overlap.lag and device != "cpu" and (not config.cluster.engines or config.cluster.placement == "pairs"):
         problem = "samples beside the update, and the engine shares the trainer's card, so that nothing would be gained"
         remedy = "give engines cards of their own (cluster.engines=1 cluster.placement=divided), or set overlap.lag=0"
@@ -193,8 +198,8 @@ def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None
             got="true",
             remedy="set eval.temperature=null, or eval.kl_base=false",
         )
-    left_out = generation.top_p < 1 or generation.top_k > 0 or generation.min_p > 0
-    if settings.kl_base and settings.every and left_out:
+    is_truncated = generation.top_p < 1 or generation.top_k > 0 or generation.min_p > 0
+    if settings.kl_base and settings.every and is_truncated:
         raise UserError(
             "eval.kl_base",
             "is estimated from the policy's own samples, and generation.top_p, top_k and min_p leave some of them out",
@@ -219,9 +224,9 @@ def check_members(config: RunConfig) -> None:
     cluster, engine = config.cluster, config.generation.engine
     if cluster.address is not None and cluster.kind == "local":
         remedy = "set cluster=ray, or leave it out"
-        raise UserError("cluster.address", "is of a Ray cluster", got=cluster.address, remedy=remedy)
+        raise UserError("cluster.address", "is the address of a Ray cluster", got=cluster.address, remedy=remedy)
     if cluster.gpus_per_engine > 1 and not cluster.engines:
-        problem = "is of engines in processes of their own, and there are none"
+        problem = "applies to engines in processes of their own, and there are none"
         remedy = "set cluster.engines=1 or more, or leave it out"
         raise UserError("cluster.gpus_per_engine", problem, got=cluster.gpus_per_engine, remedy=remedy)
     if cluster.scoring and not config.scoring.workers:
@@ -233,10 +238,10 @@ def check_members(config: RunConfig) -> None:
 
 
 def check_apart(config: RunConfig, engine: str) -> None:
-    """Checks that this engine works in processes of its own, with so many cards each."""
+    """Checks that this engine can run in processes of its own, with `cluster.gpus_per_engine` cards each."""
     with _keys_of(engine):
-        apart = config.generation.named(engine).apart()
-    apart.on_cards(config.cluster.gpus_per_engine)
+        separate = config.generation.named(engine).apart()
+    separate.on_cards(config.cluster.gpus_per_engine)
 
 
 def _resampling(config: RunConfig) -> None:
@@ -265,7 +270,7 @@ def check_machine(settings: ModelConfig, *, runs_here: bool = True) -> None:
 
     Args:
         settings: the model's settings.
-        runs_here: False if the run is only planned: what 4-bit weights need may be missing.
+        runs_here: False if the run is only planned, so that the libraries for 4-bit weights may be missing.
     """
     from transformers import AttentionInterface
 
@@ -290,11 +295,11 @@ FLASH_ATTENTION = {
     "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
     "flash_attention_4": ("flash_attn", "flash-attn-4"),
 }
-"""{value of model.attn_implementation: (the module that it needs, the package of that module)}."""
+"""{value of model.attn_implementation: (the module that it needs, the package that installs this module)}."""
 
 
 def check_flash_attention(implementation: str) -> None:
-    """Requires the package of this attention, or `kernels`, with which transformers downloads one."""
+    """Requires the package of this attention, or `kernels`, through which transformers downloads its kernel."""
     module, package = FLASH_ATTENTION.get(implementation, ("", ""))
     if module and not any(importlib.util.find_spec(name) for name in (module, "kernels")):
         problem = f"{package} is not installed"
@@ -346,8 +351,8 @@ def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
 
 def too_large_a_rank(engine: Engine, lora: LoraSettings) -> str | None:
     """Why the engine cannot serve adapters of this rank; None if it can."""
-    most = engine.largest_rank
-    return f"{engine.title} takes adapters up to rank {most}" if most is not None and lora.rank > most else None
+    limit = engine.largest_rank
+    return f"{engine.title} takes adapters up to rank {limit}" if limit is not None and lora.rank > limit else None
 
 
 def no_dora(engine: Engine) -> str:
@@ -366,23 +371,23 @@ def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
         problem = "with one update per step the policy is still the old one, so the KL is 0"
         texts.append(f"algorithm.kl_to: {problem}, got old; use several epochs or minibatches")
     if config.algorithm.get("reward_aggregation") == "normalize_then_sum" and config.environment is None:
-        counting = [name for name, keys in config.reward.items() if keys.get("weight") != 0]
-        if len(counting) < 2:
+        weighted = [name for name, keys in config.reward.items() if keys.get("weight") != 0]
+        if len(weighted) < 2:
             problem = "normalises several rewards one by one, and there is one that counts"
             texts.append(
-                f"algorithm.reward_aggregation: {problem}, got reward=[{','.join(counting)}]; use algorithm=grpo"
+                f"algorithm.reward_aggregation: {problem}, got reward=[{','.join(weighted)}]; use algorithm=grpo"
             )
     generation = config.generation
-    cut = [("top_p", generation.top_p)] if generation.top_p < 1 else []
-    cut += [("top_k", generation.top_k)] if generation.top_k > 0 else []
-    for key, value in cut:
+    truncating = [("top_p", generation.top_p)] if generation.top_p < 1 else []
+    truncating += [("top_k", generation.top_k)] if generation.top_k > 0 else []
+    for key, value in truncating:
         problem = "leaves out unlikely tokens that the trained policy could have sampled, so its gradient is biased"
         texts.append(f"generation.{key}: {problem}, got {value:g}; use generation.top_p=1 generation.top_k=0")
     return tuple(texts)
 
 
 def warnings_of_sizes(config: RunConfig, num_train: int | None, num_held_out: int | None) -> tuple[str, ...]:
-    """Warnings about a run that asks for more prompts than exist; a number is None if no such prompts are sampled."""
+    """Warnings about a run that needs more prompts than exist; a number is None if no such prompts are sampled."""
     texts = []
     if num_train is not None and config.prompts_per_step > num_train:
         problem = f"there are only {num_train} train prompts, so that each step has some of them more than once"
@@ -444,7 +449,15 @@ def check_budget(token_budget: int, longest: int, of_what: str) -> None:
 
 
 def check_enough(key: str, configured: int, needed: int, available: int, of_what: str) -> None:
-    """Checks that there are as many examples as an update needs; `key` sets that number, to `configured`."""
+    """Checks that there are enough examples for one update.
+
+    Args:
+        key: the config key that sets how many an update needs.
+        configured: the value of that key.
+        needed: how many examples an update needs.
+        available: how many examples there are.
+        of_what: what the examples are called in the refusal.
+    """
     if available < needed:
         problem = f"there are only {available} {of_what} to train on"
         raise UserError(
@@ -453,7 +466,7 @@ def check_enough(key: str, configured: int, needed: int, available: int, of_what
 
 
 def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> None:
-    """Checks that every name in lora.target_modules is that of a linear layer, in a model without weights."""
+    """Checks that every name in lora.target_modules names a linear layer; the model is built without weights."""
     targets = lora.target_modules
     if targets == "all-linear":
         return
@@ -500,11 +513,11 @@ def check_stops_and_rewards(generation: GenerationConfig, rewards: Mapping[str, 
 
 def _tags(kwargs: Mapping[str, Any]) -> Sequence[str]:
     """The names of the tags that a reward with these keys looks for."""
-    several = kwargs.get("tags") if kwargs.get("pattern") is None else None
-    if isinstance(several, Sequence) and not isinstance(several, str):
-        return several
-    where = kwargs.get("answer_in", kwargs.get("program_in"))
-    return [kwargs["tag"]] if where == "tag" and isinstance(kwargs.get("tag"), str) else []
+    tags = kwargs.get("tags") if kwargs.get("pattern") is None else None
+    if isinstance(tags, Sequence) and not isinstance(tags, str):
+        return tags
+    location = kwargs.get("answer_in", kwargs.get("program_in"))
+    return [kwargs["tag"]] if location == "tag" and isinstance(kwargs.get("tag"), str) else []
 
 
 def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
@@ -563,8 +576,8 @@ def choose_engine(
     """(engine, reason), with `auto` resolved: vLLM if it is installed and there is a GPU, else transformers.
 
     Args:
-        generation: the section of the config.
-        model: that of the trainer's base, by which the engine's keys are checked unless the run is only planned.
+        generation: the `generation` section of the config.
+        model: the settings of the trainer's base; the engine's keys are checked against them if `runs_here`.
         lora: the shape of the adapters that the engine will load; None if it loads none.
         runs_here: False if the run is only planned, which needs no engine.
         whole: whether a whole model is trained.
@@ -580,14 +593,22 @@ def choose_engine(
 
 
 def check_engine_on(generation: GenerationConfig, engine: str, device: str, *, itemsize: int, quantized: bool) -> None:
-    """Checks the engine's keys against the trainer's device, as "cuda:1", and its base with weights of `itemsize`."""
+    """Checks the engine's keys against the trainer's device and base.
+
+    Args:
+        generation: the `generation` section of the config.
+        engine: the name of the engine.
+        device: the trainer's device, such as "cuda:1".
+        itemsize: bytes of one weight of the trainer's base.
+        quantized: whether the trainer's base is quantised.
+    """
     with _keys_of(engine):
         generation.named(engine).check_device(device=device, itemsize=itemsize, quantized=quantized)
 
 
 @contextmanager
 def _keys_of(engine: str) -> Iterator[None]:
-    """Puts the engine's section before the keys of refusals inside."""
+    """Prefixes the keys of UserErrors raised inside with the engine's section."""
     try:
         yield
     except UserError as error:
@@ -617,7 +638,7 @@ def why_not_on_a_gpu(
 ) -> str | None:
     """Why `auto` does not choose the engine for GPUs on a GPU; None if it does.
 
-    With `is_absent` the GPU is in another machine, on which that engine is assumed to be installed.
+    With `is_absent`, the GPU is in another machine, on which that engine is assumed to be installed.
     """
     engine = generation.named(ON_A_GPU)
     if whole and not engine.serves_whole_models:

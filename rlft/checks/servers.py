@@ -1,4 +1,4 @@
-"""Asks each server that scores completions once before a model is loaded, so that a missing one is refused early."""
+"""Requests one score from each reward server before a model is loaded, so that a missing server is refused early."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlft.scoring.reward_spec import RewardSpec
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Unscored, UserError
 
 TIME_LIMIT_S = 10.0
-"""Time limit of that attempt in seconds, if the reward's own timeout is longer."""
+"""Time limit of that request in seconds, if the reward's own timeout is longer."""
 
 
 def check_servers(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
@@ -20,15 +20,15 @@ def check_servers(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
     Raises:
         UserError: at reward.<name>.url: there was no answer in time, or no score.
     """
-    said = Completion(text=prompt.answer, token_ids=(), logprobs=(), finish_reason=FinishReason.stop)
-    group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=None),))
+    completion = Completion(text=prompt.answer, token_ids=(), logprobs=(), finish_reason=FinishReason.stop)
+    group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, policy_version=None),))
     for name, spec in rewards.items():
         reward = spec.build()
         if not isinstance(reward, ServerKeys) or not reward.try_first:
             continue
-        once = replace(reward, retries=0, timeout=min(reward.timeout, TIME_LIMIT_S))
+        single_attempt = replace(reward, retries=0, timeout=min(reward.timeout, TIME_LIMIT_S))
         try:
-            cast("Callable[[Group], Any]", once)(group)  # what has these keys is a reward
+            cast("Callable[[Group], Any]", single_attempt)(group)  # whatever has ServerKeys is a reward
         except Unscored as error:
             raise UserError(
                 f"reward.{name}.url",

@@ -59,8 +59,8 @@ def _check_whole(config: SftConfig) -> None:
     elif config.data and any(spec.runs_in_trainer for spec in specs(config.reward).values()):
         problem = ("reward", "learned rewards stand on a frozen base, which lora=null changes", "use rule rewards")
     elif config.checkpoint.on_signal != "step" and config.checkpoint.every != 1:
-        what = "with lora=null, no copy of all weights is kept that could be saved in place of a step's"
-        problem = ("checkpoint.on_signal", what, "set it to step, or checkpoint.every=1")
+        no_copy = "with lora=null, no copy of all weights is kept that could be saved in place of a step's"
+        problem = ("checkpoint.on_signal", no_copy, "set it to step, or checkpoint.every=1")
     if problem is not None:
         raise UserError(problem[0], problem[1], remedy=problem[2])
     if config.model.dtype != "auto":

@@ -21,7 +21,7 @@ KEY, ENGINE_KEY = "snapshot.teacher", "snapshot.teacher_engine"
 
 @contextmanager
 def teacher_is_meant() -> Iterator[None]:
-    """Puts the teacher's key in the place of `model.path` in refusals inside, remedies included."""
+    """Replaces `model.path` by the teacher's key in UserErrors raised inside, also in their remedies."""
     try:
         yield
     except UserError as error:
@@ -37,10 +37,10 @@ def check_top_k(top_k: int, vocabulary: int) -> None:
 
 
 def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
-    """A note where the teacher's engine is missing and the run is only planned, else None.
+    """A note that the teacher's engine is missing, for a run that is only planned; None if it is not missing.
 
     Raises:
-        UserError: it is missing, and the run begins on this machine.
+        UserError: it is missing, and the run starts on this machine.
     """
     missing = not_installed() if config.snapshot.teacher_engine == "vllm" else None
     if missing is None:
@@ -52,39 +52,39 @@ def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
 
 
 def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_here: bool) -> None:
-    """Checks what is asked of a teacher's vLLM against the device.
+    """Checks the keys of a teacher that vLLM computes against the device.
 
     Args:
-        config: of a run with a teacher.
-        engine: what samples the policy.
-        device: the trainer's, as "cuda:0".
-        runs_here: whether the run begins on this machine.
+        config: the config of a run with a teacher.
+        engine: the engine that samples from the policy.
+        device: the trainer's device, such as "cuda:0".
+        runs_here: whether the run starts on this machine.
 
     Raises:
-        UserError: it cannot compute so, or the shares of both engines are more than the device.
+        UserError: the device cannot compute this way, or both engines' shares of its memory add up to more than 1.
     """
-    snapshot, own = config.snapshot, config.generation.engines["vllm"]
+    snapshot, vllm = config.snapshot, config.generation.engines["vllm"]
     if snapshot.teacher_engine != "vllm":
         return
-    if own.batch_invariant and runs_here and (why := why_not_invariant(device)) is not None:
+    if vllm.batch_invariant and runs_here and (why := why_not_invariant(device)) is not None:
         raise UserError("generation.vllm.batch_invariant", why, got="true", remedy="set it to false")
-    shares = snapshot.teacher_gpu_memory_utilization + own.gpu_memory_utilization
+    shares = snapshot.teacher_gpu_memory_utilization + vllm.gpu_memory_utilization
     if device.startswith("cuda") and section_of(engine) == "vllm" and not config.cluster.engines and shares > 1:
         raise UserError(
             "snapshot.teacher_gpu_memory_utilization",
-            f"with generation.vllm.gpu_memory_utilization={own.gpu_memory_utilization:g} it is more than a device has",
+            f"with generation.vllm.gpu_memory_utilization={vllm.gpu_memory_utilization:g} it is more than a device has",
             got=snapshot.teacher_gpu_memory_utilization,
             remedy="lower both, so that the trainer has room beside them",
         )
 
 
 def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest_prompt: int) -> str | None:
-    """The fingerprint of the teacher's model, None where it is no model of its own.
+    """The fingerprint of the teacher's model; None where the teacher is not a model of its own.
 
     Args:
-        config: of the run.
-        tokenizer: the student's.
-        longest_prompt: tokens of the longest prompt that the teacher may read.
+        config: the typed config.
+        tokenizer: the student's tokenizer.
+        longest_prompt: number of tokens of the longest prompt that the teacher may read.
 
     Raises:
         UserError: the model cannot be read, has another vocabulary, or a context too short for the longest row.
@@ -97,14 +97,14 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest
     if settings is None:
         return None
     with teacher_is_meant():
-        model, own = read_config(settings), load_tokenizer(settings)
-    check_vocabulary(tokenizer, own, settings.path)
+        model, teacher_tokenizer = read_config(settings), load_tokenizer(settings)
+    check_vocabulary(tokenizer, teacher_tokenizer, settings.path)
     context, longest = context_of(model), longest_prompt + config.generation.max_tokens
-    sampled = " and the token that vLLM samples after it" if config.snapshot.teacher_engine == "vllm" else ""
-    if context is not None and longest + bool(sampled) > context:
+    and_sampled = " and the token that vLLM samples after it" if config.snapshot.teacher_engine == "vllm" else ""
+    if context is not None and longest + bool(and_sampled) > context:
         raise UserError(
             KEY,
-            f"its context of {context} tokens is shorter than the longest row of {longest}{sampled}",
+            f"its context of {context} tokens is shorter than the longest row of {longest}{and_sampled}",
             got=settings.path,
             remedy="lower prompts.max_tokens or generation.max_tokens, or use another teacher",
         )
@@ -112,17 +112,21 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest
 
 
 def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuses a teacher in whose vocabulary a token is missing, or has another id.
+    """Refuses a teacher whose vocabulary lacks a token of the student's, has another one, or gives it another id.
 
-    path: of the teacher, for the refusal.
+    Args:
+        student: the student's tokenizer.
+        teacher: the teacher's tokenizer.
+        path: the path of the teacher's model, for the refusal.
     """
-    here, there = student.get_vocab(), teacher.get_vocab()
-    odd = sorted(token for token in here.keys() | there.keys() if here.get(token) != there.get(token))
-    if odd:
-        ids = [str(vocabulary.get(odd[0], "none")) for vocabulary in (here, there)]
+    students, teachers = student.get_vocab(), teacher.get_vocab()
+    differing = sorted(t for t in students.keys() | teachers.keys() if students.get(t) != teachers.get(t))
+    if differing:
+        ids = [str(vocabulary.get(differing[0], "none")) for vocabulary in (students, teachers)]
+        example = f"{differing[0]!r} is {ids[0]} here and {ids[1]} there"
         raise UserError(
             KEY,
-            f"has another vocabulary: {len(odd)} tokens differ, e.g. {odd[0]!r} is {ids[0]} here and {ids[1]} there",
+            f"has another vocabulary: {len(differing)} tokens differ, e.g. {example}",
             got=path,
             remedy="use a teacher with the same tokenizer; of another one learn by its samples (rlft sample, rlft sft)",
         )

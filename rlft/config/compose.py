@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 USUAL = "train"
-"""The verb of a config that names none. Its YAML gives every key a value, so groups are composed with it."""
+"""The verb of a config that names none. Its YAML gives every key a value, so other verbs compose groups with it."""
 
 REFERRED_TO = ("generation.max_tokens", "scoring.timeout", "token_budget")
 """Keys that the YAML of rewards refers to."""
@@ -44,7 +44,7 @@ FILES = {
     "data.path": 'a JSONL file with lines such as {"prompt": "What is 1 + 1?", "answer": "2"}; '
     "data=arithmetic needs none",
 }
-"""{key of a file that must be given: what the file holds, with {verb} for the verb that lacks it}."""
+"""{key of a file that must be given: what the file holds, with {verb} for the verb that needs it}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None, verb
 
 
 def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, verb: str = USUAL) -> Composed:
-    """As `compose`, with the run's folder, which is not made."""
+    """As `compose`, with the run's folder, which is not created."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -74,16 +74,16 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
     overrides = named_choices(overrides, verb)
     register_resolvers()
     GlobalHydra.instance().clear()
-    first, *others = primary_folders(verb)
-    others += [Path(config_dir).resolve()] if config_dir else []
-    search = [search_path(others)] if others else []
+    primary, *more_folders = primary_folders(verb)
+    more_folders += [Path(config_dir).resolve()] if config_dir else []
+    search = [search_path(more_folders)] if more_folders else []
     try:
-        with initialize_config_dir(str(first), version_base="1.3"):
+        with initialize_config_dir(str(primary), version_base="1.3"):
             composed = hydra_compose(verb, [*overrides, *search], return_hydra_config=True)
         folder = Path(composed.hydra.run.dir)
         with open_dict(composed):
             del composed["hydra"]
-            for group in _left_out(overrides, verb):
+            for group in _emptied_groups(overrides, verb):
                 composed.pop(group, None)
     except UnicodeDecodeError as error:
         raise _not_utf8(config_dir) or error from None
@@ -92,7 +92,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | Path | None = None, 
         choices = [override for override in overrides if _is_of_a_group(override, verb)]
         if refused is not None and len(choices) < len(overrides) and _is_of_another_library(refused.key, verb):
             with contextlib.suppress(UserError):  # if more is wrong, the first problem is reported
-                refused = _with_keys_known_there(refused, compose(choices, config_dir, verb), verb)
+                refused = _with_keys_of_section(refused, compose(choices, config_dir, verb), verb)
         raise refused or error from None
     return Composed(plain=plain(composed), folder=folder)
 
@@ -125,42 +125,42 @@ def _is_of_another_library(key: str, verb: str) -> bool:
     return "." in section and not any(known.startswith(f"{section}.") for known in suggest.known_keys(verb))
 
 
-def _with_keys_known_there(refused: UserError, plain: Mapping[str, Any], verb: str) -> UserError:
-    """The refusal of a key, with the keys that its section has in this config; unchanged without such a section."""
+def _with_keys_of_section(refused: UserError, plain: Mapping[str, Any], verb: str) -> UserError:
+    """The refusal of a key, with the keys that its section has in this config; unchanged if it has no such section."""
     section: Any = plain
     for name in (path := refused.key.split("."))[:-1]:
         section = section.get(name) if isinstance(section, Mapping) else None
     if not isinstance(section, Mapping) or path[-1] in section:
         return refused
     names = [name for name in section if name != "_target_"]
-    better = unknown_in_section(path[-1], None, names, ".".join(path[:-1]), verb)
-    return UserError(better.key, better.problem, remedy=better.remedy)
+    with_keys = unknown_in_section(path[-1], None, names, ".".join(path[:-1]), verb)
+    return UserError(with_keys.key, with_keys.problem, remedy=with_keys.remedy)
 
 
 OWN_FILES = "logger=[jsonl]"
-"""The meaning of `logger=null`: only the logger that writes the run's own files."""
+"""What `logger=null` means: only the logger that writes the run's own files."""
 
 
 def named_choices(overrides: Sequence[str], verb: str) -> list[str]:
-    """Checks that every group's value names choices, and replaces `null` by an empty list, as Hydra needs it.
+    """Checks that every group's value names choices, and replaces `null` by an empty list, which Hydra needs.
 
-    Keys under an earlier name get their current one.
+    Keys with an earlier name get their current one.
 
     Raises:
-        UserError: a group's value is neither a name nor a list of names, or null although something must be chosen.
+        UserError: a group's value is neither a name nor a list of names, or is null although something must be chosen.
     """
     overrides = renamed_overrides(overrides, verbs.named(verb).root)
     return [_named_choice(override, verb) if _is_of_a_group(override, verb) else override for override in overrides]
 
 
-def _left_out(overrides: Sequence[str], verb: str) -> list[str]:
-    """Groups of which nothing is chosen, so that what a recipe says of their keys goes, too; unless they are typed."""
+def _emptied_groups(overrides: Sequence[str], verb: str) -> list[str]:
+    """Groups set to null without any key typed: keys that a recipe sets in them are dropped, too."""
     groups = [group for group in catalog.groups(verb) if f"{group}=[]" in overrides and group not in SEVERAL]
     return [group for group in groups if not any(override.startswith(f"{group}.") for override in overrides)]
 
 
 def _is_of_a_group(override: str, verb: str) -> bool:
-    """Whether the override chooses among YAML files: `reward=..`, `+recipe=..`, `hydra/help=..`, `base=..`."""
+    """Whether the override chooses YAML files: `reward=..`, `+recipe=..`, `hydra/help=..`, `base=..`."""
     key, equals, _ = override.lstrip("+").partition("=")
     group = key.partition("@")[0]
     return bool(equals) and not key.startswith("~") and (group in (*catalog.groups(verb), "base") or "/" in group)
@@ -171,7 +171,8 @@ def _named_choice(override: str, verb: str) -> str:
     group = key.lstrip("+").partition("@")[0]
     [parsed] = parse_overrides([override], verb)
     value = parsed.value()
-    if parsed.is_sweep_override():  # Hydra expands it in a sweep, whose jobs are checked one by one, or refuses it
+    # In a sweep, Hydra expands the values and each job is checked; otherwise it refuses them.
+    if parsed.is_sweep_override():
         has_null = None in getattr(value, "list", ())
         return _with_null_written_as(_nothing_chosen(key, group, verb), override) if has_null else override
     if value is None:
@@ -186,7 +187,7 @@ def _named_choice(override: str, verb: str) -> str:
 
 
 def _refuse_several(key: str, names: Sequence[Any], written: str, verb: str) -> None:
-    """Refuses a list of names for a group that takes one; values that are no names are refused elsewhere."""
+    """Refuses a list of names for a group that takes one; values that are not names are refused elsewhere."""
     if not all(isinstance(name, str) and name for name in names):
         return
     remedy = f"write {key}={names[0]}"
@@ -219,7 +220,7 @@ SEVERAL = ("reward", "logger")
 
 
 def _nothing_chosen(key: str, group: str, verb: str) -> str:
-    """The override that chooses nothing of a group; refused if something must be chosen."""
+    """The override that chooses nothing in a group; raises UserError if something must be chosen."""
     if group == "logger":
         return OWN_FILES
     if group == "reward" or (group in catalog.groups(verb) and catalog.may_be_absent(group, verb)):
@@ -237,14 +238,14 @@ def _shown_group(key: str) -> str:
 
 
 def _choose(group: str, verb: str) -> str:
-    known = catalog.choices(group, verb)
-    return f"choose one of {', '.join(known)}" if known else f"leave it out; `rlft {verb} --cfg job` shows every key"
+    names = catalog.choices(group, verb)
+    return f"choose one of {', '.join(names)}" if names else f"leave it out; `rlft {verb} --cfg job` shows every key"
 
 
 def refusal(error: Exception, verb: str, key: str = "command line") -> UserError | None:
     """The user's mistake behind an error of Hydra, OmegaConf or their parsers; None for an error of rlft's own code.
 
-    For unexpected values and YAML they also raise TypeErrors, ValueErrors, RecursionErrors and the like.
+    For unexpected values and YAML, these libraries also raise TypeErrors, ValueErrors, RecursionErrors and the like.
     """
     explained = explain(error, verb)
     if explained is not None:
@@ -261,11 +262,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def new_folder(name: str, below: str = "runs") -> str:
-    """The default folder of a run of this name that starts now, or of a sweep below `sweeps`; it does not exist yet."""
+    """The default folder, which does not exist yet, of a run (or of a sweep, below `sweeps`) that starts now."""
     from datetime import datetime
 
     folder = Path(below, name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    # Two runs that start within a second have a folder each.
+    # Runs that start within the same second get different folders.
     choices = itertools.chain([folder], (folder.with_name(f"{folder.name}_{n}") for n in itertools.count(2)))
     return str(next(choice for choice in choices if not choice.exists()))
 
@@ -308,33 +309,33 @@ def changed(
 
     result = OmegaConf.create(config)
     overrides = renamed_overrides(overrides, verbs.named(verb).root)
-    # Sections that did not exist when the run started get their defaults: its root does not require them.
+    # Sections that were added after the run started, and which its root does not require, get their defaults.
     added = {field.name for field in fields(verbs.named(verb).root) if field.default is None}
     missing = {o.partition("=")[0].partition(".")[0] for o in overrides} & added - config.keys()
     if missing:
         defaults = compose([], config_dir, verb)
         result.update({section: defaults[section] for section in missing if section in defaults})
     # Plain keys come first, because a group's YAML may refer to them; then groups; then keys of the chosen files.
-    for override in sorted(overrides, key=lambda o: _turn(o.partition("=")[0], verb)):
+    for override in sorted(overrides, key=lambda o: _rank(o.partition("=")[0], verb)):
         key = override.partition("=")[0]
         if key in catalog.groups(verb) and (key in config or key in added):
-            # Composed with the verb whose keys all have defaults if it has the group, and with the section's own keys.
-            whose = USUAL if key in catalog.groups(USUAL) else verb
-            needed = [f"{name}=unread" for name in FILES if whose != USUAL and name.partition(".")[0] in config]
-            own = [o for o in overrides if o.startswith(f"{key}.")]
-            words = [override, *(o for o in needed if not o.startswith(f"{key}.")), *own]
+            # The section is composed by the verb whose keys all have defaults if it has the group, else by this verb.
+            composer = USUAL if key in catalog.groups(USUAL) else verb
+            required = [f"{name}=unread" for name in FILES if composer != USUAL and name.partition(".")[0] in config]
+            of_section = [o for o in overrides if o.startswith(f"{key}.")]
+            words = [override, *(o for o in required if not o.startswith(f"{key}.")), *of_section]
             referred = {name: OmegaConf.select(result, name) for name in REFERRED_TO}
             words += [f"{name}={value}" for name, value in referred.items() if value is not None and key == "reward"]
-            section = compose(words, config_dir, whose).get(key, {})
+            section = compose(words, config_dir, composer).get(key, {})
             if key == "generation":
-                engine = result[key]["engine"] = section["engine"]  # how the run samples stays unchanged
-                if engine in section:  # except for the engine's own section
+                engine = result[key]["engine"] = section["engine"]  # the sampling keys stay unchanged
+                if engine in section:  # only the engine's own section is added
                     result[key].setdefault(engine, section[engine])
             else:
                 result[key] = section
         elif OmegaConf.select(result, key, default=_MISSING) is _MISSING and not _was_added(key, config):
             refused = unknown_key(key, verb, [name for name in suggest.known_keys(verb) if _has(result, name)])
-            raise _with_keys_known_there(refused, config, verb) if _is_of_another_library(key, verb) else refused
+            raise _with_keys_of_section(refused, config, verb) if _is_of_another_library(key, verb) else refused
         else:
             [parsed] = parse_overrides([override], verb)
             if parsed.is_sweep_override():
@@ -352,7 +353,8 @@ def _was_added(key: str, config: Mapping[str, Any]) -> bool:
     return key in ADDED_KEYS and isinstance(config.get(key.partition(".")[0]), Mapping)
 
 
-def _turn(key: str, verb: str) -> int:
+def _rank(key: str, verb: str) -> int:
+    """Position of a key in the order in which changes are applied."""
     groups = catalog.groups(verb)
     return 0 if key in REFERRED_TO else 1 if key in groups else 2
 
@@ -445,16 +447,16 @@ def explain(error: BaseException, verb: str = USUAL) -> UserError | None:
         remedy = f"give {key}=<value>, {FILES[key].replace('{verb}', verb)}" if key in FILES else remedy
         return UserError(key, "has no value yet", remedy=remedy)
     if isinstance(error, InterpolationKeyError):
-        absent = match[1] if (match := re.search(r"'([^']+)' not found", text)) else "?"
+        missing = match[1] if (match := re.search(r"'([^']+)' not found", text)) else "?"
         return UserError(
-            str(key or "config"), f"refers to a key that does not exist, ${{{absent}}}", remedy="name an existing key"
+            str(key or "config"), f"refers to a key that does not exist, ${{{missing}}}", remedy="name an existing key"
         )
     if match := re.search(r"Could not override[^']*'([^'=@]+)", text):
-        inner = str(getattr(error.__cause__, "full_key", ""))  # of `reward={a: 1}`
-        return unknown_key(inner if inner.startswith(f"{match[1]}.") else match[1], verb)
+        inner_key = str(getattr(error.__cause__, "full_key", ""))  # of `reward={a: 1}`
+        return unknown_key(inner_key if inner_key.startswith(f"{match[1]}.") else match[1], verb)
     if match := re.search(r"Could not append to config[^']*'([^'=@]+)|Could not append '([^'=@]+)", text):
-        added = match[1] or match[2]
-        return UserError(f"+{added}", "a plus adds a key, and this one exists", remedy=f"write {added}=<value>")
+        added_key = match[1] or match[2]
+        return UserError(f"+{added_key}", "a plus adds a key, and this one exists", remedy=f"write {added_key}=<value>")
     if match := re.search(r"Could not delete[^']*'([^'=@]+)", text):
         return unknown_key(match[1], verb)
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'", text):
@@ -488,18 +490,18 @@ def _unknown_choice(group: str, name: str, verb: str) -> UserError:
 
 
 def unknown_key(key: str, verb: str = USUAL, known: Collection[str] | None = None) -> UserError:
-    """The refusal of a key that the composed config does not have, with the likeliest suggestion.
+    """The refusal of a key that the composed config does not have, with the likeliest suggestion as the remedy.
 
     `known` are the existing keys; None means all keys of the verb.
     """
     if refused := sampling_keys.refusal(key):
         return UserError(key, refused[0], remedy=refused[1])
-    group, _, rest = key.partition(".")
+    group, _, subkey = key.partition(".")
     if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
         if group in suggest.NAMED_BY_CHOICE:
-            name = rest.partition(".")[0]
+            name = subkey.partition(".")[0]
             return UserError(key, f"{group} has no {name} here", remedy=f"add it: {group}=[...,{name}]")
-        has = " and ".join(f"{group}={choice}" for choice in choices[key])
-        return UserError(key, f"the {group} chosen here has no such key", remedy=f"it belongs to {has}")
-    meant = suggest.remedy(suggest.suggestions(key, verb, known))
-    return UserError(key, "there is no such key", remedy=meant or f"`rlft {verb} --cfg job` shows every key")
+        choices_with_key = " and ".join(f"{group}={choice}" for choice in choices[key])
+        return UserError(key, f"the {group} chosen here has no such key", remedy=f"it belongs to {choices_with_key}")
+    suggestion = suggest.remedy(suggest.suggestions(key, verb, known))
+    return UserError(key, "there is no such key", remedy=suggestion or f"`rlft {verb} --cfg job` shows every key")

@@ -1,7 +1,8 @@
 """Parses the words after a verb: options, and overrides such as key=value.
 
-Hydra accepts some mistakes: it lets the last of two equal keys win, ends the process on an unknown option, and takes
-any dash for an option of its own. Here every word is understood, or refused with the word that was probably meant.
+Hydra handles some mistakes badly: it lets the last of two equal keys win, ends the process on an unknown option, and
+takes any word with a dash for an option of its own. Here every word is either understood, or refused with the word that
+was probably meant.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from pathlib import Path
 from rlft.keys import catalog, suggest
 from rlft.types import UserError
 
-ASKING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
+PRINTING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
 SWEEPING = ("-m", "--multirun")
 CONFIG_DIR = ("--config-dir", "-cd")
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", *CONFIG_DIR)
-OF_PRINTING = ("--resolve", "--package", "-p")
+OF_CFG = ("--resolve", "--package", "-p")
+"""Options that change what --cfg prints."""
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-"""Text in Hydra's quotes, whose brackets and commas have no meaning."""
-ANOTHER = re.compile(r"\s+(?P<word>[+~]*(?P<key>[A-Za-z_][\w./-]*)=)")
-"""The beginning of another override in the same word."""
+"""Text in Hydra's quotes, where brackets and commas have no meaning."""
+NEXT_OVERRIDE = re.compile(r"\s+(?P<word>[+~]*(?P<key>[A-Za-z_][\w./-]*)=)")
+"""The beginning of a second override in the same word."""
 INTERVAL = re.compile(r"(?:(?:int|float|tag)\(.*)?interval\(")
-"""The beginning of Hydra's value for all numbers between two."""
+"""The beginning of Hydra's value for an interval of numbers."""
 FILES_OF_DATA = (".json", ".jsonl", ".gz", ".csv", ".parquet")
-OURS = (
+FIXED = (
     "hydra.mode",
     "hydra/launcher",
     "hydra/sweeper",
@@ -37,18 +39,19 @@ OURS = (
     "hydra.job.chdir",
     "hydra.searchpath",
 )
+"""Keys that rlft sets, and the user may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     """The parsed words after a verb.
 
-    Args:
+    Attributes:
         overrides: `key=value`, `+recipe=name`, .. as they were typed.
         options: the other words, for Hydra's own parser.
         config_dir: the user's folder with more YAML.
-        sweep: whether it is a sweep.
-        asks: whether something is only printed, and nothing runs.
+        sweep: whether the command is a sweep.
+        asks: whether the command only prints something, and runs nothing.
     """
 
     overrides: tuple[str, ...]
@@ -58,7 +61,7 @@ class Arguments:
     asks: bool
 
     def value(self, key: str) -> str | None:
-        """The value of a key, without Hydra's quotes; None if it is not given or null."""
+        """The value of a key, without Hydra's quotes; None if it is absent or null."""
         parts = (o.lstrip("+").partition("=") for o in self.overrides)
         return next((unquoted(value) for name, _, value in parts if name == key and value != "null"), None)
 
@@ -71,7 +74,7 @@ def check_no_options(parsed: Arguments) -> None:
 
 
 def unquoted(value: str) -> str:
-    """The text that Hydra reads from a value, which may stand in quotes.
+    """The text that Hydra reads from a value, which may be in quotes.
 
     >>> unquoted("runs/a"), unquoted("'runs/first try'"), unquoted('"a"'), unquoted("'")
     ('runs/a', 'runs/first try', 'a', "'")
@@ -98,27 +101,27 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
     """Parses the words after the verb.
 
     Raises:
-        UserError: an option is unknown, a word is no override, or a key is given twice.
+        UserError: an option is unknown, a word is not an override, or a key is given twice.
     """
     overrides: list[str] = []
     options: list[str] = []
     config_dir: Path | None = None
-    todo = list(words)
-    while todo:
-        word = todo.pop(0)
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         if not word.startswith("-"):
             overrides.append(word)
             continue
         name, equals, value = word.partition("=")
-        if name not in (*ASKING, *SWEEPING, *CONFIG_DIR):
-            raise _unknown_option(name, value if equals else _next_word(todo), verb)
+        if name not in (*PRINTING, *SWEEPING, *CONFIG_DIR):
+            raise _unknown_option(name, value if equals else _next_word(remaining), verb)
         if equals and name not in WITH_VALUE:
             raise UserError(name, "takes no value", got=value or "nothing", remedy=f"write {name}")
         options.append(word)
         if name in WITH_VALUE and not equals:
-            if not todo:
+            if not remaining:
                 raise UserError(name, "needs a value", remedy=f"write {name} {_example(name)}")
-            value = todo.pop(0)
+            value = remaining.pop(0)
             options.append(value)
         if name in ("--cfg", "-c") and value not in ("job", "hydra", "all"):
             raise UserError(name, "is not one of its choices", got=value, remedy="use job, hydra or all")
@@ -126,21 +129,21 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
             config_dir = _checked_folder(name, value)
     _check_overrides(overrides, verb, config_dir)
     names = [option.partition("=")[0] for option in options]
-    if not {*names} & {*SWEEPING, *ASKING}:
+    if not {*names} & {*SWEEPING, *PRINTING}:
         _check_no_sweep(overrides, verb)
-    for name in (name for name in names if name in OF_PRINTING and not {"--cfg", "-c"} & {*names}):
+    for name in (name for name in names if name in OF_CFG and not {"--cfg", "-c"} & {*names}):
         raise UserError(name, "says how --cfg prints, and there is no --cfg", remedy="write --cfg job with it")
     return Arguments(
         overrides=tuple(overrides),
         options=tuple(options),
         config_dir=config_dir,
         sweep=any(name in SWEEPING for name in names),
-        asks=any(name in ASKING for name in names),
+        asks=any(name in PRINTING for name in names),
     )
 
 
 def _check_overrides(overrides: Sequence[str], verb: str, config_dir: Path | None) -> None:
-    seen: dict[str, str] = {}
+    override_of: dict[str, str] = {}
     for i, override in enumerate(overrides):
         match = OVERRIDE.fullmatch(override)
         if match is None or not (match["equals"] or match["sign"] == "~"):
@@ -171,15 +174,15 @@ def _check_overrides(overrides: Sequence[str], verb: str, config_dir: Path | Non
             raise UserError("+recipe", f"is for rlft {other}", got=value, remedy=f"write rlft {other} +recipe={value}")
         if key == "verb" and value != verb:
             raise UserError("verb", f"this is rlft {verb}", got=value, remedy="leave it as it is")
-        if key.startswith(OURS):
+        if key.startswith(FIXED):
             remedy = f"sweep with rlft {verb} -m, add YAML with --config-dir"
             raise UserError(key, "cannot be set by the user", got=value, remedy=remedy)
         if key in ("hydra.run.dir", "hydra.sweep.dir") and unquoted(value) in ("", "null"):
             raise UserError(key, "is empty", remedy="name a folder, or leave it out for runs/<name>/<time>")
-        if key in seen:
+        if key in override_of:
             remedy = f"give it once; to sweep over values use rlft {verb} -m with commas between them"
-            raise UserError(key, "is given twice", got=f"{seen[key]} and {override}", remedy=remedy)
-        seen[key] = override
+            raise UserError(key, "is given twice", got=f"{override_of[key]} and {override}", remedy=remedy)
+        override_of[key] = override
 
 
 def _check_no_sweep(overrides: Sequence[str], verb: str) -> None:
@@ -198,37 +201,37 @@ def _check_no_sweep(overrides: Sequence[str], verb: str) -> None:
 
 
 def _is_left_open(value: str) -> bool:
-    """Whether a bracket in a value, without its quoted text, is not closed."""
+    """Whether a bracket is not closed in a value, whose quoted text has been removed."""
     return value.count("[") > value.count("]") or value.count("{") > value.count("}")
 
 
 def _check_one_word(override: str, key: str, value: str, verb: str) -> None:
     """Refuses two overrides in one pair of the shell's quotes, and a comma after an override."""
-    bare = QUOTED.sub("", value)
-    another = ANOTHER.search(bare)
-    if another is not None and another["key"] in (*suggest.known_keys(verb), "recipe"):
-        first, _, rest = override.partition(another["word"])
-        remedy = f"write {first.rstrip()} {another['word']}{rest}, each in quotes of its own if it needs any"
+    unquoted_text = QUOTED.sub("", value)
+    next_override = NEXT_OVERRIDE.search(unquoted_text)
+    if next_override is not None and next_override["key"] in (*suggest.known_keys(verb), "recipe"):
+        before, _, rest = override.partition(next_override["word"])
+        remedy = f"write {before.rstrip()} {next_override['word']}{rest}, each in quotes of its own if it needs any"
         raise UserError("command line", "several words are in one pair of quotes", got=override, remedy=remedy)
-    if bare.rstrip().endswith(",") and not _is_left_open(bare):
-        shown = "+recipe" if key == "recipe" else key
+    if unquoted_text.rstrip().endswith(",") and not _is_left_open(unquoted_text):
+        shown_key = "+recipe" if key == "recipe" else key
         remedy = f"write {override.rstrip().rstrip(',')}, with no comma between words"
-        raise UserError(shown, "ends with a comma", got=value, remedy=remedy)
+        raise UserError(shown_key, "ends with a comma", got=value, remedy=remedy)
 
 
 def _check_recipe_name(value: str, override: str, config_dir: Path | None) -> None:
-    """Refuses a recipe given as a file: rlft's own are given by name, the user's by --config-dir and name."""
+    """Refuses a recipe given as a file: rlft's are chosen by name, the user's by --config-dir and name."""
     file = Path(unquoted(value)).expanduser()
     name = file.name.removesuffix(".yaml")
     if "," in value or (config_dir is not None and (config_dir / "recipe" / f"{value}.yaml").is_file()):
         return
-    own = file if file.is_file() else file.with_name(f"{file.name}.yaml")
-    ours = catalog.recipe_folder() / f"{name}.yaml"
-    if own.is_file() and not (ours.is_file() and own.samefile(ours)):
-        where = own.resolve().parent
-        remedy = f"write --config-dir {where.parent} +recipe={name}"
-        if where.name != "recipe":
-            remedy = f"put it into {where}/recipe and write --config-dir {where} +recipe={name}"
+    users_file = file if file.is_file() else file.with_name(f"{file.name}.yaml")
+    rlfts_file = catalog.recipe_folder() / f"{name}.yaml"
+    if users_file.is_file() and not (rlfts_file.is_file() and users_file.samefile(rlfts_file)):
+        folder = users_file.resolve().parent
+        remedy = f"write --config-dir {folder.parent} +recipe={name}"
+        if folder.name != "recipe":
+            remedy = f"put it into {folder}/recipe and write --config-dir {folder} +recipe={name}"
 
         raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
     if value != name:
@@ -248,29 +251,29 @@ def _check_chosen_once(group: str, value: str) -> None:
 def _not_an_override(word: str, following: Sequence[str], verb: str) -> UserError:
     key, value = word.strip("+~="), following[0] if following and "=" not in following[0] else ""
     if key in catalog.choices("recipe"):
-        meant = f"did you mean +recipe={key}?"
+        suggestion = f"did you mean +recipe={key}?"
     elif key == "recipe":
-        meant = f"did you mean +recipe={value or '<name>'}?"
+        suggestion = f"did you mean +recipe={value or '<name>'}?"
     else:
-        meant = suggest.remedy_with_value(suggest.suggestions(key, verb), value)
-    remedy = meant or "for instance +recipe=grpo_arithmetic steps=10"
+        suggestion = suggest.remedy_with_value(suggest.suggestions(key, verb), value)
+    remedy = suggestion or "for instance +recipe=grpo_arithmetic steps=10"
     return UserError("command line", "must be words such as key=value", got=word or "an empty word", remedy=remedy)
 
 
 def _unknown_option(name: str, value: str, verb: str) -> UserError:
-    options = [*ASKING, *SWEEPING, *CONFIG_DIR]
-    meant = suggest.suggestions(name.lstrip("-"), verb)
+    options = [*PRINTING, *SWEEPING, *CONFIG_DIR]
+    suggested_keys = suggest.suggestions(name.lstrip("-"), verb)
     if close := difflib.get_close_matches(name, options, n=1, cutoff=0.8):
         remedy = f"did you mean {close[0]}?"
-    elif meant:
-        remedy = f"keys have no dashes; {suggest.remedy_with_value(meant, value)}"
+    elif suggested_keys:
+        remedy = f"keys have no dashes; {suggest.remedy_with_value(suggested_keys, value)}"
     else:
         remedy = "use --help, --cfg job, -m or --config-dir <folder>"
     return UserError("command line", "there is no such option", got=name, remedy=remedy)
 
 
-def _next_word(todo: Sequence[str]) -> str:
-    return todo[0] if todo and "=" not in todo[0] and not todo[0].startswith("-") else ""
+def _next_word(remaining: Sequence[str]) -> str:
+    return remaining[0] if remaining and "=" not in remaining[0] and not remaining[0].startswith("-") else ""
 
 
 def _example(option: str) -> str:
@@ -278,7 +281,7 @@ def _example(option: str) -> str:
 
 
 def _checked_folder(option: str, value: str) -> Path:
-    """The user's config folder; refuses a file with the name of one of rlft's own, which would never be read."""
+    """The user's config folder; refuses a file in it with the name of one of rlft's, because it would not be read."""
     folder = Path(value).expanduser()
     if not value or not folder.is_dir():
         raise UserError(
@@ -287,12 +290,13 @@ def _checked_folder(option: str, value: str) -> Path:
             got=value or "nothing",
             remedy="name a folder that holds, say, reward/mine.yaml",
         )
-    own = catalog.config_folder()
-    hidden = [f.relative_to(folder) for f in sorted(folder.rglob("*.yaml")) if (own / f.relative_to(folder)).exists()]
-    if hidden:
+    rlfts_folder = catalog.config_folder()
+    names = [file.relative_to(folder) for file in sorted(folder.rglob("*.yaml"))]
+    shadowed = [name for name in names if (rlfts_folder / name).exists()]
+    if shadowed:
         raise UserError(
             option,
-            f"{hidden[0]} has the name of one of rlft's own, which takes precedence",
+            f"{shadowed[0]} has the name of one of rlft's own, which takes precedence",
             got=value,
             remedy="rename it",
         )

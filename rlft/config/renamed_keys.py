@@ -1,6 +1,6 @@
-"""Keys with an earlier name: `logger.jsonl.rollouts_every` and `rollouts_max` are `rollouts.every` and `rollouts.keep`.
+"""Reads keys under their earlier names: `logger.jsonl.rollouts_every` and `rollouts_max` are now in `rollouts`.
 
-Command lines, YAML files and the config.yaml of runs that have the earlier ones are read as they always were.
+Command lines, YAML files and the config.yaml of runs that have the earlier names keep their meaning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULTS = {name: ADDED_KEYS[f"{SECTION}.{name}"] for name in NAMES.values()}
 
 
 def renamed_overrides(overrides: Sequence[str], root: type) -> list[str]:
-    """The command line with keys by the names that they have now; without those that a verb of this root never read.
+    """The command line with keys under their current names, without those that a verb of this root never read.
 
     >>> from rlft.config.schema import RunConfig, SftConfig
     >>> renamed_overrides(["seed=1", "logger.jsonl.rollouts_every=5,10"], RunConfig)
@@ -44,8 +44,8 @@ def renamed_overrides(overrides: Sequence[str], root: type) -> list[str]:
 
 
 def renamed(config: dict[str, Any], root: type) -> dict[str, Any]:
-    """A composed config with these keys where they stand now: earlier ones count where those are the default."""
-    moved, loggers = _taken_out(config.get("logger"))
+    """A composed config with these keys in `rollouts`; an earlier key counts where the current one has its default."""
+    moved, loggers = _split_off(config.get("logger"))
     if not moved:
         return config
     result = {**config, "logger": loggers}
@@ -56,20 +56,20 @@ def renamed(config: dict[str, Any], root: type) -> dict[str, Any]:
 
 
 def renamed_of_run(config: dict[str, Any], root: type) -> dict[str, Any]:
-    """The config of a run, which wrote rollouts as its logger of files said, and none where it had no such logger."""
+    """As `renamed`, for a run's config: without a logger of files, such a run wrote no rollouts."""
     loggers = config.get("logger")
     if SECTION in config or not has_rollouts(root) or not isinstance(loggers, Mapping):
         return renamed(config, root)
-    moved, loggers = _taken_out(loggers)
-    known = [section for section in loggers.values() if isinstance(section, Mapping)]
-    # Of the class itself first: nothing is imported for it.
-    known.sort(key=lambda section: section.get("_target_") != TARGET)
-    every = {} if any(map(_writes_files, known)) else {"every": 0}
+    moved, loggers = _split_off(loggers)
+    sections = [section for section in loggers.values() if isinstance(section, Mapping)]
+    # Sections of the class itself come first, because they are recognised without an import.
+    sections.sort(key=lambda section: section.get("_target_") != TARGET)
+    no_rollouts = {} if any(map(_writes_files, sections)) else {"every": 0}
     result: dict[str, Any] = {}
     for name, value in config.items():
         result[name] = loggers if name == "logger" else value
         if name == "logger":
-            result[SECTION] = {**DEFAULTS, **moved, **every}
+            result[SECTION] = {**DEFAULTS, **moved, **no_rollouts}
     return result
 
 
@@ -77,18 +77,18 @@ def has_rollouts(root: type) -> bool:
     return any(field.name == SECTION for field in fields(root))
 
 
-def _taken_out(loggers: Any) -> tuple[dict[str, Any], Any]:
-    """What the loggers say of rollouts, by its name now, and the loggers without it."""
+def _split_off(loggers: Any) -> tuple[dict[str, Any], Any]:
+    """(values of the earlier keys under their current names, the loggers without these keys)."""
     if not isinstance(loggers, Mapping):
         return {}, loggers
     moved: dict[str, Any] = {}
-    left: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
     for name, section in loggers.items():
-        left[name] = section
+        rest[name] = section
         if isinstance(section, Mapping) and section.keys() & NAMES.keys() and _writes_files(section):
             moved = {NAMES[key]: value for key, value in section.items() if key in NAMES} | moved
-            left[name] = {key: value for key, value in section.items() if key not in NAMES}
-    return moved, left
+            rest[name] = {key: value for key, value in section.items() if key not in NAMES}
+    return moved, rest
 
 
 def _writes_files(section: Any) -> bool:

@@ -53,7 +53,7 @@ ADDED_KEYS: Mapping[str, Any] = {
     "snapshot.teacher_engine": "transformers",
     "snapshot.teacher_gpu_memory_utilization": 0.3,
 }
-"""Keys that the configs of older runs lack, with the values that those runs had."""
+"""{key: value} of keys that configs of older runs lack, with the values that those runs used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRoot(Root):
-    """The root of a verb that samples and scores (configs/base/sampling.yaml, and the groups that it needs)."""
+    """The root of a verb that samples and scores (configs/base/sampling.yaml, and its groups)."""
 
     generation: GenerationConfig
     scoring: ScoringConfig
@@ -170,8 +170,8 @@ class RunConfig(SamplingRoot):
     pretrain: PretrainConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
-    alarms: AlarmsConfig | None = None  # None: the run was begun before there were any
-    token_values: TokenValuesConfig | None = None  # as well
+    alarms: AlarmsConfig | None = None  # None for a run that was started before this section existed
+    token_values: TokenValuesConfig | None = None  # as `alarms`
     rollouts: RolloutsConfig
     algorithm: Mapping[str, Any]
     logger: Mapping[str, Any]

@@ -11,10 +11,10 @@ from typing import Any
 AUTO = "auto"
 
 GPU_TOKENS = 16384
-"""A GPU needs large products. Its memory is the limit, not its cache; planning/gpu_budget.py lowers the number."""
+"""A GPU needs large matrix products, and memory limits them, not caches: planning/gpu_budget.py lowers the number."""
 
 CPU_TOKENS, MOST_CPU_TOKENS = 1536, 4096
-"""On a CPU small micro-batches stay in its caches. A group up to the second number stays together, so that its prompt
+"""On a CPU small micro-batches stay in its caches. A group of up to MOST_CPU_TOKENS stays together, so that its prompt
 is computed once."""
 
 
@@ -32,20 +32,20 @@ def resolved(config: Mapping[str, Any], *, gpu: bool | None = None) -> dict[str,
 
 
 def with_budget(rewards: Mapping[str, Any], written: Mapping[str, Any], budget: int) -> dict[str, Any]:
-    """The rewards with this token budget for each that was written with `token_budget: auto`."""
-    asking = {n for n, r in written.items() if isinstance(r, Mapping) and r.get("token_budget") == AUTO}
-    return {n: {**r, "token_budget": budget} if n in asking else r for n, r in rewards.items()}
+    """The rewards, with this token budget in each whose section says `token_budget: auto`."""
+    automatic = {n for n, keys in written.items() if isinstance(keys, Mapping) and keys.get("token_budget") == AUTO}
+    return {n: {**keys, "token_budget": budget} if n in automatic else keys for n, keys in rewards.items()}
 
 
 def token_budget(config: Mapping[str, Any], *, gpu: bool | None = None) -> int:
     """The number of tokens in one forward-backward, on a GPU or for the longest group of this config on a CPU."""
     prompt, completion = _number(config, "prompts", "max_tokens"), _number(config, "generation", "max_tokens")
-    completion = completion or _whole(config.get("max_completion_tokens"))
-    least = max(prompt + completion, _number(config, "pretrain", "max_tokens"), prompt + 1)
+    completion = completion or _positive_int(config.get("max_completion_tokens"))
+    minimum = max(prompt + completion, _number(config, "pretrain", "max_tokens"), prompt + 1)
     if on_gpu(config.get("model")) if gpu is None else gpu:
-        return max(GPU_TOKENS, least)
-    group = prompt + completion * max(1, _whole(config.get("group_size")))
-    return max(min(max(CPU_TOKENS, group), MOST_CPU_TOKENS), least)
+        return max(GPU_TOKENS, minimum)
+    group = prompt + completion * max(1, _positive_int(config.get("group_size")))
+    return max(min(max(CPU_TOKENS, group), MOST_CPU_TOKENS), minimum)
 
 
 def on_gpu(model: Any) -> bool:
@@ -60,9 +60,9 @@ def on_gpu(model: Any) -> bool:
 
 def _number(config: Mapping[str, Any], section: str, key: str) -> int:
     keys = config.get(section)
-    return _whole(keys.get(key)) if isinstance(keys, Mapping) else 0
+    return _positive_int(keys.get(key)) if isinstance(keys, Mapping) else 0
 
 
-def _whole(value: Any) -> int:
+def _positive_int(value: Any) -> int:
     """The value if it is a positive integer, else 0: a wrong value is refused later, when the config is typed."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -19,6 +19,7 @@ _VERB = re.compile(r"^verb: (\w+)", re.MULTILINE)
 _TARGET = re.compile(r"^_target_:", re.MULTILINE)
 _PAPER = re.compile(r"^# Paper: (.+)$", re.MULTILINE)
 _NOT_KEYS = ("defaults", "hydra", "_target_")
+"""Top-level words of YAML files that are not keys of a config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +37,9 @@ def config_folder() -> Path:
 
 
 def folders(verb: str | None = None) -> list[Path]:
-    """The folders of a verb's YAML files: rlft's own, and that of the package that provides the verb."""
-    brought = None if verb is None or verb in verbs.OWN else verbs.named(verb).configs
-    return [config_folder(), *([] if brought is None else [brought])]
+    """The folders of a verb's YAML files: rlft's, and that of an installed package that provides the verb."""
+    packages_folder = None if verb is None or verb in verbs.OWN else verbs.named(verb).configs
+    return [config_folder(), *([] if packages_folder is None else [packages_folder])]
 
 
 def recipe_folder() -> Path:
@@ -58,7 +59,7 @@ def files(group: str, verb: str | None = None) -> dict[str, Path]:
 
 
 def choices(group: str, verb: str | None = None) -> list[str]:
-    """The names of a config group's YAML files; of recipes only those for the verb, if one is given."""
+    """The names of a config group's YAML files; for recipes, only those of the verb if one is given."""
     return list(recipes(verb) if group == "recipe" and verb else files(group, verb))
 
 
@@ -68,7 +69,7 @@ def recipes(verb: str) -> dict[str, Path]:
 
 
 def may_be_absent(group: str, verb: str) -> bool:
-    """Whether the verb's own defaults list chooses nothing of the group."""
+    """Whether the verb's defaults list chooses null for the group."""
     return _chosen(verb).get(group) == "null"
 
 
@@ -99,7 +100,7 @@ def root_files(verb: str) -> list[Path]:
 
 
 def root_entries(verb: str) -> dict[str, Entry]:
-    """The keys of a verb outside its groups. A default that it changes keeps the comment of the base."""
+    """The keys of a verb outside its groups. A key whose default the verb changes keeps the comment of the base."""
     result: dict[str, Entry] = {}
     for file in root_files(verb):
         for key, entry in entries(file).items():
@@ -109,9 +110,9 @@ def root_entries(verb: str) -> dict[str, Entry]:
 
 
 def sections() -> set[str]:
-    """The names of all verbs' sections outside the groups, and "" for the root."""
-    both = (config_folder() / "base", config_folder())
-    entries_of_files = (entries(file) for folder in both for file in folder.glob("*.yaml"))
+    """The names of the sections outside the groups, of all verbs, and "" for the root."""
+    verb_folders = (config_folder() / "base", config_folder())
+    entries_of_files = (entries(file) for folder in verb_folders for file in folder.glob("*.yaml"))
     return {"", *(key for keys_of_file in entries_of_files for key, entry in keys_of_file.items() if not entry.default)}
 
 
@@ -123,22 +124,23 @@ def first_comment(file: Path) -> str:
 
 @cache
 def entries(file: Path) -> dict[str, Entry]:
-    """The keys of a YAML file by dotted name, in order. A comment may be beside its key, below it, or above it."""
+    """{dotted key: entry} of a YAML file, in order. A key's comment may be on its line, below it, or above it."""
     result: dict[str, Entry] = {}
     path: list[tuple[int, str]] = []
     above, key = "", ""
     for line in file.read_text().splitlines():
-        bare, match = line.strip(), _LINE.fullmatch(line)
-        if bare.startswith("#"):
-            if key and result[key].comment and len(line) - len(bare) > path[-1][0]:  # it continues below the key
-                result[key] = Entry(default=result[key].default, comment=f"{result[key].comment} {bare.lstrip('# ')}")
+        stripped, match = line.strip(), _LINE.fullmatch(line)
+        if stripped.startswith("#"):
+            text = stripped.lstrip("# ")
+            if key and result[key].comment and len(line) - len(stripped) > path[-1][0]:  # it continues below the key
+                result[key] = Entry(default=result[key].default, comment=f"{result[key].comment} {text}")
             else:
-                above = f"{above} {bare.lstrip('# ')}".strip()
+                above = f"{above} {text}".strip()
         elif match is None:
-            above, key = "", key if bare else ""
+            above, key = "", key if stripped else ""
         else:
             value = _VALUE.fullmatch(match["rest"] or "")
-            path = [step for step in path if step[0] < len(match["indent"])] + [(len(match["indent"]), match["key"])]
+            path = [level for level in path if level[0] < len(match["indent"])] + [(len(match["indent"]), match["key"])]
             if path[0][1] in _NOT_KEYS:
                 above = key = ""
                 continue
@@ -158,13 +160,15 @@ def bases(file: Path) -> list[Path]:
     names = [name.strip().partition("@")[0] for name in match[1].split(",")] if match else []
     files = [file.parent / f"{name}.yaml" for name in names]
     direct = [base for base in files if base.parent.name == "base" and base.is_file()]
-    return [*direct, *(inner for base in direct for inner in bases(base))]
+    return [*direct, *(base_of_base for base in direct for base_of_base in bases(base))]
 
 
 def lineage(file: Path, group: str) -> list[Path]:
-    """The files that a choice of the group builds on by its defaults list, each before what changes it; itself last.
+    """The files that a choice builds on by its defaults list, each before the files that override it; its own last.
 
-    file: of rlft's own or in a folder of the user's, whose defaults list may name rlft's.
+    Args:
+        file: the choice's file, in rlft's folder or in one of the user's, whose defaults list may name rlft's files.
+        group: the config group.
 
     Raises:
         yaml.YAMLError: one of them is not YAML.
@@ -174,30 +178,30 @@ def lineage(file: Path, group: str) -> list[Path]:
     return result
 
 
-def _add_lineage(file: Path, ours: Path, result: list[Path], below: tuple[Path, ...]) -> None:
+def _add_lineage(file: Path, rlfts_group: Path, result: list[Path], ancestors: tuple[Path, ...]) -> None:
     from yaml import safe_load
 
-    with file.open(encoding="utf-8") as stream:  # of which an error in the YAML names the file
+    with file.open(encoding="utf-8") as stream:  # a stream, because errors in the YAML then name the file
         content = safe_load(stream)
     defaults = content.get("defaults") if isinstance(content, dict) else None
     for name in defaults if isinstance(defaults, list) else ():
-        path = f"{str(name).partition('@')[0].removeprefix(f'/{ours.name}/')}.yaml"
-        base = next((folder / path for folder in (file.parent, ours) if (folder / path).is_file()), None)
-        if base is not None and base not in (*result, *below, file):
-            _add_lineage(base, ours, result, (*below, file))
+        path = f"{str(name).partition('@')[0].removeprefix(f'/{rlfts_group.name}/')}.yaml"
+        base = next((folder / path for folder in (file.parent, rlfts_group) if (folder / path).is_file()), None)
+        if base is not None and base not in (*result, *ancestors, file):
+            _add_lineage(base, rlfts_group, result, (*ancestors, file))
     result.append(file)
 
 
 def family(files_of_choice: list[Path]) -> str:
-    """Of a choice's lineage: the last one that names the class, by its name; "" where none does."""
-    named = [file.stem for file in files_of_choice if _TARGET.search(file.read_text(encoding="utf-8"))]
-    return named[-1] if named else ""
+    """The name of the last file of a choice's lineage that names a class; "" where none does."""
+    families = [file.stem for file in files_of_choice if _TARGET.search(file.read_text(encoding="utf-8"))]
+    return families[-1] if families else ""
 
 
 def paper(files_of_choice: list[Path]) -> str:
-    """Of a choice's lineage: what the last `# Paper:` line says; "" where there is none."""
-    found = [match[1] for file in files_of_choice if (match := _PAPER.search(file.read_text(encoding="utf-8")))]
-    return found[-1] if found else ""
+    """The text of the last `# Paper:` line in the files of a choice's lineage; "" where there is none."""
+    papers = [match[1] for file in files_of_choice if (match := _PAPER.search(file.read_text(encoding="utf-8")))]
+    return papers[-1] if papers else ""
 
 
 def keys(group: str, verb: str | None = None) -> dict[str, list[str]]:
@@ -211,16 +215,16 @@ def keys(group: str, verb: str | None = None) -> dict[str, list[str]]:
 
 def meaning(key: str, verb: str = "train") -> Entry | None:
     """The default and comment of a verb's key; None if there is no comment, or if a group's files differ."""
-    group, _, rest = key.partition(".")
+    group, _, subkey = key.partition(".")
     if group not in groups():
         return root_entries(verb).get(key)
     all_files = files(group).values()
-    # A variant (`defaults: [grpo]`) only has what differs from the file that explains its keys; so has a choice with a
-    # base.
+    # Bases explain the keys that choices share, and each choice its other keys. A variant (`defaults: [grpo]`) explains
+    # none: it holds only keys whose defaults differ from those of the file that it builds on.
     shared = list(dict.fromkeys(base for file in all_files for base in bases(file)))
-    own = [file for file in all_files if bases(file) or "defaults:" not in file.read_text()]
-    for explaining in (shared, own):
-        candidates = [entries(file)[rest] for file in explaining if rest in entries(file)]
+    not_variants = [file for file in all_files if bases(file) or "defaults:" not in file.read_text()]
+    for group_files in (shared, not_variants):
+        candidates = [entries(file)[subkey] for file in group_files if subkey in entries(file)]
         if candidates:
             return candidates[0] if len({entry.comment for entry in candidates}) == 1 else None
     return None

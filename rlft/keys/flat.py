@@ -1,4 +1,4 @@
-"""A config with a full key for each value."""
+"""Flattens a config to one full key per value."""
 
 from __future__ import annotations
 

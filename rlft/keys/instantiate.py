@@ -27,7 +27,7 @@ SENTENCES = {
     "Input should be": "must be",
     "Input should": "must",
 }
-"""{the start of pydantic's message: rlft's words for it}."""
+"""{start of a message of pydantic: rlft's wording}."""
 
 
 def locate(target: Any, key: str) -> Any:
@@ -51,7 +51,7 @@ def locate(target: Any, key: str) -> Any:
 
 
 def instantiate(config: Any, key: str) -> Any:
-    """The component that a `_target_` config describes; a dataclass gets its fields' types and bounds checked."""
+    """The component that a `_target_` config describes; types and bounds of a dataclass's fields are checked."""
     if not isinstance(config, Mapping) or "_target_" not in config:
         group = key.partition(".")[0]
         raise UserError(key, "has no _target_", got=config, remedy=f"choose one of {', '.join(catalog.choices(group))}")
@@ -66,28 +66,28 @@ def instantiate(config: Any, key: str) -> Any:
 def check_keys(
     parameters: list[inspect.Parameter], kwargs: Mapping[str, Any], key: str, also: Sequence[str] = ()
 ) -> None:
-    """Refuses unknown and missing keys of these parameters; `also` are keys of others, which the refusal may name."""
+    """Refuses unknown and missing keys of these parameters; a refusal may also suggest the keys in `also`."""
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for unknown in (k for k in kwargs if k not in [p.name for p in named]):
-        raise unknown_key(unknown, kwargs[unknown], [*(p.name for p in named), *also], key)
-    for missing in (p.name for p in named if p.default is p.empty and p.name not in kwargs):
+    accepted = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for unknown in (k for k in kwargs if k not in [p.name for p in accepted]):
+        raise unknown_key(unknown, kwargs[unknown], [*(p.name for p in accepted), *also], key)
+    for missing in (p.name for p in accepted if p.default is p.empty and p.name not in kwargs):
         raise UserError(_join(key, missing), "is missing", remedy="give it a value")
 
 
 def unknown_key(name: object, value: object, names: list[str], prefix: str, verb: str = "train") -> UserError:
     """The refusal of a key that a section or a component with these keys does not have."""
-    full, own = _join(prefix, name), [_join(prefix, known) for known in names]
-    if refused := sampling_keys.refusal(full):
-        return UserError(full, refused[0], got=_short(value), remedy=refused[1])
-    meant = suggest.remedy(suggest.suggestions(full, verb, own))
-    if prefix in catalog.sections():  # of rlft's own, so that a key of another section may have been meant
-        suggestion = meant or suggest.remedy(suggest.suggestions(full, verb))
-        remedy = suggestion or f"known here: {', '.join(names) or 'none'}"
+    full_key, known_keys = _join(prefix, name), [_join(prefix, known) for known in names]
+    if refused := sampling_keys.refusal(full_key):
+        return UserError(full_key, refused[0], got=_short(value), remedy=refused[1])
+    suggestion_here = suggest.remedy(suggest.suggestions(full_key, verb, known_keys))
+    if prefix in catalog.sections():  # a section of rlft's, so that a key of another section may have been meant
+        suggestion_anywhere = suggestion_here or suggest.remedy(suggest.suggestions(full_key, verb))
+        remedy = suggestion_anywhere or f"known here: {', '.join(names) or 'none'}"
     else:
-        remedy = " ".join(filter(None, [meant, f"known here: {', '.join(names) or 'none'}"]))
-    return UserError(full, "there is no such key", got=_short(value), remedy=remedy)
+        remedy = " ".join(filter(None, [suggestion_here, f"known here: {', '.join(names) or 'none'}"]))
+    return UserError(full_key, "there is no such key", got=_short(value), remedy=remedy)
 
 
 def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any:
@@ -134,10 +134,10 @@ def convert(hint: Any, value: Any, key: str, verb: str = "train") -> Any:
         return value  # a type that pydantic does not know: its own class must check it
     except ValidationError as error:
         problem = _joined(list(dict.fromkeys(_sentence(e["msg"]) for e in error.errors())))
-        chosen = [str(m.value) for kind in enums for m in kind]
-        chosen += ["null"] if chosen and type(None) in _options(hint) else []
-        remedy = f"choose one of {', '.join(chosen)}" if chosen else _remedy(hint, value, key, verb)
-        problem = "is not one of its choices" if chosen else problem
+        choices = [str(m.value) for kind in enums for m in kind]
+        choices += ["null"] if choices and type(None) in _options(hint) else []
+        remedy = f"choose one of {', '.join(choices)}" if choices else _remedy(hint, value, key, verb)
+        problem = "is not one of its choices" if choices else problem
         raise UserError(key, problem, got=_short(value), remedy=remedy) from None
     if isinstance(validated, float) and not abs(validated) < float("inf"):
         raise UserError(key, "must be finite", got=value, remedy=_remedy(hint, value, key, verb))
@@ -161,19 +161,19 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _sentence(message: str) -> str:
-    theirs = next((theirs for theirs in SENTENCES if message.startswith(theirs)), "")
-    return SENTENCES.get(theirs, "") + message.removeprefix(theirs)
+    start = next((start for start in SENTENCES if message.startswith(start)), "")
+    return SENTENCES.get(start, "") + message.removeprefix(start)
 
 
 def _joined(problems: Sequence[str]) -> str:
-    """One sentence from the problems that each possible type has with the value.
+    """One sentence about the problems that the possible types have with the value.
 
     >>> _joined(["must be true or false", "must be 'auto'"])
     "must be true or false or 'auto'"
     """
-    must = "must be "
-    if all(problem.startswith(must) for problem in problems):
-        return must + " or ".join(problem.removeprefix(must) for problem in problems)
+    prefix = "must be "
+    if all(problem.startswith(prefix) for problem in problems):
+        return prefix + " or ".join(problem.removeprefix(prefix) for problem in problems)
     return "; ".join(problems)
 
 
@@ -186,9 +186,9 @@ def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
             return f"write {key}=[]"
         if isinstance(value, str | int | float):
             return f"write {key}=[{_short(value)}]"
-    words = [str(v) for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
-    if words:
-        return f"use {' or '.join(words)}" + (" or a number" if float in kinds else "")
+    literals = [str(v) for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
+    if literals:
+        return f"use {' or '.join(literals)}" + (" or a number" if float in kinds else "")
     if int in kinds and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     if str in kinds and isinstance(value, int | float):
@@ -204,7 +204,7 @@ def _join(prefix: str, key: object) -> str:
 
 
 def _short(value: object) -> str:
-    """The value as it would be typed: strings in quotes, YAML's words for None and truth values."""
+    """The value as it would be typed: strings in quotes, and YAML's words for None, True and False."""
     words = {None: "null", True: "true", False: "false"}
     text = (
         repr(value)

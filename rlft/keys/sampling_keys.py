@@ -1,7 +1,8 @@
 """Sampling settings of other libraries that rlft refuses, each with its reason.
 
-A policy's gradient is that of its log-probs. Sampling that changes the model's distribution draws from another one than
-the trainer computes, so that ratios, KL and entropy belong to a policy that nobody samples from.
+A policy's gradient is computed from its log-probs. Settings that change the model's distribution make the engine sample
+from another distribution than the one the trainer computes, so that ratios, KL and entropy would be those of a policy
+from which nobody samples.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SECTIONS = ("", "generation", "eval", "sampling", "sampling_params")
-"""Sections in which such a name is a sampling setting, besides those of engines; `algorithm.length_penalty` is not."""
+"""Sections, besides those of engines, whose keys are sampling settings; `algorithm.length_penalty` is not one."""
 
 _WITH_HISTORY = "makes a token's probability depend on how often it was said, unlike the trainer's log-probs"
 _TOKENS = "takes tokens out of the distribution or shifts them, and the trainer's log-probs count them as they are"

@@ -1,4 +1,4 @@
-"""Suggests the key that was meant: by its last part, its name in another library (peer_names.yaml), or likeness."""
+"""Suggests the key that was meant, by its last part, its name in another library (peer_names.yaml), or similarity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PEER_NAMES = Path(__file__).parents[1] / "assets" / "peer_names.yaml"
 NAMED_BY_CHOICE = ("reward", "logger")
 """Groups whose keys are below the name of a choice: reward.format.weight."""
 LIKE, VERY_LIKE = 0.6, 0.8
-"""The least likeness (difflib's ratio) of a suggested name."""
+"""The least similarity (difflib's ratio) of a suggested name, and a stricter one."""
 MOST_KEYS = 6
 """If more keys than this end in the same word, none of them is suggested."""
 
@@ -24,9 +24,9 @@ MOST_KEYS = 6
 class Suggestion:
     """A key that may have been meant.
 
-    Args:
+    Attributes:
         key: the key's name.
-        value: the only value that makes sense, or None for the user's own.
+        value: the only value that makes sense; None for the value that the user typed.
         note: how the key differs from the one that was typed, or "".
     """
 
@@ -35,9 +35,9 @@ class Suggestion:
     note: str = ""
 
     def written(self, value: str = "") -> str:
-        """The override with the user's value, which is left open if it may not mean the same."""
-        chosen = self.value or ("" if self.note else value) or "<value>"
-        return f"{_typed(self.key)}={chosen}{self._explained}"
+        """The override with the user's value, or with `<value>` if the user's may mean something else there."""
+        shown_value = self.value or ("" if self.note else value) or "<value>"
+        return f"{_typed(self.key)}={shown_value}{self._explained}"
 
     def __str__(self) -> str:
         key = _typed(self.key)
@@ -49,7 +49,7 @@ class Suggestion:
 
 
 def suggestions(name: str, verb: str, known: Collection[str] | None = None) -> list[Suggestion]:
-    """The keys that `name` may have meant, several only if they are equally likely.
+    """The keys that `name` may have meant; several only if they are equally likely.
 
     `known` are the existing keys; None means all keys of the verb.
 
@@ -83,13 +83,13 @@ def suggestions(name: str, verb: str, known: Collection[str] | None = None) -> l
 
 
 def remedy(meant: Sequence[Suggestion]) -> str:
-    """The question that names the suggestions; "" without any."""
-    return f"did you mean {_joined([str(one) for one in meant])}?" if meant else ""
+    """The question "did you mean ..?" with the suggestions; "" without any."""
+    return f"did you mean {_joined([str(suggestion) for suggestion in meant])}?" if meant else ""
 
 
 def remedy_with_value(meant: Sequence[Suggestion], value: str) -> str:
-    """The same question with the user's value."""
-    return f"did you mean {_joined([one.written(value) for one in meant])}?" if meant else ""
+    """As `remedy`, with the user's value."""
+    return f"did you mean {_joined([suggestion.written(value) for suggestion in meant])}?" if meant else ""
 
 
 def of_peers(name: str, verb: str, known: Collection[str]) -> Suggestion | None:
@@ -98,10 +98,10 @@ def of_peers(name: str, verb: str, known: Collection[str]) -> Suggestion | None:
     A dotted name may leave out its first parts: `rollout.n` for `actor_rollout_ref.rollout.n`.
     """
     table = peer_names()
-    full = [name] if name in table else [n for n in table if "." in name and n.endswith(f".{name}")]
-    for targets in (table[n] for n in full):
-        chosen = targets.get(verb, []) if isinstance(targets, dict) else targets
-        for target in [chosen] if isinstance(chosen, str) else chosen:
+    full_names = [name] if name in table else [n for n in table if "." in name and n.endswith(f".{name}")]
+    for targets in (table[n] for n in full_names):
+        verbs_targets = targets.get(verb, []) if isinstance(targets, dict) else targets
+        for target in [verbs_targets] if isinstance(verbs_targets, str) else verbs_targets:
             written, _, note = target.partition("; ")
             key, equals, value = written.partition("=")
             if key in known:
@@ -122,12 +122,12 @@ def peer_names() -> dict[str, Any]:
 def known_keys(verb: str) -> tuple[str, ...]:
     """Everything that may be set on the command line of a verb: keys, groups, and keys of every choice of a group."""
     groups = catalog.groups(verb)
-    of_choices = (key for group in groups if group != "recipe" for key in catalog.keys(group, verb))
-    return tuple(dict.fromkeys((*catalog.root_entries(verb), *groups, *of_choices, "hydra.run.dir")))
+    keys_of_choices = (key for group in groups if group != "recipe" for key in catalog.keys(group, verb))
+    return tuple(dict.fromkeys((*catalog.root_entries(verb), *groups, *keys_of_choices, "hydra.run.dir")))
 
 
 def _like(name: str, keys: Sequence[str]) -> str | None:
-    """The key that is most like the name: within the named section if it exists, else by its whole name."""
+    """The key most similar to the name: within the named section if it exists, else by the whole name."""
     section, dot, last = name.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     if dot and siblings:
@@ -138,16 +138,16 @@ def _like(name: str, keys: Sequence[str]) -> str | None:
 
 
 def _same_end(last: str, keys: Sequence[str]) -> list[str]:
-    """The keys with this last part; those of several rewards or loggers as one, reward.<name>.weight."""
+    """The keys with this last part; keys of several rewards or loggers become one, reward.<name>.weight."""
     matches = [key.split(".") for key in keys if key.rpartition(".")[2] == last]
-    alike = {
+    num_alike = {
         parts[0]: sum(other[0] == parts[0] for other in matches) for parts in matches if parts[0] in NAMED_BY_CHOICE
     }
-    named = [
-        [parts[0], "<name>", *parts[2:]] if len(parts) > 2 and alike.get(parts[0], 0) > 1 else parts
+    shown = [
+        [parts[0], "<name>", *parts[2:]] if len(parts) > 2 and num_alike.get(parts[0], 0) > 1 else parts
         for parts in matches
     ]
-    return list(dict.fromkeys(".".join(parts) for parts in named))
+    return list(dict.fromkeys(".".join(parts) for parts in shown))
 
 
 def _typed(key: str) -> str:

@@ -21,7 +21,7 @@ from rlft.types import UserError
 GROUP = "rlft.verbs"
 OWN = ("train", "sft", "rm", "dpo", "sample")
 OWN_MODULE = "rlft.verbs.own"
-"""Holds the objects of these names, in capitals. It is imported at first use, because it imports from later rooms."""
+"""The module of rlft's own verbs, by their names in capitals; imported at first use, as it imports from later rooms."""
 
 Step = Callable[..., Any]
 
@@ -30,10 +30,10 @@ Step = Callable[..., Any]
 class Headline:
     """The most important metric of a run: `rlft runs` shows it, `rlft watch` draws it.
 
-    Args:
-        label: its name beside the curve.
-        metric: its name in metrics.jsonl.
-        lower_is_better: whether it is a loss.
+    Attributes:
+        label: the metric's name beside the curve.
+        metric: the metric's name in metrics.jsonl.
+        lower_is_better: whether lower values are better.
     """
 
     label: str
@@ -48,25 +48,25 @@ LOSS = Headline(label="loss", metric="loss/total", lower_is_better=True)
 class Verb:
     """A verb that makes runs.
 
-    Args:
+    Attributes:
         name: the word after `rlft`, which is also the value of the key `verb` in the config of each run.
         usage: the words after the name, for `rlft --help`.
-        help: what it does, in one line.
+        help: what the verb does, in one line.
         root: the dataclass of its config, a `rlft.config.schema.Root`.
-        configs: the folder of `<name>.yaml`, which has its keys with their defaults; groups and recipes of its own are
-            folders in it. None means rlft's own folder.
-        check: (plain config); raises a UserError if the config alone is wrong. It imports no torch. None means that
-            only the types and bounds of the root are checked.
         make_plan: (plain config, *, runs_here) -> a `rlft.planning.run_plan.Plan`, or a UserError. It loads no weight.
         run: (plan, folder, engines, say) -> `rlft.loop.outcome.Outcome`.
-        headline: its most important metric; None if a run writes no metrics.
+        check: (plain config); raises a UserError if the config alone is wrong. It imports no torch. None means that
+            only the types and bounds of the root are checked.
+        configs: the folder of `<name>.yaml`, which has the verb's keys with their defaults; its own groups and recipes
+            are folders in it. None means rlft's own folder.
+        headline: the most important metric; None if a run writes no metrics.
         has_policy: whether a run saves a policy in the role `policy`, which `rlft eval` can evaluate.
         lora_roles: roles in another run's checkpoint that `lora.path` may mean, in order of preference.
         free_keys: keys that a resume may change, besides those of every verb (`rlft.run.run_folder`).
         compose: (arguments) -> the config if words such as run=<run> determine it, else None.
-        steps_done: (folder, plan) -> the saved steps. None means those of the newest undamaged checkpoint.
-        stopped: (folder) -> the message about a run that is stopped inside a step. None means the usual one.
-        closing: (plan, folder) prints the page at the end. None means the curves and the last evaluation.
+        steps_done: (folder, plan) -> number of saved steps. None means those of the newest undamaged checkpoint.
+        stopped: (folder) -> the message about a run that was stopped inside a step. None means the usual one.
+        closing: (plan, folder); prints the page at the end. None means the curves and the last evaluation.
     """
 
     name: str
@@ -92,7 +92,7 @@ class UnknownVerbError(UserError):
 
 
 def late(target: str) -> Step:
-    """The function `module:function`, whose module is imported at the first call."""
+    """A function that calls `module:function`, whose module is imported at the first call."""
 
     def call(*args: Any, **keywords: Any) -> Any:
         module, _, name = target.partition(":")
@@ -114,9 +114,9 @@ def named(name: str) -> Verb:
     if not points:
         remedy = f"use one of {', '.join(names())}, or install the package that provides it"
         raise UnknownVerbError("verb", "there is no such verb", got=name, remedy=remedy)
-    point, *others = points
-    if others:
-        packages = " and ".join(sorted(package_of(one) for one in points))
+    point, *duplicates = points
+    if duplicates:
+        packages = " and ".join(sorted(package_of(provider) for provider in points))
         raise UnknownVerbError("verb", f"is provided by {packages}", got=name, remedy="remove one of these packages")
     return _loaded(point)
 
@@ -137,7 +137,7 @@ def working() -> list[Verb]:
 
 @cache
 def brought() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """{name: its entry points} of installed packages, which cannot replace rlft's own verbs."""
+    """{verb: its entry points} of the verbs that installed packages provide; they cannot replace rlft's own."""
     by_name: dict[str, tuple[EntryPoint, ...]] = {}
     for point in dict.fromkeys(entry_points(group=GROUP)):
         if point.name not in OWN:
@@ -150,16 +150,16 @@ def package_of(point: EntryPoint) -> str:
 
 
 def _loaded(point: EntryPoint) -> Verb:
-    whose = f"its package {package_of(point)}"
+    package = f"its package {package_of(point)}"
     try:
         verb = point.load()
     except Exception as error:  # the package's own code runs at its import, and may raise anything
-        problem = f"{whose} cannot be imported ({type(error).__name__}: {error})"
+        problem = f"{package} cannot be imported ({type(error).__name__}: {error})"
         raise UnknownVerbError("verb", problem, got=point.name, remedy="repair that package, or remove it") from error
     if not isinstance(verb, Verb) or verb.name != point.name:
-        problem = f"{point.value} of {whose} is no rlft.keys.verbs.Verb of that name"
+        problem = f"{point.value} of {package} is no rlft.keys.verbs.Verb of that name"
         raise UnknownVerbError("verb", problem, got=point.name, remedy="repair that package, or remove it")
     if verb.configs is None or not (verb.configs / f"{verb.name}.yaml").is_file():
-        problem = f"{whose} has no {verb.name}.yaml in the folder that it names"
+        problem = f"{package} has no {verb.name}.yaml in the folder that it names"
         raise UnknownVerbError("verb", problem, got=point.name, remedy="repair that package, or remove it")
     return verb

@@ -1,7 +1,7 @@
-"""What goes wrong slowly, seen in the series of a run's metrics, in words with a remedy.
+"""Alarms about trouble that develops slowly, found in the series of a run's metrics; each names a remedy.
 
-`hints` reads single steps; here a step is held against those before it. Thresholds are keys (`alarms.*`); null turns
-one off. What is remembered is in the checkpoint, so a resumed run raises the same alarms at the same steps.
+`hints` reads single steps; here a step is compared with the steps before it. Thresholds are keys (`alarms.*`); null
+turns an alarm off. Checkpoints save the state, so a resumed run raises the same alarms at the same steps.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any
 from rlft.keys.bounds import Fraction, PositiveFloat, PositiveInt
 
 WINDOW = 20
-"""Steps that a new one is held against."""
+"""Number of earlier steps with which a new step is compared."""
 
 FIRST = 5
-"""Steps at the start whose mean is what growth is measured from."""
+"""Number of steps at the start of a run from whose mean growth is measured."""
 
 REPEAT_STEPS = 50
+"""An alarm that lasts is raised again after this many steps."""
+
 SPREAD = 0.25
-"""Standard deviation of a step's rewards above which groups of equal rewards are not simply all solved."""
+"""If a step's rewards have a larger standard deviation, groups of equal rewards are not simply all solved."""
 
 WATCHED = ("policy/grad_norm", "loss/value", "length/mean")
 
@@ -41,7 +43,7 @@ class AlarmsConfig:
     value_loss: PositiveFloat | None
     grad_norm: PositiveFloat | None
     constant_reward: PositiveInt | None
-    sampler_kl: PositiveFloat | None = 0.1  # runs begun before this key and the next existed have neither
+    sampler_kl: PositiveFloat | None = 0.1  # configs of older runs lack this key and the next
     effective_samples: Fraction | None = 0.3
 
 
@@ -53,85 +55,89 @@ class Alarms:
         self._series: dict[str, list[float]] = {}
         self._first: dict[str, list[float]] = {}
         self._streaks: dict[str, int] = {}
-        self._said: dict[str, int] = {}
-        self._rewards: dict[str, list[float]] = {}  # of each reward: the mean it began with, steps, 1 if it ever moved
+        self._last_raised: dict[str, int] = {}
+        # {reward: [its first mean, number of steps, 1 if it has ever varied, else 0]}
+        self._reward_history: dict[str, list[float]] = {}
         # Accuracy, its standard error and reward/mean of the best evaluation; no reward before the first step.
         self._best: tuple[float, float, float | None] | None = None
-        self._reward = math.nan
+        self._reward_mean = math.nan
 
     def state(self) -> dict[str, Any]:
-        """Everything that is remembered, as JSON can hold it."""
+        """The whole state, as values that JSON can hold."""
         return {
-            "series": self._series, "first": self._first, "streaks": self._streaks, "said": self._said,
-            "rewards": self._rewards, "best": None if self._best is None else list(self._best),
-            "reward": None if math.isnan(self._reward) else self._reward,
+            "series": self._series, "first": self._first, "streaks": self._streaks, "said": self._last_raised,
+            "rewards": self._reward_history, "best": None if self._best is None else list(self._best),
+            "reward": None if math.isnan(self._reward_mean) else self._reward_mean,
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+        """Restores the state that `state` returned."""
         self._series = {name: list(values) for name, values in state["series"].items()}
         self._first = {name: list(values) for name, values in state["first"].items()}
-        self._streaks, self._said = dict(state["streaks"]), dict(state["said"])
-        self._rewards = {name: list(values) for name, values in state["rewards"].items()}
+        self._streaks, self._last_raised = dict(state["streaks"]), dict(state["said"])
+        self._reward_history = {name: list(values) for name, values in state["rewards"].items()}
         self._best = None if state["best"] is None else tuple(state["best"])
-        self._reward = math.nan if state["reward"] is None else float(state["reward"])
+        self._reward_mean = math.nan if state["reward"] is None else float(state["reward"])
 
     def step(self, step: int, metrics: Mapping[str, float], varied: Collection[str] = ()) -> dict[str, str]:
-        """{alarm: its words} of this step; told once, and again every 50 steps while it lasts.
+        """{alarm: its text} of this step; each is raised once, and again every 50 steps while its cause lasts.
 
-        varied: the rewards that were not the same for all of the step's completions.
+        Args:
+            step: the number of the step.
+            metrics: the metrics of the step.
+            varied: the rewards that were not the same for all completions of the step.
         """
         rules = (
             self._kl, self._gap, self._sampler_kl, self._effective_samples, self._clipped, self._groups, self._length,
             self._value, self._gradient,
         )  # fmt: skip
         raised = {name: text for rule in rules for name, text in rule(metrics)} | dict(self._constant(metrics, varied))
-        self._reward = metrics.get("reward/mean", math.nan)
+        self._reward_mean = metrics.get("reward/mean", math.nan)
         for name in WATCHED:
             if name in metrics:
                 first = self._first.setdefault(name, [])
                 if len(first) < FIRST:
                     first.append(metrics[name])
                 self._series[name] = [*self._series.get(name, []), metrics[name]][-WINDOW:]
-        return self._due(raised, step)
+        return self._not_repeated(raised, step)
 
     def evaluation(self, step: int, accuracy: float | None, error: float | None) -> dict[str, str]:
-        """As `step`, after an evaluation: whether accuracy falls while the reward rises."""
+        """As `step`, for an evaluation: raises an alarm if accuracy falls while the reward rises."""
         drop = self.settings.accuracy_drop
         if accuracy is None or drop is None:
             return {}
         raised = {}
-        if self._best is not None and not math.isnan(self._reward):
+        if self._best is not None and not math.isnan(self._reward_mean):
             best, best_error, reward = self._best
             noise = math.hypot(best_error, error or 0.0)
-            if accuracy < best - drop * noise and noise > 0 and (reward is None or self._reward > reward):
-                rose = "is" if reward is None else f"rose from {reward:.3f} to"
+            if accuracy < best - drop * noise and noise > 0 and (reward is None or self._reward_mean > reward):
+                change = "is" if reward is None else f"rose from {reward:.3f} to"
                 raised["accuracy_falls"] = (
-                    f"held-out accuracy fell from {best:.3f} to {accuracy:.3f} while reward/mean {rose}"
-                    f" {self._reward:.3f}: the reward is being gamed, or the training prompts are learned by heart."
-                    " Read completions that score high; tie the policy to its start (algorithm.kl_coef), fix the"
+                    f"held-out accuracy fell from {best:.3f} to {accuracy:.3f} while reward/mean {change}"
+                    f" {self._reward_mean:.3f}: the reward is being gamed, or the training prompts are learned by"
+                    " heart. Read completions that score high; tie the policy to its start (algorithm.kl_coef), fix the"
                     " reward, or take the checkpoint of the best accuracy"
                 )
         if self._best is None or accuracy > self._best[0]:
-            known = None if math.isnan(self._reward) else self._reward
-            self._best = None if known is None and step else (accuracy, error or 0.0, known)
-        return self._due(raised, step)
+            reward_mean = None if math.isnan(self._reward_mean) else self._reward_mean
+            self._best = None if reward_mean is None and step else (accuracy, error or 0.0, reward_mean)
+        return self._not_repeated(raised, step)
 
-    def _due(self, raised: Mapping[str, str], step: int) -> dict[str, str]:
-        due = {
+    def _not_repeated(self, raised: Mapping[str, str], step: int) -> dict[str, str]:
+        new = {
             name: text
             for name, text in raised.items()
-            if name not in self._said or step - self._said[name] >= REPEAT_STEPS
+            if name not in self._last_raised or step - self._last_raised[name] >= REPEAT_STEPS
         }
-        self._said |= dict.fromkeys(due, step)
-        return due
+        self._last_raised |= dict.fromkeys(new, step)
+        return new
 
     def _lasts(self, name: str, holds: bool) -> bool:
         self._streaks[name] = self._streaks.get(name, 0) + 1 if holds else 0
         return self._streaks[name] >= self.settings.patience
 
     def _exceeds(self, name: str, value: float | None, limit: float | None) -> bool:
-        """Whether the value has been over its limit for long enough; never where there is no value, or no limit."""
+        """Whether the value has exceeded the limit for `patience` steps; False where there is no value or no limit."""
         return limit is not None and value is not None and self._lasts(name, value > limit)
 
     # -- rules ---------------------------------------------------------------------------------------------------------
@@ -204,21 +210,21 @@ class Alarms:
         length = metrics.get("length/mean")
         if limit is None or length is None or len(first) < FIRST:
             return
-        start = max(1.0, sum(first) / len(first))
-        if self._lasts("length_growth", length > limit * start):
+        initial = max(1.0, sum(first) / len(first))
+        if self._lasts("length_growth", length > limit * initial):
             yield (
                 "length_growth",
-                f"completions grew from {start:.0f} to {length:.0f} tokens (alarms.length_growth={limit:g}). Where"
+                f"completions grew from {initial:.0f} to {length:.0f} tokens (alarms.length_growth={limit:g}). Where"
                 " length itself pays, add reward=[...,overlong] or length, or use algorithm=dr_grpo, which does not"
                 " favour long wrong answers",
             )
 
     def _value(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         limit, loss = self.settings.value_loss, metrics.get("loss/value")
-        before = self._series.get("loss/value", [])
-        if limit is None or loss is None or len(before) < WINDOW // 2:
+        earlier = self._series.get("loss/value", [])
+        if limit is None or loss is None or len(earlier) < WINDOW // 2:
             return
-        if self._lasts("value_loss", loss > limit * median(before)):
+        if self._lasts("value_loss", loss > limit * median(earlier)):
             yield (
                 "value_loss",
                 f"loss/value is {loss:.3g}, {limit:g} times that of the steps before: the critic diverges, and with it"
@@ -227,13 +233,13 @@ class Alarms:
 
     def _gradient(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         limit, norm = self.settings.grad_norm, metrics.get("policy/grad_norm")
-        before = [value for value in self._series.get("policy/grad_norm", []) if value > 0]
-        if limit is None or norm is None or len(before) < WINDOW // 2:
+        earlier = [value for value in self._series.get("policy/grad_norm", []) if value > 0]
+        if limit is None or norm is None or len(earlier) < WINDOW // 2:
             return
-        if norm > max(limit * median(before), *self._first["policy/grad_norm"]):
+        if norm > max(limit * median(earlier), *self._first["policy/grad_norm"]):
             yield (
                 "grad_norm",
-                f"policy/grad_norm is {norm:.3g}, and {median(before):.3g} in the steps before"
+                f"policy/grad_norm is {norm:.3g}, and {median(earlier):.3g} in the steps before"
                 f" (alarms.grad_norm={limit:g}): one batch pulls far harder than the others."
                 " trainer.max_grad_norm bounds it; look at this step's completions, and lower trainer.lr if it comes"
                 " again",
@@ -247,9 +253,9 @@ class Alarms:
             reward = name.removeprefix("reward/")
             if not name.startswith("reward/") or reward in ("mean", "std"):
                 continue
-            first, steps, moved = self._rewards.get(reward, [value, 0.0, 0.0])
+            first, steps, moved = self._reward_history.get(reward, [value, 0.0, 0.0])
             moved = max(moved, float(value != first or reward in varied))
-            self._rewards[reward] = [first, steps + 1, moved]
+            self._reward_history[reward] = [first, steps + 1, moved]
             if steps + 1 >= limit and not moved:
                 yield (
                     f"constant_reward_{reward}",

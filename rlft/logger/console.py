@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view on a terminal, plain lines in a pipe."""
+"""Shows a run while it is running: a live view on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rlft.system.terminal import discard
 from rlft.types import Evaluation, RunInfo, StepRecord
 
 STAGES = ("sample", "score", "credit", "inspect", "update", "publish")
-PACE_STEPS = 20  # the ETA goes by the pace of the last steps, evaluations and checkpoints between them included
+PACE_STEPS = 20  # the ETA is computed from the last steps, with the evaluations and checkpoints between them
 TREND_WIDTH = 24
 REFRESHES_PER_SECOND = 4
 
 
 class StandardOutput(Terminal):
-    """A console that prints nothing more once nobody reads its pipe; rich's own ends the process then."""
+    """A console that stops printing when nobody reads its pipe any more, where rich's own would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -36,9 +36,9 @@ class StandardOutput(Terminal):
 
 
 def open_terminal() -> Terminal:
-    """A console on stdout that survives text its encoding can't show, and reads no markup in what it prints.
+    """A console on stdout that escapes characters which its encoding lacks, and prints markup as plain text.
 
-    It also survives the end of whoever reads stdout, such as `head -1`.
+    It survives the end of the process that reads stdout, such as `head -1`.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -49,8 +49,11 @@ def open_terminal() -> Terminal:
 class Console:
     """Shows the start-up table, then the run: live where stdout is a terminal, else a line now and then.
 
-    live: False for plain lines on a terminal too. plain_seconds: least seconds between two plain step lines.
-    Neither frozen nor slotted: it remembers what it has shown, which is no key.
+    It is neither frozen nor slotted, because it also holds its view, which is not a key.
+
+    Attributes:
+        live: whether a terminal gets a live view; if False, it gets plain lines, too.
+        plain_seconds: the least number of seconds between two plain step lines.
     """
 
     has_page = True
@@ -64,7 +67,7 @@ class Console:
     def start(self, run: RunInfo) -> None:
         terminal = open_terminal()
         progress = Progress(run, glyphs_for(terminal.encoding))
-        # `isatty` rather than rich's word for it: FORCE_COLOR must not send cursor movements into a file.
+        # `isatty` instead of rich's `is_terminal`: FORCE_COLOR must not send cursor movements into a file.
         in_place = self.live and sys.stdout.isatty() and not terminal.is_dumb_terminal
         print_start(terminal, run)
         self.view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, self.plain_seconds)
@@ -90,7 +93,7 @@ class Console:
 
 
 def print_start(terminal: Terminal, run: RunInfo) -> None:
-    """One table of every size."""
+    """Prints the start-up table."""
     title = f"{visible(run.name)} in {run.folder}"
     terminal.print(Text(title, style="bold"), soft_wrap=True)
     table = Table.grid(padding=(0, 2))
@@ -103,8 +106,13 @@ def print_start(terminal: Terminal, run: RunInfo) -> None:
 
 
 class Progress:
-    """What is known of the run so far, as texts for either view; now: seconds on a clock that never goes
-    back, `time.monotonic` unless given."""
+    """The progress of a run, and its texts for both views.
+
+    Args:
+        run: the run.
+        glyphs: the characters that the terminal can show.
+        now: returns the seconds of a clock that never goes back; `time.monotonic` by default.
+    """
 
     def __init__(self, run: RunInfo, glyphs: Glyphs, now: Callable[[], float] | None = None) -> None:
         self.run, self.glyphs = run, glyphs
@@ -115,24 +123,24 @@ class Progress:
         self.evaluations: list[Evaluation] = []
         self.current = "starting"
         self.started = self.now()
-        self._turns: list[float] = []  # when the first stage began and when each step ended
+        self._step_times: list[float] = []  # the time when the first stage began, then those when steps ended
 
     def stage(self, name: str) -> None:
         self.current = name
-        if name in (STAGES[0], "update") and not self._turns:
-            self._turns.append(self.now())
+        if name in (STAGES[0], "update") and not self._step_times:
+            self._step_times.append(self.now())
 
     def step(self, record: StepRecord) -> None:
         self.done, self.metrics = record.step, record.metrics
         self.watched.append(record.metrics.get(self.run.watched[1], 0.0))
-        self._turns = [*self._turns, self.now()][-PACE_STEPS - 1 :]
+        self._step_times = [*self._step_times, self.now()][-PACE_STEPS - 1 :]
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
 
     @property
     def accuracies(self) -> list[float]:
-        """Of the evaluations that measured one."""
+        """The accuracies of the evaluations that measured accuracy."""
         return [evaluation.accuracy for evaluation in self.evaluations if evaluation.accuracy is not None]
 
     @property
@@ -140,24 +148,24 @@ class Progress:
         return self.now() - self.started
 
     def seconds_left(self) -> float | None:
-        """By the pace of the last steps; None before the first one."""
-        turns = self._turns
-        if len(turns) < 2:
+        """The remaining seconds at the pace of the last steps; None before the first step."""
+        times = self._step_times
+        if len(times) < 2:
             return None
-        pace = (turns[-1] - turns[0]) / (len(turns) - 1)
-        return max(0.0, pace * (self.run.steps - self.done) - (self.now() - turns[-1]))
+        pace = (times[-1] - times[0]) / (len(times) - 1)
+        return max(0.0, pace * (self.run.steps - self.done) - (self.now() - times[-1]))
 
     def eta(self) -> str:
         left = self.seconds_left()
         return "-:--" if left is None else duration(left)
 
     def tokens_per_second(self) -> float | None:
-        """Completion tokens sampled, by the seconds of the whole step."""
+        """Sampled completion tokens per second of the whole step."""
         tokens, seconds = self.metrics.get("tokens/completion"), self.metrics.get("time/step")
         return None if tokens is None or not seconds else tokens / seconds
 
     def trend(self, values: Sequence[float], width: int = TREND_WIDTH) -> str:
-        """First and last value with the curve between them."""
+        """The first and the last value, and a small curve of all of them."""
         if not values:
             return "-"
         if len(values) == 1:
@@ -166,7 +174,7 @@ class Progress:
         return f"{arrow}  {sparkline(values, width, self.glyphs.bars)}"
 
     def evaluation_line(self) -> str:
-        """The latest evaluation, and the first one beside it."""
+        """The latest evaluation, followed by the first one."""
         last, first = self.evaluations[-1], self.evaluations[0]
         line = f"step {last.step}: held-out {headline(last, self.glyphs)}"
         return line if last is first else f"{line} (step {first.step}: {headline(first, None)})"
@@ -174,16 +182,16 @@ class Progress:
     def closing_line(self, status: str) -> str:
         if status == "finished":
             return f"finished {self.run.steps} steps in {duration(self.elapsed)}"
-        where = f"after step {self.done} of {self.run.steps}, {duration(self.elapsed)}"
+        progress_text = f"after step {self.done} of {self.run.steps}, {duration(self.elapsed)}"
         return (
-            f"interrupted {where}"
+            f"interrupted {progress_text}"
             if status == "interrupted"
-            else f"stopped {where}: {status.removeprefix('stopped: ')}"
+            else f"stopped {progress_text}: {status.removeprefix('stopped: ')}"
         )
 
 
 def headline(evaluation: Evaluation, glyphs: Glyphs | None) -> str:
-    """The accuracy, or the loss where there is none; beside a loss both. With glyphs: its word and error, too."""
+    """The accuracy and the loss of an evaluation, as far as it has them; with glyphs also their names and the error."""
     loss = evaluation.metrics.get("eval/loss")
     parts = []
     if evaluation.accuracy is not None:
@@ -196,7 +204,7 @@ def headline(evaluation: Evaluation, glyphs: Glyphs | None) -> str:
 
 
 class PlainView:
-    """One short line a step, no closer together than `seconds`; the first and the last step always have theirs."""
+    """Prints a short line for a step, at most one in `seconds`; the first and the last step always get a line."""
 
     def __init__(self, terminal: Terminal, progress: Progress, seconds: float) -> None:
         self.terminal, self.progress, self._seconds = terminal, progress, seconds
@@ -220,12 +228,12 @@ class PlainView:
 def step_line(progress: Progress) -> str:
     """`step  12/100  reward 0.620  length 41  3,412 tokens/s  2.1 s/step  elapsed 0:25  ETA 2:56`.
 
-    Without the accuracy: an evaluation has a line of its own, and later steps would repeat what is out of date.
+    It leaves out the accuracy: an evaluation has its own line, and later steps would repeat an outdated value.
     """
     metrics, steps = progress.metrics, progress.run.steps
     parts = [f"step {progress.done:>{len(str(steps))}}/{steps}"]
-    word, watched = progress.run.watched
-    parts += [f"{word} {metrics[watched]:.3f}"] if watched in metrics else []
+    watched_label, watched_metric = progress.run.watched
+    parts += [f"{watched_label} {metrics[watched_metric]:.3f}"] if watched_metric in metrics else []
     parts += [f"length {metrics['length/mean']:.0f}"] if "length/mean" in metrics else []
     speed = progress.tokens_per_second()
     parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
@@ -238,7 +246,7 @@ def seconds_text(seconds: float) -> str:
 
 
 class LiveView:
-    """A panel at the bottom that is redrawn in place; whatever is printed scrolls by above it and stays."""
+    """A panel at the bottom that is redrawn in place; printed lines scroll by above it and stay."""
 
     def __init__(self, terminal: Terminal, progress: Progress) -> None:
         self.terminal, self.progress = terminal, progress
@@ -281,19 +289,19 @@ class LiveView:
 
 
 def live_rows(progress: Progress) -> list[tuple[str, str]]:
-    """The lines of the live view, (label, text); all there from the start, so that the height stays."""
+    """(label, text) of each line of the live view; all lines exist from the start, so that its height is constant."""
     metrics = progress.metrics
-    by_name = [(name, value) for name, value in metrics.items() if name.startswith("reward/")]
-    parts = [f"{name[len('reward/') :]} {value:.2f}" for name, value in by_name if name[7:] not in {"mean", "std"}]
+    rewards = [(name, value) for name, value in metrics.items() if name.startswith("reward/")]
+    parts = [f"{name[len('reward/') :]} {value:.2f}" for name, value in rewards if name[7:] not in {"mean", "std"}]
     length = f"{metrics['length/mean']:.0f} tokens" if "length/mean" in metrics else "-"
     truncated = metrics.get("length/truncated_fraction")
     speed, seconds = progress.tokens_per_second(), metrics.get("time/step")
     stages = [f"{stage} {seconds_text(metrics[f'time/{stage}'])}" for stage in STAGES if f"time/{stage}" in metrics]
-    word = progress.run.watched[0]
-    if word != "reward":
+    watched_label = progress.run.watched[0]
+    if watched_label != "reward":
         losses = [e.metrics["eval/loss"] for e in progress.evaluations if "eval/loss" in e.metrics]
         return [
-            (word, progress.trend(progress.watched)),
+            (watched_label, progress.trend(progress.watched)),
             ("held out", progress.trend(losses)),
             ("accuracy", progress.trend(progress.accuracies)),
             ("speed", "-" if speed is None else f"{speed:,.0f} tokens/s, {seconds_text(seconds or 0.0)} s/step"),

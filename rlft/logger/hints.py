@@ -1,4 +1,4 @@
-"""What a run's numbers mean when they look wrong, in plain words with a remedy."""
+"""Hints about a step's numbers that look wrong: what they mean, and a remedy."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from typing import Any
 
 from rlft.types import StepRecord
 
-PATIENCE = 3  # steps in a row before a trouble that one unlucky batch can cause is spoken of
-REPEAT_STEPS = 100  # a lasting trouble is told again after this many steps
+PATIENCE = 3  # steps in a row before a hint about something that a single unlucky batch can cause
+REPEAT_STEPS = 100  # a hint that still applies is given again after this many steps
 LASTING = {"no_signal", "truncated", "empty", "untrained"}
 ALARMS = LASTING | {"entropy"}
-ALWAYS_SO_AT_THE_END = {"entropy", "no_signal"}  # of a task that is solved, where they are no alarm
-SOLVED = 0.95  # share of the highest reward ever seen
+NORMAL_WHEN_SOLVED = {"entropy", "no_signal"}  # normal, and so no alarms, once a task is solved
+SOLVED = 0.95  # share of the highest reward so far
 TRUNCATED = 0.9  # share of completions that hit the length limit
 FEW_TRAINED = 0.05  # share of completion tokens that enter the loss
 EMPTY_LENGTH = 2.0  # mean completion length in tokens, the end token included
-ENTROPY_SHARE = 0.05  # of the mean over the first ENTROPY_WINDOW steps
+ENTROPY_SHARE = 0.05  # share of the mean entropy of the first ENTROPY_WINDOW steps
 ENTROPY_WINDOW = 5
 ROUNDING = 1e-6  # a float32 loss below this is 0 up to rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """A note for the person watching. fatal: the numbers are broken, the run must stop before it saves them.
+    """A note for the person watching.
 
-    alarm: its name in the metrics, where it says that something is wrong.
+    Attributes:
+        text: the note.
+        alarm: the alarm's name in the metrics, if the hint says that something is wrong; else None.
+        fatal: whether the numbers are broken, so that the run must stop before it saves them.
     """
 
     text: str
@@ -36,28 +39,28 @@ class Hint:
 
 
 class Hints:
-    """Reads each step's record, in order, and says what to know: once, or every 100 steps while it lasts."""
+    """Reads the record of each step, in order, and returns hints: each once, or every 100 steps while it applies."""
 
     def __init__(self) -> None:
-        self._said: dict[str, int] = {}
+        self._last_given: dict[str, int] = {}
         self._streaks: dict[str, int] = {}
         self._first_entropies: list[float] = []
         self._last_entropies: list[float] = []
         self._highest = -math.inf
 
     def check(self, record: StepRecord) -> list[Hint]:
-        """The hints this step calls for; one fatal hint alone if loss or gradient is not a finite number."""
-        if broken := not_finite(record):
-            return [broken]
+        """The hints about this step; a single fatal hint if a loss or the gradient is not finite."""
+        if fatal_hint := not_finite(record):
+            return [fatal_hint]
         rules = (self._no_signal, self._zero_loss, self._truncated, self._empty, self._untrained, self._entropy)
         hints = [hint for rule in rules for hint in rule(record)]
-        due = [(key, text) for key, text in hints if self._due(key, record.step)]
-        self._said.update((key, record.step) for key, _ in due)
-        alarms = ALARMS - ALWAYS_SO_AT_THE_END if self._is_solved(record) else ALARMS
-        return [Hint(text=f"step {record.step}: {text}", alarm=key if key in alarms else None) for key, text in due]
+        new = [(key, text) for key, text in hints if self._due(key, record.step)]
+        self._last_given.update((key, record.step) for key, _ in new)
+        alarms = ALARMS - NORMAL_WHEN_SOLVED if self._is_solved(record) else ALARMS
+        return [Hint(text=f"step {record.step}: {text}", alarm=key if key in alarms else None) for key, text in new]
 
     def _is_solved(self, record: StepRecord) -> bool:
-        """Whether nearly every completion gets the most that any has ever got."""
+        """Whether nearly every completion gets the highest reward so far."""
         rewards = [reward for group in record.total_rewards for reward in group]
         if not rewards:
             return False
@@ -65,20 +68,20 @@ class Hints:
         return self._highest > 0 and mean(rewards) >= SOLVED * self._highest
 
     def state(self) -> dict[str, Any]:
-        """Everything that is remembered, as JSON can hold it."""
+        """The whole state, as values that JSON can hold."""
         entropies = {"first": self._first_entropies, "last": self._last_entropies}
         highest = self._highest if math.isfinite(self._highest) else None
-        return {"said": self._said, "streaks": self._streaks, "entropies": entropies, "highest": highest}
+        return {"said": self._last_given, "streaks": self._streaks, "entropies": entropies, "highest": highest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave."""
-        self._said, self._streaks = dict(state["said"]), dict(state["streaks"])
+        """Restores the state that `state` returned."""
+        self._last_given, self._streaks = dict(state["said"]), dict(state["streaks"])
         self._first_entropies = list(state["entropies"]["first"])
         self._last_entropies = list(state["entropies"]["last"])
         self._highest = -math.inf if state["highest"] is None else float(state["highest"])
 
     def _due(self, key: str, step: int) -> bool:
-        return key not in self._said or (key in LASTING and step - self._said[key] >= REPEAT_STEPS)
+        return key not in self._last_given or (key in LASTING and step - self._last_given[key] >= REPEAT_STEPS)
 
     def _lasts(self, key: str, holds: bool) -> bool:
         self._streaks[key] = self._streaks.get(key, 0) + 1 if holds else 0
@@ -141,7 +144,7 @@ class Hints:
         trained, sampled = record.metrics.get("tokens/trained"), record.metrics.get("tokens/completion")
         if trained is None or not sampled:
             return
-        # Groups without a signal are left out on purpose; only the tokens of the others are missed.
+        # Groups without a signal are left out on purpose: only tokens of the other groups count as missing.
         expected = sampled * (1.0 - record.metrics.get("waste/zero_advantage_fraction", 0.0))
         if self._lasts("untrained", trained < FEW_TRAINED * expected):
             dropped = record.metrics.get("waste/importance_dropped_fraction", 0.0)
@@ -173,25 +176,25 @@ class Hints:
 
 def not_finite(record: StepRecord) -> Hint | None:
     """A fatal hint that names the step and the number if a loss or the gradient norm is NaN or infinite."""
-    watched = {
+    broken_metrics = {
         name: value
         for name, value in record.metrics.items()
         if (name.startswith("loss/") or name.endswith("/grad_norm")) and not math.isfinite(value)
     }
-    if not watched:
+    if not broken_metrics:
         return None
-    named = ", ".join(f"{name} is {value}" for name, value in watched.items())
+    items = ", ".join(f"{name} is {value}" for name, value in broken_metrics.items())
     text = (
-        f"step {record.step}: {named}, so the run stops here; checkpoints of earlier steps are good. Start again with a"
+        f"step {record.step}: {items}, so the run stops here; checkpoints of earlier steps are good. Start again with a"
         " lower trainer.lr, or with model.dtype=float32 if it was a 16-bit type"
     )
     return Hint(text=text, fatal=True)
 
 
 def no_signal(record: StepRecord) -> bool:
-    """Whether no group holds two different rewards and, where that is measured, no completion has an advantage.
+    """Whether no group has two different rewards and, where that is measured, no completion has an advantage.
 
-    The second half is for critics, which can learn from equal rewards; groups of one never count.
+    The second condition is for critics, which can learn from equal rewards; groups of one completion do not count.
     """
     groups = [group for group in record.total_rewards if len(group) > 1]
     equal = bool(groups) and all(min(group) == max(group) for group in groups)

@@ -1,7 +1,7 @@
-"""The numbers a run leaves behind: metrics.jsonl, eval.jsonl and alarms.jsonl; and how such files are read.
+"""Writes a run's metrics.jsonl, eval.jsonl and alarms.jsonl, and reads such files.
 
-A resumed run leaves byte for byte the files of an uninterrupted one (times aside): what lies beyond the checkpoint,
-also a line torn by a kill, is cut before anything is appended.
+Apart from times, a resumed run leaves byte for byte the files of an uninterrupted one: lines beyond the checkpoint, and
+a line torn by a kill, are cut off before anything is appended.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ALARMS = "alarms.jsonl"
 
 # Legal inside a JSON string, yet able to break lines or reorder text for whoever prints the file.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-_OF_NAMES_AND_NUMBERS = (string.ascii_letters + string.digits + "_/@.+-").encode()
+_NAME_AND_NUMBER_CHARACTERS = (string.ascii_letters + string.digits + "_/@.+-").encode()
 
 
 @dataclass(kw_only=True)
 class Jsonl:
-    """Writes a line a step and a line an evaluation at once.
+    """Writes a line for each step and each evaluation, immediately.
 
-    Neither frozen nor slotted: it holds the open files, which are no keys.
+    It is neither frozen nor slotted, because it also holds the open files, which are not keys.
     """
 
     writes_metrics = True
@@ -45,7 +45,7 @@ class Jsonl:
     def __post_init__(self) -> None:
         self.folder = Path()
         self.files: dict[str, BinaryIO] = {}
-        self.evaluated = 0  # no line of eval.jsonl is of a later step
+        self.evaluated = 0  # the step of the last line in eval.jsonl, or an upper bound of it
 
     def start(self, run: RunInfo) -> None:
         self.folder, self.evaluated = run.folder, run.step
@@ -56,7 +56,7 @@ class Jsonl:
             told_on_stderr(missing)
 
     def stage(self, name: str) -> None:
-        """What a checkpoint comes after is on disk before it: a power cut leaves no gap behind a resume."""
+        """Flushes the files to disk before a checkpoint, so that a power cut leaves no gap in a resumed run's files."""
         if name == "checkpoint":
             for file in self.files.values():
                 path = Path(file.name)
@@ -69,7 +69,7 @@ class Jsonl:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.step <= self.evaluated:
-            # A run that starts again from this step evaluates again: the new line takes the old one's place.
+            # A run that starts again from this step evaluates again: the new line replaces the old one.
             self.files[EVALUATIONS].close()
             self.files[EVALUATIONS] = open_after(self.folder / EVALUATIONS, evaluation.step - 1, silent)
         self.evaluated = evaluation.step
@@ -117,52 +117,54 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def turn_fields(completion: Completion) -> dict[str, Any]:
-    """{"turns": ..}, where there are some."""
+    """{"turns": ..} of a completion that has turns; else empty."""
     return {"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}
 
 
 def question_of(prompt: Prompt) -> str:
-    """What the user asked last."""
+    """The user's last message."""
     questions = [message["content"] for message in prompt.messages if message["role"] == "user"]
     return questions[-1] if questions else ""
 
 
 def number(value: float) -> float | int | None:
-    """The value as strict JSON knows it: NaN and infinity become None."""
+    """The value as strict JSON can hold it: NaN and infinity become None."""
     if isinstance(value, int):
         return value
-    real = float(value)
-    return real if math.isfinite(real) else None
+    as_float = float(value)
+    return as_float if math.isfinite(as_float) else None
 
 
 def numbers(metrics: Mapping[str, float]) -> dict[str, float | int | None]:
-    """The metrics in name order, so that two runs write the same bytes whatever order they measured in."""
+    """The metrics sorted by name, so that runs write the same bytes in whichever order they measure."""
     return {name: number(metrics[name]) for name in sorted(metrics)}
 
 
 def encode(line: Mapping[str, Any]) -> bytes:
-    """One line of strict JSON, readable text, with every character that breaks lines or hides text escaped."""
+    """One line of strict JSON, as readable text; characters that break lines or hide text are escaped."""
     text = json.dumps(line, ensure_ascii=False, allow_nan=False)
     text = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return text.encode("utf-8", errors="backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
 
 
 def told_on_stderr(text: str) -> None:
-    """A line for whoever reads the files of a run."""
+    """Prints a line on stderr for the person who reads the files of a run."""
     print(text, file=sys.stderr, flush=True)
 
 
 def silent(text: str) -> None:
-    """For a reader beside another one that says the same."""
+    """Prints nothing: for a reader of a file about which another reader prints the same line."""
 
 
 def read_lines(path: Path, say: Say = told_on_stderr) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file, none where there is no file; a torn last line is left out.
+    """The undamaged lines of a JSONL file, without a torn last line; empty if there is no file.
 
-    say: is told which lines are damaged, and of which steps they were.
+    Args:
+        path: the file.
+        say: called with a line about damaged lines and their steps.
 
     Raises:
-        UserError: what is in the file's place cannot be read.
+        UserError: the file cannot be read.
     """
     lost: list[Lost] = []
     try:
@@ -179,13 +181,17 @@ def read_lines(path: Path, say: Say = told_on_stderr) -> list[dict[str, Any]]:
 
 
 def last_line(path: Path, say: Say = told_on_stderr) -> dict[str, Any]:
-    """The last whole line of a JSONL file of numbers, {} where there is none.
+    """The last undamaged line of a JSONL file of numbers; {} if there is none.
 
-    say: is told which lines are damaged. Only the last line is read, and those whose quotes, colons, commas and braces
-    are not those of such a file: looking at these takes a tenth of the time.
+    If every line has the quotes, colons, commas and braces of such a file, only the last one is parsed; checking for
+    these takes a tenth of the time.
+
+    Args:
+        path: the file.
+        say: called with a line about damaged lines.
 
     Raises:
-        UserError: what is in the file's place cannot be read.
+        UserError: the file cannot be read.
     """
     try:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -200,20 +206,24 @@ def last_line(path: Path, say: Say = told_on_stderr) -> dict[str, Any]:
 
 
 def holds_numbers(line: bytes) -> bool:
-    """Whether a line has the marks of an object of numbers by name that begins with its step, and no others.
+    """Whether a line has the punctuation of an object of named numbers that begins with its step, and no other.
 
     >>> holds_numbers(b'{"step": 1, "loss/total": -2.5e-3}\\n'), holds_numbers(b'{"step": 1, "loss 2.5}\\n')
     (True, False)
     """
-    marks = line.translate(None, _OF_NAMES_AND_NUMBERS)
+    marks = line.translate(None, _NAME_AND_NUMBER_CHARACTERS)
     return line.startswith(b'{"step": ') and marks == b"{" + b", ".join([b'"": '] * marks.count(b":")) + b"}\n"
 
 
 def open_after(path: Path, step: int, say: Say = told_on_stderr) -> BinaryIO:
-    """The file opened to append, unbuffered, cut after the last whole line of this step or an earlier one.
+    """The file opened to append, unbuffered, cut after the last undamaged line of this step or an earlier one.
 
-    Damaged lines before that are left as they are. say: is told of them, and of those that are cut away and may have
-    been of this step or an earlier one.
+    Damaged lines before that are left as they are.
+
+    Args:
+        path: the file.
+        step: the last step whose lines are kept.
+        say: called with a line about damaged lines that may be of this step or an earlier one, kept or cut off.
     """
     keep = 0
     lost: list[Lost] = []
@@ -232,7 +242,7 @@ def open_after(path: Path, step: int, say: Say = told_on_stderr) -> BinaryIO:
 
 
 def missing_at_the_end(path: Path, step: int) -> str | None:
-    """That the lines of the last steps up to this one are not there, as a power cut may leave it; None if they are."""
+    """A note that lines of the last steps up to this one are missing, for instance after a power cut; else None."""
     lines = read_lines(path, silent)
     last = lines[-1]["step"] if lines else 0
     if last >= step:

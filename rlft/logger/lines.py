@@ -1,4 +1,4 @@
-"""The lines of a JSONL file that are whole, and what is known of those that are not."""
+"""Reads the undamaged lines of a JSONL file, and describes the damaged ones."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
-"""Where a line begins: a damaged newline leaves several lines in one."""
+"""The beginning of a line; a damaged newline joins several lines into one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Lost:
     """Damaged lines that follow each other.
 
-    Args:
-        first: number of the first of them, from 1.
-        last: number of the last.
-        steps: those that can still be read of them.
-        after: the step of the whole line before them, None where there is none.
-        before: the step of the whole line behind them, None where there is none.
+    Attributes:
+        first: number of the first of these lines, from 1.
+        last: number of the last one.
+        steps: the steps that can still be read in them.
+        after: the step of the undamaged line before them; None if there is none.
+        before: the step of the undamaged line after them; None if there is none.
     """
 
     first: int
@@ -32,11 +32,11 @@ class Lost:
     before: int | None = None
 
     def may_be_until(self, step: int) -> bool:
-        """Whether something of this step or an earlier one is lost."""
+        """Whether a line of this step or an earlier one may be among them."""
         return min(self.steps) <= step if self.steps else self.after is None or self.after < step
 
     def __str__(self) -> str:
-        """Their numbers and steps."""
+        """The numbers and steps of the lines, in words."""
         lines = f"line {self.first}" if self.first == self.last else f"lines {self.first} to {self.last}"
         return f"{lines} ({self._steps()})" if self._steps() else lines
 
@@ -62,11 +62,14 @@ def has_step(line: dict[str, Any]) -> bool:
 def complete_lines(
     file: Iterable[bytes], lost: list[Lost] | None = None, is_whole: Callable[[dict[str, Any]], bool] = has_step
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(bytes up to the line's end, line) of the lines that are whole; a last one without an end is still being written.
+    """(bytes up to the line's end, line) of each undamaged line; a last line without a newline is still being written.
 
-    lost: gets what is damaged. is_whole: whether a line's JSON is one of such a file.
+    Args:
+        file: the raw lines of the file.
+        lost: the list to which damaged lines are added.
+        is_whole: whether a parsed line is one of such a file.
     """
-    end, step, part = 0, None, None
+    end, step, lost_lines = 0, None, None
     for number, raw in enumerate(file, start=1):
         end += len(raw)
         if not raw.endswith(b"\n"):
@@ -77,18 +80,18 @@ def complete_lines(
             line = None
         if isinstance(line, dict) and is_whole(line):
             step = line.get("step")
-            if part is not None:
-                part.before, part = step, None
+            if lost_lines is not None:
+                lost_lines.before, lost_lines = step, None
             yield end, line
             continue
         steps = [int(digits) for digits in _STEP.findall(raw)]
-        if part is None:
-            part = Lost(first=number, last=number, steps=steps, after=step)
+        if lost_lines is None:
+            lost_lines = Lost(first=number, last=number, steps=steps, after=step)
             if lost is not None:
-                lost.append(part)
+                lost.append(lost_lines)
         else:
-            part.last = number
-            part.steps += steps
+            lost_lines.last = number
+            lost_lines.steps += steps
 
 
 def lost_text(path: Path, lost: Sequence[Lost]) -> str:

@@ -1,4 +1,4 @@
-"""The loggers of a config, and several loggers as one."""
+"""Creates the loggers of a config, and combines several loggers into one."""
 
 from __future__ import annotations
 
@@ -10,55 +10,58 @@ from rlft.keys.instantiate import instantiate, locate
 from rlft.types import Evaluation, Logger, RunInfo, StepRecord, UserError
 
 ONLY_ONE = {"writes_metrics": "writes metrics.jsonl", "has_page": "draws on the terminal"}
-"""What a logger may declare by a class attribute, and what two different loggers of a run cannot both do."""
+"""{class attribute with which a logger declares what it does: this in words}; only one logger of a run may do it."""
 
 
 def declares(logger: Any, attribute: str) -> bool:
-    """Whether a logger, or its class, says this of itself by an attribute that is True (`rlft.types.Logger`)."""
+    """Whether a logger, or its class, declares this by an attribute that is True (`rlft.types.Logger`)."""
     return getattr(logger, attribute, False) is True
 
 
 def loggers_of(sections: Mapping[str, Any]) -> tuple[Logger, ...]:
-    """The loggers of a config's section `logger`. Names decide nothing: sections that are equal are one logger.
+    """The loggers of a config's section `logger`. Equal sections are one logger, whatever their names are.
 
     Raises:
-        UserError: a section is wrong, or two different ones do what only one can.
+        UserError: a section is wrong, or two different loggers do what only one may do.
     """
-    different: dict[str, Any] = {}
+    distinct: dict[str, Any] = {}
     for name, section in sections.items():
-        if section not in different.values():
-            different[name] = section
-    made = {name: instantiate(section, f"logger.{name}") for name, section in different.items()}
-    for attribute, what in ONLY_ONE.items():
-        names = [name for name, logger in made.items() if declares(logger, attribute)]
+        if section not in distinct.values():
+            distinct[name] = section
+    loggers = {name: instantiate(section, f"logger.{name}") for name, section in distinct.items()}
+    for attribute, effect in ONLY_ONE.items():
+        names = [name for name, logger in loggers.items() if declares(logger, attribute)]
         if len(names) > 1:
-            problem = f"{what}, as logger.{names[0]} does"
+            problem = f"{effect}, as logger.{names[0]} does"
             raise UserError(f"logger.{names[1]}", problem, remedy="choose one of the two")
-    return tuple(made.values())
+    return tuple(loggers.values())
 
 
 def is_declared(sections: Mapping[str, Any], attribute: str) -> bool:
-    """Whether a class that these sections name says this of itself.
+    """Whether a class that these sections name declares this.
 
     Raises:
-        UserError: none that can be imported does, and one cannot be imported.
+        UserError: no class that can be imported declares it, and one cannot be imported.
     """
-    failed: UserError | None = None
+    import_error: UserError | None = None
     for name, section in sections.items():
         try:
             if declares(locate(section.get("_target_"), f"logger.{name}._target_"), attribute):
                 return True
         except UserError as error:
-            failed = error
-    if failed is not None:
-        raise failed
+            import_error = error
+    if import_error is not None:
+        raise import_error
     return False
 
 
 class Loggers:
     """Passes every call on, in order. `finish` reaches every logger that was started, even if another one fails.
 
-    current: the stage that the run is in. run, last: what was told when it began, and the last step; None before.
+    Attributes:
+        current: the current stage of the run.
+        run: the run, once it has started; None before.
+        last: the record of the last step; None before the first one.
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
@@ -70,7 +73,7 @@ class Loggers:
 
     @property
     def finished(self) -> int:
-        """Steps that are done."""
+        """Number of finished steps."""
         newest = self.last or self.run
         return 0 if newest is None else newest.step
 

@@ -15,13 +15,19 @@ from rlft.logger.scalars import ScalarLogger, last_steps, name_of, parameters
 from rlft.types import RunInfo
 
 MOST_PARAMETERS, LONGEST_VALUE = 100, 6000
-"""Of one call, and characters of one parameter's value."""
+"""The most parameters of one call, and the most characters of a parameter's value."""
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
 
 
 @dataclass(kw_only=True)
 class Mlflow(ScalarLogger):
-    """Logs to an experiment; seconds: longest wait for one answer. A parameter stays as it was when the run began."""
+    """Logs to an experiment; parameters keep the values that they had when the run began.
+
+    Attributes:
+        tracking_uri: the address of the server or database; None for MLflow's default.
+        experiment: the name of the experiment.
+        seconds: the longest wait for one answer.
+    """
 
     package = "mlflow"
     environment: ClassVar = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
@@ -32,16 +38,16 @@ class Mlflow(ScalarLogger):
 
     def open(self, run: RunInfo) -> tuple[str, str]:
         self.client, name = self.library.MlflowClient(self.tracking_uri), name_of(run, self.package)
-        with suppress(self.library.MlflowException):  # it is there, maybe since a moment ago
+        with suppress(self.library.MlflowException):  # it exists already, perhaps only since a moment ago
             self.client.create_experiment(self.experiment)
         experiment = self.client.get_experiment_by_name(self.experiment).experiment_id
-        known = self.client.search_runs([experiment], f"tags.`rlft.run` = '{name}'")
-        entry = known[0] if known else self.client.create_run(experiment, tags={"rlft.run": name}, run_name=run.name)
+        found = self.client.search_runs([experiment], f"tags.`rlft.run` = '{name}'")
+        entry = found[0] if found else self.client.create_run(experiment, tags={"rlft.run": name}, run_name=run.name)
         self.client.update_run(entry.info.run_id, status="RUNNING")
         values = {self.renamed(key): str(value)[:LONGEST_VALUE] for key, value in parameters(run.config).items()}
-        new = [self.library.entities.Param(key, v) for key, v in values.items() if key not in entry.data.params]
-        for i in range(0, len(new), MOST_PARAMETERS):
-            self.client.log_batch(entry.info.run_id, params=new[i : i + MOST_PARAMETERS])
+        missing = [self.library.entities.Param(key, v) for key, v in values.items() if key not in entry.data.params]
+        for i in range(0, len(missing), MOST_PARAMETERS):
+            self.client.log_batch(entry.info.run_id, params=missing[i : i + MOST_PARAMETERS])
         return entry.info.run_id, f"run {entry.info.run_id} of experiment {self.experiment}"
 
     def logged(self) -> Mapping[str, int]:
@@ -60,5 +66,5 @@ class Mlflow(ScalarLogger):
 
 
 def finite(value: float) -> float:
-    """NaN for infinity, of which MLflow's databases make the largest number there is: no chart survives that."""
+    """The value, or NaN for infinity, which MLflow's databases turn into the largest number, so that charts break."""
     return value if math.isfinite(value) else math.nan

@@ -1,7 +1,7 @@
-"""The completions a run leaves behind: rollouts/step_<n>.jsonl, one file for each step that `rollouts` names.
+"""Writes a run's completions to rollouts/step_<n>.jsonl, one file for each step that the `rollouts` section chooses.
 
-A run writes them whatever its loggers are. A resumed run leaves the files of an uninterrupted one: those of steps
-beyond the checkpoint are removed before it goes on.
+A run writes them whichever loggers it has. A resumed run leaves the same files as an uninterrupted one: those of steps
+beyond the checkpoint are removed before it continues.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _NAME = re.compile(r"step_(\d+)\.jsonl(\.tmp)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsConfig:
-    """Which completions are written.
+    """The `rollouts` section: which completions are written.
 
-    every: steps between two files, 0 for none. keep: newest files that stay, None for all.
+    Attributes:
+        every: number of steps from one file to the next; 0 for no files.
+        keep: number of the newest files that are kept; None for all.
     """
 
     every: NonNegativeInt
@@ -38,15 +40,15 @@ class RolloutsConfig:
         return self.every > 0 and step % self.every == 0
 
     def most_files(self, num_steps: int) -> int:
-        """Files that there are at a time in a run of this many steps; a new one is whole before the oldest goes."""
+        """The most files at a time in a run of this many steps; a new one is complete before the oldest is deleted."""
         written = num_steps // self.every if self.every else 0
         return written if self.keep is None else min(written, self.keep + 1)
 
 
 class Rollouts:
-    """Writes a step's completions as one file, all or nothing.
+    """Writes a step's completions as one file, completely or not at all.
 
-    It comes before the loggers of a run: a line in metrics.jsonl promises that the step's completions are there.
+    It comes before the other loggers of a run: a line in metrics.jsonl promises that the step's completions exist.
     """
 
     def __init__(self, config: RolloutsConfig) -> None:
@@ -113,7 +115,7 @@ def rollout_lines(record: StepRecord) -> Iterator[dict[str, Any]]:
 
 
 def conversation_fields(completion: Completion) -> dict[str, Any]:
-    """{"mask": 1 for each token that was sampled, else 0, "turns": .., "branches": ..}, each where there is one."""
+    """{"mask": 1 for each sampled token, else 0, "turns": .., "branches": ..}, as far as the completion has them."""
     fields: dict[str, Any] = {}
     if completion.mask is not None:
         fields["mask"] = [int(sampled) for sampled in completion.mask]
@@ -124,12 +126,12 @@ def conversation_fields(completion: Completion) -> dict[str, Any]:
 
 
 def turn_of(fields: Mapping[str, Any]) -> Turn:
-    """A turn of the fields that `asdict` made of it, for instance in a line of a rollout file."""
+    """The turn from which `asdict` made these fields, for instance in a line of a rollout file."""
     return Turn(**{**fields, "calls": tuple(ToolCall(**call) for call in fields["calls"])})
 
 
 def completion_of(line: Mapping[str, Any]) -> Completion:
-    """The completion of a line of a rollout file. A log-prob that was not finite is NaN."""
+    """The completion in a line of a rollout file. A log-prob that was not finite becomes NaN."""
     return Completion(
         text=line["completion"],
         token_ids=tuple(line["token_ids"]),
@@ -142,15 +144,14 @@ def completion_of(line: Mapping[str, Any]) -> Completion:
 
 
 def token_fields(values: TokenValues) -> dict[str, list[Any]]:
-    """{"text": of each token, and its numbers by name}."""
-    numbers_of = {
-        name: [v if v is None else number(v) for v in own] for name, own in asdict(values).items() if name != "text"
-    }
-    return {"text": list(values.text), **numbers_of}
+    """{"text": each token's text, name: each token's number, ..}."""
+    by_name = {name: column for name, column in asdict(values).items() if name != "text"}
+    numbers_by_name = {name: [v if v is None else number(v) for v in column] for name, column in by_name.items()}
+    return {"text": list(values.text), **numbers_by_name}
 
 
 def rollout_files(folder: Path) -> list[tuple[Path, int]]:
-    """The run's rollout files with their steps, oldest first; also temporary ones that a kill left behind."""
+    """The run's rollout files with their steps, oldest first, including temporary ones that a kill has left behind."""
     files = (path for path in (folder / ROLLOUTS).glob("step_*") if path.is_file())
     matches = [(path, _NAME.fullmatch(path.name)) for path in files]
     return sorted(((path, int(match[1])) for path, match in matches if match), key=lambda item: item[1])

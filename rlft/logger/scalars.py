@@ -1,6 +1,6 @@
-"""What loggers that send numbers to a tracker share: each says how its library is called, and nothing else.
+"""The base class of loggers that send numbers to a tracker; a subclass only says how its library is called.
 
-Trouble with a tracker is told once and never stops training; the run's own files have everything.
+Trouble with a tracker is reported once and never stops training: the run's own files have everything.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from rlft.types import Evaluation, RunInfo, StepRecord, UserError
 
 @dataclass(kw_only=True)
 class ScalarLogger(ABC):
-    """Sends the metrics of steps and evaluations, with what the config says, to a tracker.
+    """Sends the metrics of steps and evaluations, and the config, to a tracker.
 
     A subclass names its `package` (which is also its extra and its choice) and overrides `open`, `send` and `close`. A
-    resumed run goes on with the run of the tracker: `name_of` gives a name by which that is found again, and `logged`
-    what it has already, which is not sent a second time. A field `seconds` is the longest wait for one call; without
-    one, calls are not bounded, as where only files are written. Neither frozen nor slotted: it holds the tracker's run.
+    resumed run continues the tracker's run: `name_of` returns a name by which it is found again, and `logged` what it
+    has already, which is not sent a second time. A field `seconds` is the longest wait for one call; without it, calls
+    have no time limit, for instance where only files are written. It is neither frozen nor slotted, because it also
+    holds the tracker's run.
 
-    Errors: UserError when the package is not installed, at construction.
+    Raises:
+        UserError: the package is not installed.
     """
 
     package = ""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Variables that the library reads, with what they are where the user has not set them."""
+    """{environment variable that the library reads: its value if the user has not set it}."""
 
     def __post_init__(self) -> None:
-        self.run: Any = None  # the tracker's; None before it is open, and after an error
-        self.sent: Mapping[str, int] = {}  # {metric: its last step that the tracker had when this process began}
+        self.run: Any = None  # the tracker's run; None before it is open, and after an error
+        self.sent: Mapping[str, int] = {}  # {metric: the last step that the tracker had when this process began}
         spec = importlib.util.find_spec(self.package)
-        # Some trackers leave a folder of their name, which Python takes for a package (without an origin).
+        # Some trackers leave a folder of their name, which Python takes for a package; it has no origin.
         if spec is None or spec.origin is None:
             remedy = f"pip install 'rlft[{self.package}]', or leave {self.package} out of logger=[...]"
             raise UserError(f"logger.{self.package}", f"the package {self.package} is not installed", remedy=remedy)
@@ -56,7 +58,7 @@ class ScalarLogger(ABC):
     # -- what a tracker is ---------------------------------------------------------------------------------------------
     @abstractmethod
     def open(self, run: RunInfo) -> tuple[Any, str]:
-        """(the tracker's run, begun or gone on with, which knows the config; where to look at it)."""
+        """(the tracker's run, new or continued, with the config; where to look at it)."""
 
     @abstractmethod
     def send(self, metrics: Mapping[str, float], step: int) -> None:
@@ -64,30 +66,30 @@ class ScalarLogger(ABC):
 
     @abstractmethod
     def close(self, status: str) -> None:
-        """Ends the tracker's run; status: as `Logger.finish` is told it."""
+        """Ends the tracker's run; `status` is as in `Logger.finish`."""
 
     def logged(self) -> Mapping[str, int]:
-        """{metric: its last step} of what the open run has from before; nothing where a tracker itself drops it."""
+        """{metric: its last step} that the opened run has already; empty if the tracker itself drops repeated steps."""
         return {}
 
     def renamed(self, metric: str) -> str:
-        """The metric's name as the tracker takes it."""
+        """The metric's name as the tracker accepts it."""
         return metric
 
-    def flush(self) -> None:  # noqa: B027 (nothing, where a library keeps nothing back)
-        """What was sent is on disk: a checkpoint follows, behind which it would not be sent again."""
+    def flush(self) -> None:  # noqa: B027 (nothing to do for a library without a buffer)
+        """Waits until everything sent is on disk: after the next checkpoint it would not be sent again."""
 
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the library raises where the tracker, not rlft, is at fault."""
+        """The errors that the library raises if the tracker, not rlft, is at fault."""
         return (Exception,)
 
     # -- a logger ------------------------------------------------------------------------------------------------------
     def start(self, run: RunInfo) -> None:
-        self._tried("could not start", "going on without it", self._begin, run)
+        self._attempt("could not start", "going on without it", self._begin, run)
 
     def stage(self, name: str) -> None:
         if name == "checkpoint" and self.run is not None:
-            self._tried("stopped logging", "training goes on", self.call, self.flush)
+            self._attempt("stopped logging", "training goes on", self.call, self.flush)
 
     def step(self, record: StepRecord) -> None:
         self._send(record.metrics, record.step)
@@ -97,44 +99,44 @@ class ScalarLogger(ABC):
         present = {name: value for name, value in headline.items() if value is not None}
         self._send({**evaluation.metrics, **present}, evaluation.step)
 
-    def note(self, text: str) -> None:  # noqa: B027 (it is no number)
+    def note(self, text: str) -> None:  # noqa: B027 (a note is not a number)
         pass
 
     def finish(self, status: str) -> None:
         if self.run is None:
             return
         try:
-            self._tried("could not close the run", "the run's own files are complete", self.call, self.close, status)
+            self._attempt("could not close the run", "the run's own files are complete", self.call, self.close, status)
         finally:
             self.run = None
 
     def tell(self, text: str) -> None:
-        """Says it on stderr, where the live view lets lines through."""
+        """Prints a line on stderr; the live view shows it above its panel."""
         print(f"{self.package}: {text}", file=sys.stderr, flush=True)
 
     def call(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What a call into the library gives, if it comes back in time."""
+        """The result of a call into the library, which may take at most `seconds`."""
         seconds: float | None = getattr(self, "seconds", None)
         return call(*arguments) if seconds is None else within(seconds, call, *arguments)
 
     def _begin(self, run: RunInfo) -> None:
         for name, value in self.environment.items():
             os.environ.setdefault(name, value)
-        _ = self.library  # an import takes its time, and asks nobody
-        self.run, where = self.call(self.open, run)
+        _ = self.library  # imported outside the time limit: an import may be slow, but waits for no server
+        self.run, location = self.call(self.open, run)
         self.sent = self.call(self.logged) if self.run is not None else {}
-        self.tell(where)
+        self.tell(location)
 
     def _send(self, metrics: Mapping[str, float], step: int) -> None:
         if self.run is None:
             return
-        named = {self.renamed(name): value for name, value in metrics.items()}
-        new = {name: value for name, value in named.items() if step > self.sent.get(name, -1)}
+        by_name = {self.renamed(name): value for name, value in metrics.items()}
+        new = {name: value for name, value in by_name.items() if step > self.sent.get(name, -1)}
         if new:
-            self._tried(f"stopped logging at step {step}", "training goes on", self.call, self.send, new, step)
+            self._attempt(f"stopped logging at step {step}", "training goes on", self.call, self.send, new, step)
 
-    def _tried(self, problem: str, consequence: str, call: Callable[..., None], *arguments: Any) -> None:
-        """Calls; where that fails, it is told, and the tracker is not called again in this process."""
+    def _attempt(self, problem: str, consequence: str, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls the function; if it fails, reports that and does not call the tracker again in this process."""
         try:
             call(*arguments)
         except self.errors() as error:
@@ -144,7 +146,7 @@ class ScalarLogger(ABC):
 
 
 def kept(folder: Path, name: str, new: Callable[[], str]) -> str:
-    """The text in this file of the run's folder; made up and written down the first time."""
+    """The text in this file of the run's folder; the first time, `new` makes it and it is written."""
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +160,7 @@ def name_of(run: RunInfo, package: str) -> str:
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """{full key: value} of a config; what is neither a number, a truth value nor a text is its JSON.
+    """{full key: value} of a config; a value that is no number, boolean or string becomes its JSON.
 
     >>> parameters({"trainer": {"lr": 0.5}, "lora": None, "stop": ["a"]})
     {'trainer.lr': 0.5, 'lora': 'null', 'stop': '["a"]'}

@@ -1,4 +1,4 @@
-"""The page at the end of a run: reward curve, before and after, where things are, what to do next."""
+"""Prints the page at the end of a run: curve, examples before and after, folder, and next commands."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ _BOX_AS_ASCII = str.maketrans("┌┐└┘─│┤┬", "++++-|++")
 
 
 def print_summary(folder: Path, next_commands: Sequence[tuple[str, str]], terminal: Terminal | None = None) -> None:
-    """Prints the page of a run from its metrics.jsonl and eval.jsonl, so that it spans resumed runs too.
+    """Prints the page of a run from its metrics.jsonl and eval.jsonl, so that it covers all of a resumed run.
 
-    next_commands: (what it does, command). terminal: stdout unless given.
+    Args:
+        folder: the run's folder.
+        next_commands: (what it does, command) of each command to suggest.
+        terminal: where to print; stdout by default.
     """
     terminal = terminal or open_terminal()
     glyphs = glyphs_for(terminal.encoding)
@@ -46,7 +49,7 @@ def print_summary(folder: Path, next_commands: Sequence[tuple[str, str]], termin
 def fact_rows(
     folder: Path, metrics: Sequence[Line], evaluations: Sequence[Line], glyphs: Glyphs
 ) -> list[tuple[str, str]]:
-    """(label, value): accuracy before and after with standard errors, seconds of training, the folder."""
+    """(label, value) of each fact: accuracy before and after with standard errors, seconds of training, the folder."""
     rows = []
     if evaluations:
         steps = f" {glyphs.arrow} ".join(str(line["step"]) for line in ends(evaluations))
@@ -74,29 +77,29 @@ def accuracy_text(line: Line, glyphs: Glyphs) -> str:
 
 
 def print_commands(terminal: Terminal, next_commands: Sequence[tuple[str, str]]) -> None:
-    """One command a line, unwrapped, so that it can be copied."""
+    """Prints one command per line, unwrapped, so that it can be copied."""
     if not next_commands:
         return
     terminal.print("\nNext", style="bold")
-    for what, command in next_commands:
-        terminal.print(Text(f"  # {what}", style="dim"), soft_wrap=True)
+    for purpose, command in next_commands:
+        terminal.print(Text(f"  # {purpose}", style="dim"), soft_wrap=True)
         terminal.print(Text(f"  {command}"), soft_wrap=True)
 
 
 def print_curve(terminal: Terminal, metrics: Sequence[Line], evaluations: Sequence[Line], glyphs: Glyphs) -> None:
-    """Mean reward over the steps as a line, held-out accuracy as circles on the same axes; nothing below two steps.
+    """Draws mean reward over the steps as a line, and held-out accuracy as circles; nothing for less than two steps.
 
-    Where nothing was rewarded the loss, with the loss on what is held out.
+    For a run without rewards it draws the loss, with the held-out loss.
     """
-    watched, measured, word = "reward/mean", "accuracy", "accuracy"
-    if not points(metrics, watched):
-        watched, measured, word = "loss/total", "eval/loss", "loss"
-    rewards = points(metrics, watched)
+    training_metric, evaluation_metric, evaluation_label = "reward/mean", "accuracy", "accuracy"
+    if not points(metrics, training_metric):
+        training_metric, evaluation_metric, evaluation_label = "loss/total", "eval/loss", "loss"
+    rewards = points(metrics, training_metric)
     if len(rewards) < 2:
         return
-    accuracies = points(evaluations, measured)
+    accuracies = points(evaluations, evaluation_metric)
     drawing = curve(rewards, accuracies, width=min(terminal.width, CURVE_WIDTH), ascii_only=glyphs is ASCII)
-    legend = f"{watched} per step (line)" + (f", held-out {word} (o)" if accuracies else "")
+    legend = f"{training_metric} per step (line)" + (f", held-out {evaluation_label} (o)" if accuracies else "")
     terminal.print(Text(legend, style="bold"))
     text = Text(drawing, no_wrap=True, overflow="crop")
     text.highlight_regex("(?<=[│| \u2800-\u28ff.])o", "bold green")
@@ -105,7 +108,7 @@ def print_curve(terminal: Terminal, metrics: Sequence[Line], evaluations: Sequen
 
 
 def points(lines: Sequence[Line], key: str) -> list[tuple[int, float]]:
-    """(step, value) of the lines that hold the key."""
+    """(step, value) of the lines that have the key."""
     return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
 
 
@@ -117,16 +120,16 @@ def curve(
     ascii_only: bool,
 ) -> str:
     """The drawing, without colours: rows of at most `width` characters."""
-    import plotext  # a quarter of a second, wanted only once a run
+    import plotext  # the import takes a quarter of a second, and is needed once per run
 
-    figure = plotext.figure  # the library's one figure, with whatever was drawn before
+    figure = plotext.figure  # the library's only figure, which still has what was drawn before
     figure.clear()
     figure.plot_size(width, CURVE_HEIGHT)
     figure.draw(figure.signal(*unzip(rewards), marker="." if ascii_only else "braille").lines(True))
     if accuracies:
         figure.draw(figure.signal(*unzip(accuracies), marker="o"))
-    everything = [*rewards, *accuracies]
-    steps, values = unzip(everything)
+    all_points = [*rewards, *accuracies]
+    steps, values = unzip(all_points)
     low, high = value_range(values)
     figure.ruler("y").lim(low, high)
     ticks = [low + (high - low) * i / 4 for i in range(5)]
@@ -141,10 +144,10 @@ def unzip(pairs: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """Limits of the value axis: the values', and at least 0.1 apart so that noise is not drawn as a mountain."""
+    """Limits of the value axis: those of the values, but at least 0.1 apart, so that noise does not look large."""
     low, high = min(values), max(values)
-    missing = max(0.0, 0.1 - (high - low)) / 2
-    return low - missing, high + missing
+    padding = max(0.0, 0.1 - (high - low)) / 2
+    return low - padding, high + padding
 
 
 def step_ticks(first: int, last: int) -> list[int]:
@@ -156,7 +159,7 @@ def step_ticks(first: int, last: int) -> list[int]:
 
 
 def print_examples(terminal: Terminal, first: Line, last: Line, glyphs: Glyphs) -> None:
-    """The same held-out prompts at the first and the last evaluation, side by side where there is room."""
+    """Prints the same held-out prompts at the first and the last evaluation, side by side if there is room."""
     pairs = same_prompts(first["examples"], last["examples"])[:EXAMPLES]
     if not pairs:
         return
@@ -196,7 +199,7 @@ def prompt_text(example: Line) -> Text:
 
 
 def example_text(example: Line, glyphs: Glyphs) -> Text:
-    """A right or wrong mark, in words too, then the completion."""
+    """A mark and the word right or wrong, or the score, then the completion."""
     score = example["score"]
     if score is None:
         mark, style = "", ""

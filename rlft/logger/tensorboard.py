@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder."""
+"""Logs to TensorBoard's event files in the run's folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from rlft.types import RunInfo
 
 @dataclass(kw_only=True)
 class Tensorboard(ScalarLogger):
-    """Writes to `tensorboard/` in the run's folder; flush_seconds: longest time until numbers are in the file."""
+    """Writes to `tensorboard/` in the run's folder.
+
+    Attributes:
+        flush_seconds: the longest time until numbers are in the file.
+    """
 
     package = "tensorboard"
 
@@ -23,10 +27,10 @@ class Tensorboard(ScalarLogger):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # Readers drop what was written before of this step and later ones; of a run that starts again, of all.
-        first = run.step + 1 if run.step else 0
+        # Readers ignore what was written earlier for this step and later ones; if a run starts again, for all steps.
+        first_step = run.step + 1 if run.step else 0
         folder = str(run.folder / self.package)
-        writer: Any = SummaryWriter(folder, purge_step=first, flush_secs=self.flush_seconds)
+        writer: Any = SummaryWriter(folder, purge_step=first_step, flush_secs=self.flush_seconds)
         for summary in hparams(parameters(run.config), {}):
             writer.file_writer.add_summary(summary)
         return writer, f"look at it with `tensorboard --logdir {folder}`"

@@ -1,4 +1,4 @@
-"""Text for people: model output made safe to show, trends in a line, durations in words."""
+"""Formats text for people: makes model output safe to show, draws small curves, writes durations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _ESCAPED_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, format (bidi) marks, surrogates, line separators
-# Fillers, blanks and variation selectors: letters, signs and marks by their category, and nothing to see.
+# Fillers, blanks and variation selectors: by their category letters, signs or marks, but invisible.
 _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
-_JOINERS = {"\u200c", "\u200d"}  # of letters and emoji; they move nothing
+_JOINERS = {"\u200c", "\u200d"}  # they join letters and emoji, and move no other text
 _KEPT = {"\n", "\t", *_JOINERS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyphs:
-    """The signs a view is drawn with."""
+    """The characters that a view is drawn with."""
 
     bars: str
     plus_minus: str
@@ -33,14 +33,16 @@ ASCII = Glyphs(bars="_.-=+*#@", plus_minus="+-", arrow="->", right="ok", wrong="
 
 
 def glyphs_for(encoding: str) -> Glyphs:
-    """Signs that a stream of this encoding can show."""
+    """The characters that a stream of this encoding can show."""
     return UNICODE if encoding.lower().replace("-", "").startswith("utf") else ASCII
 
 
 def visible(text: str, *, joiners: bool = True) -> str:
     r"""The text with everything that could move, hide or recolour other text spelled out, as `\x1b` or `\u202e`.
 
-    joiners: whether signs of no width or no ink that belong to some scripts and emoji stay as they are.
+    Args:
+        text: the text.
+        joiners: whether invisible characters that belong to some scripts and emoji stay as they are.
     """
     if "".join(text.split("\n")).isprintable() and (joiners or not _BLANK.search(text)):
         return text
@@ -55,7 +57,7 @@ def visible(text: str, *, joiners: bool = True) -> str:
 
 
 def one_line(text: str, limit: int, cut: str = UNICODE.cut) -> str:
-    """The visible text on one line of at most `limit` characters; the middle goes, because answers come at the end."""
+    """The visible text on one line of at most `limit` characters; the middle is cut, as answers come at the end."""
     line = " ".join(visible(text).split())
     if len(line) <= limit:
         return line
@@ -65,7 +67,7 @@ def one_line(text: str, limit: int, cut: str = UNICODE.cut) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, bars: str = UNICODE.bars) -> str:
-    """At most `width` bars, lowest to highest of the finite values; neighbours are averaged where there are more."""
+    """A curve of the finite values with at most `width` bars; if there are more values, neighbours are averaged."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite or width < 1:
         return ""

@@ -1,4 +1,4 @@
-"""trackio: a local database that `trackio show` draws."""
+"""Logs to trackio, a local database that `trackio show` draws."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from rlft.types import RunInfo
 
 @dataclass(kw_only=True)
 class Trackio(ScalarLogger):
-    """Logs to a project; seconds: longest wait for one call."""
+    """Logs to a project.
+
+    Attributes:
+        project: the name of the project.
+        seconds: the longest wait for one call.
+    """
 
     package = "trackio"
 
@@ -23,14 +28,14 @@ class Trackio(ScalarLogger):
     seconds: PositiveFloat
 
     def call(self, call: Any, *arguments: Any) -> Any:
-        with redirect_stdout(StringIO()):  # it prints, also into the live view
+        with redirect_stdout(StringIO()):  # the library prints, even into the live view
             return super().call(call, *arguments)
 
     def open(self, run: RunInfo) -> tuple[Any, str]:
         name, config = name_of(run, self.package), parameters(run.config)
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        opened = self.library.init(self.project, name, config=config, resume="allow", **quiet)
-        return opened, f"run {name}; look at it with `trackio show --project {self.project}`"
+        trackio_run = self.library.init(self.project, name, config=config, resume="allow", **quiet)
+        return trackio_run, f"run {name}; look at it with `trackio show --project {self.project}`"
 
     def logged(self) -> Mapping[str, int]:
         from trackio.sqlite_storage import SQLiteStorage

@@ -1,4 +1,4 @@
-"""Weights & Biases: the same numbers on a web page, online or offline."""
+"""Logs to Weights & Biases, online or offline."""
 
 from __future__ import annotations
 
@@ -30,15 +30,20 @@ class WandbMode(StrEnum):
 class Wandb(ScalarLogger):
     """Sends metrics to Weights & Biases; a resumed run continues the run id kept in its folder.
 
-    Steps repeated after a resume are sent again and ignored by the server, which takes each step once; they hold the
+    Steps repeated after a resume are sent again and ignored by the server, which accepts each step once; they have the
     same numbers.
 
-    mode: `auto` is online where an account is set up, else offline. init_seconds, finish_seconds: longest waits.
+    Attributes:
+        mode: `auto` is online if an account is set up, else offline.
+        project: the name of the project.
+        entity: the user or team that owns the project; None for the account's default.
+        init_seconds: the longest wait at the start.
+        finish_seconds: the longest wait at the end.
     """
 
     package = "wandb"
     environment: ClassVar = {"WANDB_DISABLE_WEAVE": "true"}
-    """vLLM imports openai, which wandb would answer with an advertisement of another product."""
+    """vLLM imports openai, upon which wandb would print an advertisement for another product."""
 
     mode: WandbMode
     project: str
@@ -51,13 +56,13 @@ class Wandb(ScalarLogger):
         attempts = [(mode, why), (WandbMode.offline, "online did not work")] if mode == "online" else [(mode, why)]
         for mode, why in attempts:
             try:
-                opened = self._open(run, mode)
+                wandb_run = self._open(run, mode)
             except self.errors() as error:
                 self.tell(f"could not start {mode} ({error})")
                 continue
-            folder = Path(opened.dir).parent
-            where = f"upload with `wandb sync {folder}`" if mode == "offline" else str(opened.url)
-            return opened, f"{mode}, {why}; {where}"
+            folder = Path(wandb_run.dir).parent
+            location = f"upload with `wandb sync {folder}`" if mode == "offline" else str(wandb_run.url)
+            return wandb_run, f"{mode}, {why}; {location}"
         return None, "going on without it"
 
     def send(self, metrics: Mapping[str, float], step: int) -> None:
@@ -67,12 +72,12 @@ class Wandb(ScalarLogger):
         self.run.finish(exit_code=0 if status == "finished" else 1)
 
     def errors(self) -> tuple[type[Exception], ...]:
-        """The library has a base of its own errors, so that what else is raised is a bug of rlft's."""
+        """The library's errors have a common base class, so that any other error is a bug of rlft's."""
         return (self.library.Error, OSError)
 
     def _open(self, run: RunInfo, mode: Any) -> Any:
         settings = self.library.Settings(
-            console="off",  # it would wrap stdout, which the live view draws on
+            console="off",  # else it would wrap stdout, on which the live view draws
             silent=True,
             init_timeout=self.init_seconds,
             finish_timeout=self.finish_seconds,
@@ -82,7 +87,7 @@ class Wandb(ScalarLogger):
             entity=self.entity,
             name=run.name,
             id=run_id(run.folder),
-            resume="allow" if mode == "online" else None,  # offline, the same id is what joins the parts
+            resume="allow" if mode == "online" else None,  # offline, the same id joins the parts of a run
             mode=mode,
             dir=str(run.folder),
             config=json.loads(json.dumps(dict(run.config), default=str)),
@@ -91,16 +96,16 @@ class Wandb(ScalarLogger):
 
 
 def run_id(folder: Path) -> str:
-    """The id kept in the run folder; written down the first time: that of `wandb agent` for its run, else a new one.
+    """The id kept in the run's folder, which is written the first time: that of `wandb agent`, else a new one.
 
-    An agent's run has the agent's id whatever it asks for, so that this is the one by which a resume finds it.
+    An agent's run always has the agent's id, so that a resume finds the run by this id.
     """
-    given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-    return kept(folder, RUN_ID, lambda: given or secrets.token_hex(4))
+    agents_id = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return kept(folder, RUN_ID, lambda: agents_id or secrets.token_hex(4))
 
 
 def choose_mode(mode: WandbMode, environ: Mapping[str, str]) -> tuple[str, str]:
-    """(wandb's own word for the mode, why)."""
+    """(wandb's name of the mode, the reason for it)."""
     if mode != WandbMode.auto:
         return str(mode), f"logger.wandb.mode={mode}"
     if requested := environ.get("WANDB_MODE"):
@@ -109,7 +114,7 @@ def choose_mode(mode: WandbMode, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def has_account(environ: Mapping[str, str]) -> bool:
-    """Whether a key is in the environment or where `wandb login` puts it; nothing is sent and the key is not kept."""
+    """Whether a key is in the environment or where `wandb login` puts it; nothing is sent, and the key is not kept."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

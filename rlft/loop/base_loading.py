@@ -17,7 +17,7 @@ from rlft.system.memory import free_memory
 from rlft.trainer.sharded_base import ShardedLayers
 
 SHARE = 0.5
-"""Share of the memory that is free after loading the weights which activations may take without checkpointing."""
+"""Activations may take this share of the memory that is free after loading the weights; else they are recomputed."""
 
 
 def load_for_training(
@@ -34,10 +34,10 @@ def load_for_training(
     Args:
         config: the model's settings.
         lora: the shape of the trained adapter; None if the base itself is trained.
-        token_budget: the most tokens of a forward with gradient.
+        token_budget: the most tokens in a forward with gradient.
         own: whether no other job of a sweep may share the base, because its weights will be trained.
         adopt: puts the base on its device (`rlft.model.backbone.read_backbone`).
-        sharded: takes the base's layers, which no other job can then share.
+        sharded: divides the base's layers among ranks; no other job can then share the base.
     """
     if sharded is not None:
         own, adopt = True, sharded.adopt
@@ -54,16 +54,16 @@ def load_for_training(
             shapes = fresh_shapes(empty_model(config, model.config), lora_config(lora))
             layers = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=quantized)
         device = backbone.device.type
-        kept = layers.bytes_of_a_token(itemsize, device, plain=plain)
+        adapter_bytes = layers.bytes_of_a_token(itemsize, device, plain=plain)
         needed = needs_checkpointing(
-            model.config, token_budget, itemsize, free, device=device, plain=plain, adapter=kept
+            model.config, token_budget, itemsize, free, device=device, plain=plain, adapter=adapter_bytes
         )
         set_checkpointing(model, needed and model.supports_gradient_checkpointing)
     return backbone
 
 
 def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None:
-    """The forward of a teacher that is a model of its own, beside the base; None where there is none."""
+    """The forward of a teacher that is a model of its own; None where the teacher is on the base or there is none."""
     settings = teacher_settings(snapshot, model)
     if settings is None:
         return None
@@ -72,19 +72,26 @@ def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None
 
 
 def layers_of_rank(cluster: ClusterConfig, rank: int) -> ShardedLayers | None:
-    """The layers of the base that the ranks divide, for one of them; None where each has all."""
+    """This rank's share of the base's layers; None where every rank holds all of them."""
     return ShardedLayers(rank, cluster.ranks) if cluster.shard_base else None
 
 
 def needs_checkpointing(
     config: Any, tokens: int, itemsize: int, free: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
 ) -> bool:
-    """Whether the activations of so many tokens would take more than SHARE of the free memory without checkpointing.
+    """Whether activations would take more than SHARE of the free memory without gradient checkpointing.
 
-    `adapter` is the bytes that the adapter's layers keep per token.
+    Args:
+        config: the model's config.
+        tokens: number of tokens in the forward.
+        itemsize: bytes of one weight of the base.
+        free: bytes of free memory.
+        device: type of the device.
+        plain: whether the kernels are plain.
+        adapter: bytes that the adapter's layers keep per token.
     """
-    kept = activation_bytes(config, tokens, itemsize, device=device, plain=plain, adapter=adapter)
-    return kept > SHARE * free
+    activations = activation_bytes(config, tokens, itemsize, device=device, plain=plain, adapter=adapter)
+    return activations > SHARE * free
 
 
 def free_bytes(device: torch.device) -> int:

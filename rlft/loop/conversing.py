@@ -16,7 +16,7 @@ from rlft.types import Generator
 
 
 class SamplingPlan(Protocol):
-    """What a plan that samples says of engine and environment."""
+    """The fields of a plan that name its engine and environment."""
 
     @property
     def config(self) -> Any: ...
@@ -34,7 +34,7 @@ def conversing(
     longest_row: int,
     traces: Traces | None = None,
 ) -> Generator:
-    """The generator, or conversations over it, whose `close` ends the environment's workers alone."""
+    """The generator itself, or conversations over it; closing these ends the environment's workers only."""
     if environment is None:
         return generator
     if environment.plays_itself:
@@ -45,9 +45,14 @@ def conversing(
 
 
 def conversing_here(plan: SamplingPlan, generator: Generator, tokenizer: Any, folder: Path | None = None) -> Generator:
-    """As `conversing`, for what samples in this process; engines of a pool have conversations of their own.
+    """As `conversing`, for a generator in this process; the engines of a pool hold their conversations themselves.
 
-    folder: of a run whose resume repeats steps, and so what agents from outside did in them; None for any other.
+    Args:
+        plan: the plan of the run.
+        generator: the run's generator.
+        tokenizer: the base's tokenizer.
+        folder: the run's folder, where traces of outside agents are kept so that a resume can repeat steps; None for
+            a run that is not resumed.
     """
     if isinstance(generator, EnginePool) or plan.engine is None:
         return generator
@@ -58,5 +63,5 @@ def conversing_here(plan: SamplingPlan, generator: Generator, tokenizer: Any, fo
 
 
 def versions_to_keep(every: int) -> int | None:
-    """How many versions of the policy a resume may go back, even from one checkpoint that is damaged; None: all."""
+    """How many versions of the policy a resume may go back, even if one checkpoint is damaged; None for all."""
     return 2 * every + 2 if every else None

@@ -22,16 +22,16 @@ def replace_uninformative_groups(
     """Replaces the step's uninformative groups, at their positions, in at most `max_rounds` rounds.
 
     A group is informative if some of its completions are right and some wrong, by the first reward and
-    `eval.correct_at`. Each round samples one fresh prompt for every group still to be replaced; groups that remain at
-    the end stay (they have no advantage, and cost no forward). Prompts and seeds of a round derive from
+    `eval.correct_at`. Each round samples one fresh prompt for every group still to be replaced; groups that are
+    left at the end stay (they have no advantage, and cost no forward). Prompts and seeds of a round derive from
     (seed, step, round) alone, so a resumed run repeats them exactly.
     """
     max_rounds, correct_at = sampler.config.dynamic_sampling.max_rounds, sampler.config.eval.correct_at
     num_sampled = sum(len(group.rollouts) for group in groups)
-    seen = {group.prompt.id for group in groups}
-    for turn in range(1, max_rounds + 1):
-        lacking, purpose = uninformative(scores, correct_at), f"resample {turn}"
-        prompts = sampler.fresh_prompts(step, purpose, len(lacking), seen)
+    used_ids = {group.prompt.id for group in groups}
+    for round_number in range(1, max_rounds + 1):
+        lacking, purpose = uninformative(scores, correct_at), f"resample {round_number}"
+        prompts = sampler.fresh_prompts(step, purpose, len(lacking), used_ids)
         if not prompts:
             break
         with clock("sample"):
@@ -39,13 +39,13 @@ def replace_uninformative_groups(
         with clock("score"):
             new_scores = score(new)
         num_sampled += sum(len(group.rollouts) for group in new)
-        seen |= {prompt.id for prompt in prompts}
-        lost = set(uninformative(new_scores, correct_at))
-        informing = [i for i in range(len(new)) if i not in lost]
-        positions = lacking[: len(informing)]
-        for position, i in zip(positions, informing, strict=True):
+        used_ids |= {prompt.id for prompt in prompts}
+        still_uninformative = set(uninformative(new_scores, correct_at))
+        informative = [i for i in range(len(new)) if i not in still_uninformative]
+        positions = lacking[: len(informative)]
+        for position, i in zip(positions, informative, strict=True):
             groups[position] = new[i]
-        scores = replaced(scores, positions, new_scores, informing)
+        scores = replaced(scores, positions, new_scores, informative)
     return Rollouts(groups=groups, scores=scores, num_sampled=num_sampled)
 
 
@@ -56,22 +56,22 @@ def uninformative(scores: Scores, correct_at: float) -> list[int]:
 
 
 def replaced(scores: Scores, positions: Sequence[int], new: Scores, rows: Sequence[int]) -> Scores:
-    """`scores` with its rows at `places` taken from `new`'s `rows`."""
-    at, of = torch.tensor(positions, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
+    """`scores` with the rows at `positions` replaced by `rows` of `new`."""
+    targets, sources = torch.tensor(positions, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
     steps = None
     if scores.steps is not None and new.steps is not None:
-        taken = dict(zip(positions, rows, strict=True))
-        steps = [new.steps[taken[p]] if p in taken else row for p, row in enumerate(scores.steps)]
+        source_of = dict(zip(positions, rows, strict=True))
+        steps = [new.steps[source_of[p]] if p in source_of else row for p, row in enumerate(scores.steps)]
     outcome = None
     if scores.outcome is not None or new.outcome is not None:
-        # One side alone has rewards of turns: the other's total is all of completions.
-        whole, new_whole = (s.total if s.outcome is None else s.outcome for s in (scores, new))
-        outcome = whole.index_copy(0, at, new_whole[of])
-    none, new_none = torch.zeros_like(scores.total), torch.zeros_like(new.total)
+        # Where one side has no rewards of turns, its whole total belongs to completions.
+        outcomes, new_outcomes = (s.total if s.outcome is None else s.outcome for s in (scores, new))
+        outcome = outcomes.index_copy(0, targets, new_outcomes[sources])
+    zeros, new_zeros = torch.zeros_like(scores.total), torch.zeros_like(new.total)
     return Scores(
-        total=scores.total.index_copy(0, at, new.total[of]),
+        total=scores.total.index_copy(0, targets, new.total[sources]),
         by_reward={
-            name: scores.by_reward.get(name, none).index_copy(0, at, new.by_reward.get(name, new_none)[of])
+            name: scores.by_reward.get(name, zeros).index_copy(0, targets, new.by_reward.get(name, new_zeros)[sources])
             for name in {**scores.by_reward, **new.by_reward}
         },
         outcome=outcome,

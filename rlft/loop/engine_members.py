@@ -19,17 +19,20 @@ FACTORY = "rlft.loop.engine_worker:EngineWorker"
 
 
 def open_engines(plan: TrainPlan, launcher: Launcher, note: Callable[[str], None]) -> EnginePool:
-    """The pool, whose engines are on their way: they load their bases while this process loads its own.
+    """The pool of engines, which still start: they load their bases while this process loads its own.
 
-    note: takes a line when an engine is replaced.
+    Args:
+        plan: the planned run, with its placement.
+        launcher: starts the members.
+        note: called with a line when an engine is replaced.
     """
     cluster = plan.config.cluster
     assert plan.placement is not None, "a run with engines is placed"
-    opened = plan.config.generation.named(plan.engine)
+    engine = plan.config.generation.named(plan.engine)
     return EnginePool(
         launcher,
         engine_specs(plan.config, plan.engine, plan.placement, plan.environment),
-        unit=units_of(opened.at_once, divisible=opened.divisible, num_engines=cluster.engines),
+        unit=units_of(engine.at_once, divisible=engine.divisible, num_engines=cluster.engines),
         timeout_s=cluster.timeout,
         max_restarts=cluster.max_engine_restarts,
         note=note,
@@ -40,7 +43,7 @@ def open_engines(plan: TrainPlan, launcher: Launcher, note: Callable[[str], None
 def engine_specs(
     config: RunConfig, engine: str, placement: Placement, environment: Environment | None = None
 ) -> list[MemberSpec]:
-    """The members, each with as many threads as this process: on a CPU the bits of a product depend on them."""
+    """The engines' specs, each with as many threads as this process: on a CPU the bits of a product depend on them."""
     cluster = config.cluster
     settings = EngineSettings(
         engine=engine,

@@ -24,12 +24,12 @@ from rlft.model.roles import policy_alone
 from rlft.types import Adapter, Prompt, Sampling
 
 DEAD_ENGINE = "EngineDeadError"
-"""The error of vLLM after which no call succeeds any more, while the process lives on."""
+"""The error of vLLM after which no call succeeds any more, although the process lives on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What a member makes its engine of. engine: its name in `generation`."""
+    """The settings that a member opens its engine with; `engine` is the engine's name in `generation`."""
 
     engine: str
     cards: int
@@ -52,27 +52,31 @@ class EngineWorker:
         engine: Engine = settings.generation.named(settings.engine).apart().on_cards(settings.cards)
         opening = self._opening(engine, settings)
         self._engine = engine.open(opening)
-        # Its conversations take place here: each group goes on with its own engine, whatever the others are at.
+        # Conversations are held here: each group continues with its own engine, without waiting for other engines.
         self._generator = conversing(
             self._engine, engine, settings.environment, opening.tokenizer, opening.max_sequence_tokens
         )
         self._version: int | None = None
 
     def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:
-        """Loads an adapter from the bytes of a safetensors file; answers with what has come."""
+        """Loads an adapter from the bytes of a safetensors file if their checksum is right.
+
+        Returns (version, sha256 of the bytes that arrived).
+        """
         from safetensors.torch import load
 
-        arrived = hashlib.sha256(weights).hexdigest()
-        if arrived == sha256:
+        actual = hashlib.sha256(weights).hexdigest()
+        if actual == sha256:
             self._generator.load(Adapter(version=version, weights=load(weights), config=config))
             self._version = version
-        return version, arrived
+        return version, actual
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> tuple[int | None, list[list[tuple[Any, ...]]], list[Prompt | None]]:
-        """(version, for each prompt its completions as plain tuples, which are sent faster than objects, and the prompt
-        if an environment has put something behind it).
+        """(version, completions of each prompt, each prompt if an environment has changed it, else None).
+
+        Completions are plain tuples, which are sent faster than objects.
         """
         try:
             groups = self._generator.sample(prompts, n, seeds, sampling)
@@ -99,7 +103,7 @@ class EngineWorker:
         self._generator.sleep()
 
     def started(self) -> None:
-        """Answers once the engine is made, or with what went wrong."""
+        """Returns once the engine is open; the call fails if opening it failed."""
 
     def close(self) -> None:
         if self._generator is not self._engine:
@@ -112,7 +116,7 @@ class EngineWorker:
         if not engine.on_trainers_base:
             return opening_apart(model, settings.prompts, generation, rank=rank, seed=settings.seed)
         backbone = load_backbone(model)
-        # Its weights come with the first version.
+        # The adapter's weights arrive with the first version.
         roles = policy_alone(
             backbone,
             replace(settings.lora, path=None),

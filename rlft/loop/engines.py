@@ -1,4 +1,4 @@
-"""Opens and closes generators, and a teacher in vLLM; one that is expensive to start serves every job of a sweep."""
+"""Opens and closes generators, and a teacher in vLLM; those that are slow to start serve every job of a sweep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """Opens generators and closes each of them once; those that several jobs share at the end of the context."""
+    """Opens generators and closes each of them once: those that several jobs share at the end of the context."""
 
     def __init__(self) -> None:
         self._shared: tuple[object, Generator] | None = None
@@ -45,9 +45,9 @@ class Engines:
         self._close_generator()
 
     def teacher(self, settings: TeacherSettings | None) -> VLLMTeacher | None:
-        """The teacher in vLLM with these settings, an earlier job's if they are the same; None: this job has none.
+        """The teacher in vLLM with these settings, an earlier job's if it has the same; None if `settings` is None.
 
-        One that the job does not use is closed, so that its memory is free.
+        A teacher that the job does not use is closed, to free its memory.
         """
         if self._teacher is not None and self._teacher.settings != settings:
             self._close_teacher()
@@ -78,10 +78,10 @@ class Engines:
             generator.close()
 
     def adopting(self, engine: Engine, opening: Opening) -> Adopt | None:
-        """What lays the trainer's base on the storage of the engine, which is opened first, so that the device never
-        holds two bases; None where each holds its own.
+        """The function that puts the trainer's base on the engine's storage; None where each holds its own base.
 
-        Jobs of a sweep that share the engine get the same, and so the same base.
+        The engine is opened first, so that the device never holds two bases. Jobs of a sweep that share the engine get
+        the same function, and so the same base.
         """
         if why_two_bases(engine, opening) is not None:
             return None
@@ -91,15 +91,18 @@ class Engines:
     def _shared_by_jobs(self, engine: Engine, opening: Opening) -> Generator:
         key = (engine, opening.of_the_engine)
         if self._shared is None or self._shared[0] != key:
-            self._close_generator()  # two engines do not fit beside each other
+            self._close_generator()  # two engines would not fit at the same time
             self._shared = (key, engine.open(opening))
         return self._shared[1]
 
 
 def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forward | VLLMTeacher | None:
-    """The teacher of this run if it is a model of its own: its forward, or what computes it in vLLM.
+    """The teacher of this run if it is a model of its own: its forward in transformers, or the vLLM that computes it.
 
-    row_tokens: of the longest row that it will read.
+    Args:
+        engines: opens the teacher in vLLM.
+        config: the run's config.
+        row_tokens: number of tokens of the longest row that it will read.
     """
     settings = teacher_settings(config.snapshot, config.model)
     if settings is None or config.snapshot.teacher_engine == "transformers":
@@ -125,13 +128,13 @@ def largest_of(plan: Plan) -> dict[str, Largest]:
         return {}
     name, engine = plan.engine, plan.config.generation.named(plan.engine)
     return {
-        when: Largest(
+        stage: Largest(
             what=what,
             key=f"generation.{section_of(name)}.{key}",
             value=getattr(engine, key),
             may_change=key in engine.may_change,
         )
-        for when, (what, key) in engine.grows.items()
+        for stage, (what, key) in engine.grows.items()
     }
 
 
@@ -156,8 +159,8 @@ def opening_of(config: SamplingRoot, rank: int, slot: Any, backbone: Backbone) -
 
     Args:
         config: the run's config.
-        rank: the rank of the adapters that it will load.
-        slot: usually a `Roles`, whose base an engine in this process shares.
+        rank: the rank of the adapters that the engine will load.
+        slot: usually a `Roles`, whose base is shared by an engine in this process.
         backbone: the trainer's base.
     """
     return opening_on(backbone, config.model, config.prompts, config.generation, slot=slot, rank=rank, seed=config.seed)

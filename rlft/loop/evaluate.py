@@ -26,7 +26,10 @@ def evaluate(
     correct_at: float,
     num_examples: int,
 ) -> tuple[Evaluation, list[Group], Scores]:
-    """Samples and scores the prompts, always with the same seeds; a first reward of `correct_at` or more is right."""
+    """Samples and scores the prompts, always with the same seeds.
+
+    A completion is right if its first reward is `correct_at` or more.
+    """
     seeds = sampling_seeds(seed, 0, len(prompts), num_samples, "evaluate")
     groups = generator.sample(prompts, num_samples, seeds, sampling)
     scores = scorer(groups)

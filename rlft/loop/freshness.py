@@ -20,12 +20,12 @@ class SequenceScorer(Protocol):
 
 
 class Freshness:
-    """Compares engine and trainer after each publish; remembers earlier versions to name the one a stale engine holds.
+    """Compares engine and trainer after a publish; remembers earlier versions to name the one a stale engine holds.
 
     Args:
-        sequences: a few short sequences of token ids.
+        sequences: a few short sequences of token ids to score.
         threshold: the largest allowed gap, in nats.
-        every: the number of publishes between checks.
+        every: number of publishes from one check to the next.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], threshold: float, every: int) -> None:
@@ -40,10 +40,10 @@ class Freshness:
         Raises:
             StaleAdapterError: the gap exceeds the threshold; the message has both numbers.
         """
-        due = not self.num_checks or version % self.every == 0
+        is_due = not self.num_checks or version % self.every == 0
         if isinstance(generator, EnginePool):
-            return self._check_each(version, generator, trainer, due)
-        if not due:
+            return self._check_each(version, generator, trainer, is_due)
+        if not is_due:
             return None
         self.num_checks += 1
         engine = flatten(generator.score(self.sequences))
@@ -58,10 +58,10 @@ class Freshness:
         return gap
 
     def check_again(self, version: int, generator: Generator) -> None:
-        """Checks that the engine samples from a version which was checked before; nothing if it never was.
+        """Checks that the engine samples from a version that was checked before; does nothing if it was not.
 
         Raises:
-            StaleAdapterError: the gap to the log-probs of that time exceeds the threshold.
+            StaleAdapterError: the gap to the log-probs of that earlier check exceeds the threshold.
         """
         expected = self.history.get(version)
         if expected and isinstance(generator, EnginePool):
@@ -75,16 +75,16 @@ class Freshness:
             text = self._explain(version, engine, expected, position)
             raise StaleAdapterError(f"{text}; stopped rather than train on stale rollouts. {REMEDY}")
 
-    def _check_each(self, version: int, pool: EnginePool, trainer: SequenceScorer, due: bool) -> float | None:
+    def _check_each(self, version: int, pool: EnginePool, trainer: SequenceScorer, is_due: bool) -> float | None:
         """The largest gap of all engines; None if no check is due, or engines have no weights."""
         expected = flatten(trainer.score(self.sequences))
-        self.num_checks += due
-        gaps = self._verify_each(version, pool, expected, now=due)
+        self.num_checks += is_due
+        gaps = self._verify_each(version, pool, expected, now=is_due)
         self._remember(version, expected)
         return max(gaps, default=None)
 
     def _verify_each(self, version: int, pool: EnginePool, expected: list[float], *, now: bool) -> list[float]:
-        """The gaps of engines; one that is stale is replaced. The pool checks engines that join later in any case.
+        """The gaps of all engines; one that is stale is replaced. The pool checks engines that join later in any case.
 
         Raises:
             StaleAdapterError: an engine that has replaced a stale one is stale, too.
@@ -119,8 +119,8 @@ class Freshness:
         )
         gaps = {v: largest_gap(engine, scores)[0] for v, scores in self.history.items()}
         if gaps and min(gaps.values()) <= self.threshold:
-            held = min(gaps, key=lambda v: gaps[v])
-            text += f"; it still holds version {held} (gap {gaps[held]:.2e})"
+            held_version = min(gaps, key=lambda v: gaps[v])
+            text += f"; it still holds version {held_version} (gap {gaps[held_version]:.2e})"
         return text
 
 

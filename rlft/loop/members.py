@@ -1,4 +1,4 @@
-"""The launcher of a run's members, and what each of them needs for the cards that it has."""
+"""Opens the launcher of a run's members, and says which cards a member gets."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Cards(TypedDict):
 def cards_of_a_member(config: RunConfig, cards: Sequence[int]) -> Cards:
     """The fields for a member with these cards of the run's placement.
 
-    A cluster that is joined gives its cards out itself. Members on this machine, also those of a Ray that the run has
-    started, are told which they have.
+    A cluster that the run has joined assigns cards itself. Members on this machine, also those of a Ray that the run
+    has started, see theirs through environment variables.
     """
     device = resolve_device(config.model.device)
     if device.type != "cuda":
@@ -44,24 +44,31 @@ def cards_of_a_member(config: RunConfig, cards: Sequence[int]) -> Cards:
 
 
 def opened_launcher(plan: TrainPlan, folder: Path) -> AbstractContextManager[Launcher]:
-    """The launcher of a run's engines and ranks, with its own card kept from them where that is not shared."""
+    """Opens the launcher of a run's engines and ranks; it keeps the run's own card from them unless they share it."""
     config, device = plan.config, resolve_device(plan.config.model.device)
     on_cards = device.type == "cuda"
-    own = all_cards(device)[0] if on_cards else None
+    own_card = all_cards(device)[0] if on_cards else None
     scorers = config.scoring.workers if config.cluster.scoring else 0
     threads = torch.get_num_threads()
-    return open_launcher(config.cluster, folder, on_cards=on_cards, own_card=own, threads=threads, scorers=scorers)
+    return open_launcher(config.cluster, folder, on_cards=on_cards, own_card=own_card, threads=threads, scorers=scorers)
 
 
 def open_reward_members(
     config: RunConfig, launcher: Launcher, note: Callable[[str], None], rewards: Sequence[RewardSpec]
 ) -> RewardMembers:
-    """The reward workers of a run on the cluster. note: takes a line when one is replaced."""
+    """The reward workers of a run on the cluster.
+
+    Args:
+        config: the run's config.
+        launcher: starts the members.
+        note: called with a line when a worker is replaced.
+        rewards: the rewards that they score with.
+    """
     scoring = config.scoring
     specs = reward_specs(rewards, scoring.workers, scoring.timeout)
     return RewardMembers(launcher, specs, timeout_s=scoring.timeout, answer_s=config.cluster.timeout, note=note)
 
 
 def model_of_a_member(model: ModelConfig) -> ModelConfig:
-    """The model's settings for a process that sees no other cards than its own."""
+    """The model's settings for a process that sees only its own cards."""
     return replace(model, device=resolve_device(model.device).type)

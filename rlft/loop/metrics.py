@@ -20,7 +20,7 @@ BY_CAUSE = {
     Cause.time: "calls/time_fraction",
     Cause.died: "calls/died_fraction",
 }
-"""Why a call failed; one beyond the limit ends its conversation, of which there is another metric."""
+"""{why a call failed: its metric}; a call beyond the limit is not here, because it ends its conversation (BY_END)."""
 BY_END = {
     FinishReason.stop: "finish/stop",
     FinishReason.length: "finish/length",
@@ -28,10 +28,11 @@ BY_END = {
     FinishReason.calls: "finish/calls",
     FinishReason.time: "finish/time",
 }
+"""{why a completion ended: its metric}."""
 
 
 class Clock:
-    """Measures the seconds of each stage: `with clock("sample"): ..`. Calls `tell` with each stage that starts."""
+    """Measures the seconds of each stage: `with clock("sample"): ..`. Calls `tell` with a stage's name at its start."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.tell = tell
@@ -76,7 +77,7 @@ def rollout_metrics(rollouts: Rollouts, batch: Batch, inert_B: Tensor) -> dict[s
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Turns, calls of tools, ends and the tokens that the policy only read; nothing where no completion has turns."""
+    """Metrics of turns, tool calls, ends, and tokens that the policy only read; empty where no completion has turns."""
     turns = [turn for completion in completions for turn in completion.turns]
     if not turns and all(completion.mask is None for completion in completions):
         return {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The steps that a run has done, and whether it ended before its last one."""
+    """The number of steps that a run has finished, and whether it ended before its last one."""
 
     step: int
     interrupted: bool

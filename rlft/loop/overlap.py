@@ -1,8 +1,8 @@
 """Sampling ahead of the loop by a fixed lag: step k trains on what policy version max(0, k - lag) sampled.
 
 With lag 1 the groups of step k + 1 are sampled by version k, the policy that step k starts from: beside its update
-where the engines have devices of their own, else before it. Either way they are the same groups, so that a run stays a
-function of its config and seed. It never takes whatever is ready, and loads no adapter while a completion is sampled.
+where the engines have devices of their own, else before it. Either way the groups are the same, so that a run stays a
+function of its config and seed: it never trains on whatever is ready, and never loads an adapter during sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AheadSampler:
     Args:
         sampler: samples a step's groups with the adapter that the engine has.
         lag: 0 or 1.
-        beside: whether sampling ahead runs in a thread of its own, beside the update.
+        beside: whether sampling ahead runs in a thread of its own, during the update.
     """
 
     def __init__(self, sampler: StepSampler, lag: int, *, beside: bool) -> None:
@@ -42,7 +42,7 @@ class AheadSampler:
         """The groups of the step that follows `step` finished steps: those sampled ahead, else sampled now.
 
         Raises:
-            StaleAdapterError: an engine says that another version than this step's sampled them.
+            StaleAdapterError: a version other than this step's sampled them.
         """
         groups = self._ahead.pop(step) if step in self._ahead else self.sampler.sample(step)
         if self.lag:
@@ -50,9 +50,9 @@ class AheadSampler:
         return groups
 
     def start(self, step: int) -> None:
-        """Samples the groups of that step with the adapter that the engine has now, or begins to; nothing without lag.
+        """Samples the groups of that step, or starts to in a thread, with the adapter that the engine has now.
 
-        Until `wait` returns the engine must be left alone.
+        Does nothing without lag. Until `wait` returns, the engine must not be used.
         """
         if not self.lag or step in self._ahead:
             return
@@ -63,11 +63,11 @@ class AheadSampler:
 
     @property
     def is_running(self) -> bool:
-        """Whether a thread samples, or has sampled what nobody has waited for."""
+        """Whether a thread samples, or has sampled groups that `wait` has not yet collected."""
         return self._running is not None
 
     def wait(self) -> None:
-        """Returns when nothing is being sampled ahead; raises what sampling raised."""
+        """Waits until nothing is being sampled ahead; raises what sampling raised."""
         if self._running is not None:
             (step, groups), self._running = self._running, None
             self._ahead[step] = groups.result()
@@ -81,13 +81,13 @@ class AheadSampler:
         self._ahead = {step: groups}
 
     def close(self) -> None:
-        """Begins nothing more; what is being sampled ends with its engine."""
+        """Starts no more sampling; sampling that is under way ends with its engine."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def check_versions(groups: Sequence[Group], versions: set[int]) -> None:
-    """Checks which policy versions sampled these groups; engines that name none are believed.
+    """Checks which policy versions sampled these groups; rollouts without a version pass.
 
     Raises:
         StaleAdapterError: a rollout is of another version.
@@ -102,12 +102,12 @@ def check_versions(groups: Sequence[Group], versions: set[int]) -> None:
 
 
 # -- in a checkpoint ---------------------------------------------------------------------------------------------------
-def packed(groups: Sequence[Group], asked: Sequence[Prompt]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, plain values) of groups that a checkpoint keeps; `asked` are the prompts of their step.
+def packed(groups: Sequence[Group], step_prompts: Sequence[Prompt]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, plain values) of groups that a checkpoint keeps; `step_prompts` are the prompts of their step.
 
     Tensors: token_ids int64 `[N]` and logprobs float64 `[N]` of all completions, one after the other, and their
-    lengths, int64 `[B]`; mask bool `[N]`, if an environment put tokens into any. Prompts are left out where they are
-    those of the step: an environment may have put something behind them.
+    lengths, int64 `[B]`; mask bool `[N]`, if an environment put tokens into any. Prompts are included only if an
+    environment has extended some of them.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     completions = [rollout.completion for rollout in rollouts]
@@ -130,45 +130,46 @@ def packed(groups: Sequence[Group], asked: Sequence[Prompt]) -> tuple[dict[str, 
         values["turns"] = [[asdict(turn) for turn in c.turns] for c in completions]
     if any(c.branches for c in completions):
         values["branches"] = [[asdict(branch) for branch in c.branches] for c in completions]
-    opened = [group.prompt for group in groups]
-    if any(prompt.token_ids != before.token_ids for prompt, before in zip(opened, asked, strict=True)):
+    group_prompts = [group.prompt for group in groups]
+    pairs = zip(group_prompts, step_prompts, strict=True)
+    if any(prompt.token_ids != original.token_ids for prompt, original in pairs):
         values[
             "prompts"
         ] = [  # messages as pairs: checkpoints sort the keys of objects, and rollout files keep their order
             {"token_ids": list(prompt.token_ids), "messages": [list(message.items()) for message in prompt.messages]}
-            for prompt in opened
+            for prompt in group_prompts
         ]
     return tensors, values
 
 
 def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: StepSampler, step: int) -> list[Group]:
-    """The groups that `packed` took apart, with the prompts of that step."""
+    """The groups that `packed` converted, with the prompts of that step."""
     lengths = tensors["lengths"].tolist()
     token_ids, logprobs = (tensors[name].split(lengths) for name in ("token_ids", "logprobs"))
     masks: Sequence[Tensor | None] = [None] * len(lengths)
     if "mask" in tensors:
-        split = tensors["mask"].split(lengths)
-        masks = [mask if own else None for mask, own in zip(split, values["masked"], strict=True)]
+        masks_of_all = tensors["mask"].split(lengths)
+        masks = [mask if has_mask else None for mask, has_mask in zip(masks_of_all, values["masked"], strict=True)]
     turns, branches = (values.get(name, [[]] * len(lengths)) for name in ("turns", "branches"))
     columns = (values["texts"], token_ids, logprobs, values["finish_reasons"], masks, turns, branches)
     completions = iter(zip(*columns, strict=True))
     versions, groups = iter(values["versions"]), []
     prompts = sampler.prompts_at(step)
-    for p, opened in enumerate(values.get("prompts", ())):
-        ids, messages = tuple(opened["token_ids"]), tuple(map(dict, opened["messages"]))
+    for p, saved_prompt in enumerate(values.get("prompts", ())):
+        ids, messages = tuple(saved_prompt["token_ids"]), tuple(map(dict, saved_prompt["messages"]))
         prompts[p] = replace(prompts[p], token_ids=ids, messages=messages)
     for prompt, size in zip(prompts, values["sizes"], strict=True):
         rollouts = []
         for _ in range(size):
-            text, ids, chosen, reason, mask, spoken, branched = next(completions)
+            text, ids, token_logprobs, reason, mask, turn_values, branch_values = next(completions)
             completion = Completion(
                 text=text,
                 token_ids=tuple(ids.tolist()),
-                logprobs=tuple(chosen.tolist()),
+                logprobs=tuple(token_logprobs.tolist()),
                 finish_reason=FinishReason(reason),
                 mask=None if mask is None else tuple(mask.tolist()),
-                turns=tuple(map(turn_of, spoken)),
-                branches=tuple(Branch(**branch) for branch in branched),
+                turns=tuple(map(turn_of, turn_values)),
+                branches=tuple(Branch(**branch) for branch in branch_values),
             )
             rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=next(versions)))
         groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
@@ -176,7 +177,7 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
 
 
 def derived_from(sampler: StepSampler, step: int) -> str:
-    """A sha256 of all that the groups of that step derive from, beside the policy: what a fork may have changed."""
+    """The sha256 of everything besides the policy that the groups of that step derive from, which a fork may change."""
     run = sampler.config
     prompts = [(prompt.id, list(prompt.token_ids)) for prompt in sampler.prompts_at(step)]
     values = [run.seed, run.group_size, asdict(run.generation.sampling), run.overlap.lag, prompts]

@@ -1,4 +1,4 @@
-"""What a rank other than the run's own process does: it holds the same base and roles, and does its lanes' part."""
+"""A rank in a process of its own: it holds the same base and roles, and computes its lanes' part of each pass."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ class RankWorker:
     """The object of a member that is a rank; `RankedTrainer` calls its methods.
 
     Args:
-        config: of the run.
-        needs_old, teacher_top_k: as in `LocalTrainer`.
-        rank: from 1; the run's own process is rank 0.
-        lanes: of the run.
+        config: the run's config.
+        needs_old: as in `LocalTrainer`.
+        teacher_top_k: as in `LocalTrainer`.
+        rank: the rank's number from 1 on; the run's own process is rank 0.
+        lanes: number of lanes of the run.
     """
 
     def __init__(self, *, config: RunConfig, needs_old: bool, teacher_top_k: int = 0, rank: int, lanes: int) -> None:
@@ -66,41 +67,49 @@ class RankWorker:
         self._stack = ExitStack()
         self._stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
         keep_blocks(config.token_budget)
-        opened = opened_trainer(config, needs_old=needs_old, teacher_top_k=teacher_top_k, rank=rank)
-        self._trainer = self._stack.enter_context(opened)
+        trainer = opened_trainer(config, needs_old=needs_old, teacher_top_k=teacher_top_k, rank=rank)
+        self._trainer = self._stack.enter_context(trainer)
         self._exchange: Exchange | None = None
 
     def ready(self) -> None:
-        """Answers when the base is loaded."""
+        """Returns once the base is loaded."""
 
     def join(self, meeting: Meeting, state: TrainerState) -> None:
-        """Meets the other ranks, and takes over what rank 0 has."""
+        """Connects to the other ranks, and takes over rank 0's state."""
         self._leave()
         self._exchange = Exchange(meeting, self._rank, self._trainer.roles.backbone.device)
         self._trainer.share = Share(lanes=self._lanes, rank=self._rank, ranks=meeting.ranks, exchange=self._exchange)
         self._trainer.restore(state)
 
     def annotate(self, batch: Batch, inert_B: Tensor) -> dict[str, Tensor]:
-        """{field: `[N, T]`} of the rows of this rank's lanes, lane after lane."""
-        rows_of, share = self._trainer.rows_of_lanes(batch, inert_B), self._trainer.share
+        """{field: values `[N, T]`} for the rows of this rank's lanes, one lane after the other."""
+        rows_of_lane, share = self._trainer.rows_of_lanes(batch, inert_B), self._trainer.share
         assert share is not None, "it has joined"
-        rows = torch.cat([rows_of[lane] for lane in share.mine])
-        with self._together():
+        rows = torch.cat([rows_of_lane[lane] for lane in share.mine])
+        with self._exchanging():
             return {name: values[rows] for name, values in self._trainer.annotations(batch, inert_B).items()}
 
     def update(
         self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int, texts: list[Batch]
     ) -> list[UpdateRecord]:
-        """This rank's part of all updates of a step. texts: of each update, where the algorithm needs text."""
-        with self._together():
-            return self._trainer.update_lanes(algorithm, batch, inert_B, step, GivenText(texts))
+        """Computes this rank's part of all updates of a step.
+
+        Args:
+            algorithm: the algorithm.
+            batch: the step's batch after credit.
+            inert_B: bool `[B]`, rows that contribute nothing.
+            step: number of finished steps.
+            texts: the text of each update, where the algorithm needs pretraining text; else empty.
+        """
+        with self._exchanging():
+            return self._trainer.update_lanes(algorithm, batch, inert_B, step, DrawnText(texts))
 
     def refresh(self, step: int) -> None:
         """Moves the snapshots that are due after `step` steps."""
         self._trainer.roles.refresh(step)
 
     def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
-        with self._together():
+        with self._exchanging():
             self._trainer.rehearse(algorithm, micro)
 
     def digest(self) -> str:
@@ -111,8 +120,8 @@ class RankWorker:
         self._stack.close()
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Inside, ranks exchange something; one that fails leaves, so that no other waits for it."""
+    def _exchanging(self) -> Iterator[None]:
+        """Leaves the exchange between ranks if the code inside fails, so that no other rank waits for this one."""
         try:
             yield
         except Exception:
@@ -125,8 +134,8 @@ class RankWorker:
             exchange.close()
 
 
-class GivenText:
-    """The texts of a step's updates, which rank 0 has drawn."""
+class DrawnText:
+    """The texts that rank 0 has drawn for the updates of a step."""
 
     def __init__(self, texts: list[Batch]) -> None:
         self._texts = texts

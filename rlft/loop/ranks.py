@@ -1,4 +1,4 @@
-"""The trainer of `rlft train`: in this process alone, or of several ranks that share its passes."""
+"""Opens the trainer of `rlft train`: one in this process alone, or one of several ranks that share its passes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ WORKER = "rlft.loop.rank_worker:RankWorker"
 class Ranks:
     """The ranks besides the run's own process, which load their bases while this one loads its own.
 
-    Args:
-        launcher: has started them; whoever opened it closes it.
-        specs: of ranks 1, 2, ..
-        members: these ranks.
+    Attributes:
+        launcher: the launcher that has started them; whoever opened it closes it.
+        specs: the specs of ranks 1, 2, ..
+        members: the members that are these ranks.
     """
 
     launcher: Launcher
@@ -41,7 +41,7 @@ def start_ranks(plan: TrainPlan, launcher: Launcher) -> Ranks:
 
 
 def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
-    """What ranks 1, 2, .. are."""
+    """The specs of the members that are ranks 1, 2, .."""
     config, cluster = plan.config, plan.config.cluster
     assert plan.placement is not None, "a run with ranks is placed"
     cards = plan.placement.ranks
@@ -64,7 +64,7 @@ def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
 
 
 def divided(local: LocalTrainer, cluster: ClusterConfig, ranks: Ranks | None, note: Callable[[str], None]) -> Trainer:
-    """The trainer whose passes are divided into lanes, where the config asks for it; else the one that is given."""
+    """The trainer with its passes divided into lanes if the config says so; else `local` unchanged."""
     if ranks is not None:
         return RankedTrainer(
             local,

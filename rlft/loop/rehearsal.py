@@ -1,8 +1,8 @@
 """Rehearses the longest shapes of a run before its first step, so that memory runs out then and not many steps later.
 
 Nothing is kept: gradients are dropped, no optimizer steps, no random number of the run is drawn. A teacher reads the
-same rows, with a hint as long ones as it will. Pretraining text (PPO-ptx) and a reward model's own training are not
-rehearsed: their batches fit the same token budget as the update's.
+same rows, or with a hint rows as long as its longest. Pretraining text (PPO-ptx) and a reward model's own training are
+not rehearsed: their batches fit the same token budget as the update's.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ def noting_what_it_took(note: Callable[[str], None]) -> Iterator[None]:
     """Notes how much time and memory the rehearsal inside took."""
     start = time.monotonic()
     yield
-    taken = f"{time.monotonic() - start:.1f} s, {in_words(peak_memory_bytes())} at most so far"
-    note(f"the longest rows of this run fit into memory ({taken})")
+    time_and_memory = f"{time.monotonic() - start:.1f} s, {in_words(peak_memory_bytes())} at most so far"
+    note(f"the longest rows of this run fit into memory ({time_and_memory})")
 
 
 def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...], hinted_tokens: int = 0) -> Batch:
-    """A micro-batch of the longest prompt with completions of full length, as many rows as the network gets at once.
+    """A micro-batch of the longest prompt with completions of full length, with as many rows as a micro-batch can have.
 
-    hinted_tokens: of the longest prompt with its hint that a teacher reads; 0: it reads the same prompt.
+    Args:
+        run: the run's config.
+        forward: splits a batch into micro-batches.
+        prompt: token ids of the longest prompt.
+        hinted_tokens: number of tokens of the longest prompt with a hint that a teacher reads; 0 without a hint.
     """
     shape = (len(prompt), run.generation.max_tokens, run.group_size, run.completions_per_step // run.minibatches)
     batch = longest_rows(*shape, run.token_budget)

@@ -11,22 +11,22 @@ from rlft.types import Generator, Group, Prompt
 
 
 class StepSampler:
-    """Samples the groups of each step from the training prompts, by the adapter that the generator has loaded."""
+    """Samples the groups of each step from the training prompts, with the adapter that the generator has loaded."""
 
     def __init__(self, generator: Generator, prompts: Sequence[Prompt], config: RunConfig) -> None:
         self.generator, self.prompts, self.config = generator, prompts, config
 
     def prompts_at(self, step: int) -> list[Prompt]:
         """The prompts of the step that follows `step` finished steps; no cursor is needed."""
-        chosen = prompts_for_step(len(self.prompts), self.config.prompts_per_step, self.config.seed, step)
-        return [self.prompts[i] for i in chosen]
+        indices = prompts_for_step(len(self.prompts), self.config.prompts_per_step, self.config.seed, step)
+        return [self.prompts[i] for i in indices]
 
     def sample(self, step: int) -> list[Group]:
         """The groups of the step that follows `step` finished steps."""
         return self.sample_prompts(self.prompts_at(step), step, "sample")
 
     def sample_prompts(self, prompts: Sequence[Prompt], step: int, purpose: str) -> list[Group]:
-        """Groups of these prompts, by seeds that derive from (seed, step, purpose).
+        """Groups of these prompts, sampled with seeds that derive from (seed, step, purpose).
 
         Afterwards the engine sleeps, because it is usually not used again before the next publish.
         """

@@ -47,7 +47,7 @@ class Saver:
             if last or self.interrupted or (every and step % every == 0):
                 stage("checkpoint")
                 self._save(make())
-                self.interrupted = self._interrupt.requested  # a signal while it was written asks for no other step
+                self.interrupted = self._interrupt.requested  # a signal during the write ends the run, too
             elif self._settings.on_signal != "step":
                 self._unsaved = in_memory(make())
 

@@ -61,9 +61,9 @@ from rlft.types import Adapter, Batch, Evaluation, Generator, Group, Prompt, Rol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The state that the loop carries from step to step; all else derives from it, the config and the roles.
+    """The state that the loop carries from step to step; everything else derives from it, the config and the roles.
 
-    `algorithm` is the config's, with the KL coefficient that its controller has set.
+    `algorithm` is the config's algorithm, with the KL coefficient that its controller has set.
     """
 
     step: int
@@ -101,11 +101,12 @@ class Session(RunShell):
         beside = self.config.cluster.engines > 0
         self.ahead = AheadSampler(self.sampler, self.config.overlap.lag, beside=beside)
         self._published: Adapter | None = None
-        self._earlier: Adapter | None = None  # what a run with a lag sampled with before the last publish
+        self._previous: Adapter | None = None  # with overlap.lag, the adapter published before `_published`
         self.trainer: Trainer = divided(open_trainer(plan, roles, base), self.config.cluster, ranks, logger.note)
         engine = self.config.generation.named(plan.engine)
         self.freshness = open_freshness(self.config.freshness, plan.train_prompts, backbone, engine)
-        # The policy learns on sums of base and adapter that such an engine makes here (`Roles.lend_sums`).
+        # An engine on the trainer's base makes the sums of base and adapter on which the policy learns
+        # (`Roles.lend_sums`). Where the engines are members, this process opens one of its own for that.
         self.engine_here: Generator | None = None
         if isinstance(generator, EnginePool):
             generator.note = logger.note
@@ -134,7 +135,7 @@ class Session(RunShell):
         self._restore_samples(saved)
 
     def _restore_samples(self, saved: Checkpoint) -> None:
-        """Restores the groups that were sampled ahead, or the adapter that samples them; a fork may need others."""
+        """Restores the groups that were sampled ahead, or the adapter that samples them, unless a fork needs others."""
         values = saved.state.get("sampled")
         if values is None or not self.ahead.lag or values["derived_from"] != derived_from(self.sampler, saved.step):
             return
@@ -143,7 +144,7 @@ class Session(RunShell):
             self.ahead.restore(saved.step, groups)
             return
         config = self.roles.adapter_config()
-        self._earlier = Adapter(version=saved.step - 1, weights=saved.tensors["sampler"], config=config)
+        self._previous = Adapter(version=saved.step - 1, weights=saved.tensors["sampler"], config=config)
         self.freshness.history[saved.step - 1] = values["scores"]
 
     def rehearse(self, step: int) -> None:
@@ -166,22 +167,25 @@ class Session(RunShell):
     # -- the stages of a step ------------------------------------------------------------------------------------------
     def sample(self, step: int) -> list[Group]:
         """The groups of the step that follows `step` finished steps."""
-        if self._earlier is not None and self.ahead.of(step) is None and self._earlier.version == step - 1:
-            self._sample_with_the_earlier(step, self._earlier)
+        if self._previous is not None and self.ahead.of(step) is None and self._previous.version == step - 1:
+            self._sample_with_previous(step, self._previous)
         groups = self.ahead.sample(step)
         if not self.config.dynamic_sampling.max_rounds:
             self._sample_ahead(step + 1)
         return groups
 
     def _sample_ahead(self, step: int) -> None:
-        """Samples that step's groups with the adapter that this step starts from, if there is a lag and such a step."""
+        """Samples the groups of `step` with the adapter that is published now, if there is a lag and such a step."""
         if step < self.config.steps:
             self.ahead.start(step)
 
-    def _sample_with_the_earlier(self, step: int, earlier: Adapter) -> None:
-        """Samples the first groups of a run that goes on beyond what was its last step, as if it had been longer."""
-        self.player.load(earlier)
-        self.freshness.check_again(earlier.version, self.generator)
+    def _sample_with_previous(self, step: int, previous: Adapter) -> None:
+        """Samples the groups of a resumed run's first step with the adapter published before the newest one.
+
+        A run that is continued past its former last step has not sampled them ahead.
+        """
+        self.player.load(previous)
+        self.freshness.check_again(previous.version, self.generator)
         self.ahead.restore(step, self.sampler.sample(step))
         self.publish(step)
 
@@ -196,9 +200,9 @@ class Session(RunShell):
         adapter = self.trainer.publish(version)
         if self.ahead.lag:
             if self._published is not None:
-                self._earlier = self._published
+                self._previous = self._published
             self._published = adapter
-        self.player.load(adapter)  # who plays over the engine notes the version
+        self.player.load(adapter)  # conversations over the engine note the version
         if self.engine_here is not None:
             self.engine_here.load(adapter)
         self.freshness.check(version, self.generator, self.trainer)
@@ -212,11 +216,11 @@ class Session(RunShell):
         rollouts = replace_uninformative_groups(self.sampler, self.score, step, clock, groups, scores)
         if self.config.dynamic_sampling.max_rounds:
             with clock("sample"):
-                self._sample_ahead(step + 1)  # not before: the engine has been busy with this step's
+                self._sample_ahead(step + 1)  # only now: the engine was busy with this step's groups
         return rollouts
 
     def batch(self, rollouts: Rollouts) -> Batch:
-        """The `[B, T]` view of the step, with what a teacher reads in place of the prompts where it has a hint."""
+        """The step as `[B, T]` tensors; for a teacher with a hint, also the prompts that it reads instead."""
         batch, hint = collate(rollouts.groups, rollouts.scores, self.backbone.decode), self.config.snapshot.teacher_hint
         if hint is None:
             return batch
@@ -263,13 +267,13 @@ class Session(RunShell):
             tokens=tokens,
         )
         hints, alarms = self.hints.check(record), self._alarms_of(record)
-        named = alarms | {hint.alarm: hint.text.removeprefix(f"step {step}: ") for hint in hints if hint.alarm}
-        marks = {f"alarm/{name}": 1.0 for name in named}
+        alarm_texts = alarms | {hint.alarm: hint.text.removeprefix(f"step {step}: ") for hint in hints if hint.alarm}
+        alarm_metrics = {f"alarm/{name}": 1.0 for name in alarm_texts}
         if self.scorer.num_failures > self._failures_noted:
             self._failures_noted = self.scorer.num_failures
             so_far = f"{self.scorer.num_failures} completions so far got a fixed score"
             self.logger.note(f"step {step}: {so_far}: {self.scorer.last_failure}")
-        self.log(replace(record, metrics={**metrics, **marks}, alarms=named), hints)
+        self.log(replace(record, metrics={**metrics, **alarm_metrics}, alarms=alarm_texts), hints)
         for text in alarms.values():
             self.logger.note(f"step {step}: {text}")
 
@@ -283,17 +287,17 @@ class Session(RunShell):
         held_out = self.plan.held_out
         assert held_out is not None, "there are held-out prompts where eval.every is not 0"
         evaluation, groups, scores = self.evaluate(tuple(held_out.prompts[: self.config.eval.num_prompts]), step)
-        more: dict[str, float] = {}
+        extra: dict[str, float] = {}
         if self.config.eval.kl_base:
-            more["eval/kl_base"] = kl_to_base(self.roles, collate(groups, scores, self.backbone.decode))
+            extra["eval/kl_base"] = kl_to_base(self.roles, collate(groups, scores, self.backbone.decode))
         if self.plan.pretrain_text is not None:
             text = self.plan.pretrain_text.held_out()
-            more["eval/pretrain_loss"] = text_loss(self.roles, text, self.config.token_budget)
+            extra["eval/pretrain_loss"] = text_loss(self.roles, text, self.config.token_budget)
         alarms: dict[str, str] = {}
         if self.alarms is not None:
             alarms = self.alarms.evaluation(step, evaluation.accuracy, evaluation.accuracy_se)
-        more |= {f"alarm/{name}": 1.0 for name in alarms}
-        return replace(evaluation, metrics={**evaluation.metrics, **more}, alarms=alarms)
+        extra |= {f"alarm/{name}": 1.0 for name in alarms}
+        return replace(evaluation, metrics={**evaluation.metrics, **extra}, alarms=alarms)
 
     def evaluate(self, prompts: Sequence[Prompt], step: int) -> tuple[Evaluation, list[Group], Scores]:
         settings, sampling = self.config.eval, self.config.generation.sampling
@@ -314,36 +318,36 @@ class Session(RunShell):
     def checkpoint(self, state: State) -> Checkpoint:
         """The checkpoint of this state."""
         trainer = self.trainer.state()
-        moves: dict[str, Any] = {"algorithm": state.algorithm.state(), "hints": self.hints.state()}
+        values: dict[str, Any] = {"algorithm": state.algorithm.state(), "hints": self.hints.state()}
         if self.alarms is not None:
-            moves["alarms"] = self.alarms.state()
+            values["alarms"] = self.alarms.state()
         if trainer.critic is not None:
-            moves["critic"] = trainer.critic
+            values["critic"] = trainer.critic
         tensors, sampled = self._samples(state.step)
         if sampled:
-            moves["sampled"] = sampled
+            values["sampled"] = sampled
         return Checkpoint(
             step=state.step,
             adapters=trainer.adapters,
             adapter_config=self.roles.adapter_config(),
             optimizer=trainer.optimizer,
-            state=self.state_values() | moves,
+            state=self.state_values() | values,
             heads=trainer.heads,
             tensors=tensors,
             records={} if trainer.critic is None else {CRITIC: {"returns": trainer.critic}},
         )
 
     def _samples(self, step: int) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
-        """(tensors, values) of what has been sampled ahead for the step that follows, or of what would sample it."""
+        """(tensors, values) of the groups sampled ahead for the next step, or of the adapter that would sample them."""
         if not self.ahead.lag:
             return {}, {}
         origin = {"derived_from": derived_from(self.sampler, step)}
         if (groups := self.ahead.of(step)) is not None:
             tensors, values = packed(groups, self.sampler.prompts_at(step))
             return {"sampled": tensors}, values | origin
-        assert self._earlier is not None, "a step was published before this one"
+        assert self._previous is not None, "a step was published before this one"
         scores = self.freshness.history.get(step - 1)
-        return {"sampler": self._earlier.weights}, origin | {"scores": scores}
+        return {"sampler": self._previous.weights}, origin | {"scores": scores}
 
     # -- details -------------------------------------------------------------------------------------------------------
     def findings(self) -> Iterator[str]:
@@ -357,17 +361,23 @@ class Session(RunShell):
             yield self.roles.forward.reason
 
     def facts(self) -> Facts:
-        learning = [named for role in self.roles.learning_roles for named in self.roles.named_parameters(role)]
+        learning = [parameter for role in self.roles.learning_roles for parameter in self.roles.named_parameters(role)]
         return facts_of(self.roles.model, learning, self.backbone, self.roles.forward, self.base_copies())
 
 
 def alarms_of(settings: AlarmsConfig, overlap: OverlapConfig) -> AlarmsConfig:
-    """The alarms of a run: with a lag the log-probs of engine and trainer are of different policies, and may differ."""
+    """The alarms of a run; none for logprob_gap with a lag, where engine and trainer compute different policies."""
     return replace(settings, logprob_gap=None) if overlap.lag else settings
 
 
 def open_trainer(plan: TrainPlan, roles: Roles, base: ShardedLayers | None = None) -> LocalTrainer:
-    """The trainer of this run on these roles, with fresh optimizers. base: its layers, where ranks divide them."""
+    """The trainer of this run on these roles, with fresh optimizers.
+
+    Args:
+        plan: the planned run.
+        roles: the networks.
+        base: the base's layers where ranks divide them, else None.
+    """
     config = plan.config
     reward_training: RewardRefresh | None = None
     if config.reward_model.refresh_every and (learned := learned_rewards(specs(config.reward))):
@@ -432,7 +442,7 @@ def open_freshness(settings: FreshnessConfig, prompts: PromptSet, backbone: Back
 
 
 def fixed_sequences(prompts: PromptSet, backbone: Backbone) -> list[list[int]]:
-    """Two prompts with their answers as token ids, on which all freshness checks of a run are scored."""
+    """Token ids of two prompts with their answers, which all freshness checks of a run score."""
     tokenizer = backbone.tokenizer
     return [
         [*p.token_ids, *tokenizer(p.answer, add_special_tokens=False)["input_ids"]][-64:] for p in prompts.prompts[:2]
@@ -448,19 +458,19 @@ def open_session(
     Args:
         plan: the planned run.
         folder: the run's folder.
-        engines: open the generator.
+        engines: opens the generator.
         say: prints a line.
-        again: the command that resumes the run after a failure; None for an evaluation.
+        again: the command that resumes the run after a failure; None for an evaluation, which cannot be resumed.
     """
     config = plan.config
 
-    def put_together(stack: contextlib.ExitStack, logger: Loggers, interrupt: Interrupt) -> Session:
+    def open_parts(stack: contextlib.ExitStack, logger: Loggers, interrupt: Interrupt) -> Session:
         rewards, pool, ranks, adopt = specs(config.reward), None, None, None
         has_ranks = again is not None and config.cluster.ranks > 1
         open_rewards: Callable[[Sequence[RewardSpec]], Pool] | None = None
         if config.cluster.engines or has_ranks or config.cluster.scoring:
             launcher = stack.enter_context(opened_launcher(plan, folder))
-            if config.cluster.engines:  # before ranks: where they have several cards each they need most room
+            if config.cluster.engines:  # before ranks: with several cards each, engines are the hardest to place
                 pool = open_engines(plan, launcher, say)
                 stack.callback(pool.close)
             ranks = start_ranks(plan, launcher) if has_ranks else None
@@ -468,7 +478,9 @@ def open_session(
                 open_rewards = partial(open_reward_members, config, launcher, say)
         if pool is None:
             adopt = adopting_of(engines, config, config.lora.rank, plan.engine)
-        base = None if pool is None else layers_of_rank(config.cluster, rank=0)  # an engine here needs the whole base
+        base = (
+            None if pool is None else layers_of_rank(config.cluster, rank=0)
+        )  # an engine in this process needs the whole base
         backbone = load_for_training(config.model, config.lora, config.token_budget, adopt=adopt, sharded=base)
         roles = Roles(
             backbone,
@@ -512,5 +524,5 @@ def open_session(
         stack.callback(session.ahead.close)
         return session
 
-    with open_run(plan, say, again, put_together) as session:
+    with open_run(plan, say, again, open_parts) as session:
         yield session

@@ -37,7 +37,7 @@ from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import Evaluation, Generator, RunInfo, StepRecord
 
 CHECKSUMS = "base_checksums"
-"""The values of state.json by which a resume notices that a base which the engine shares has changed."""
+"""Key in state.json of the checksums by which a resume notices that a base shared with the engine has changed."""
 
 
 class BrokenRunError(RuntimeError):
@@ -52,7 +52,7 @@ class RunShell(ABC):
 
     def __init__(self, plan: Plan, folder: Path, logger: Loggers, interrupt: Interrupt, say: Say) -> None:
         self.folder, self.logger, self.interrupt = folder, logger, interrupt
-        self.say = say  # before the loggers have started
+        self.say = say  # prints a line before the loggers have started
         self._plan, self._config = plan, plan.config
         self.shared_base: SharedBase | None = None
         self.saver = Saver(run_folder.checkpoints(folder), self._config.checkpoint, interrupt, plan.num_steps)
@@ -173,7 +173,7 @@ class RunShell(ABC):
         return {"seed": self._config.seed, **self._plan.fingerprints, **shared}
 
     def base_copies(self) -> BaseCopies | None:
-        """How many copies of the base trainer and engine hold; None where the engine has none of its own."""
+        """How many copies of the base the trainer and the engine hold; None where the engine does not report any."""
         if self.shared_base is not None:
             return BaseCopies(1, self.shared_base.text)
         if self._plan.engine is None:
@@ -186,7 +186,7 @@ class RunShell(ABC):
 
     # -- from the first step to the last -------------------------------------------------------------------------------
     def outcome_of(self, loop: Callable[[], int]) -> Outcome:
-        """Runs the loop, which returns the number of finished steps; saves the last one if a step is abandoned."""
+        """Runs `loop`, which returns the number of finished steps; if a step is abandoned, saves the one before it."""
         try:
             step = loop()
         except StepAbandoned:
@@ -198,7 +198,7 @@ Run = TypeVar("Run", bound=RunShell)
 
 
 def shared_base_of(generator: Generator | None) -> SharedBase | None:
-    """What the trainer's base shares with this engine; None where it shares nothing."""
+    """The base that the trainer shares with this engine; None where they share none."""
     return getattr(generator, "shared_base", None)
 
 
@@ -227,7 +227,7 @@ def open_run(
         stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
         run = make(stack, logger, interrupt)
         stack.enter_context(gc_frozen())
-        with how_it_ends(logger, lambda: run.interrupted), explained(logger, config, again, largest):
+        with logging_the_end(logger, lambda: run.interrupted), explained(logger, config, again, largest):
             yield run
 
 
@@ -235,25 +235,25 @@ def open_run(
 def deterministic_on_cpu(device: torch.device) -> Iterator[None]:
     """Makes torch add in a fixed order on a CPU, so that a repeated or resumed run is the same to the last bit.
 
-    Otherwise threads that add to one number (the gradient of a prompt that siblings share) do so in any order. It
-    costs a few per cent. CUDA is left unchanged: it would cost more, and sampling is not repeatable there anyway.
+    Otherwise threads that add to the same number (the gradient of a prompt that siblings share) do so in any order.
+    This costs a few per cent. CUDA is left unchanged: it would cost more, and sampling is not repeatable there anyway.
     """
     if device.type != "cpu":
         yield
         return
     settings: Any = torch.utils.deterministic  # a module whose attributes are properties
-    before, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    was_deterministic, was_filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False  # that memory is never read, and filling takes time
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
-        settings.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(was_deterministic)
+        settings.fill_uninitialized_memory = was_filled
 
 
 @contextlib.contextmanager
-def how_it_ends(logger: Loggers, interrupted: Callable[[], bool]) -> Iterator[None]:
+def logging_the_end(logger: Loggers, interrupted: Callable[[], bool]) -> Iterator[None]:
     """Tells the loggers at the end whether the run finished, was interrupted, or stopped with an error."""
     status = "interrupted"
     try:

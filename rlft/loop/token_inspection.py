@@ -25,10 +25,10 @@ class Inspection:
     Args:
         roles: the networks.
         batch: the step's batch after credit.
-        prompt_lengths: tokens of each row's prompt.
+        prompt_lengths: number of tokens of each row's prompt.
         inert_B: bool `[B]`, rows that contribute nothing; groups of other rows come first.
-        num_groups: the most groups.
-        decode: decodes token ids to text, special tokens included.
+        num_groups: the most groups that are inspected.
+        decode: decodes token ids to text, with special tokens.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class Inspection:
             completion = slice(self.prompt_lengths[row], int(batch.attention_mask[i].sum()))
             sampled = batch.loss_mask[i, completion].tolist()
             old, after, reference, entropy, advantage = (
-                [value if own else None for value, own in zip(_rounded(values_BT[i, completion]), sampled, strict=True)]
+                [
+                    value if is_sampled else None
+                    for value, is_sampled in zip(_rounded(values_BT[i, completion]), sampled, strict=True)
+                ]
                 for values_BT in (self.old_BT, after_BT, self.reference_BT, entropy_BT, advantages)
             )
             values[row] = TokenValues(
@@ -69,12 +72,12 @@ class Inspection:
         return values
 
     def _after(self) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies `[B, T]` by the current policy."""
+        """The current policy's log-probs and entropies `[B, T]`."""
         roles, logprobs, entropy = self.roles, torch.zeros_like(self.old_BT), torch.zeros_like(self.old_BT)
         with torch.no_grad():
             for part in roles.forward.micro_batches(self.batch, torch.arange(len(self.rows)), roles.token_budget):
                 outputs = roles.forward(roles.to_device(select(self.batch, part)), roles.temperature, True)
-                assert outputs.entropy is not None, "it was asked for"
+                assert outputs.entropy is not None, "it was requested"
                 logprobs[part], entropy[part] = outputs.logprobs.to(logprobs), outputs.entropy.to(entropy)
         return logprobs, entropy
 
@@ -95,11 +98,11 @@ def pieces(token_ids: Sequence[int], decode: Decode) -> list[str]:
     texts = []
     start = end = 0  # the start of the previous piece, and the end of the tokens whose text has been added
     for i in range(len(token_ids)):
-        shown, text = decode(token_ids[start:end]), decode(token_ids[start : i + 1])
+        previous, text = decode(token_ids[start:end]), decode(token_ids[start : i + 1])
         if text.endswith(UNFINISHED) and i + 1 < len(token_ids):
             texts.append("")
             continue
-        texts.append(text[len(shown) :])
+        texts.append(text[len(previous) :])
         start, end = end, i + 1
     return texts
 

@@ -1,4 +1,4 @@
-"""Where the engines and ranks of a planned run are, by the numbers of `rlft plan`."""
+"""Decides on which cards the engines and ranks of a planned run are, by the numbers of `rlft plan`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlft.planning.train_plan import TrainPlan
 from rlft.types import UserError
 
 MORE_RANKS = (2, 4, 8, 16, 32, 64)
-"""How many of them are suggested."""
+"""The numbers of ranks that a refusal may suggest."""
 
 
 def placed_here(plan: Plan) -> Plan:
@@ -34,24 +34,24 @@ def placed_here(plan: Plan) -> Plan:
     device = resolve_device(plan.config.model.device)
     if device.type != "cuda":
         return replace(plan, placement=placement_of(plan, None, None, on_cards=False)) if has_members(plan) else plan
-    card = torch.cuda.get_device_properties(device).total_memory
+    card_bytes = torch.cuda.get_device_properties(device).total_memory
     model = sizes_of(plan.config.model, plan.config.lora)
-    check_base(plan.config, model, card)
+    check_base(plan.config, model, card_bytes)
     if not has_members(plan):
         return plan
     joined = plan.config.cluster.is_joined
     available = None if joined else torch.cuda.device_count()
-    return replace(plan, placement=placement_of(plan, model, card, on_cards=True, available=available))
+    return replace(plan, placement=placement_of(plan, model, card_bytes, on_cards=True, available=available))
 
 
 def check_base(config: RunConfig, model: ModelSizes, card: int) -> None:
-    """Refuses a base that is larger than a card alone, with what each rank would hold of one that is divided."""
+    """Refuses a base that does not fit on a card; a remedy says how much each rank would hold if it were divided."""
     ranks, sharded = config.cluster.ranks, config.cluster.shard_base
     divided = model.divided_bytes(ranks) if model.layers else model.base_bytes
-    taken = divided if sharded else model.base_bytes
-    if taken <= card:
+    needed = divided if sharded else model.base_bytes
+    if needed <= card:
         return
-    problem = f"{'what a rank holds of ' * sharded}the base takes {in_words(taken)}, and a card has {in_words(card)}"
+    problem = f"{'what a rank holds of ' * sharded}the base takes {in_words(needed)}, and a card has {in_words(card)}"
     if not sharded and divided <= card and why_whole(config) is None:
         remedy = f"set cluster.shard_base=true: each of the {ranks} ranks then holds {in_words(divided)} at most"
     elif fitting := next((n for n in MORE_RANKS if model.layers and model.divided_bytes(n) <= card), None):
@@ -63,11 +63,14 @@ def check_base(config: RunConfig, model: ModelSizes, card: int) -> None:
 
 
 def placed_elsewhere(plan: Plan, model: ModelSizes, card: int | None, *, on_cards: bool, absent: bool) -> Plan:
-    """The plan of a run that is only planned, perhaps for a cluster that this machine is no part of.
+    """The plan of a run that is only planned, perhaps for a cluster that this machine does not belong to.
 
     Args:
+        plan: the plan without a placement.
+        model: the sizes of its base.
         card: bytes of a card's memory; None on a CPU.
-        absent: whether the cards are not of this machine.
+        on_cards: whether engines and ranks are on cards rather than on a CPU.
+        absent: whether the cards are in other machines.
     """
     if not isinstance(plan, TrainPlan) or not has_members(plan):
         return plan
@@ -75,7 +78,7 @@ def placed_elsewhere(plan: Plan, model: ModelSizes, card: int | None, *, on_card
 
 
 def has_members(plan: TrainPlan) -> bool:
-    """Whether processes beside the run's own sample or train."""
+    """Whether processes other than the run's own sample or train."""
     return plan.config.cluster.engines > 0 or plan.config.cluster.ranks > 1
 
 
@@ -96,25 +99,28 @@ def placement_of(
 
 
 def context_bytes(plan: Plan) -> int:
-    """Bytes of the CUDA contexts on the trainer's card: that of an engine, too, where it is in another process."""
+    """Bytes of the CUDA contexts on the trainer's card: two where an engine in another process shares the card."""
     placement = plan.placement if isinstance(plan, TrainPlan) else None
     is_shared = placement is not None and placement.kind == "pairs" and bool(placement.engines)
     return 2 * CUDA_CONTEXT if is_shared else CUDA_CONTEXT
 
 
 def card_memory(plan: TrainPlan, model: ModelSizes, card: int, *, absent: bool) -> tuple[CardMemory, CardMemory]:
-    """What an engine and a rank take of one card, with the values of `auto` that take least; what an engine takes."""
+    """(memory that an engine and a rank take together on one card, memory that an engine takes alone).
+
+    Keys that are `auto` count with the values that take the least memory.
+    """
     config = plan.config
     recompute = config.model.gradient_checkpointing in (True, AUTO)
     demand = on_a_gpu(replace(plan, placement=None).demand(model, recompute), plan, card, absent=absent)
     if plan.plain.get("token_budget") == AUTO:
         demand = replace(demand, token_budget=demand.prompt_tokens + demand.completion_tokens)
-    together = peak(parts(model, demand, 2 * CUDA_CONTEXT))
-    return _memory(together, card, 1), _memory(_of_an_engine(plan, model, demand), card, config.cluster.gpus_per_engine)
+    of_both = peak(parts(model, demand, 2 * CUDA_CONTEXT))
+    return _memory(of_both, card, 1), _memory(_of_an_engine(plan, model, demand), card, config.cluster.gpus_per_engine)
 
 
 def _of_an_engine(plan: TrainPlan, model: ModelSizes, demand: Demand) -> int:
-    """Bytes of each card of an engine that has cards of its own: what is in weights and keys is divided among them."""
+    """Bytes that an engine with cards of its own takes on each of them: they divide weights and keys among them."""
     cards = plan.config.cluster.gpus_per_engine
     share = replace(
         model,
@@ -124,8 +130,8 @@ def _of_an_engine(plan: TrainPlan, model: ModelSizes, demand: Demand) -> int:
         linear=model.linear // cards,
     )
     assert demand.engine is not None, "it is placed"
-    taken = sum(part.bytes for part in engine_memory(share, demand).parts)
-    return CUDA_CONTEXT + taken + demand.engine.on_trainers_base * share.base_bytes
+    engine_bytes = sum(part.bytes for part in engine_memory(share, demand).parts)
+    return CUDA_CONTEXT + engine_bytes + demand.engine.on_trainers_base * share.base_bytes
 
 
 def _memory(needed: int, card: int, cards: int) -> CardMemory:

@@ -1,4 +1,4 @@
-"""The bytes that a run writes to disk, by part, against what is free on the disk of its folder.
+"""The bytes that a run writes to disk, by part, compared with the free space on the disk of its folder.
 
 Checkpoints are counted from shapes, and completions as if every one had full length.
 """
@@ -18,7 +18,7 @@ MOMENTS = 2
 """AdamW's averages, each as large as the trained parameters."""
 
 CHECKPOINT = 64 * 2**10
-"""Bytes of a checkpoint beside its tensors: their names, state.json, MANIFEST."""
+"""Bytes of a checkpoint besides its tensors: their names, state.json, MANIFEST."""
 
 TEXT = 4
 """Bytes of a token's text, an upper bound of the average."""
@@ -27,7 +27,7 @@ TOKEN_ID = 8
 LOGPROB = 24
 """Bytes of a log-prob: digits and a comma."""
 LINE = 2048
-"""Bytes of a line of metrics, or of a completion's line beside its text and tokens."""
+"""Bytes of a line of metrics, or of a completion's line besides its text and tokens."""
 
 
 LOWERED_BY = {
@@ -36,21 +36,21 @@ LOWERED_BY = {
     "metrics": "raise eval.every",
     "samples": "lower num_prompts or n",
 }
-"""{part: what makes it smaller}. The parts are those whose size depends on a key."""
+"""{part: how to make it smaller}, for the parts whose size depends on a key."""
 
 
 def checkpoint_bytes(settings: CheckpointConfig, num_steps: int, trainable: int, beside: int = 0) -> int:
-    """Bytes of all checkpoints that exist at a time.
+    """The most bytes that the checkpoints of a run take at a time.
 
     Args:
-        settings: how often one is saved, and how many are kept.
-        num_steps: steps of the whole run.
-        trainable: trained parameters, which are saved with AdamW's averages.
-        beside: parameters of adapters that change without being trained, such as a moving reference.
+        settings: how often a checkpoint is saved, and how many are kept.
+        num_steps: number of steps of the whole run.
+        trainable: number of trained parameters, which are saved with AdamW's averages.
+        beside: number of parameters of adapters that change without being trained, such as a moving reference.
     """
-    one = FLOAT32 * (trainable * (1 + MOMENTS) + beside) + CHECKPOINT
+    bytes_of_one = FLOAT32 * (trainable * (1 + MOMENTS) + beside) + CHECKPOINT
     number = 1 + (num_steps - 1) // settings.every if settings.every else 1
-    return one * min(settings.keep + 1, number)  # the next one is complete before the oldest is deleted
+    return bytes_of_one * min(settings.keep + 1, number)  # the next one is complete before the oldest is deleted
 
 
 def metrics_bytes(num_steps: int, eval_every: int, examples: int = 0) -> int:
@@ -60,14 +60,14 @@ def metrics_bytes(num_steps: int, eval_every: int, examples: int = 0) -> int:
 
 
 def completion_bytes(config: SamplingRoot) -> int:
-    """Bytes of the line of a completion of full length with its prompt."""
+    """Bytes of the line with a completion of full length and its prompt."""
     return LINE + TEXT * config.generation.max_tokens + TEXT * config.prompts.max_tokens
 
 
 def note(parts: Mapping[str, int], folder: Path) -> str | None:
-    """A warning if the disk of the run's folder has less free than the run may write; None if it suffices.
+    """A warning if the run may write more than is free on the disk of its folder; None if the space suffices.
 
-    Files that are in the folder already, as after an interruption, need no more room.
+    Files already in the folder, for instance after an interruption, do not count.
     """
     needed = sum(parts.values()) - (size_of(folder) if folder.is_dir() else 0)
     free, _ = room(folder)

@@ -18,11 +18,11 @@ from rlft.planning.startup_table import TableRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoPlan(RankingPlan):
-    """The plan.
+    """The plan of `rlft dpo`.
 
-    Args:
+    Attributes:
         loss: the loss of a ranking.
-        reference: what it compares the policy with: `none`, `base`, or the folder of an adapter.
+        reference: what the loss compares the policy with: `none`, `base`, or the folder of an adapter.
     """
 
     config: DpoConfig
@@ -39,14 +39,14 @@ class DpoPlan(RankingPlan):
 
     @property
     def reference_fingerprint(self) -> str:
-        """What the log-probs by the reference depend on: the preferences, the base, and the reference's adapter."""
+        """Fingerprint of what the reference's log-probs depend on: the preferences, the base, and its adapter."""
         key = next((k for k in (REFERENCE, "lora.path") if f"{k}_fingerprint" in self.fingerprints), "")
         adapter = self.fingerprints[f"{key}_fingerprint"] if self.has_reference_adapter else "base"
         return f"{self.fingerprints['preferences_fingerprint']} {self.fingerprints['base_fingerprint']} {adapter}"
 
     @property
     def saved_beside(self) -> int:
-        """Log-probs by the reference of all completions, in float64, and as many positions as rankings, in int64."""
+        """The reference's log-probs of all completions, in float64, and one position per ranking, in int64."""
         if self.reference == "none":
             return 0
         return 2 * sum(1 + len(ranking.completions) for ranking in self.train.rankings)
@@ -59,9 +59,9 @@ class DpoPlan(RankingPlan):
             "none": "the loss needs none",
             "base": "no adapter; its log-probs are computed once for each completion",
         }
-        kept = f"its log-probs are computed once for each completion; {self.reference}"
-        what = "adapter" if self.has_reference_adapter else self.reference
-        return [("loss", name, keys), ("reference", what, explained.get(self.reference, kept))]
+        from_an_adapter = f"its log-probs are computed once for each completion; {self.reference}"
+        reference_name = "adapter" if self.has_reference_adapter else self.reference
+        return [("loss", name, keys), ("reference", reference_name, explained.get(self.reference, from_an_adapter))]
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand:
         """The demand of the policy's adapter, and of the reference's where it has one."""
@@ -78,7 +78,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> DpoPlan:
 
     Args:
         plain: the resolved config.
-        runs_here: False if the run is only planned: what 4-bit weights need may be missing here.
+        runs_here: False if the run is only planned, so that the libraries for 4-bit weights may be missing.
 
     Raises:
         UserError: the config, the model or the data are wrong.

@@ -1,4 +1,4 @@
-"""Tries an environment once before a run, with a policy that calls its first tool and then says something."""
+"""Tries an environment once before a run, with a policy that calls its first tool and then answers with text."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ if TYPE_CHECKING:
 
 LAST_WORDS = "done"
 ROOM = 10_000
-"""Tokens that the conversation may have: its limits are not what is tried."""
+"""The most tokens of the conversation, so large that the trial does not reach its limits."""
 MADE_UP: Mapping[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
-"""{type of a parameter: an argument}; the prompt's reference answer is that of every other type."""
+"""{type of a parameter: an argument}; a parameter of any other type gets the prompt's reference answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentTrial:
-    """A conversation with the environment; or the error instead of one.
+    """A conversation with the environment, or the error that prevented one.
 
-    Args:
-        prompt: id of the prompt that it began with.
-        opening: what the environment put behind the prompt; "" for nothing.
-        said: (what the policy said, what it was answered) of each turn.
-        failed: why a call failed, of each that did.
-        reward: what the environment gave; None if it gave nothing.
+    Attributes:
+        prompt: id of the prompt that the conversation began with.
+        opening: text that the environment added to the prompt; "" for none.
+        said: (what the policy said, what the environment answered) for each turn.
+        failed: the cause of each failed call.
+        reward: the sum of the environment's rewards; None if it gave none.
         finish: why the conversation ended.
+        error: the error of an environment that failed; None if it did not fail.
     """
 
     prompt: str
@@ -49,18 +50,18 @@ class EnvironmentTrial:
 
 
 def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> EnvironmentTrial:
-    """One conversation of a scripted policy, in the environment's own processes and with its time limits."""
+    """Has a scripted policy hold one conversation, in the environment's own processes and with its time limits."""
     script = [LAST_WORDS]
-    one = replace(environment, workers=1, turn_tokens=None)
+    environment_alone = replace(environment, workers=1, turn_tokens=None)
     if environment.plays_itself:
         policy = ScriptedGenerator({"*": script}, tokenizer)
-        played = PlayedByAgents(policy, cast(Endpoint, one), tokenizer, longest_row=2 * ROOM, traces=None)
+        played = PlayedByAgents(policy, cast(Endpoint, environment_alone), tokenizer, longest_row=2 * ROOM, traces=None)
         return _tried(played, prompt)
     if not environment.plays_a_game:
         dialect, schema = Dialect(environment, tokenizer, prompt.messages), environment.schemas()[0]
         script.insert(0, dialect.written(schema["function"]["name"], made_up(schema, prompt)))
     policy = ScriptedGenerator({"*": [script]}, tokenizer)
-    return _tried(Conversations(policy, one, tokenizer, at_once=None, longest_row=2 * ROOM), prompt)
+    return _tried(Conversations(policy, environment_alone, tokenizer, at_once=None, longest_row=2 * ROOM), prompt)
 
 
 def _tried(played: Conversations | PlayedByAgents, prompt: Prompt) -> EnvironmentTrial:
@@ -70,14 +71,14 @@ def _tried(played: Conversations | PlayedByAgents, prompt: Prompt) -> Environmen
     except EnvironmentFailure as failure:
         return EnvironmentTrial(prompt=prompt.id, error=str(failure))
     completion = group.rollouts[0].completion
-    before, after = prompt.messages[-1]["content"], group.prompt.messages[-1]["content"]
-    given = [turn.reward for turn in completion.turns if turn.reward is not None]
+    prompt_text, opened_text = prompt.messages[-1]["content"], group.prompt.messages[-1]["content"]
+    rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
     return EnvironmentTrial(
         prompt=prompt.id,
-        opening=after.rpartition(before)[2].strip() if after != before else "",
+        opening=opened_text.rpartition(prompt_text)[2].strip() if opened_text != prompt_text else "",
         said=[(turn.text, turn.answer) for turn in completion.turns],
         failed=[call.cause for turn in completion.turns for call in turn.calls if call.failed],
-        reward=sum(given) if given else None,
+        reward=sum(rewards) if rewards else None,
         finish=str(completion.finish_reason),
     )
 
@@ -85,4 +86,7 @@ def _tried(played: Conversations | PlayedByAgents, prompt: Prompt) -> Environmen
 def made_up(schema: Schema, prompt: Prompt) -> dict[str, Any]:
     """Arguments of the right types for a tool."""
     parameters = schema["function"]["parameters"].get("properties", {})
-    return {name: MADE_UP.get(str(of.get("type")), prompt.answer or "1") for name, of in parameters.items()}
+    return {
+        name: MADE_UP.get(str(schema_of_parameter.get("type")), prompt.answer or "1")
+        for name, schema_of_parameter in parameters.items()
+    }

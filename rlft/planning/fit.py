@@ -16,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """Keys to change with their values, and the peak of memory that the run would then have."""
+    """Keys to change, their new values, and the peak of memory that the run would then have."""
 
     changes: Mapping[str, str]
     peak: int
@@ -35,7 +35,7 @@ def in_words(size: int) -> str:
 
 
 def remedies(model: ModelSizes, demand: Demand, process: int, limit: int) -> list[Remedy]:
-    """Changes of one key, each of which makes the run fit; else one change of several keys, or none at all."""
+    """Changes of one key, each of which makes the run fit; if none does, a change of several keys, or nothing."""
     fitting = [remedy for remedy in _single(model, demand, process, limit) if remedy is not None]
     if fitting:
         return fitting
@@ -43,17 +43,17 @@ def remedies(model: ModelSizes, demand: Demand, process: int, limit: int) -> lis
     changes = {"token_budget": str(longest), "model.gradient_checkpointing": "true"}
     smallest = replace(demand, token_budget=longest, recompute=True)
     if demand.engine is not None:
-        every: dict[str, Any] = {}
+        changed: dict[str, Any] = {}
         for engine in _smaller_engines(model, smallest, process, limit):
-            every |= _changed_fields(demand.engine, engine)
-        smallest = replace(smallest, engine=replace(demand.engine, **every))
+            changed |= _changed_fields(demand.engine, engine)
+        smallest = replace(smallest, engine=replace(demand.engine, **changed))
         changes |= _as_keys(demand, smallest)
-    least = Remedy(changes=changes, peak=peak(parts(model, smallest, process)))
-    return [least] if least.peak <= limit and not lacks(model, smallest) else []
+    several = Remedy(changes=changes, peak=peak(parts(model, smallest, process)))
+    return [several] if several.peak <= limit and not lacks(model, smallest) else []
 
 
 def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[Remedy | None]:
-    """Changes of one key; None in the place of one with which the run does not fit or its engine does not start."""
+    """Changes of one key; None for a change with which the run does not fit or its engine does not start."""
 
     def remedy(key: str, value: str, changed: Demand, sizes: ModelSizes = model) -> Remedy | None:
         needed = peak(parts(sizes, changed, process))
@@ -81,17 +81,17 @@ def _single(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iter
 def _smaller_engines(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[Engine]:
     """The engine with one key made smaller at a time."""
     if demand.engine is not None:
-        beside = peak(parts(model, replace(demand, engine=None), process))
-        room = max(0, limit - beside) // max(1, demand.engines_apart)
+        rest = peak(parts(model, replace(demand, engine=None), process))
+        room = max(0, limit - rest) // max(1, demand.engines_apart)
         yield from demand.engine.smaller(model, demand.load, room)
 
 
 def _other_teachers(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[TeacherDemand]:
     """The teacher with another share of the device."""
-    own = sum(part.bytes for part in teacher_memory(demand).parts if part.key == TEACHER_SHARE)
-    if demand.teacher is not None and own:
-        beside = peak(parts(model, demand, process)) - own
-        yield from demand.teacher.other_shares(demand.device_memory, max(0, limit - beside))
+    teacher_bytes = sum(part.bytes for part in teacher_memory(demand).parts if part.key == TEACHER_SHARE)
+    if demand.teacher is not None and teacher_bytes:
+        rest = peak(parts(model, demand, process)) - teacher_bytes
+        yield from demand.teacher.other_shares(demand.device_memory, max(0, limit - rest))
 
 
 def _changed_fields(before: Engine, after: Engine) -> dict[str, Any]:
@@ -100,14 +100,14 @@ def _changed_fields(before: Engine, after: Engine) -> dict[str, Any]:
 
 
 def _as_keys(before: Demand, after: Demand) -> dict[str, str]:
-    """{key: value as it is typed} of the engine's changed keys."""
+    """{key: value as it is typed on the command line} of the engine's changed keys."""
     if before.engine is None or after.engine is None:
         return {}
     changed = _changed_fields(before.engine, after.engine)
-    return {f"generation.{before.section}.{name}": _typed(changed[name]) for name in sorted(changed)}
+    return {f"generation.{before.section}.{name}": _as_typed(changed[name]) for name in sorted(changed)}
 
 
-def _typed(value: object) -> str:
+def _as_typed(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

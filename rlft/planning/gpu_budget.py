@@ -1,6 +1,6 @@
 """Resolves `token_budget: auto` and `model.gradient_checkpointing: auto` on a GPU, by the numbers of `rlft plan`.
 
-They depend on the device's whole memory, not on what happens to be free, so that a resumed run gets the same values.
+They depend on the whole memory of the device, not on what happens to be free, so that a resumed run gets the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 def fitted(plan: AnyPlan) -> AnyPlan:
-    """The plan of a run with the values of `auto` on this GPU; they stay on a CPU. Its members have their places."""
+    """The plan of a run with the values of `auto` for this GPU, and with its engines and ranks placed.
+
+    On a CPU the values stay as they are.
+    """
     plan = cast(AnyPlan, placed_here(plan))
     config = plan.config
     if not (hasattr(config, "lora") and AUTO in (plan.plain.get("token_budget"), config.model.gradient_checkpointing)):
@@ -41,7 +44,7 @@ def fitted(plan: AnyPlan) -> AnyPlan:
 
 
 def settled(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lower: bool) -> AnyPlan:
-    """The plan for a GPU: with gradient checkpointing if it does not fit without, and with a token budget that fits.
+    """The plan for a GPU: with gradient checkpointing if it does not fit without, and a token budget that fits.
 
     Learned rewards whose budget is `auto` get the same one. If not even the longest row fits, the budget stays, and the
     rehearsal says what is too large.
@@ -49,7 +52,7 @@ def settled(plan: AnyPlan, model: ModelSizes, demand: Demand, limit: int, may_lo
     Args:
         plan: the planned run.
         model: the sizes of its base.
-        demand: what it asks of memory.
+        demand: the memory demand of the run.
         limit: bytes of the GPU's memory.
         may_lower: whether the budget may be lowered.
     """

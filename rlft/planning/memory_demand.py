@@ -1,4 +1,4 @@
-"""The sizes that memory_parts.py counts memory with, from a run's config."""
+"""Reads from a run's config the sizes from which memory_parts.py counts memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def linear_weights(model: PreTrainedModel) -> int:
 
 
 def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) -> Demand:
-    """The demand on a GPU with `device_memory` bytes; if it is absent, `auto` may choose another engine there."""
+    """The demand on a GPU with `device_memory` bytes; if it is in another machine, `auto` may choose another engine."""
     demand = replace(demand, device="cuda", device_memory=device_memory)
     if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
         return demand
@@ -101,7 +101,7 @@ class SamplingDemand(TypedDict, total=False):
 
 
 def sampling_of(run: SamplingRoot, engine: str | None, decodings: Sequence[Decoding]) -> SamplingDemand:
-    """These fields for a run; none if nothing is sampled."""
+    """The fields of SamplingDemand for a run; empty if nothing is sampled."""
     if engine is None:
         return {}
     return {

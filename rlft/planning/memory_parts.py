@@ -25,50 +25,50 @@ from rlft.types import Batch
 
 FLOAT32 = 4
 LEARNED_COPIES = 3
-"""Copies of a trained parameter beside itself: its gradient and AdamW's two averages."""
+"""Tensors as large as a trained parameter that are kept for it: its gradient and AdamW's two averages."""
 
 ACTIVATIONS = "activations"
 
 CRITIC_HOLES = 0.45
-"""Share of the activations that a critic's own pass leaves as unusable freed blocks: 0.32 to 0.47 were measured."""
+"""Share of the activations of a critic's own pass that stay as freed but unusable blocks (measured: 0.32 to 0.47)."""
 
 FIRST_USE = 40 * 2**20
 """Bytes that torch and its matrix library allocate on a CPU when they first compute."""
 
 BATCH_FIELDS = 8
-"""Float tensors `[B, T]` that stages add to a batch; token ids and masks take as much as three more."""
+"""Float tensors `[B, T]` that stages add to a batch; token ids and masks take as much memory as three more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """Memory demand of a planned run of any verb, on the trainer's device.
 
-    Args:
-        adapters: adapters on the base, without the engine's own copy.
+    Attributes:
+        adapters: number of adapters on the base, without the engine's own copy.
         trainable: number of trained parameters.
-        prompt_tokens: prompt length of the longest row.
-        completion_tokens: completion length of the longest row.
-        group: rows per prompt.
-        rows: rows of a step.
-        update_rows: rows of an optimizer batch.
-        token_budget: tokens of a micro-batch.
+        prompt_tokens: prompt length of the longest row, in tokens.
+        completion_tokens: completion length of the longest row, in tokens.
+        group: number of rows per prompt.
+        rows: number of rows in a step.
+        update_rows: number of rows in an optimizer batch.
+        token_budget: the most tokens in a micro-batch.
         recompute: whether the run uses gradient checkpointing.
         device: "cpu" or "cuda".
         whole_model: whether the model's own weights are trained.
         through_head: whether the LM head computes log-probs (values alone need none).
         entropy: whether the loss needs the entropy.
         own_critic: whether the critic has an adapter, and so a forward and backward of its own.
-        beside: bytes of learned rewards with networks of their own.
-        teacher: a teacher with one.
-        engine: samples completions; None if nothing is sampled.
+        beside: bytes of learned rewards that have networks of their own.
+        teacher: the demand of a teacher that has a network of its own; None if there is no such teacher.
+        engine: the engine that samples completions; None if nothing is sampled.
         section: the engine's section in `generation`.
         decodings: what the engine decodes.
-        max_tokens: the most tokens of a completion.
-        max_sequence_tokens: the most tokens of a prompt with its completion.
+        max_tokens: the most tokens in a completion.
+        max_sequence_tokens: the most tokens in a prompt with its completion.
         device_memory: bytes of a GPU's memory; 0 if unknown.
-        engines_apart: how many engines are in other processes on this device, each with a base of its own.
-        ranks: how many share the passes.
-        sharded: whether they divide the base's layers; None where they cannot.
+        engines_apart: number of engines in other processes on this device, each with a base of its own.
+        ranks: number of ranks that share the forward and backward passes.
+        sharded: whether the ranks divide the base's layers among them; None where they cannot.
     """
 
     adapters: int
@@ -125,15 +125,16 @@ def model_sizes(
     """The sizes of a base and of one adapter on it.
 
     Args:
-        config: the model's config of transformers.
-        parameters: the base's number of parameters.
+        config: the model's config, as transformers reads it.
+        parameters: number of the base's parameters.
         shapes: {PEFT's name: shape} of an adapter's tensors.
+        adapter: what an adapter's layers keep for a backward pass.
         itemsize: bytes of a weight in the compute dtype.
         quantized: number of parameters that are held in 4 bits.
         packed: whether rows are packed.
         kernels: the kernels that the model gets.
-        linear: number of weights in linear layers without the output head.
-        layers: number of weights of each decoder layer that ranks can divide.
+        linear: number of weights in linear layers, without the output head.
+        layers: number of weights of each decoder layer, where ranks can divide the layers.
     """
     text = config.get_text_config()
     outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
@@ -141,7 +142,7 @@ def model_sizes(
     adapted = sum(inputs[name] * outputs[name] for name in outputs)
     # bitsandbytes takes half a byte per weight and one byte per 64 weights for their scale (double quantisation).
     base = int(quantized * 0.516) + (parameters - quantized) * itemsize
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return ModelSizes(
         parameters=parameters,
@@ -150,7 +151,7 @@ def model_sizes(
         lora=sum(math.prod(shape) for shape in shapes.values()),
         adapted=adapted,
         adapter=adapter,
-        key_size=2 * key_heads * head * text.num_hidden_layers,
+        key_size=2 * key_heads * head_dim * text.num_hidden_layers,
         config=text,
         packed=packed,
         kernels=kernels,
@@ -160,7 +161,7 @@ def model_sizes(
 
 
 def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
-    """Everything that the trainer's device holds; `process` is the bytes of the process itself."""
+    """The parts of everything that the trainer's device holds; `process` is the bytes of the process itself."""
     engine = engine_memory(model, demand)
     has_copy = demand.engine is not None and demand.engine.on_trainers_base and not demand.whole_model
     adapters = demand.adapters + has_copy
@@ -194,7 +195,7 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
 
 
 def base_bytes(model: ModelSizes, demand: Demand) -> int:
-    """Of what the trainer's device holds of the base."""
+    """Bytes of the weights of the base that the trainer's device holds."""
     if not demand.sharded:
         return model.base_bytes
     if demand.device == "cuda":
@@ -203,15 +204,15 @@ def base_bytes(model: ModelSizes, demand: Demand) -> int:
 
 
 def engine_memory(model: ModelSizes, demand: Demand) -> EngineMemory:
-    """The memory of the engine, or engines, on the trainer's device, by parts with their full keys."""
+    """The memory of the engine, or of all engines, on the trainer's device; its parts have their full keys."""
     if demand.engine is None:
         return EngineMemory()
-    taken, engines = demand.engine.memory(model, demand.load), max(1, demand.engines_apart)
-    whole = (
+    one_engine, engines = demand.engine.memory(model, demand.load), max(1, demand.engines_apart)
+    all_engines = (
         replace(part, bytes=engines * part.bytes, key=part.key and f"generation.{demand.section}.{part.key}")
-        for part in taken.parts
+        for part in one_engine.parts
     )
-    return replace(taken, parts=tuple(whole))
+    return replace(one_engine, parts=tuple(all_engines))
 
 
 def teacher_memory(demand: Demand) -> EngineMemory:
@@ -223,7 +224,7 @@ def teacher_memory(demand: Demand) -> EngineMemory:
 
 
 def teachers_pass(demand: Demand) -> list[Part]:
-    """The part of the largest pass without gradient through a teacher that transformers computes."""
+    """The part for the largest pass, without gradient, through a teacher that transformers computes."""
     teacher = demand.teacher
     if teacher is None or teacher.share is not None:
         return []
@@ -233,12 +234,12 @@ def teachers_pass(demand: Demand) -> list[Part]:
         head = min(LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"], predicted * model.vocabulary) * 2 * FLOAT32
     else:
         head = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
-    size = tokens * model.layer_width * model.itemsize + head
-    return [Part(name="teacher's pass", bytes=size, when=When.annotating, key="token_budget")]
+    pass_bytes = tokens * model.layer_width * model.itemsize + head
+    return [Part(name="teacher's pass", bytes=pass_bytes, when=When.annotating, key="token_budget")]
 
 
 def lacks(model: ModelSizes, demand: Demand) -> int:
-    """Bytes by which an engine's own share of the device, the policy's or the teacher's, is too small for it."""
+    """Bytes that the policy's and the teacher's engines need beyond their shares of the device; 0 if these suffice."""
     return engine_memory(model, demand).lacks + teacher_memory(demand).lacks
 
 
@@ -246,19 +247,21 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[Part]:
     """The parts of a forward and backward of the largest micro-batch, and of its batch."""
     tokens, predicted = largest_micro_batch(demand, packed=model.packed)
     count = checkpointed_bytes if demand.recompute else activation_bytes
-    of_adapter = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
-    kept = count(model.config, tokens, model.itemsize, device=demand.device, plain=model.plain, adapter=of_adapter)
+    adapter_bytes = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
+    activations = count(
+        model.config, tokens, model.itemsize, device=demand.device, plain=model.plain, adapter=adapter_bytes
+    )
     head = 0
     if demand.through_head and not model.packed:
         head = 3 * tokens * model.vocabulary * FLOAT32  # all logits, their log-softmax and its gradient
     elif demand.through_head:
         chunk = LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"]
         copies = (2 if demand.entropy else 1) + (model.itemsize == 2)
-        slopes = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1)
-        head = min(chunk, predicted * model.vocabulary) * FLOAT32 * copies + slopes
+        gradients = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1)
+        head = min(chunk, predicted * model.vocabulary) * FLOAT32 * copies + gradients
     width = demand.prompt_tokens + demand.completion_tokens
     return [
-        Part(name=ACTIVATIONS, bytes=kept, when=When.updating, key="token_budget"),
+        Part(name=ACTIVATIONS, bytes=activations, when=When.updating, key="token_budget"),
         Part(
             name="gradients of activations",
             bytes=tokens * model.layer_width * model.itemsize,
@@ -279,7 +282,7 @@ def left_by_sampling(model: ModelSizes, demand: Demand, engine: EngineMemory) ->
     """Bytes of sampling's freed blocks that an update cannot reuse: all if its own blocks are larger, else none.
 
     Measured: with the embedded model, whose update takes 130 MB, 33 to 132 MB of keys and values added nothing to the
-    peak where a layer's were 4 MB and more; with 17M parameters all of them did (4 MB a layer, the update's 11).
+    peak where one layer's took 4 MB or more; with 17M parameters all of them did (4 MB a layer, the update's 11 MB).
     """
     if not engine.freed_block:
         return 0
@@ -293,7 +296,7 @@ def holes(demand: Demand, left: int, updating: Sequence[Part]) -> list[Part]:
     """The freed blocks that the C library keeps on a CPU for later steps (`rlft.system.memory`).
 
     Args:
-        demand: what the run asks of memory.
+        demand: the memory demand of the run.
         left: bytes of sampling's blocks that an update cannot reuse.
         updating: the parts of an update; the policy's pass cannot reuse all blocks of a critic's own pass.
     """

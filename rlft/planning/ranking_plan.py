@@ -1,4 +1,4 @@
-"""What the plans of verbs share that learn from preferences: reading them, going over them, sizes."""
+"""What the plans of verbs that learn from preferences share: reading rankings, their order, and sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingPlan(Plan):
-    """The plan of a run that learns from rankings; a subclass says what learns, and what an update has besides."""
+    """The plan of a run that learns from rankings; a subclass adds what learns and what else an update contains."""
 
     train: Rankings
     held_out: Rankings
@@ -51,16 +51,16 @@ class RankingPlan(Plan):
 
     @property
     def note_of_update(self) -> str:
-        """What else is to be said of the rankings of an update, after a comma; nothing."""
+        """What the start-up table adds about the rankings of an update, beginning with a comma; empty by default."""
         return ""
 
     @property
     def saved_beside(self) -> int:
-        """Numbers of 4 bytes in a checkpoint beside what learns."""
+        """How many numbers of 4 bytes a checkpoint holds besides what learns."""
         return 0
 
     def own_rows(self) -> list[TableRow]:
-        """Rows of the start-up table about what the verb alone has."""
+        """Rows of the start-up table that only this verb has."""
         return []
 
     def startup_rows(self, facts: Facts) -> list[TableRow]:
@@ -116,11 +116,13 @@ class RankingPlan(Plan):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a config of rankings names, read and checked without a weight.
+    """What a config that learns from rankings names, read and checked without loading a weight.
 
-    Args:
-        tokenizer: the base's.
-        fingerprints: those of preferences, base and adapters, as in Plan.
+    Attributes:
+        tokenizer: the base's tokenizer.
+        train: the training rankings.
+        held_out: the held-out rankings.
+        fingerprints: the fingerprints of preferences, base and adapters, as in Plan.
         notes: what the person watching should know.
     """
 
@@ -163,7 +165,7 @@ def read_inputs(config: RankingRoot, used: Sequence[Use], *, runs_here: bool) ->
 def scanned(
     config: RankingRoot, preferences: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, split: Split
 ) -> tuple[Rankings, list[str]]:
-    """(the tokenised rankings of this section of preferences, notes about what was left out). Raises UserError."""
+    """(the tokenised rankings of this `preferences` section, notes about what was left out). Raises UserError."""
     loaded = instantiate(preferences, "preferences").scan(split)
     rankings = scan_rankings(loaded.rankings, tokenizer, config.prompts, config.max_completion_tokens, split)
     return rankings, [note for note in (loaded.note, rankings.note) if note]

@@ -11,12 +11,12 @@ from rlft.scoring.scorer import RewardError, Scorer
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
 
 ANSWERED = "<think>-</think><answer>{}</answer>"
-"""A completion with its answer in the tags that `reward=format` asks for."""
+"""A completion with its answer in the tags that `reward=format` requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One reward's score of one completion, before its weight; or the error instead of a score."""
+    """One reward's score of one completion, before weighting, or the error that it raised instead."""
 
     reward: str
     kind: str
@@ -27,7 +27,7 @@ class Trial:
 
 
 def completions(prompt: Prompt, others: Sequence[Prompt]) -> list[tuple[str, str]]:
-    """(kind, text) of the completions to try: empty, a wrong answer (another prompt's), the reference; also in tags."""
+    """(kind, text) of the completions to try: empty, another prompt's answer, the reference; these two also in tags."""
     wrong = next((p.answer for p in others if p.answer != prompt.answer), f"{prompt.answer}0")
     return [
         ("empty", ""),
@@ -44,7 +44,7 @@ def try_rewards(
     tokens: Callable[[str], Sequence[int]],
     timeout_s: float,
 ) -> list[Trial]:
-    """Scores these prompts with every reward that needs no weights, each alone, so that a failure hides no other."""
+    """Scores completions of these prompts with every rule reward, one at a time, so that no failure hides another."""
     trials: list[Trial] = []
     for name, spec in rewards.items():
         if spec.runs_in_trainer:
@@ -78,31 +78,31 @@ def _try(
 
 def _rollout(prompt: Prompt, text: str, tokens: Callable[[str], Sequence[int]]) -> Rollout:
     ids = tuple(tokens(text))
-    said = Completion(text=text, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
-    return Rollout(prompt=prompt, completion=said, policy_version=0)
+    completion = Completion(text=text, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
+    return Rollout(prompt=prompt, completion=completion, policy_version=0)
 
 
 def doubts(trials: Sequence[Trial]) -> list[str]:
     """Warnings about rewards that failed, or that do not tell a right answer from a wrong or an empty one."""
     texts = []
     for name in dict.fromkeys(trial.reward for trial in trials):
-        own = [trial for trial in trials if trial.reward == name]
-        if failed := next((trial for trial in own if trial.error), None):
+        tried = [trial for trial in trials if trial.reward == name]
+        if failed := next((trial for trial in tried if trial.error), None):
             texts.append(f"reward.{name} failed: {failed.error}")
             continue
-        scores = {trial.score for trial in own}
+        scores = {trial.score for trial in tried}
         if len(scores) == 1:
             texts.append(
-                f"reward.{name} gave all of these {own[0].score:g}: it may read something that they do not have"
+                f"reward.{name} gave all of these {tried[0].score:g}: it may read something that they do not have"
             )
             continue
-        ends = [_worse(own, "wrong", "reference"), _worse(own, "wrong, in tags", "reference, in tags")]
-        if all(ends):
+        is_worse = [_worse(tried, "wrong", "reference"), _worse(tried, "wrong, in tags", "reference, in tags")]
+        if all(is_worse):
             texts.append(f"reward.{name} gives a wrong answer more than the reference, in both forms")
     return texts
 
 
 def _worse(trials: Sequence[Trial], wrong: str, right: str) -> bool:
     """Whether the wrong answers have a higher mean score than the right ones."""
-    of = {kind: [t.score for t in trials if t.kind == kind and t.score is not None] for kind in (wrong, right)}
-    return sum(of[wrong]) > sum(of[right])
+    scores = {kind: [t.score for t in trials if t.kind == kind and t.score is not None] for kind in (wrong, right)}
+    return sum(scores[wrong]) > sum(scores[right])

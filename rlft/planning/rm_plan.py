@@ -18,7 +18,7 @@ from rlft.types import Split, UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RmPlan(RankingPlan):
-    """The plan; `replay` holds rankings of earlier rounds, or None."""
+    """The plan of `rlft rm`; `replay` holds rankings of earlier rounds, or None."""
 
     config: RmConfig
     replay: Rankings | None
@@ -46,7 +46,7 @@ class RmPlan(RankingPlan):
         return [*rankings, *self.replay.at(self.config.seed, step, num_replayed, "replay")]
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand:
-        """The demand of an adapter and a scalar head beside the policy's adapter, without LM head."""
+        """The demand of an adapter and a scalar head beside the policy's adapter; the LM head is not used."""
         trainable = model.lora + model.hidden
         return self.demand_of(model, recompute, adapters=2, trainable=trainable, through_head=False)
 
@@ -59,7 +59,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> RmPlan:
 
     Args:
         plain: the resolved config.
-        runs_here: False if the run is only planned: what 4-bit weights need may be missing here.
+        runs_here: False if the run is only planned, so that the libraries for 4-bit weights may be missing.
 
     Raises:
         UserError: the config, the model or the data are wrong.

@@ -28,12 +28,12 @@ class DataLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(ABC):
-    """The plan that every verb makes; the defaults here mean that a verb has nothing of that kind.
+    """The plan that every verb makes; the defaults here are for a verb that has nothing of the kind.
 
-    Args:
-        config: the verb's typed root.
+    Attributes:
+        config: the verb's typed config.
         plain: the resolved config as dicts and lists.
-        fingerprints: `{<section>_fingerprint: fingerprint of what is read there}`; a resume is refused if one changed.
+        fingerprints: `{<section>_fingerprint: fingerprint of its data or weights}`; a resume is refused if one changed.
         engine: the name of the engine that samples; None if nothing is sampled.
         notes: what the person watching should know when the run starts.
         loggers: receive the numbers of each step.
@@ -49,7 +49,7 @@ class Plan(ABC):
     @property
     @abstractmethod
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
 
     @property
     def writes_metrics(self) -> bool:
@@ -58,7 +58,7 @@ class Plan(ABC):
 
     @property
     def has_page(self) -> bool:
-        """Whether the page of the run is printed at its end; that of a verb without loggers always is."""
+        """Whether the page of the run is printed at its end, as it always is for a verb without loggers."""
         return not hasattr(self.config, "logger") or any(declares(logger, "has_page") for logger in self.loggers)
 
     @property
@@ -71,7 +71,7 @@ class Plan(ABC):
         return [facts.model_row(self.config.model.path), facts.forward_row(), facts.kernels_row()]
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand | None:
-        """What the run asks of memory, with gradient checkpointing if `recompute`; None makes `rlft plan` refuse it."""
+        """The memory demand, with gradient checkpointing if `recompute`; if None, `rlft plan` refuses the verb."""
         return None
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:
@@ -83,5 +83,5 @@ class Plan(ABC):
         return []
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
-        """{part: the most bytes that it may take on disk}; `model` is the sizes of the base if known already."""
+        """{part: the most bytes that it may take on disk}; `model` holds the sizes of the base if known already."""
         return {}

@@ -30,14 +30,15 @@ from rlft.types import Prompt, Split, UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePlan(Plan):
-    """The plan.
+    """The plan of `rlft sample`.
 
-    Args:
+    Attributes:
         engine: the engine that samples.
         prompts: the tokenised prompts.
         data_notes: the rewards' notes about the prompts.
-        lora: the shape of the adapter that samples, or of a reward's.
+        lora: the shape of the adapter that samples, or of a reward's adapter.
         tokenizer: the tokenizer's fingerprint.
+        environment: the environment; None for completions of a single turn.
     """
 
     config: SampleConfig
@@ -85,7 +86,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
 
     Args:
         plain: the resolved config.
-        runs_here: False if the run is only planned: its engine, and what 4-bit weights need, may be missing.
+        runs_here: False if the run is only planned, so that its engine and libraries for 4-bit weights may be missing.
 
     Raises:
         UserError: the config, the model or the data are wrong.

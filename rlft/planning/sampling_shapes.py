@@ -1,4 +1,4 @@
-"""The shapes of what an engine decodes in a run: the groups of a step, and the samples of an evaluation."""
+"""The shapes of the sequences that an engine decodes in a run: a step's groups, and an evaluation's samples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ def of_training(prompts: PromptSet, held_out: PromptSet | None, run: RunConfig) 
 
 
 def of_a_later_round(first: Decoding, max_tokens: int) -> Decoding:
-    """The decoding of a later turn of these conversations, each of which reads its own: half of it is said by then."""
-    said = tuple(first.longest[i % len(first.longest)] for i in range(max_tokens // 2))
-    longest = (*first.longest, *said)
+    """The decoding of a later turn of these conversations, when half of `max_tokens` is sampled already.
+
+    Each conversation is then a prompt of its own.
+    """
+    sampled = tuple(first.longest[i % len(first.longest)] for i in range(max_tokens // 2))
+    longest = (*first.longest, *sampled)
     return Decoding(num_prompts=first.num_prompts * first.samples, samples=1, longest=longest)
 
 
@@ -37,6 +40,6 @@ def of_evaluation(held_out: PromptSet | None, settings: EvalConfig) -> list[Deco
 
 
 def rehearse_decoding(generator: Generator, decodings: Iterable[Decoding], max_tokens: int) -> None:
-    """Has the engine take the most memory that the longest rows of each decoding need."""
+    """Has the engine allocate as much memory as the longest rows of each decoding need."""
     for decoding in decodings:
         generator.rehearse([decoding.longest] * decoding.num_prompts, decoding.samples, max_tokens)

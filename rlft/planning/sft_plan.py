@@ -36,7 +36,7 @@ from rlft.types import Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftPlan(Plan):
-    """The plan; `held_out` holds the prompts for the task accuracy, or None if none is measured."""
+    """The plan of `rlft sft`; `held_out` holds the prompts for the task accuracy, or None if that is not measured."""
 
     config: SftConfig
     train: Examples
@@ -127,7 +127,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
 
     Args:
         plain: the resolved config.
-        runs_here: False if the run is only planned: its engine, and what 4-bit weights need, may be missing.
+        runs_here: False if the run is only planned, so that its engine and libraries for 4-bit weights may be missing.
 
     Raises:
         UserError: the config, the model or the data are wrong.

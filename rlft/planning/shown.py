@@ -1,4 +1,4 @@
-"""What prompts show of an environment, and whether the model's chat template can hold its conversations."""
+"""What a prompt shows of the environment, and whether the chat template can hold the environment's conversations."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from torch.nn import Parameter
 from rlft.model.kernels.selection import Decision
 
 TableRow = tuple[str, str, str]
-"""(what, value, explanation)"""
+"""(name, value, explanation)"""
 
 
 class BaseCopies(NamedTuple):
-    """How many copies of the base trainer and engine hold together, and what they share or why not."""
+    """How many copies of the base the trainer and the engine hold together, and what they share or why they cannot."""
 
     number: int
     explanation: str
@@ -26,15 +26,15 @@ class BaseCopies(NamedTuple):
 class Facts:
     """Facts about a model, loaded or planned.
 
-    Args:
+    Attributes:
         base: number of the base's parameters.
         trainable: number of trained parameters.
         dtype: the compute dtype.
-        device: where it runs.
-        forward: "packed" or "padded".
-        reason: why it is packed or padded.
-        kernels: what it is computed with, and why.
-        base_copies: of the base in trainer and engine; None where the engine has no base of its own.
+        device: the device of the model.
+        forward: whether rows are "packed" or "padded".
+        reason: why they are packed or padded.
+        kernels: the kernels of the model, and why it has these.
+        base_copies: copies of the base in trainer and engine; None where the engine has no base of its own.
     """
 
     base: int
@@ -56,14 +56,14 @@ class Facts:
         return "kernels", str(self.kernels.choice), self.kernels.reason
 
     def base_rows(self) -> list[TableRow]:
-        """One row, or none where there is nothing to say."""
+        """The row about copies of the base; none where the engine has no base of its own."""
         if self.base_copies is None:
             return []
         return [("copies of the base", str(self.base_copies.number), self.base_copies.explanation)]
 
     @property
     def fallback(self) -> str | None:
-        """A note if the kernels are plain although `model.kernels` does not ask for that; else None."""
+        """A note if the kernels are plain although `model.kernels` is auto; else None."""
         if self.kernels.requested:
             return None
         return f"model.kernels: plain instead of auto, which takes more time and memory: {self.kernels.reason}"

@@ -1,4 +1,4 @@
-"""What a teacher with a network of its own takes of the trainer's device, by transformers or in vLLM."""
+"""The memory that a teacher with a network of its own takes on the trainer's device, in transformers or vLLM."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TEACHER_SHARE = vllm_memory.TEACHER_SHARE_KEY
 class TeacherDemand:
     """Memory demand of a teacher.
 
-    Args:
-        model: its sizes.
-        row_tokens: of the longest row that it may read.
-        prompt_tokens: of the prompt of the longest row that it reads, its hint included.
-        share: of a GPU's memory that vLLM gets for it; None where transformers computes it.
+    Attributes:
+        model: the sizes of its model.
+        row_tokens: number of tokens of the longest row that it may read.
+        prompt_tokens: number of prompt tokens, the hint included, of the longest row that it reads.
+        share: the share of a GPU's memory that vLLM gets for it; None where transformers computes it.
     """
 
     model: ModelSizes
@@ -28,7 +28,7 @@ class TeacherDemand:
     share: float | None
 
     def memory(self, device: str, device_memory: int, *, beside_vllm: bool) -> EngineMemory:
-        """Its parts, with their full keys.
+        """The parts of its memory, with their full keys.
 
         Args:
             device: "cpu" or "cuda".
@@ -47,14 +47,14 @@ class TeacherDemand:
 
         Args:
             device_memory: bytes of the GPU's memory.
-            room: bytes of it that the rest of the run leaves.
+            room: bytes of it that the rest of the run leaves free.
         """
         if self.share is None or not device_memory:
             return
         least_bytes = vllm_memory.teacher_least_bytes(self.model, self.row_tokens, device_memory)
         least = vllm_memory.share_of(least_bytes, device_memory)
-        fits = int(100 * room / device_memory) / 100
+        fitting = int(100 * room / device_memory) / 100
         if self.share < least:
             yield replace(self, share=least)
-        elif least <= fits < self.share:
-            yield replace(self, share=fits)
+        elif least <= fitting < self.share:
+            yield replace(self, share=fitting)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlan(Plan):
-    """The plan; `held_out` is None without evaluations, `pretrain_text` without a pretraining loss."""
+    """The plan of `rlft train`; `held_out` is None without evaluations, `pretrain_text` without a pretraining loss."""
 
     config: RunConfig
     algorithm: Algorithm
@@ -63,8 +63,8 @@ class TrainPlan(Plan):
     held_out: PromptSet | None
     pretrain_text: PretrainText | None
     environment: Environment | None = None
-    teacher_row_tokens: int = 0  # of the longest row that a teacher reads
-    placement: Placement | None = None  # of engines and ranks; None until their cards are known
+    teacher_row_tokens: int = 0  # number of tokens of the longest row that a teacher reads
+    placement: Placement | None = None  # where engines and ranks are; None until their cards are known
 
     @property
     def num_steps(self) -> int:
@@ -73,8 +73,8 @@ class TrainPlan(Plan):
     @property
     def needs_old(self) -> bool:
         """Whether `snapshot.old: auto` recomputes: not if old is the current policy of a single update."""
-        several = self.config.updates_per_step > 1
-        return self.config.snapshot.old is Old.auto and (several or self.algorithm.needs_old_in_credit)
+        has_several_updates = self.config.updates_per_step > 1
+        return self.config.snapshot.old is Old.auto and (has_several_updates or self.algorithm.needs_old_in_credit)
 
     @property
     def scored_prompts(self) -> PromptSet:
@@ -132,7 +132,7 @@ class TrainPlan(Plan):
         ]
 
     def _ranks_rows(self) -> list[TableRow]:
-        """One row, or none where this process does all in one lane."""
+        """The row about ranks; none where the run's own process trains alone, in one lane."""
         cluster = self.config.cluster
         if cluster.num_lanes == 1:
             return []
@@ -140,7 +140,7 @@ class TrainPlan(Plan):
         return [("ranks", str(cluster.ranks), lanes + "; each holds a part of the base's layers" * cluster.shard_base)]
 
     def _cluster_rows(self) -> list[TableRow]:
-        """A row of engines and ranks, one of reward workers; none where this process does all."""
+        """A row about engines and ranks, and one about reward workers; none where the run has a single process."""
         cluster, placement = self.config.cluster, self.placement
         rows: list[TableRow] = []
         if cluster.scoring:
@@ -149,19 +149,19 @@ class TrainPlan(Plan):
             return rows
         engines = [f"{cluster.engines} engine{'s' * (cluster.engines > 1)}"] if cluster.engines else []
         value = ", ".join([*engines, f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)}"])
-        where = "processes" if placement.kind == "processes" else f"{placement.cards} cards, {placement.kind}:"
-        return [("cluster", value, f"{cluster.kind}: {where} {placement.reason}"), *rows]
+        location = "processes" if placement.kind == "processes" else f"{placement.cards} cards, {placement.kind}:"
+        return [("cluster", value, f"{cluster.kind}: {location} {placement.reason}"), *rows]
 
     def _sampling_demand(self) -> SamplingDemand:
-        """What engines take of the trainer's device: nothing where they have cards of their own."""
+        """The demand of engines on the trainer's device; empty where they have cards of their own."""
         run, engines = self.config, self.config.cluster.engines
         if engines and self.placement is not None and self.placement.kind == "divided":
             return {}
-        taken = sampling_of(run, self.engine, of_training(self.train_prompts, self.held_out, run))
-        if engines and "engine" in taken:
+        fields = sampling_of(run, self.engine, of_training(self.train_prompts, self.held_out, run))
+        if engines and "engine" in fields:
             on_cards = self.placement is None or self.placement.kind == "pairs"
-            taken["engine"], taken["engines_apart"] = taken["engine"].apart(), 1 if on_cards else engines
-        return taken
+            fields["engine"], fields["engines_apart"] = fields["engine"].apart(), 1 if on_cards else engines
+        return fields
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand:
         """The demand of the policy, with old, reference, teacher, critic and rewards as adapters beside it."""
@@ -199,11 +199,12 @@ class TrainPlan(Plan):
         if snapshot.teacher_model is None:
             return None
         share = snapshot.teacher_gpu_memory_utilization if snapshot.teacher_engine == "vllm" else None
-        own, hinted = self.train_prompts.lengths.longest, self.teacher_row_tokens - self.config.generation.max_tokens
+        unhinted = self.train_prompts.lengths.longest
+        hinted = self.teacher_row_tokens - self.config.generation.max_tokens
         return TeacherDemand(
             model=teacher_sizes(self.config),
             row_tokens=self.teacher_row_tokens,
-            prompt_tokens=own if snapshot.teacher_hint is None else hinted,
+            prompt_tokens=unhinted if snapshot.teacher_hint is None else hinted,
             share=share,
         )
 
@@ -235,11 +236,11 @@ class TrainPlan(Plan):
         moving = (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
         trainable = self.demand(model, False).trainable  # policy, critic and a reward model that learns
         result = {"checkpoints": checkpoint_bytes(config.checkpoint, self.num_steps, trainable, moving * model.lora)}
-        completion = completion_bytes(config)
-        whole = completion + (TOKEN_ID + LOGPROB) * config.generation.max_tokens
-        result["rollouts"] = config.rollouts.most_files(config.steps) * config.completions_per_step * whole
+        line_bytes = completion_bytes(config)
+        rollout_bytes = line_bytes + (TOKEN_ID + LOGPROB) * config.generation.max_tokens
+        result["rollouts"] = config.rollouts.most_files(config.steps) * config.completions_per_step * rollout_bytes
         if self.writes_metrics:
-            examples = config.eval.num_examples * completion
+            examples = config.eval.num_examples * line_bytes
             result["metrics"] = metrics_bytes(self.num_steps, config.eval.every, examples)
         return result
 
@@ -249,7 +250,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
 
     Args:
         plain: the resolved config.
-        runs_here: False if the run is only planned: its engine, and what 4-bit weights need, may be missing.
+        runs_here: False if the run is only planned, so that its engine and libraries for 4-bit weights may be missing.
         trains: False if the config is only evaluated.
 
     Raises:
@@ -339,10 +340,10 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
 def longest_read_by_the_teacher(
     config: RunConfig, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
 ) -> int:
-    """Tokens of the longest prompt that the teacher may read.
+    """Number of tokens of the longest prompt that the teacher may read.
 
     Raises:
-        UserError: with its hint and a completion it does not fit the context of a teacher that is on the base.
+        UserError: with its hint and a completion, it does not fit the context of a teacher that is on the base.
     """
     hint = config.snapshot.teacher_hint
     if hint is None:
@@ -363,13 +364,13 @@ def longest_read_by_the_teacher(
 
 
 def idle_of(config: RunConfig, engine: str) -> str | None:
-    """The warning that engines have nothing to sample, if so."""
-    opened = config.generation.named(engine)
-    return idle_engines(config.cluster, section_of(engine), opened, config.prompts_per_step, config.group_size)
+    """The warning that some engines will have nothing to sample; None if all will."""
+    engine_config = config.generation.named(engine)
+    return idle_engines(config.cluster, section_of(engine), engine_config, config.prompts_per_step, config.group_size)
 
 
 def check_layers(settings: ModelConfig, model_config: Any) -> None:
-    """Refuses to divide the base of a model whose layers are not known."""
+    """Refuses cluster.shard_base for a model whose decoder layers cannot be divided."""
     if not decoder_layers(empty_model(settings, model_config)):
         problem = f"the layers of a {model_config.model_type} are not one list, or have weights in common"
         raise UserError("cluster.shard_base", problem, got="true", remedy="leave it out, or use another model")

@@ -1,7 +1,7 @@
 """Tokenises, measures and fingerprints demonstrations and rankings, before the model is loaded.
 
-A completion that was sampled keeps its tokens. Any other is tokenised apart from its prompt, as an engine would have
-returned it, and gets the token that ends a turn in the model's chat template.
+A completion that was sampled keeps its tokens. Any other is tokenised separately from its prompt, as an engine would
+have returned it, and gets the token that ends a turn in the model's chat template.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RankedTokens:
 class Examples:
     """The tokenised demonstrations of one split.
 
-    Args:
-        texts: their tokens.
+    Attributes:
+        texts: the tokens of each demonstration.
         fingerprint: the sha256 (hex) over their tokens, in order.
-        note: a sentence about what was left out, or None.
+        note: a sentence about demonstrations that were left out, or None.
     """
 
     texts: tuple[TextTokens, ...]
@@ -49,14 +49,14 @@ class Examples:
     note: str | None
 
     def batch(self, chosen: Iterable[int]) -> Batch:
-        """These examples as rows; examples of one prompt form one group, whose prompt enters the network once."""
+        """The examples at these positions as rows; those with the same prompt form a group, which computes it once."""
         texts = sorted((self.texts[i] for i in chosen), key=lambda text: text.ids[: text.num_given].tobytes())
         prompts = [text.ids[: text.num_given].tobytes() for text in texts]
         groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         return replace(as_batch(texts), group_ids=torch.tensor([groups[prompt] for prompt in prompts]))
 
     def at(self, seed: int, step: int, count: int) -> Batch:
-        """The examples of the update that follows `step` steps; none comes twice in a pass over them."""
+        """The examples of the update that follows `step` steps; none occurs twice in a pass over them."""
         return self.batch(prompts_for_step(len(self.texts), count, derive(seed, 0, "examples"), step))
 
 
@@ -69,7 +69,7 @@ class Rankings:
     note: str | None
 
     def positions(self, seed: int, step: int, count: int, purpose: str) -> list[int]:
-        """Of the rankings of the update that follows `step` steps; none comes twice in a pass over them."""
+        """Positions of the rankings of the update that follows `step` steps; none occurs twice in a pass over them."""
         return prompts_for_step(len(self.rankings), count, derive(seed, 0, purpose), step)
 
     def at(self, seed: int, step: int, count: int, purpose: str) -> list[RankedTokens]:
@@ -91,13 +91,13 @@ def scan_demonstrations(
     """
     _check_sampled_with([d.prompt for d in demonstrations], tokenizer, "demonstrations")
     prompt_ids = token_ids([d.prompt for d in demonstrations], tokenizer, prompts.style)
-    learned = _completions([(d.completion, d.completion_ids) for d in demonstrations], tokenizer, prompts.style)
+    completion_ids = _completions([(d.completion, d.completion_ids) for d in demonstrations], tokenizer, prompts.style)
     texts = [
-        TextTokens(ids=np.array([*before, *ids], dtype="<i4"), num_given=max(len(before), 1))
-        for before, ids in zip(prompt_ids, learned, strict=True)
-        if len(before) <= prompts.max_tokens and len(ids) <= max_completion_tokens
+        TextTokens(ids=np.array([*prompt, *ids], dtype="<i4"), num_given=max(len(prompt), 1))
+        for prompt, ids in zip(prompt_ids, completion_ids, strict=True)
+        if len(prompt) <= prompts.max_tokens and len(ids) <= max_completion_tokens
     ]
-    note = _left_out(len(demonstrations), len(texts), prompts, max_completion_tokens, f"{split} demonstrations")
+    note = _note_of_dropped(len(demonstrations), len(texts), prompts, max_completion_tokens, f"{split} demonstrations")
     parts = (f"{text.num_given}:".encode() + text.ids.tobytes() for text in texts)
     return Examples(texts=tuple(texts), fingerprint=_digest(parts), note=note)
 
@@ -109,7 +109,7 @@ def scan_rankings(
     max_completion_tokens: int,
     split: Split,
 ) -> Rankings:
-    """Tokenises the rankings, without completions over the limit; rankings without a pair are dropped.
+    """Tokenises the rankings without completions over the limit; rankings that are left without a pair are dropped.
 
     Raises:
         UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
@@ -124,7 +124,7 @@ def scan_rankings(
         scores = tuple(ranking.scores[i] for i in short)
         if len(prompt) <= prompts.max_tokens and len(set(scores)) > 1:
             kept.append(RankedTokens(prompt=prompt, completions=tuple(tokens[i] for i in short), scores=scores))
-    note = _left_out(len(rankings), len(kept), prompts, max_completion_tokens, f"{split} rankings")
+    note = _note_of_dropped(len(rankings), len(kept), prompts, max_completion_tokens, f"{split} rankings")
     parts = (repr((r.prompt, r.completions, r.scores)).encode() for r in kept)
     return Rankings(rankings=tuple(kept), fingerprint=_digest(parts), note=note)
 
@@ -137,10 +137,10 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, style: str) -> int:
     """
     if style == "chat" and tokenizer.chat_template:
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        after = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("answer")[2]
+        text_after = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("answer")[2]
         # Not all_special_ids: a template may end turns with a token that has no name of its own (Llama 3's <|eot_id|>).
         special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        ids = [int(token) for token in text_ids([after], tokenizer)[0] if int(token) in special]
+        ids = [int(token) for token in text_ids([text_after], tokenizer)[0] if int(token) in special]
         if ids:
             return ids[0]
     if isinstance(tokenizer.eos_token_id, int):
@@ -152,9 +152,9 @@ def _completions(
     texts: Sequence[tuple[str, Sequence[int]]], tokenizer: PreTrainedTokenizerBase, style: str
 ) -> list[tuple[int, ...]]:
     """The tokens of each completion: those that were sampled, or else the tokens of its text and an end token."""
-    end = end_of_turn(tokenizer, style)
-    made = ((*ids.tolist(), end) for ids in text_ids([text for text, ids in texts if not ids], tokenizer))
-    return [tuple(ids) if ids else next(made) for _, ids in texts]
+    end_token = end_of_turn(tokenizer, style)
+    tokenised = ((*ids.tolist(), end_token) for ids in text_ids([text for text, ids in texts if not ids], tokenizer))
+    return [tuple(ids) if ids else next(tokenised) for _, ids in texts]
 
 
 def _check_sampled_with(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, section: str) -> None:
@@ -162,7 +162,7 @@ def _check_sampled_with(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenize
         check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), section)
 
 
-def _left_out(num_all: int, num_kept: int, prompts: PromptsConfig, limit: int, what: str) -> str | None:
+def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit: int, what: str) -> str | None:
     if num_kept == num_all > 0:
         return None
     limits = f"prompts.max_tokens={prompts.max_tokens} or max_completion_tokens={limit}"

@@ -44,12 +44,12 @@ class LengthSummary:
 class PromptSet:
     """The tokenised prompts of one split.
 
-    Args:
+    Attributes:
         prompts: the prompts in the order of the data, with token_ids. For streamed data (rlft/data/streamed.py) this is
             a lazy sequence, which reads and tokenises a prompt at each access.
         num_tokens: the number of tokens of each prompt.
         num_dropped: the number of prompts that exceeded the limit.
-        lengths: of the kept prompts.
+        lengths: a summary of the kept prompts' lengths.
         fingerprint: the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares.
         note: a sentence for the person watching, or None.
     """
@@ -68,7 +68,7 @@ class PromptSet:
 
 
 class TokenisedPrompts(Lazy[Prompt]):
-    """Prompts of streamed data with token ids, which are computed at each access; `texts` are the prompts without."""
+    """Prompts of streamed data whose token ids are computed at each access; `texts` are the prompts without them."""
 
     def __init__(
         self, texts: Lazy[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
@@ -98,13 +98,13 @@ def scan(
 
     Args:
         prompts: the prompts.
-        tokenizer: the model's.
-        max_prompt_tokens: the limit.
+        tokenizer: the model's tokenizer.
+        max_prompt_tokens: the most tokens of a prompt.
         over_limit: whether longer prompts are dropped or refused.
-        split: their split.
+        split: the split of the prompts.
         style: `chat` uses the tokenizer's chat template. `raw`, or a tokenizer without one, joins the texts of the
             messages with blank lines.
-        shown: what prompts show of an environment; only the chat template can.
+        shown: what prompts show of an environment, which only the chat template can render.
 
     Raises:
         UserError: there are no prompts, or none is left; an id occurs twice; prompts are too long and refused; the chat
@@ -114,7 +114,7 @@ def scan(
         raise UserError("data", f"the {split} split is empty", remedy="choose other data")
     if not isinstance(prompts, Lazy):  # the ids of streamed data are numbers of lines
         _check_ids(prompts, split)
-    held: list[Prompt] = []
+    kept_in_memory: list[Prompt] = []
     kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
     empty, long = Noted(), Noted()
     progress = with_progress(
@@ -131,12 +131,12 @@ def scan(
         num_tokens.append(number)
         digest.update(fingerprinted(prompt))
         if not isinstance(prompts, Lazy):
-            held.append(prompt)
+            kept_in_memory.append(prompt)
     if empty.number:
         raise _no_tokens(empty, len(prompts), split)
     if long.number and (over_limit == "refuse" or not kept):
         raise _over_limit(long, len(prompts), max_prompt_tokens, over_limit, split)
-    kept_prompts: Sequence[Prompt] = tuple(held)
+    kept_prompts: Sequence[Prompt] = tuple(kept_in_memory)
     if isinstance(prompts, Lazy):
         kept_prompts = TokenisedPrompts(Chosen(prompts, kept), tokenizer, style, shown)
     return PromptSet(
@@ -151,7 +151,7 @@ def scan(
 
 @dataclass(slots=True)
 class Noted:
-    """A count of prompts of some kind, with the first one's id and tokens, and the most tokens of one."""
+    """A count of prompts of some kind, with the first one's id and length, and the longest one's length."""
 
     number: int = 0
     first: str = ""
@@ -166,7 +166,7 @@ class Noted:
 
 
 def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
-    """The prompts; those of streamed data without token ids, which would have to be computed."""
+    """The prompts of the set; those of streamed data come without token ids, which would have to be computed."""
     prompts = prompt_set.prompts
     return prompts.texts if isinstance(prompts, TokenisedPrompts) else prompts
 
@@ -184,14 +184,14 @@ def fingerprinted(prompt: Prompt) -> bytes:
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """12 hex digits of a sha256 over the vocabulary with added tokens, the chat template and the end token."""
-    known = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, tokenizer.eos_token_id]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
+    contents = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:12]
 
 
 def prompts_for_step(num_prompts: int, prompts_per_step: int, seed: int, step: int) -> list[int]:
     """Indices of the prompts of one step; `step` is the number of steps finished before it, from 0.
 
-    Epoch e is a permutation of all prompts drawn from (seed, e), cut into whole steps. A rest that is less than a step
+    Epoch e is a permutation of all prompts drawn from (seed, e), cut into whole steps. A remainder smaller than a step
     is skipped; the next epoch permutes all prompts again. So no prompt occurs twice in an epoch or in a step. If a step
     takes more prompts than exist, epochs follow each other without a gap, and prompts repeat. This is a pure function
     of its arguments: a resumed run needs no other cursor than its step.
@@ -204,8 +204,9 @@ def prompts_for_step(num_prompts: int, prompts_per_step: int, seed: int, step: i
             f"need num_prompts >= 1, prompts_per_step >= 1, step >= 0: {num_prompts}, {prompts_per_step}, {step}"
         )
     if num_prompts >= prompts_per_step:
-        epoch, turn = divmod(step, num_prompts // prompts_per_step)
-        return permutation(num_prompts, seed, epoch)[turn * prompts_per_step : (turn + 1) * prompts_per_step].tolist()
+        epoch, step_of_epoch = divmod(step, num_prompts // prompts_per_step)
+        start = step_of_epoch * prompts_per_step
+        return permutation(num_prompts, seed, epoch)[start : start + prompts_per_step].tolist()
     positions = range(step * prompts_per_step, (step + 1) * prompts_per_step)
     return [int(permutation(num_prompts, seed, p // num_prompts)[p % num_prompts]) for p in positions]
 
@@ -213,8 +214,8 @@ def prompts_for_step(num_prompts: int, prompts_per_step: int, seed: int, step: i
 @lru_cache(maxsize=2)
 def permutation(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The order of the prompts in an epoch, read-only. numpy promises that the stream of RandomState never changes."""
-    words = np.frombuffer(hashlib.sha256(f"{seed}/{epoch}".encode()).digest(), dtype="<u4")
-    order = np.random.RandomState(words).permutation(num_prompts)
+    seed_words = np.frombuffer(hashlib.sha256(f"{seed}/{epoch}".encode()).digest(), dtype="<u4")
+    order = np.random.RandomState(seed_words).permutation(num_prompts)
     order.flags.writeable = False
     return order
 
@@ -234,16 +235,16 @@ def tokenised(
 
 
 def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """The items in order, in chunks for one call of the tokenizer, which holds some 100 bytes per token."""
+    """The items in order, in chunks for one call of the tokenizer, which takes about 100 bytes of memory per token."""
     chunk: list[Item] = []
     size = 0
     for item in items:
-        own = characters(item)
-        if chunk and (len(chunk) == CHUNK or size + own > CHUNK_CHARACTERS):
+        item_size = characters(item)
+        if chunk and (len(chunk) == CHUNK or size + item_size > CHUNK_CHARACTERS):
             yield chunk
             chunk, size = [], 0
         chunk.append(item)
-        size += own
+        size += item_size
     if chunk:
         yield chunk
 
@@ -274,12 +275,12 @@ def _tokenise(
 
 
 def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:
-    twice = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
-    if twice:
+    repeated = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
+    if repeated:
         raise UserError(
             "data",
-            f"{len(twice)} ids occur more than once in the {split} split",
-            got=twice[0],
+            f"{len(repeated)} ids occur more than once in the {split} split",
+            got=repeated[0],
             remedy="give each prompt its own id",
         )
 

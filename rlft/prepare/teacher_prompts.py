@@ -1,6 +1,6 @@
-"""Prompts with a hint that the teacher alone reads: a base with the answer before it teaches itself without.
+"""Prompts with a hint that only the teacher reads: a base that has read the answer teaches itself without it.
 
-Self-distillation as in "context distillation" (Snell 2022, arXiv 2209.15189), on the student's own samples.
+This is self-distillation as in "context distillation" (Snell 2022, arXiv 2209.15189), on the student's own samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER = "{answer}"
-"""Stands for the prompt's reference answer in a hint."""
+"""The placeholder for the prompt's reference answer in a hint."""
 
 
 def with_hint(prompt: Prompt, hint: str) -> Prompt:
@@ -30,9 +30,9 @@ def with_hint(prompt: Prompt, hint: str) -> Prompt:
 
 
 def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> Tensor:
-    """int64 `[B, P]`: of each completion's prompt the tokens with the hint, -1 after their end; B as in a Batch."""
+    """int64 `[B, P]`: for each row of a Batch, the tokens of its prompt with the hint, padded with -1."""
     ids = token_ids([with_hint(group.prompt, hint) for group in groups], tokenizer, style)
-    rows = [own for group, own in zip(groups, ids, strict=True) for _ in group.rollouts]
+    rows = [prompt_ids for group, prompt_ids in zip(groups, ids, strict=True) for _ in group.rollouts]
     prompts_BP = torch.full((len(rows), max(map(len, rows))), -1)
     for b, row in enumerate(rows):
         prompts_BP[b, : len(row)] = torch.tensor(row)
@@ -40,6 +40,6 @@ def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: PreTrainedTok
 
 
 def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> int:
-    """Tokens of the longest of these prompts with the hint."""
+    """Number of tokens of the longest of these prompts with the hint."""
     hinted = (with_hint(prompt, hint) for prompt in prompts)
     return max(len(prompt.token_ids) for prompt in tokenised(hinted, tokenizer, style))

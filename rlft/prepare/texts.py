@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Learner(Protocol):
-    """A model that computes log-probs: `Roles`, by the active adapter, or `WholeModel`."""
+    """A model that computes log-probs: `Roles`, with the active adapter, or `WholeModel`."""
 
     @property
     def forward(self) -> Forward: ...
@@ -37,7 +37,7 @@ class Learner(Protocol):
 
 
 MIN_TOKENS = 2
-"""Nothing predicts a text's first token, so a single token is nothing to learn."""
+"""Nothing predicts a text's first token, so a text of a single token has none to learn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,13 +52,13 @@ class TextTokens:
 class PretrainText:
     """Tokenised texts for training and for evaluation, which share no token sequence.
 
-    Args:
+    Attributes:
         train_texts: the texts to train on, cut at the limit, in the order of the file.
-        held_out_texts: the held-out texts, likewise.
-        sequences_per_update: texts per optimizer update.
-        updates_per_step: optimizer updates per step.
-        num_dropped: texts without a token to learn within the limit.
-        num_cut: other texts that were cut.
+        held_out_texts: the held-out texts, also cut.
+        sequences_per_update: number of texts per optimizer update.
+        updates_per_step: number of optimizer updates per step.
+        num_dropped: number of texts without a token to learn within the limit.
+        num_cut: number of other texts that were cut.
         fingerprint: the sha256 (hex) over the token ids and numbers of given tokens of all texts, for resumed runs.
         note: a sentence for the person watching, or None.
     """
@@ -73,17 +73,17 @@ class PretrainText:
     note: str | None
 
     def batch(self, seed: int, step: int, update: int) -> Batch:
-        """The texts of one optimizer update: number `update` of the step after `step` steps, both from 0.
+        """The texts of optimizer update number `update` (from 0) of the step that follows `step` finished steps.
 
         This is a pure function of its arguments, like `prompts_for_step`: a resumed run needs no cursor into the text.
         No text occurs twice in a pass over the texts.
         """
         if not 0 <= update < self.updates_per_step:
             raise ValueError(f"a step has {self.updates_per_step} updates, there is none with number {update}")
-        turn = step * self.updates_per_step + update
+        update_number = step * self.updates_per_step + update
         order = derive(seed, 0, "pretrain")  # not the order of the prompts
-        chosen = prompts_for_step(len(self.train_texts), self.sequences_per_update, order, turn)
-        return as_batch([self.train_texts[i] for i in chosen])
+        indices = prompts_for_step(len(self.train_texts), self.sequences_per_update, order, update_number)
+        return as_batch([self.train_texts[i] for i in indices])
 
     def held_out(self) -> Batch:
         """The texts that are never trained on, the same ones every time."""
@@ -99,14 +99,14 @@ def scan_texts(
     held_out: int,
     updates_per_step: int,
 ) -> PretrainText:
-    """Tokenises the texts, cuts them after `max_tokens`, and holds `held_out` of them out.
+    """Tokenises the texts, cuts them after `max_tokens`, and sets `held_out` of them aside for evaluation.
 
     Special tokens that are written in a text are read as such, and none are added. The given and the learned part are
     tokenised separately and joined, so no token belongs to both. A hash of its tokens decides whether a text is held
-    out: equal texts are on the same side, whatever part of them is given, and no order or seed moves one.
+    out: equal texts are in the same split, whichever part of them is given, and neither order nor seed changes that.
 
     Raises:
-        UserError: the limit is below 2 tokens, or there are too few texts to hold out so many or to fill an update.
+        UserError: the limit is below 2 tokens, or there are too few texts to hold out that many or to fill an update.
     """
     if max_tokens < MIN_TOKENS:
         raise UserError(
@@ -116,20 +116,20 @@ def scan_texts(
             remedy="use 2 or more",
         )
     tokenised = _tokenise(texts, tokenizer)
-    whole = [text for text in tokenised if text.num_given < min(len(text.ids), max_tokens)]
-    kept = [replace(text, ids=text.ids[:max_tokens]) for text in whole]
+    learnable = [text for text in tokenised if text.num_given < min(len(text.ids), max_tokens)]
+    kept = [replace(text, ids=text.ids[:max_tokens]) for text in learnable]
     digests = [hashlib.sha256(text.ids.tobytes()).digest() for text in kept]
-    different = dict(zip(digests, kept, strict=True))
-    if len(different) <= held_out:
+    distinct = dict(zip(digests, kept, strict=True))
+    if len(distinct) <= held_out:
         raise UserError(
             "pretrain.held_out",
-            f"there are only {len(different)} different texts with a token to learn within "
+            f"there are only {len(distinct)} different texts with a token to learn within "
             f"pretrain.max_tokens={max_tokens}, and some must be left to train on",
             got=held_out,
             remedy="use fewer, more text, or a higher pretrain.max_tokens",
         )
-    apart = set(sorted(different)[:held_out])
-    train_texts = [text for text, digest in zip(kept, digests, strict=True) if digest not in apart]
+    held_out_digests = set(sorted(distinct)[:held_out])
+    train_texts = [text for text, digest in zip(kept, digests, strict=True) if digest not in held_out_digests]
     if len(train_texts) < sequences_per_update:
         raise UserError(
             "pretrain.sequences_per_update",
@@ -137,10 +137,10 @@ def scan_texts(
             got=sequences_per_update,
             remedy=f"use at most {len(train_texts)}, a lower pretrain.held_out, or more text",
         )
-    num_dropped, num_cut = len(tokenised) - len(whole), sum(len(text.ids) > max_tokens for text in whole)
+    num_dropped, num_cut = len(tokenised) - len(learnable), sum(len(text.ids) > max_tokens for text in learnable)
     return PretrainText(
         train_texts=tuple(train_texts),
-        held_out_texts=tuple(text for digest, text in different.items() if digest in apart),
+        held_out_texts=tuple(text for digest, text in distinct.items() if digest in held_out_digests),
         sequences_per_update=sequences_per_update,
         updates_per_step=updates_per_step,
         num_dropped=num_dropped,
@@ -172,7 +172,7 @@ def as_batch(texts: Sequence[TextTokens]) -> Batch:
 
 
 def text_loss(learner: Learner, batch: Batch, token_budget: int) -> float:
-    """Mean negative log-prob per token (nats) of these texts by the active adapter, at temperature 1, without gradient.
+    """Mean negative log-prob per token (nats) of these texts, with the active adapter, at temperature 1, no gradient.
 
     The mean is over learned tokens, not texts: the sum over the batch of -log p(token | earlier tokens of its text) /
     number of learned tokens.
@@ -188,11 +188,11 @@ def text_loss(learner: Learner, batch: Batch, token_budget: int) -> float:
 
 def _tokenise(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[TextTokens]:
     """The tokens of each text without a limit: the given part and the learned part, joined."""
-    context_ids = text_ids([text.context for text in texts], tokenizer)
-    learned = text_ids([text.text for text in texts], tokenizer)
+    given_ids = text_ids([text.context for text in texts], tokenizer)
+    learned_ids = text_ids([text.text for text in texts], tokenizer)
     return [
-        TextTokens(ids=np.concatenate([before, ids]), num_given=max(len(before), 1))
-        for before, ids in zip(context_ids, learned, strict=True)
+        TextTokens(ids=np.concatenate([given, ids]), num_given=max(len(given), 1))
+        for given, ids in zip(given_ids, learned_ids, strict=True)
     ]
 
 

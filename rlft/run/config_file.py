@@ -1,4 +1,4 @@
-"""Reads a run's config.yaml, and finds out whether it is complete, of an older version, or of a newer one."""
+"""Reads a run's config.yaml, and finds out whether it is complete, and whether another version of rlft wrote it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from rlft.system.versions import KEY, NewerError, is_newer, problem_of_format
 CONFIG = "config.yaml"
 ORIGIN = "origin"
 WHOLE = "whole"
-"""The last key of the origin, and so of the file: a file that was cut at the end of a line lacks it. Older versions
-wrote neither it nor a format."""
+"""The last key of the origin, and so of the file: a file that was cut short at the end of a line lacks it. Older
+versions wrote neither this key nor a format."""
 
 MAX_NESTED = 1000
-_SECTION = re.compile(rb"^(?=[A-Za-z_])", re.MULTILINE)
-_OPENING = re.compile(rb"^[ ?:-]+", re.MULTILINE)
-"""The signs before a line's first word, each of which may open a level."""
+"""The deepest nesting that is parsed with libyaml."""
+_SECTION_START = re.compile(rb"^(?=[A-Za-z_])", re.MULTILINE)
+_BEFORE_WORDS = re.compile(rb"^[ ?:-]+", re.MULTILINE)
+"""The characters before a line's first word, each of which may begin a level of nesting."""
 
 
 def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        UnknownVerbError: it is a run of a verb that does not exist, or no longer exists.
+        UnknownVerbError: the run is of a verb that does not exist, or no longer exists.
         NewerError: it was written by a newer rlft; the message says so.
         ValueError: it is damaged; the message says how.
     """
@@ -77,8 +78,8 @@ def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
         )
     if has_origin and KEY in origin and WHOLE not in origin:
         raise ValueError(f"it is cut short, the end of its {ORIGIN} is missing")
-    shown = {key: value for key, value in origin.items() if key not in (KEY, WHOLE)} if has_origin else {}
-    config = {**config, "verb": verb, ORIGIN: shown}
+    origin_values = {key: value for key, value in origin.items() if key not in (KEY, WHOLE)} if has_origin else {}
+    config = {**config, "verb": verb, ORIGIN: origin_values}
     if is_newer(version := config[ORIGIN].get("rlft")):
         unknown = next(unknown_keys(root, {k: v for k, v in config.items() if k != ORIGIN}), None)
         if unknown is not None:
@@ -88,10 +89,10 @@ def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
 
 
 def by_section(content: bytes) -> dict[str, Any] | None:
-    """The config, each distinct section parsed once for all files; None if the file must be parsed as a whole."""
+    """The config, with each distinct section parsed once for all files; None if the file must be parsed as a whole."""
     config: dict[str, Any] = {}
     try:
-        for section in filter(None, _SECTION.split(content)):
+        for section in filter(None, _SECTION_START.split(content)):
             name, value = _section_of(section)
             if name in config:
                 return None
@@ -117,18 +118,18 @@ def _load(content: bytes) -> Any:
 
 def _loader(content: bytes) -> Any:
     """The loader for this text: libyaml's takes 1 ms per config, Python's 9 ms, but libyaml crashes on deep nesting."""
-    deepest = content.count(b"[") + content.count(b"{") + max(map(len, _OPENING.findall(content)), default=0)
+    deepest = content.count(b"[") + content.count(b"{") + max(map(len, _BEFORE_WORDS.findall(content)), default=0)
     return yaml.CSafeLoader if yaml.__with_libyaml__ and deepest < MAX_NESTED else yaml.SafeLoader
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key as it stands in the file.
+    """What config.yaml may hold at a key.
 
-    Args:
-        section: the dataclass of what stands below it; None where it holds a value.
-        is_required: a file without it is cut short.
-        may_be_null: null stands for something; else nothing but the name of a section was written.
+    Attributes:
+        section: the dataclass of the section at this key; None where the key holds a value.
+        is_required: whether a file without the key is cut short.
+        may_be_null: whether null is a value; if not, the file was cut short after the name of a section.
     """
 
     section: Any
@@ -137,7 +138,7 @@ class Key:
 
 
 def keys_of(cls: Any) -> dict[str, Key]:
-    """{key: what may stand there}, of a section's dataclass; engines' sections in place of the field they fill."""
+    """{key: what it may hold} of a section's dataclass, with engines' sections instead of the field that they fill."""
     read_from: Mapping[str, Mapping[str, str]] = getattr(cls, "READ_FROM", {})
     hints = typing.get_type_hints(cls)
     keys = {}
@@ -154,7 +155,7 @@ def keys_of(cls: Any) -> dict[str, Key]:
 
 
 def missing_keys(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The required keys that this section, or one below it, lacks; without keys that were added later."""
+    """The required keys that this section, or one below it, lacks, except those that later versions added."""
     for name, key in keys_of(cls).items():
         path = f"{prefix}{name}"
         if name not in values:
@@ -172,9 +173,8 @@ def unknown_keys(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Itera
     for name, value in values.items():
         is_mapping = isinstance(value, Mapping)
         if name not in known:
-            if not (
-                hasattr(cls, "READ_FROM") and is_mapping and "_target_" in value
-            ):  # no engine from outside the tree
+            is_outside_engine = hasattr(cls, "READ_FROM") and is_mapping and "_target_" in value
+            if not is_outside_engine:
                 yield f"{prefix}{name}"
         elif known[name].section is not None and is_mapping:
             yield from unknown_keys(known[name].section, value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""The steps that a run has done, against the steps that it is to have."""
+"""Compares the steps that a run has finished with the steps that it is to have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def steps_done(folder: Path, plan: Any) -> int:
         plan: the planned run, of any verb that trains.
 
     Raises:
-        UserError: the plan has fewer steps than that.
+        UserError: the plan has fewer steps than the run has finished.
     """
     return check_steps(folder, plan.num_steps, plan.config.trainer.schedule)
 
@@ -29,8 +29,8 @@ def check_steps(folder: Path, num_steps: int, schedule: str) -> int:
 
     Args:
         folder: the run's folder.
-        num_steps: the steps of the whole run.
-        schedule: the schedule of the learning rate; with `constant` a run may get more steps.
+        num_steps: number of steps of the whole run.
+        schedule: the schedule of the learning rate; only with `constant` may a resume have more steps.
     """
     done = run_folder.steps_done(folder)
     if num_steps < done:

@@ -1,4 +1,4 @@
-"""The run that a verb uses: which of its checkpoints, what that holds, and whether the base is still the same."""
+"""Finds the run that a verb uses, one of its checkpoints and its kind, and checks that the base is the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class NamedRun:
     """A run that a user has named.
 
-    Args:
+    Attributes:
         run: the run's folder.
         config: its plain config.
         checkpoint: the folder of the named checkpoint; None for the newest.
@@ -43,7 +43,7 @@ def find(path: Path) -> NamedRun:
 
 
 class CheckpointKind(StrEnum):
-    """Kind of a checkpoint: a whole model, a policy's adapter, or a reward model's adapter with its head.
+    """The kind of a checkpoint: a whole model, a policy's adapter, or a reward model's adapter with its head.
 
     The value is the name of the folder in the checkpoint.
     """
@@ -83,7 +83,7 @@ def find_checkpoint(source: NamedRun, say: Callable[[str], None]) -> Path:
 
 
 def kind_of_checkpoint(folder: Path) -> CheckpointKind:
-    """Kind of the checkpoint in this folder."""
+    """The kind of the checkpoint in this folder."""
     for kind in CheckpointKind:
         if (folder / kind / ("config.json" if kind is CheckpointKind.weights else "adapter_config.json")).is_file():
             return kind
@@ -95,8 +95,8 @@ def check_base(folder: Path, model: ModelConfig) -> None:
     """Refuses a base other than the one that this checkpoint was trained on."""
     from rlft.model.backbone import fingerprint
 
-    before = json.loads((folder / checkpoint.STATE).read_text()).get("base_fingerprint")
-    if before != fingerprint(model):
+    trained_on = json.loads((folder / checkpoint.STATE).read_text()).get("base_fingerprint")
+    if trained_on != fingerprint(model):
         raise UserError(
             "model.path",
             "is not the base this run was trained on",

@@ -34,7 +34,7 @@ DEPENDS_ON = ("verb", "lora", "model", "critic.kind", "critic.init", "critic.nor
 """Keys and sections that determine the tensors of a checkpoint."""
 INDEPENDENT = ("lora.dropout", "model.path", "model.device", "model.gradient_checkpointing",
                "model.attn_implementation", "model.kernels")  # fmt: skip
-"""Exceptions. Another base at model.path is refused by its fingerprint."""
+"""Exceptions to DEPENDS_ON. A different base at model.path is refused by its fingerprint."""
 OF_DATA = ("prompts", "max_completion_tokens")
 """Keys that change which data are read, and so the fingerprint of the data."""
 
@@ -43,7 +43,7 @@ OF_DATA = ("prompts", "max_completion_tokens")
 class Fork:
     """The checkpoint that a new run starts from.
 
-    Args:
+    Attributes:
         run: the folder of the forked run.
         checkpoint: the folder of one of its checkpoints, which is undamaged.
         before: the forked run's config, without its origin.
@@ -77,8 +77,8 @@ def open_fork(run: Path, folder: Path) -> Fork:
 def forking(folder: Path, *words: str) -> str:
     """The command that starts a new run from this checkpoint, with more steps if the forked run had none left."""
     step, steps = checkpoint.step_of(folder), run_folder.read(folder.parent.parent).get("steps")
-    more = [] if steps and steps > step else [f"steps={2 * step}"]
-    return command_line("rlft", "resume", folder, *more, *words)
+    more_steps = [] if steps and steps > step else [f"steps={2 * step}"]
+    return command_line("rlft", "resume", folder, *more_steps, *words)
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -96,7 +96,7 @@ def check(fork: Fork, config: Mapping[str, Any], fingerprints: Mapping[str, str]
         fork: the checkpoint that the new run starts from.
         config: the new run's plain config.
         fingerprints: fingerprints of its data, base and adapters.
-        num_steps: the steps of the whole run, those before the fork included.
+        num_steps: number of steps of the whole run, including those before the fork.
 
     Raises:
         UserError: names every key that does not fit the checkpoint, or the input that changed.
@@ -122,9 +122,9 @@ def check(fork: Fork, config: Mapping[str, Any], fingerprints: Mapping[str, str]
 
 
 def _is_state(key: str, fork: Fork, config: Mapping[str, Any]) -> bool:
-    """Whether the key determines state that a checkpoint of the forked run does not have, or has differently."""
-    before, now = run_folder.flatten(fork.before), run_folder.flatten(config)
-    values = (before.get(key), now.get(key))
+    """Whether a new value of the key needs state that the forked run's checkpoint lacks, or holds in another form."""
+    old_values, new_values = run_folder.flatten(fork.before), run_folder.flatten(config)
+    values = (old_values.get(key), new_values.get(key))
     if key == "snapshot.reference":
         return any(value in MOVING_REFERENCES for value in values)
     if key == "snapshot.old":
@@ -132,7 +132,7 @@ def _is_state(key: str, fork: Fork, config: Mapping[str, Any]) -> bool:
     if key == "reward_model.refresh_every":
         return bool(values[0]) != bool(values[1])
     if key.startswith("reward.") and key.endswith((".path", "._target_")):
-        return bool(before.get("reward_model.refresh_every"))
+        return bool(old_values.get("reward_model.refresh_every"))
     return _is_below(key, DEPENDS_ON) and key not in INDEPENDENT
 
 
@@ -141,7 +141,7 @@ def _is_below(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def begin(fork: Fork, folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], num_steps: int) -> None:
-    """Makes the new run's folder, which is then like that of a run interrupted after the fork's step.
+    """Makes the new run's folder, which then looks like that of a run interrupted after the fork's step.
 
     Raises:
         UserError: the folder holds a run already, or the checkpoint was removed in the meantime.

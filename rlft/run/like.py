@@ -1,4 +1,4 @@
-"""The config of `rlft sample run=<run>`: the run's model, data, rewards and sampling, sampled by its policy."""
+"""The config of `rlft sample run=<run>`: the run's policy samples with its model, data, rewards and sampling keys."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def like_run(plain: Mapping[str, Any], source: NamedRun) -> dict[str, Any]:
 
 def composed_like_a_run(parsed: Arguments) -> Composed | None:
     """The config of `rlft sample run=<run>`; None if no run is named."""
-    named = parsed.value("run")
-    if named is None:
+    run_name = parsed.value("run")
+    if run_name is None:
         return None
     check_no_options(parsed)
-    source = find(one_run(named, "run", say))
-    of_the_folder = [o for o in parsed.overrides if o.startswith(("hydra.", "resume=", "name="))]
-    run = configs.compose_run(of_the_folder, parsed.config_dir, "sample")
+    source = find(one_run(run_name, "run", say))
+    folder_overrides = [o for o in parsed.overrides if o.startswith(("hydra.", "resume=", "name="))]
+    run = configs.compose_run(folder_overrides, parsed.config_dir, "sample")
     changes = [o for o in parsed.overrides if not o.startswith(("hydra.", "run="))]
     plain = configs.changed(like_run(run.plain, source), changes, parsed.config_dir, "sample")
     return Composed(plain=plain, folder=run.folder)

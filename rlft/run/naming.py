@@ -31,28 +31,28 @@ MAX_LISTED = 5
 
 def run_folders(root: Path) -> Iterator[Path]:
     """Folders with a config.yaml, `root` itself and jobs of sweeps included."""
-    for folder, below, files in os.walk(root):
-        below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
-        if CONFIG in (*files, *below):  # a folder of that name is a damaged run
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if name not in INSIDE and not name.startswith("."))
+        if CONFIG in (*files, *subfolders):  # a folder of that name is a damaged run
             yield Path(folder)
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The runs in this folder and below it, those that were worked in last at the end."""
+    """The runs in this folder and below it, those with the newest files last."""
     runs = [run for run in run_folders(folder) if _is_run(run)]
-    return sorted(runs, key=lambda run: (_last_worked_in(run), str(run)))
+    return sorted(runs, key=lambda run: (_last_written(run), str(run)))
 
 
 def one_run(name: str, key: str, say: Say) -> Path:
     """The folder of the named run or checkpoint; a path that is neither is returned unchanged, to be refused later.
 
     Args:
-        name: as it was typed; `latest` may also begin a path, such as `latest/checkpoints/step_000040`.
-        key: the key of the name, for errors: `run`, `resume`, a verb.
-        say: prints which run was taken, if the name does not show it.
+        name: the name as it was typed; `latest` may also begin a path, such as `latest/checkpoints/step_000040`.
+        key: the key that names it, for errors: `run`, `resume`, a verb.
+        say: prints which run was chosen, if the name does not show it.
 
     Raises:
-        UserError: `latest` without any run, or a folder with several runs below it.
+        UserError: `latest` is named and there is no run, or the folder has several runs below it.
     """
     path = named_folder(name, key, say)
     if path.parent.name == CHECKPOINTS and path.parent.is_dir() and not path.exists():
@@ -75,7 +75,7 @@ def named_folder(name: str, key: str, say: Say) -> Path:
     path = Path(name)
     if not path.parts or path.parts[0] != LATEST or Path(LATEST).exists():
         return path
-    folders = sorted(run_folders(RUNS), key=_last_worked_in, reverse=True)
+    folders = sorted(run_folders(RUNS), key=_last_written, reverse=True)
     latest = next((folder for folder in folders if _is_run(folder)), None)
     if latest is None:
         remedy = "train one first (rlft train +recipe=grpo_arithmetic), or name a run's folder"
@@ -85,13 +85,13 @@ def named_folder(name: str, key: str, say: Say) -> Path:
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """The last part of each key, or the whole key if two end alike.
+    """The last part of each key, or the whole key if two keys have the same last part.
 
     >>> short_names(["trainer.lr", "seed"]), short_names(["trainer.lr", "critic.lr"])
     (['lr', 'seed'], ['trainer.lr', 'critic.lr'])
     """
-    ends = [key.rpartition(".")[2] for key in keys]
-    return [end if ends.count(end) == 1 else key for end, key in zip(ends, keys, strict=True)]
+    last_parts = [key.rpartition(".")[2] for key in keys]
+    return [last if last_parts.count(last) == 1 else key for last, key in zip(last_parts, keys, strict=True)]
 
 
 def _is_run(folder: Path) -> bool:
@@ -105,7 +105,8 @@ def _is_run(folder: Path) -> bool:
     return True
 
 
-def _last_worked_in(run: Path) -> float:
+def _last_written(run: Path) -> float:
+    """The newest modification time among the files that only the run itself writes, in nanoseconds."""
     times = []
     for name in WRITTEN_BY_RUNS:
         try:
@@ -118,5 +119,5 @@ def _last_worked_in(run: Path) -> float:
 def _choice(runs: Sequence[Path]) -> str:
     """A remedy that names the runs, the newest first."""
     newest = [str(run) for run in reversed(runs)]
-    more = f" and {len(newest) - MAX_LISTED} more, which rlft runs lists" if len(newest) > MAX_LISTED else ""
-    return f"name one of them; the newest is {newest[0]}, before it came {', '.join(newest[1:MAX_LISTED])}{more}"
+    rest = f" and {len(newest) - MAX_LISTED} more, which rlft runs lists" if len(newest) > MAX_LISTED else ""
+    return f"name one of them; the newest is {newest[0]}, before it came {', '.join(newest[1:MAX_LISTED])}{rest}"

@@ -1,4 +1,4 @@
-"""The commands that learn from the file of `rlft sample`, with sizes that work for this file."""
+"""Suggests commands that learn from the file of `rlft sample`, with sizes that work for this file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlft.system.terminal import command_line, override
 
 LARGEST_STEP = 32
 HELD_OUT = 0.1
-"""The default of all data that these verbs read."""
+"""The default fraction of held-out data of these verbs."""
 
 
 def after_sampling(
     command: str, file: Path, model: str, max_prompt_tokens: int, max_completion_tokens: int
 ) -> list[tuple[str, str]]:
-    """(what it does, command) for each verb that has enough lines to learn from; `command` is how rlft is called."""
+    """(what it does, command) of each verb for which the file has enough lines; `command` is how rlft is called."""
     rewards: dict[str, list[float | None]] = {}
     lost: list[Lost] = []
     with file.open("rb") as lines:
@@ -31,7 +31,7 @@ def after_sampling(
     limits = [f"prompts.max_tokens={max_prompt_tokens}", f"max_completion_tokens={max_completion_tokens}"]
     shared = [override("model.path", model), *limits]
     commands = []
-    for what, verb, data, unit, questions in (
+    for purpose, verb, data, unit, questions in (
         ("learn from them", "sft", "demonstrations", "examples_per_step", list(rewards)),
         ("a reward model from their ranking", "rm", "preferences", "rankings_per_step", ranked),
         ("a policy from their ranking", "dpo", "preferences", "rankings_per_step", ranked),
@@ -39,11 +39,11 @@ def after_sampling(
         if len(questions) < 2:  # one is needed for learning and one is held out
             continue
         fraction = held_out_fraction(questions)
-        split = [] if fraction == HELD_OUT else [f"{data}.held_out_fraction={fraction}"]
-        learned = sum(1 for question in questions if split_number(question) >= fraction)
-        step = [f"{unit}={learned}"] if learned < LARGEST_STEP else []
-        words = [verb, override(f"{data}.path", file), *shared, *split, *step]
-        commands.append((what, command_line(command, *words)))
+        split_override = [] if fraction == HELD_OUT else [f"{data}.held_out_fraction={fraction}"]
+        num_training = sum(1 for question in questions if split_number(question) >= fraction)
+        step_override = [f"{unit}={num_training}"] if num_training < LARGEST_STEP else []
+        words = [verb, override(f"{data}.path", file), *shared, *split_override, *step_override]
+        commands.append((purpose, command_line(command, *words)))
     return commands
 
 
@@ -52,7 +52,7 @@ def _is_scored(line: Mapping[str, Any]) -> bool:
 
 
 def held_out_fraction(questions: Sequence[str]) -> float:
-    """The default fraction if it leaves both splits a question, else one that does, for at least two questions."""
+    """The default fraction if it gives both splits a question, else another that does; needs at least two questions."""
     numbers = sorted(map(split_number, questions))
     if numbers[0] < HELD_OUT <= numbers[-1]:
         return HELD_OUT

@@ -1,4 +1,4 @@
-"""Paths in a run's config that stay valid when the run has moved with them, or from another working directory.
+"""Paths in a run's config that stay valid from any working directory, and when they have moved along with the run.
 
 config.yaml keeps a path as it was typed, which may be relative to the working directory at that time. Its origin holds,
 for every path that existed when the run started, the path relative to the run's folder. So the folder of a whole
@@ -15,7 +15,7 @@ from typing import Any
 
 KEYS = ("snapshot.reference", "snapshot.teacher", "critic.init", "adapter")
 NAMES = ("path", "held_out_path")
-"""These keys, and all keys with such a last part, may name a local file or folder."""
+"""KEYS, and all keys whose last part is one of these, may name a local file or folder."""
 KEYWORDS = ("auto", "none", "base", "copy", "ema", "reward")
 """Values of these keys that are never a folder, whatever folders the working directory has."""
 
@@ -40,7 +40,7 @@ def is_path_key(key: str) -> bool:
 
 
 def record(config: Mapping[str, Any], folder: Path) -> dict[str, dict[str, str]]:
-    """{key: {value: the path in the config, relative: the path from the run's folder}} of every path that exists."""
+    """{key: {value: the path in the config, relative: the path from the run's folder}} for every path that exists."""
     return {
         key: {"value": value, "relative": os.path.relpath(_absolute(value), folder.resolve())}
         for key, value in path_keys(config)
@@ -65,7 +65,7 @@ def located(config: Mapping[str, Any], recorded: Mapping[str, Any], folder: Path
 
 
 def same_path(first: Any, second: Any) -> bool:
-    """Whether both values are paths of one file or folder."""
+    """Whether both values are paths of the same existing file or folder."""
     if not may_have_moved(first, second):
         return False
     absolute = _absolute(first), _absolute(second)
@@ -73,17 +73,17 @@ def same_path(first: Any, second: Any) -> bool:
 
 
 def may_have_moved(first: Any, second: Any) -> bool:
-    """Whether both values name something in a place, so that it may be the same in two; its fingerprint says so."""
+    """Whether both values may be paths of the same thing, moved; its fingerprint tells whether they are."""
     return isinstance(first, str) and isinstance(second, str) and not {first, second} & set(KEYWORDS)
 
 
 def _located(value: str, folder: Path, relative: str) -> str:
-    """The path as it was typed if it is still valid; otherwise relative to the working directory."""
-    beside_the_run = (folder.resolve() / relative).resolve()
-    if not beside_the_run.exists() or beside_the_run == _absolute(value):
+    """The typed path if it is still valid or nothing has moved with the run; else the path of what has moved."""
+    relocated = (folder.resolve() / relative).resolve()
+    if not relocated.exists() or relocated == _absolute(value):
         return value
-    below = beside_the_run.is_relative_to(Path.cwd().resolve())
-    return os.path.relpath(beside_the_run) if below else str(beside_the_run)
+    below = relocated.is_relative_to(Path.cwd().resolve())
+    return os.path.relpath(relocated) if below else str(relocated)
 
 
 def _absolute(path: str) -> Path:

@@ -1,7 +1,7 @@
 """Runs as values of keys for adapters and models: `lora.path=runs/sft/<time>` means its newest checkpoint's policy.
 
-So the stages of a pipeline name each other by their run folders. A run's config records the folder that the name stood
-for when the run started: a resume uses the same adapter, even if the other run has continued.
+So the stages of a pipeline name each other by their run folders. A run's config records the folder that the name meant
+when the run started: a resume uses the same adapter, even if the other run has continued.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ POLICY_KEYS = ("snapshot.reference", "adapter")
 
 
 def resolved(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with every run or checkpoint folder in such a key replaced by the folder of the role in it.
+    """The config with every run or checkpoint that a key names replaced by the folder of the role in it.
 
     Raises:
-        UserError: a run without a checkpoint, or without that role.
+        UserError: a named run has no checkpoint, or its checkpoint has no such role.
     """
     changed = copy.deepcopy(dict(plain))
     for key, roles in adapter_references(changed):
@@ -39,7 +39,7 @@ def resolved(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_references(plain: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
-    """(key, roles that may be meant, in order of preference) of every key that may name a run and is not empty."""
+    """(key, acceptable roles in order of preference) for every key that may name a run and is not empty."""
     adapters: list[tuple[str, Sequence[str]]] = [(key, ("policy",)) for key in POLICY_KEYS]
     adapters.append(("lora.path", verbs.named(plain.get("verb", "train")).lora_roles))
     adapters += [

@@ -34,11 +34,11 @@ from rlft.trainer import checkpoint
 from rlft.types import UserError
 
 PATHS = "paths"
-"""The key of the origin that holds the config's paths relative to the run's folder."""
+"""The key of the origin under which the config's paths relative to the run's folder are."""
 FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
         "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
         "freshness", "model.path", "model.device", "data.path")  # fmt: skip
-"""Keys that may change on a resume of any verb: length, logging, and how the run fits the machine.
+"""Keys that a resume of any verb may change: length, logging, and how the run fits the machine.
 
 Keys of the verb (`Verb.free_keys`) and of the engine (`Engine.may_change`) may change as well."""
 PACKAGES = ("torch", "transformers", "peft", "hydra-core", "datasets", "math-verify")
@@ -75,7 +75,7 @@ def claim(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
         folder: the run's folder.
         config: its plain config.
         fingerprints: fingerprints of its data, base and adapters.
-        num_steps: steps of the whole run.
+        num_steps: number of steps of the whole run.
 
     Raises:
         UserError: the folder already holds a run.
@@ -88,7 +88,7 @@ def claim(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
 
 
 def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
-    """Claims a new folder and writes config.yaml with the commit, versions and fingerprints of the run's inputs.
+    """Checks that the folder holds no run, and writes config.yaml with commit, versions and fingerprints of inputs.
 
     Raises:
         UserError: the folder already holds a run.
@@ -170,12 +170,12 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
 
 
 def with_kept_lanes(config: Mapping[str, Any], resumed: Path | None) -> dict[str, Any]:
-    """The config with the lanes of the run that it resumes (None: a new run's) in place of `cluster.lanes: auto`."""
+    """The config with a number in place of `cluster.lanes: auto`: that of the resumed run, or a new run's."""
     cluster = config.get("cluster")
     if not isinstance(cluster, Mapping):
         return dict(config)
-    before = None if resumed is None else read(resumed).get("cluster", {})
-    return {**config, "cluster": kept_lanes(cluster, before)}
+    resumed_cluster = None if resumed is None else read(resumed).get("cluster", {})
+    return {**config, "cluster": kept_lanes(cluster, resumed_cluster)}
 
 
 @contextlib.contextmanager
@@ -189,11 +189,11 @@ def held(folder: Path) -> Iterator[None]:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with writing(folder / LOCK):
-            taken = locks.take(handle, tries=locks.TRIES)
-        if taken is locks.Taken.no:
+            lock = locks.take(handle, tries=locks.TRIES)
+        if lock is locks.Taken.no:
             problem, remedy = "another process is running this run", "wait for it, or stop it first"
             raise UserError("resume", problem, got=folder, remedy=remedy)
-        if taken is locks.Taken.unsupported:
+        if lock is locks.Taken.unsupported:
             say(f"note: the file system of {folder} has no locks: nothing keeps a second process out of this run")
         yield
     finally:
@@ -201,7 +201,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def go_on(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes what a resume changed, such as `steps`, into config.yaml, so that the next resume has it, too."""
+    """Writes keys that a resume has changed, such as `steps`, into config.yaml, so that the next resume keeps them."""
     saved = read(folder)
     changed = {**saved, **config, "resume": saved["resume"]}
     if changed != saved:
@@ -220,7 +220,7 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
 
 TEACHER = "snapshot.teacher"
 TEACHER_FINGERPRINTS = (f"{TEACHER}_fingerprint", "teacher_fingerprint")
-"""Of a teacher that is an adapter, and of one that is a model of its own."""
+"""Names of the fingerprint of a teacher that is an adapter, and of one that is a model of its own."""
 
 
 NAMED_INPUTS = {
@@ -231,7 +231,7 @@ NAMED_INPUTS = {
     "teacher": ("teacher", "snapshot.teacher", "point snapshot.teacher at the same model, wherever it is now"),
     "base": ("base", "model.path", "point model.path at the same base"),
 }
-"""{input of a fingerprint: (its name in words, its key, what to do)}; other inputs have the name of their section."""
+"""{input: (its name in words, its key, what to do)}; other inputs have the name of their section."""
 
 
 def named_input(what: str) -> tuple[str, str, str]:
@@ -252,7 +252,7 @@ def check_same_inputs(
     Args:
         origin: the `origin` of the run's config.yaml.
         fingerprints: the current fingerprints.
-        replaced: whether the config was changed so that the input at this key is meant to be another one.
+        replaced: whether the config has changed so that another input at this key is intended.
 
     Raises:
         UserError: names the key of the first input that changed.
@@ -272,12 +272,14 @@ def check_same_inputs(
             problem = f"the adapter in that folder changed since the run began (fingerprint {before[:12]} then)"
             remedy = "put it back as it was, or start a new run"
             raise UserError(key, problem, got=now[:12], remedy=remedy)
-    began, comes = ([of[name] for name in TEACHER_FINGERPRINTS if of.get(name)] for of in (origin, fingerprints))
-    if (
-        began and comes and began != comes and not replaced(TEACHER)
-    ):  # a model in the place of an adapter, or the reverse
-        problem = f"the teacher is one of another kind (fingerprint {began[0][:12]} when the run began)"
-        raise UserError(TEACHER, problem, got=comes[0][:12], remedy="name the same teacher, wherever it is now")
+    first, current = (
+        [fingerprints_of[name] for name in TEACHER_FINGERPRINTS if fingerprints_of.get(name)]
+        for fingerprints_of in (origin, fingerprints)
+    )
+    # A model has replaced an adapter, or the reverse.
+    if first and current and first != current and not replaced(TEACHER):
+        problem = f"the teacher is one of another kind (fingerprint {first[0][:12]} when the run began)"
+        raise UserError(TEACHER, problem, got=current[0][:12], remedy="name the same teacher, wherever it is now")
 
 
 def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:

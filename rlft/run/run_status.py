@@ -1,6 +1,6 @@
 """The status of a run: status.json in its folder, and the lock that only a living process holds.
 
-A run that stops because the disk is full still says so: while it runs, its status.json reserves room for the message.
+A run that stops because the disk is full can still record that: while it runs, its status.json reserves room for it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FILE = "status.json"
 PROGRESS = "progress.json"
 """The file in which a verb without metrics, such as `rlft sample`, counts its steps."""
 LOCK = ".lock"
-"""The file in a run's folder that its process holds locked. The file stays; the kernel drops the lock."""
+"""The file in a run's folder that its process keeps locked. The file stays; the kernel releases the lock."""
 
 ROOM = 1024
-"""Bytes of the file while a run is running: its text and spaces, which the reason why a run stops can replace."""
+"""Bytes of status.json during a run: text padded with spaces, so that it has room for the reason why a run stops."""
 
 NO_LOCKS = "its file system has no locks, which would tell a killed run from a running one"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
@@ -43,18 +43,18 @@ class Status(StrEnum):
 
 @dataclass(kw_only=True)
 class Ending:
-    """How a run ends; its caller sets `interrupted`."""
+    """How a run ended; the code inside `kept` sets `interrupted`."""
 
     interrupted: bool = False
 
 
 @contextlib.contextmanager
 def kept(folder: Path, num_steps: int) -> Iterator[Ending]:
-    """Keeps status.json: inside it says that the run is running, afterwards how it ended. A kill leaves it unchanged.
+    """Keeps status.json, which says that the run is running, and afterwards how it ended. A kill leaves it unchanged.
 
     Args:
         folder: the run's folder.
-        num_steps: steps of the whole run, which its config may give in epochs.
+        num_steps: number of steps of the whole run, which its config may give in epochs.
     """
     _write(folder, num_steps, Status.running)
     ending = Ending()
@@ -76,8 +76,8 @@ def write_interrupted(folder: Path, num_steps: int) -> None:
 
 
 def _write(folder: Path, num_steps: int, status: Status, reason: str = "", error: str = "") -> None:
-    more = {name: text for name, text in (("reason", reason), ("error", error)) if text}
-    fields = {"format": FORMAT, "status": str(status), "steps": num_steps, **more}
+    reasons = {name: text for name, text in (("reason", reason), ("error", error)) if text}
+    fields = {"format": FORMAT, "status": str(status), "steps": num_steps, **reasons}
     content = json.dumps(fields).encode()
     room = ROOM if status is Status.running else 0
     try:
@@ -88,7 +88,7 @@ def _write(folder: Path, num_steps: int, status: Status, reason: str = "", error
 
 
 def _written_in_place(file: Path, content: bytes) -> bool:
-    """Overwrites the file in place, which needs no more of the disk, padded with spaces; False if it has no room."""
+    """Overwrites the file in place, which takes no more disk space; False if the content does not fit."""
     with contextlib.suppress(OSError):
         handle = os.open(file, os.O_WRONLY)
         try:
@@ -101,10 +101,10 @@ def _written_in_place(file: Path, content: bytes) -> bool:
 
 
 def read(folder: Path) -> tuple[Status, str]:
-    """(status, the reason why it stopped or is unknown, or an empty text).
+    """(status, reason): why the run stopped or its status is unknown; "" for any other status.
 
-    A run whose file says running, but whose lock no process holds, was killed. Without the file, as older versions left
-    it, a run that no process holds is finished.
+    A run whose file says running, but whose lock no process holds, was killed. A run without the file, which older
+    versions did not write, is finished if no process holds its lock.
     """
     held = locks.is_held(folder / LOCK)
     if held:
@@ -134,7 +134,7 @@ def error(folder: Path) -> str | None:
 
 
 def num_steps(folder: Path) -> int | None:
-    """The steps of the whole run; None if an older version did not write them."""
+    """Number of steps of the whole run; None if an older version did not write it."""
     try:
         return int(json.loads((folder / FILE).read_text(encoding="utf-8"))["steps"])
     except UNREADABLE:

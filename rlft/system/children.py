@@ -1,4 +1,4 @@
-"""Processes that this one starts and must not leave behind: reward workers, and the trials of `rlft doctor`."""
+"""Starts and ends child processes that must not outlive this one: reward workers and the trials of `rlft doctor`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rlft.system import signals
 
 
 def detach(parent: int) -> None:
-    """Cuts this process off signals that are sent to the whole job, and ties it to its parent's life.
+    """Shields this process from signals to the whole job, and makes it end with its parent.
 
-    It becomes the leader of a process group, so that one signal ends it with all that it starts.
+    It becomes the leader of a process group, so that one signal ends it with everything that it starts.
     """
     signals.outlive()
     os.setpgid(0, 0)
@@ -38,8 +38,9 @@ def spawned(target: Callable[..., None], *arguments: Any, name: str) -> tuple[Ba
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *arguments), name=name)
-    # A signal to the whole job while Python starts would end it: the mask is inherited until the worker handles them.
-    # multiprocessing's own helper process starts first: it lifts SIGINT and SIGTERM from this thread's mask.
+    # A signal to the whole job would end the child while its Python starts. So it inherits a mask that blocks these
+    # signals until it handles them. multiprocessing's helper process starts first, because starting it unblocks SIGINT
+    # and SIGTERM in this thread.
     with signals.blocked():
         resource_tracker.ensure_running()
         with signals.blocked():
@@ -49,7 +50,7 @@ def spawned(target: Callable[..., None], *arguments: Any, name: str) -> tuple[Ba
 
 
 def kill(process: BaseProcess) -> None:
-    """Ends a process that leads a group, and what it has started, if need be against their will."""
+    """Ends a process that leads a group, and everything that it has started, by SIGKILL."""
     if process.pid is not None:
         kill_group(process.pid)
     process.kill()
@@ -57,14 +58,14 @@ def kill(process: BaseProcess) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Ends all processes of the group that this process leads, if it does: what it has started ends with it."""
+    """Ends all processes of the group that this process leads, those that it has started included, if it leads one."""
     with contextlib.suppress(ProcessLookupError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """What an exit code says, as the end of a sentence.
+    """The meaning of an exit code, as the end of a sentence.
 
     >>> how_it_ended(3), how_it_ended(-11)
     ('ended with exit code 3', 'was killed by SIGSEGV')

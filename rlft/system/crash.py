@@ -1,4 +1,4 @@
-"""Reports an unexpected error: its traceback goes to a file, and the person gets one line.
+"""Reports an unexpected error: its traceback goes to a file, and the user sees one line.
 
 An error inside a run is written to error.txt in the run's folder, any other to a temporary file. `RLFT_DEBUG=1` prints
 the traceback of every error that ends a command on stderr, mistakes of the user included.
@@ -22,7 +22,7 @@ from rlft.types import UserError
 DEBUG = "RLFT_DEBUG"
 FILE = "error.txt"
 MAX_SHOWN_CHARS = 300
-"""Limit of the error's own message in the line; the file holds all of it."""
+"""The most characters of the error's own message in that line; the file holds all of it."""
 
 
 class UnforeseenError(RuntimeError):
@@ -34,7 +34,7 @@ def recorded_in(folder: Path) -> Iterator[None]:
     """Appends an unexpected error inside to error.txt in this folder.
 
     Raises:
-        UnforeseenError: instead of it. Errors that explain themselves propagate unchanged.
+        UnforeseenError: in place of that error. Errors that explain themselves propagate unchanged.
     """
     try:
         yield
@@ -56,13 +56,13 @@ def report(error: BaseException, file: Path | None = None) -> str:
 
     Without `file`, or if it cannot be written, the traceback goes to a new temporary file.
     """
-    what = one_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-    what = what if len(what) <= MAX_SHOWN_CHARS else f"{what[:MAX_SHOWN_CHARS]}..."
-    written = _write(error, file)
-    if written is None:
+    message = one_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    message = message if len(message) <= MAX_SHOWN_CHARS else f"{message[:MAX_SHOWN_CHARS]}..."
+    traceback_file = _write(error, file)
+    if traceback_file is None:
         traceback.print_exception(error)
-        return f"{what}; its traceback is printed above, since no file could be written"
-    return f"{what}; its traceback is in {written}; {_remedy(error)}"
+        return f"{message}; its traceback is printed above, since no file could be written"
+    return f"{message}; its traceback is in {traceback_file}; {_remedy(error)}"
 
 
 def _remedy(error: BaseException) -> str:
@@ -73,7 +73,7 @@ def _remedy(error: BaseException) -> str:
 
 def _write(error: BaseException, file: Path | None) -> Path | None:
     """Appends the traceback and returns the file's path; None if no file could be written."""
-    text = "".join([_circumstances(), *traceback.format_exception(error), "\n"])
+    text = "".join([_command_and_versions(), *traceback.format_exception(error), "\n"])
     content = text.encode("utf-8", "backslashreplace")
     try:
         if file is not None:
@@ -91,7 +91,7 @@ def _write(error: BaseException, file: Path | None) -> Path | None:
         return None
 
 
-def _circumstances() -> str:
+def _command_and_versions() -> str:
     command = " ".join(["rlft", *sys.argv[1:]])
     versions = f"rlft {rlft.__version__}, Python {platform.python_version()}, {platform.platform()}"
     return f"{datetime.now():%Y-%m-%d %H:%M:%S}  {command}\n{versions}\n"

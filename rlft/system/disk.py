@@ -1,7 +1,7 @@
 """Explains a disk error in one line: which folder, the bytes that it needs and has, and what to do.
 
-Code that writes uses `writing` to say what and where; code that runs a verb uses `explained` to say how to continue. So
-a disk error needs no handling where it occurs.
+Code that writes uses `writing` to add what is written and where; code that runs a verb uses `explained` to add how to
+continue. So a disk error needs no other handling where it occurs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rlft.types import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 GONE = (errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EREMOTEIO)
-"""The errors of a network file system, or a program's (FUSE), that cannot be reached."""
+"""The errors of a network file system, or of one that a program provides (FUSE), that cannot be reached."""
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 FAILING = (*FULL, *GONE, *REFUSED, errno.EFBIG, errno.EIO)
-"""Errors that are always the disk's; others (such as a missing file) are so only while something is written."""
+"""Errors that are always the disk's; others, such as a missing file, are only so during a write."""
 
 CAUSES = {
     errno.ENOSPC: ("the disk is full", "free {missing} there"),
@@ -38,11 +38,11 @@ CAUSES = {
 }
 """{errno: (what has happened, what to do)}."""
 
-OF_A_LIBRARY = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
+ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 """The errno in messages of safetensors, tokenizers and shutil.Error, whose exceptions have no errno."""
 
 BLOCK = 4096
-"""The least bytes that a file takes on most file systems."""
+"""The smallest number of bytes that a file takes on most file systems."""
 
 
 class DiskError(RuntimeError):
@@ -51,8 +51,8 @@ class DiskError(RuntimeError):
     Args:
         code: the errno.
         target: the file or folder that was being written; None if unknown.
-        needed: the bytes that it takes in all; None if unknown.
-        again: the command that continues from what is saved; None if the same command has to be repeated.
+        needed: the bytes that it needs in total; None if unknown.
+        again: the command that resumes from what is saved; None if the same command has to be repeated.
     """
 
     def __init__(self, code: int, target: Path | None, needed: int | None = None, again: str | None = None) -> None:
@@ -62,7 +62,7 @@ class DiskError(RuntimeError):
 
     @property
     def is_of_the_name(self) -> bool:
-        """Whether another name or folder helps, such as one that may be written to."""
+        """Whether another name or folder would help, such as one that may be written to."""
         return self.code in REFUSED or self.code not in FAILING
 
     def _message(self) -> str:
@@ -87,14 +87,14 @@ class DiskError(RuntimeError):
 
 @contextmanager
 def writing(target: Path, needed: int | None = None) -> Iterator[None]:
-    """Turns any error of the system inside into one about writing this file or folder, which takes `needed` bytes.
+    """Turns any system error inside into a DiskError about writing this file or folder, which needs `needed` bytes.
 
     Raises:
-        DiskError: instead of that error.
+        DiskError: in place of that error.
     """
     try:
         yield
-    except DiskError as error:  # about a part of it
+    except DiskError as error:  # about a file inside the folder
         if error.needed is not None or needed is None:
             raise
         raise DiskError(error.code, target, needed) from error
@@ -107,7 +107,7 @@ def writing(target: Path, needed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def named_by(key: str) -> Iterator[None]:
-    """Refuses by its key a file or folder that the user has named and that cannot be written.
+    """Turns a DiskError inside into a refusal of `key`, with which the user has named the file or folder.
 
     Raises:
         UserError: another name or folder would help.
@@ -127,11 +127,11 @@ def explained(again: str | None, folder: Path | None = None) -> Iterator[None]:
     """Adds to a disk error inside how to continue.
 
     Args:
-        again: the command that continues.
-        folder: is named if the file is unknown, for instance because a library wrote it.
+        again: the command that resumes.
+        folder: the folder to name if the file is unknown, for instance because a library wrote it.
 
     Raises:
-        DiskError: instead of the error.
+        DiskError: in place of that error.
     """
     try:
         yield
@@ -149,10 +149,10 @@ def failure_of(error: BaseException, folder: Path | None = None) -> DiskError | 
     code = errno_of(error)
     if code not in FAILING or (code in REFUSED and getattr(error, "filename", None) is None):
         return None
-    named = getattr(error, "filename", None)
-    if named is not None and not isinstance(named, str | os.PathLike):
+    filename = getattr(error, "filename", None)
+    if filename is not None and not isinstance(filename, str | os.PathLike):
         return None
-    return DiskError(code, Path(named) if named else _full_output() or folder)
+    return DiskError(code, Path(filename) if filename else _full_output() or folder)
 
 
 def errno_of(error: BaseException) -> int | None:
@@ -162,12 +162,12 @@ def errno_of(error: BaseException) -> int | None:
     code = getattr(error, "errno", None)
     if isinstance(error, OSError) and isinstance(code, int):
         return code
-    match = OF_A_LIBRARY.search(str(error)) if isinstance(error, Exception) else None
+    match = ERRNO_IN_TEXT.search(str(error)) if isinstance(error, Exception) else None
     return int(match[1] or match[2]) if match else None
 
 
 def room(target: Path | None) -> tuple[int | None, bool]:
-    """(bytes free for this user or None, whether more files can be made) on the target's disk."""
+    """(bytes free for this user or None if unknown, whether more files can be created) on the target's disk."""
     if target is None:
         return None, True
     for folder in (target, *target.absolute().parents):
@@ -189,7 +189,7 @@ def size_text(size: int) -> str:
 
 
 def _full_output() -> Path | None:
-    """The file that standard output or error goes to, if its disk has no room."""
+    """The file to which standard output or error is redirected, if its disk is full."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stat = os.fstatvfs(stream.fileno())

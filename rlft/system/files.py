@@ -14,11 +14,11 @@ from typing import BinaryIO
 from rlft.system.disk import BLOCK, writing
 
 NOT_FLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
-"""The errors of file systems of networks and programs (NFS, CIFS, FUSE) that cannot flush a folder, or a file."""
+"""The errors of file systems of networks and programs (NFS, CIFS, FUSE) that cannot flush a file or a folder."""
 
 
 PIECE_BYTES = 4 * 2**20
-"""The bytes that are written at once of a content in parts."""
+"""The number of bytes written at once of content that comes in parts."""
 
 
 def write_atomically(
@@ -29,23 +29,23 @@ def write_atomically(
     Args:
         file: the file.
         content: the content, in parts if it may be large: about PIECE_BYTES are held in memory at a time.
-        temporary: the name that it has until it is complete, in the same folder.
-        durable: whether to wait until it is on disk.
+        temporary: the file's name until it is complete, in the same folder.
+        durable: whether to wait until the file is on disk.
 
     Raises:
-        DiskError: it cannot be written; nothing is left of it.
+        DiskError: the file cannot be written; nothing of it is left.
     """
     parts = [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
     pieces = _pieces(parts)
-    data, more = next(pieces, b""), next(pieces, None)
+    first_piece, second_piece = next(pieces, b""), next(pieces, None)
     temporary = temporary or file.with_name(f".{file.name}.writing")
-    with writing(file, len(data) + BLOCK if more is None else None):
+    with writing(file, len(first_piece) + BLOCK if second_piece is None else None):
         try:
-            if more is None:
-                temporary.write_bytes(data)
+            if second_piece is None:
+                temporary.write_bytes(first_piece)
             else:
-                with temporary.open("wb") as opened:
-                    opened.writelines(chain([data, more], pieces))
+                with temporary.open("wb") as stream:
+                    stream.writelines(chain([first_piece, second_piece], pieces))
             if durable:
                 flush(temporary)
             temporary.replace(file)
@@ -58,16 +58,16 @@ def write_atomically(
 
 
 def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Joins the parts to pieces of PIECE_BYTES or a little more."""
-    held: list[bytes] = []
+    """Joins the parts into pieces of PIECE_BYTES or a little more."""
+    buffered: list[bytes] = []
     size = 0
     for part in parts:
-        held.append(part)
+        buffered.append(part)
         size += len(part)
         if size >= PIECE_BYTES:
-            yield b"".join(held)
-            held, size = [], 0
-    yield b"".join(held)
+            yield b"".join(buffered)
+            buffered, size = [], 0
+    yield b"".join(buffered)
 
 
 def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:
@@ -77,7 +77,7 @@ def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:
         DiskError: it cannot be written.
     """
     with writing(Path(stream.name), len(data) + BLOCK):
-        before = os.fstat(stream.fileno()).st_size
+        old_size = os.fstat(stream.fileno()).st_size
         try:
             rest = memoryview(data)
             while rest:  # on an almost full disk a write is partial, and only the next one fails
@@ -86,7 +86,7 @@ def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:
                 os.fsync(stream.fileno())
         except BaseException:
             with suppress(OSError):
-                os.ftruncate(stream.fileno(), before)
+                os.ftruncate(stream.fileno(), old_size)
             raise
 
 

@@ -9,12 +9,15 @@ import urllib.request
 from functools import cache
 
 PROBE_SECONDS = 4.0
-"""Time limit of the hub's answer. `datasets` and `transformers` by themselves retry for 25 s and more."""
+"""Time limit for the hub's answer, in seconds. `datasets` and `transformers` would retry for 25 s or more."""
 
 
 @cache
 def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
-    """Whether the hub can be reached; any HTTP answer counts. Name lookups have no time limit, hence the thread."""
+    """Whether the hub can be reached; any HTTP answer counts.
+
+    The request runs in a thread, because name lookups have no time limit.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -27,7 +30,7 @@ def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
         except urllib.error.HTTPError:
             answered.set()
         except (OSError, ValueError) as error:
-            # Python does not know the certificate, but a server did answer; the library will say more.
+            # Python does not trust the certificate, but a server did answer; the library will say more.
             if isinstance(getattr(error, "reason", None), ssl.SSLError):
                 answered.set()
         else:

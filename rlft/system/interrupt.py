@@ -22,13 +22,13 @@ from rlft.system import signals
 
 EXIT_CODE = 130
 GRACE_S = 1.5
-"""Time limit of cleaning up, after which the process is ended."""
+"""Time limit for cleaning up, after which the process is ended."""
 SECOND_GRACE_S = 5.0
-"""The limit after a second signal to a run, which also closes its engine and its loggers."""
+"""The limit after a second signal to a run, which also has to close its engine and its loggers."""
 
 
 class Reported(KeyboardInterrupt):
-    """An interruption after a message about what is kept."""
+    """An interruption about which a message has already said what is kept."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -36,11 +36,11 @@ class Terminated(KeyboardInterrupt):
 
 
 class StepAbandoned(KeyboardInterrupt):
-    """The step in progress is abandoned, because checkpoint.on_signal allows it no more time."""
+    """Abandons the step in progress, because checkpoint.on_signal allows it no more time."""
 
 
 class Order:
-    """Distinguishes a second signal from a first one that is sent twice, as `timeout`, systemd and shells do."""
+    """Tells a second signal from a first one that was sent twice, as `timeout`, systemd and shells do."""
 
     SAME_S = 1.0
 
@@ -48,7 +48,7 @@ class Order:
         self._first_at: float | None = None
 
     def is_repeated(self, number: int) -> bool:
-        """Whether this signal only repeats the first one. A Ctrl-C never does: a person has pressed the keys again."""
+        """Whether this signal only repeats the first one. A Ctrl-C never does: somebody has pressed the keys again."""
         now, first_at = time.monotonic(), self._first_at
         if first_at is None:
             self._first_at = now
@@ -72,7 +72,7 @@ def line() -> str:
 
 @contextlib.contextmanager
 def ends_promptly(what: str) -> Iterator[None]:
-    """Makes the first signal raise KeyboardInterrupt, and the process end soon even if that is swallowed.
+    """Makes the first signal raise KeyboardInterrupt, and ends the process soon even if that is swallowed.
 
     Args:
         what: the text about what is kept, as in `keeps`.
@@ -90,26 +90,26 @@ def ends_promptly(what: str) -> Iterator[None]:
         if not order.is_repeated(number):
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
-    before = {number: signal.signal(number, interrupt) for number in signals.handled()}
-    watched = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    previous_handlers = {number: signal.signal(number, interrupt) for number in signals.handled()}
+    previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=_end_after_a_signal, args=(receiver,), daemon=True)
     thread.start()
     try:
         yield
     finally:
         ignore_signals()
-        signal.set_wakeup_fd(watched)
+        signal.set_wakeup_fd(previous_fd)
         sender.shutdown(socket.SHUT_RDWR)  # which ends the thread
         thread.join()
         sender.close()
         while _timers:
             _timers.pop().cancel()
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 def _end_after_a_signal(receiver: socket.socket) -> None:
-    """Waits for numbers of signals, which the interpreter writes to the socket; its end means that there was none."""
+    """Waits for numbers of signals, which the interpreter writes to the socket; returns when the socket is closed."""
     with receiver:
         while numbers := receiver.recv(64):
             if set(numbers) & {int(number) for number in signals.ENDING}:
@@ -133,15 +133,15 @@ def _end() -> None:
 
 @contextlib.contextmanager
 def handled_inside() -> Iterator[None]:
-    """Allows code inside to catch a KeyboardInterrupt without the process being ended."""
+    """Allows the code inside to catch a KeyboardInterrupt: the process is not ended after a signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    watched = signal.set_wakeup_fd(-1)
+    previous_fd = signal.set_wakeup_fd(-1)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(watched)
+        signal.set_wakeup_fd(previous_fd)
 
 
 def ignore_signals() -> None:
@@ -159,7 +159,7 @@ def end_soon(code: int) -> None:
 
 
 def end_the_process_on_signals() -> dict[signal.Signals, object]:
-    """Makes a signal end the process at once, with the line. Returns the previous handlers."""
+    """Makes a signal print the line and end the process at once. Returns the previous handlers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, lambda number, frame: _end()) for number in signals.handled()}
@@ -171,18 +171,18 @@ def ends_the_process() -> Iterator[None]:
 
     KeyboardInterrupt in the middle of an import is not reliable: libraries catch it and stay half imported.
     """
-    before = end_the_process_on_signals()
+    previous_handlers = end_the_process_on_signals()
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
 
 
 class Deferred:
-    """A context that holds signals back; `deliver` and its end pass on what has come to the handlers of before.
+    """A context that holds signals back; `deliver` and the context's end pass them to the previous handlers.
 
-    For code of libraries whose state an exception in the middle would break.
+    It is for library code whose state an exception in the middle would break.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Deferred:
         return self
 
     def deliver(self) -> None:
-        """Calls the handlers of the signals that have come; what they raise propagates, and later signals wait on."""
+        """Calls the handlers of the signals received so far; if one raises, later signals stay held back."""
         while self._waiting:
             number, frame = self._waiting.pop(0)
             self._handlers[number](number, frame)  # type: ignore[operator]  # only callable ones are kept
@@ -212,7 +212,7 @@ class Deferred:
 
 
 OnSignal = float | Literal["step", "now"]
-"""What happens to a step in progress: it is finished, abandoned, or finished if that takes at most so many seconds."""
+"""What a signal does to the step in progress: finish it, abandon it, or finish it within this number of seconds."""
 
 
 class Interrupt:
@@ -226,7 +226,7 @@ class Interrupt:
         self.say = say
         self.on_signal: OnSignal = on_signal
         self.requested = self.in_step = False
-        self._gives_up = self._is_saving = self._time_is_up = self._is_closed = False
+        self._is_abandoning = self._is_saving = self._time_is_up = self._is_closed = False
         self._closing = threading.Lock()
         self._order = Order()
         self._timer: threading.Timer | None = None
@@ -241,13 +241,13 @@ class Interrupt:
         return self
 
     def check(self) -> None:
-        """Raises StepAbandoned again, if a library swallowed it when the step in progress was to be abandoned."""
-        if self._gives_up and self.in_step:
+        """Raises StepAbandoned again if a library has swallowed it."""
+        if self._is_abandoning and self.in_step:
             raise StepAbandoned
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Marks that the step is done and is being saved: it is no longer abandoned."""
+        """Marks that the step is done and is being saved, so that it can no longer be abandoned."""
         self._is_saving = True
         try:
             yield
@@ -271,7 +271,7 @@ class Interrupt:
         signals.note(number, frame)
         if self._time_is_up:
             self._time_is_up = False
-            self._give_up()
+            self._abandon_step()
             return
         if self._order.is_repeated(number):
             return
@@ -283,7 +283,7 @@ class Interrupt:
         if not self.in_step or self.on_signal == "step":
             return
         if self.on_signal == "now":
-            self._give_up()
+            self._abandon_step()
             return
         self._timer = threading.Timer(self.on_signal, self._end_of_time, [threading.get_ident()])
         self._timer.daemon = True
@@ -305,7 +305,7 @@ class Interrupt:
                 self._time_is_up = True
                 signal.pthread_kill(main_thread, signal.SIGTERM)
 
-    def _give_up(self) -> None:
+    def _abandon_step(self) -> None:
         if self.in_step and not self._is_saving:
-            self._gives_up = True
+            self._is_abandoning = True
             raise StepAbandoned

@@ -1,7 +1,7 @@
 """Locks on files and folders, which the kernel releases with their process, even by `kill -9`.
 
-They are not a library's because looking must not create a lock file, temporary folders are locked themselves, and a
-file system without locks (NFS without its lock service, Lustre, some FUSE) must be told apart from a held lock.
+No library is used, because checking a lock must not create a lock file, temporary folders themselves are locked, and a
+file system without locks (NFS without its lock service, Lustre, some FUSE) must be distinguished from a held lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
-"""EBADF: NFS locks only what is opened for writing, and so no folder."""
+"""EBADF: NFS locks only files that are open for writing, and so no folders."""
 
 HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 TRIES = 5
@@ -22,7 +22,7 @@ PAUSE_S = 0.05
 
 
 class Taken(StrEnum):
-    """The result of asking for a lock."""
+    """The result of requesting a lock."""
 
     yes = "yes"
     no = "no"  # another process holds it
@@ -34,8 +34,8 @@ def take(handle: int, *, shared: bool = False, tries: int = 1) -> Taken:
 
     Args:
         handle: the open file or folder.
-        shared: whether others may hold it, too; enough to see whether a process holds it alone.
-        tries: attempts, because a process that only looks holds it for a moment.
+        shared: whether others may hold it, too, which suffices to see whether a process holds it alone.
+        tries: number of attempts, because a process that only checks the lock holds it for a moment.
 
     Raises:
         OSError: the disk failed.
@@ -56,7 +56,7 @@ def take(handle: int, *, shared: bool = False, tries: int = 1) -> Taken:
 
 
 def is_held(file: Path) -> bool | None:
-    """Whether a process holds this lock file alone; None if the file system has no locks or it cannot be read."""
+    """Whether a process holds this lock file alone; None if the file system has no locks or the file cannot be read."""
     try:
         handle = os.open(file, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
@@ -64,9 +64,9 @@ def is_held(file: Path) -> bool | None:
     except OSError:
         return None
     try:
-        taken = take(handle, shared=True)
+        attempt = take(handle, shared=True)
     except OSError:
         return None
     finally:
         os.close(handle)
-    return None if taken is Taken.unsupported else taken is Taken.no
+    return None if attempt is Taken.unsupported else attempt is Taken.no

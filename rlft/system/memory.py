@@ -1,4 +1,4 @@
-"""The memory of this process: how much is free, and how freed blocks are kept, so that steps need no new pages."""
+"""The memory of this process: measures it, and keeps freed blocks, so that steps need no new pages."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ UNLIMITED = 2**63
 def keep_blocks(token_budget: int) -> bool:
     """Makes freed blocks up to 32 MiB stay with the process, up to 1 GiB at the end of its heap.
 
-    By default glibc returns the end of the heap beyond a few MB, and each page of a new tensor costs a fault (5 us on a
-    virtual machine): element-wise passes took ten times as long as the passes themselves.
+    By default glibc returns the end of the heap beyond a few MB, and each page of a new tensor costs a page fault (5 us
+    on a virtual machine): with them, element-wise passes took ten times as long.
 
-    With micro-batches of more than 4,096 tokens the limit is 4 MiB: larger blocks would stay as holes in which a second
-    network's pass finds no room (a critic's pass turned a peak of 2.6 GB into 3.5). Returns False if this C library has
+    With micro-batches of more than 4,096 tokens the limit is 4 MiB: larger blocks would stay as holes too small for a
+    second network's pass (a critic's pass turned a peak of 2.6 GB into 3.5). Returns False if this C library has
     no such settings.
     """
     if sys.platform != "linux":
@@ -74,7 +74,7 @@ def peak_resident_bytes() -> int:
 def gc_frozen() -> Iterator[None]:
     """Makes Python's garbage collector skip the objects that exist already: modules, model, data.
 
-    There are a million of them, which it would traverse again and again while steps make and drop their own.
+    There are about a million of them, which it would traverse again and again as steps create and drop objects.
     """
     gc.collect()
     gc.freeze()

@@ -20,20 +20,20 @@ GROWS: Mapping[str, tuple[str, str]] = {
     "publish": ("the adapter that is published", "lora.rank"),
     "checkpoint": ("copies of adapters and optimizer", "lora.rank"),
 }
-"""{stage: (what is largest in it, the key that bounds it)}. In other stages it is a micro-batch."""
+"""{stage: (what is largest in it, the key that bounds it)}. In other stages a micro-batch is largest."""
 
-OF_THE_ENGINE: Mapping[str, str] = {
+ENGINE_STAGES: Mapping[str, str] = {
     "rehearse sampling": "sample",
     "sample": "sample",
     "evaluate": "sample",
     "publish": "publish",
 }
-"""{stage: its name for engines} of the stages in which the engine's memory is largest, if it says so."""
+"""{stage: its name in `Engine.grows`}: in these stages the engine's allocation is largest, if the engine names one."""
 
 ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "answer": (
         "keys and values of the conversation",
-        "begin anew with /new, or start again with a lower generation.max_tokens",
+        "start a new conversation with /new, or restart with a lower generation.max_tokens",
     ),
     "merge": ("the base's weights in float32", "use as=adapter, which loads no base"),
     "change dtype": ("the model's weights in float32", "leave dtype out, which copies them as they are"),
@@ -45,11 +45,11 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
 class Largest:
     """The largest allocation of an engine.
 
-    Args:
-        what: its name.
+    Attributes:
+        what: the allocation in words.
         key: the key that bounds it.
         value: the key's value.
-        may_change: whether a resume may change it.
+        may_change: whether a resume may change the key.
     """
 
     what: str
@@ -88,12 +88,12 @@ def explained(
 
     Args:
         work: the current stage and steps.
-        config: has the values of keys.
-        again: the command that continues from what is saved, if there is one.
+        config: the typed config, which has the values of keys.
+        again: the command that resumes from what is saved, if there is one.
         engine: {stage: the engine's largest allocation}; None if nothing is sampled.
 
     Raises:
-        OutOfMemoryError: instead of the error. Checkpoints are written beside the last good one, so none is lost.
+        OutOfMemoryError: in place of that error. Checkpoints are written beside the last good one, so none is lost.
     """
     try:
         yield
@@ -112,14 +112,14 @@ def explanation(
 ) -> str:
     """The message, in one line."""
     match = re.search(r"tried to allocate ([\d.,]+ \w+)", str(error), re.IGNORECASE)
-    more = f", {match[1].removesuffix('. Error')} more were wanted" if match else ""
-    after = "" if again is None else f" after step {work.finished}"
+    wanted = f", {match[1].removesuffix('. Error')} more were wanted" if match else ""
+    after_step = "" if again is None else f" after step {work.finished}"
     what, remedy = ELSEWHERE.get(work.current) or _lower(work, config, again, engine)
-    return f"memory ran out in {work.current}{after}{more}: what grows there is {what}; {remedy}"
+    return f"memory ran out in {work.current}{after_step}{wanted}: what grows there is {what}; {remedy}"
 
 
 def _lower(work: StageAndSteps, config: Any, again: str | None, engine: Mapping[str, Largest]) -> tuple[str, str]:
-    largest = engine.get(OF_THE_ENGINE.get(work.current, "")) or _of_the_trainer(work, config)
+    largest = engine.get(ENGINE_STAGES.get(work.current, "")) or _of_the_trainer(work, config)
     what, key, value = largest.what, largest.key, largest.value
     if again is None:
         return what, f"lower {key} (now {value})"

@@ -1,4 +1,4 @@
-"""Shows the progress of long work before a run has a display: a line on stderr now and then."""
+"""Shows the progress of long work before a run's loggers have started: a line on stderr now and then."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def with_progress(
     size: Callable[[Item], int] = lambda item: 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Item]:
-    """Yields the items, and prints every EVERY_S seconds how much is done and how long the rest will take.
+    """Yields the items, and prints every EVERY_S seconds how many are done and how long the rest will take.
 
     Args:
         items: the items.
         what: the text before the number, such as "data.path: reading big.jsonl".
-        total: the sum of the sizes.
-        size: the size of an item.
-        clock: the time in seconds.
+        total: the sum of the items' sizes.
+        size: returns the size of an item.
+        clock: returns the time in seconds.
     """
-    began = last = clock()
+    start = last_shown = clock()
     done = 0
     for number, item in enumerate(items, 1):
         yield item
         done += size(item)
-        if number % CHECKED == 0 and (now := clock()) - last > EVERY_S:
-            last = now
-            left_s = (now - began) * (total - done) / max(1, done)
-            say(f"{what}: {100 * done / max(1, total):.0f} %, about {_duration(left_s)} more")
+        if number % CHECKED == 0 and (now := clock()) - last_shown > EVERY_S:
+            last_shown = now
+            remaining_s = (now - start) * (total - done) / max(1, done)
+            say(f"{what}: {100 * done / max(1, total):.0f} %, about {_duration(remaining_s)} more")
 
 
 def _duration(seconds: float) -> str:

@@ -1,8 +1,8 @@
 """Measures the time in which this process could run, so that time limits do not pass while it is stopped.
 
 The system's clock continues while a process is stopped (SIGSTOP, Ctrl-Z, `docker pause`, a scheduler that suspends
-jobs). So a waiting process reads the clock every TICK_S seconds, and a reading that comes much later counts as at most
-COUNTED_S. While a machine is suspended, its monotonic clock stops by itself.
+jobs). So a waiting process reads the clock every TICK_S seconds, and a longer time between two readings counts as
+COUNTED_S. While a machine is suspended, its monotonic clock stops anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RunningTime:
         return self._seconds
 
     def since_last(self, *, at_least: float = 0.0) -> float:
-        """The seconds since the last call; `at_least` of them surely counted, by another clock."""
+        """The running seconds since the last call; at least `at_least` count, if that many have passed."""
         now = time.monotonic()
         passed = min(now - self._last, max(COUNTED_S, at_least))
         self._last = now

@@ -1,7 +1,7 @@
 """The signals that ask a whole job to end, and the number of them that this process has received.
 
-Schedulers send them to every process of a job. The run's own process decides what happens (interrupt.py); its worker
-processes only count them, so that work whose child processes they may have ended is repeated.
+Schedulers send them to every process of a job. The run's own process decides what happens (interrupt.py). Its worker
+processes only count them, and repeat work whose child processes a signal may have ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ JOB_WIDE = (*ENDING, signal.SIGQUIT)
 """The signals that a worker process of a run survives. SIGQUIT ends the run, and with it its workers."""
 
 SKEW_S = 0.1
-"""Seconds within which a signal to a whole job reaches all its processes, one after the other."""
+"""Seconds within which a signal to a whole job reaches all of its processes, one after another."""
 
 _count = 0
 _last_at = -math.inf
@@ -41,13 +41,13 @@ def count() -> int:
 def may_have_disturbed(done_at: float) -> bool:
     """Whether a signal may have ended programs that finished at this time of the monotonic clock.
 
-    Call it SKEW_S later, because the signal may have reached them first.
+    Call it SKEW_S later, because the signal may reach this process later than those programs.
     """
     return abs(done_at - _last_at) <= SKEW_S
 
 
 def handled(numbers: Iterable[signal.Signals] = ENDING) -> list[signal.Signals]:
-    """The signals to handle: all of these but a SIGHUP that is ignored, as in a process started by nohup."""
+    """The signals to handle: all of these except an ignored SIGHUP, as in a process started by nohup."""
     return [n for n in numbers if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
@@ -62,9 +62,9 @@ def blocked() -> Iterator[None]:
 
 
 def outlive() -> None:
-    """Makes this process count the signals of a whole job, and survive them.
+    """Makes this process count the signals to a whole job, and survive them.
 
-    They are not ignored, because programs that it starts would ignore them, too, and could not be ended by SIGTERM.
+    They are not ignored, because programs that it starts would ignore them, too, and SIGTERM could not end them.
     Forked processes get the default actions back.
     """
     numbers = handled(JOB_WIDE)

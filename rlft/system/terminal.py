@@ -34,9 +34,9 @@ def _print(text: str, stream: TextIO) -> None:
 def discard(stream: TextIO) -> None:
     """Discards further output of this stream, because its pipe has no reader any more."""
     with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
 
 
 def command_line(*words: object) -> str:
@@ -49,7 +49,7 @@ def command_line(*words: object) -> str:
 
 
 def override(key: str, value: object) -> str:
-    """`key=value`, with the value quoted for Hydra if it has characters with a meaning for Hydra.
+    """`key=value`, with the value quoted if it has characters that mean something to Hydra.
 
     >>> override("lora.path", "runs/a/b"), override("lora.path", "sweeps/lr=1e-05,a")
     ('lora.path=runs/a/b', "lora.path='sweeps/lr=1e-05,a'")
@@ -81,7 +81,7 @@ def resuming(folder: Path) -> str:
 
 
 def program() -> str:
-    """How to call rlft from here: `rlft` if it is on PATH, else the path of this environment's command."""
+    """The command to call rlft: `rlft` if it is on PATH, else the path of this environment's command."""
     import shutil
 
     command = Path(sys.prefix) / "bin" / "rlft"

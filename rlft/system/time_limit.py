@@ -1,4 +1,4 @@
-"""A limit for calls into libraries that know none, or one of minutes."""
+"""A time limit for calls into libraries that have none, or one of minutes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float, call: Callable[..., Result], *arguments: Any) -> Result:
-    """What the call returns. It runs in a thread of its own, which is left to itself once the time is over.
+    """Returns what the call returns. The call runs in a thread of its own, which is abandoned when the time is over.
 
-    seconds: in which this process could run; a pause uses up none.
+    Args:
+        seconds: the time limit; time in which this process is stopped does not count.
+        call: the function to call.
+        arguments: its arguments.
 
     Raises:
-        TimeoutError: the call has not come back in time; or whatever it raises.
+        TimeoutError: the call has not returned in time. What the call raises is raised, too.
     """
     future: Future[Result] = Future()
 

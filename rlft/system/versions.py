@@ -8,7 +8,7 @@ from typing import Any
 import rlft
 
 FORMAT = 1
-"""Of config.yaml, status.json, state.json and progress.json; raised when an older rlft would misread them."""
+"""Format of config.yaml, status.json, state.json and progress.json; raised when an older rlft would misread them."""
 
 KEY = "format"
 
@@ -20,7 +20,7 @@ class NewerError(ValueError):
 def problem_of_format(values: Any) -> str | None:
     """Why this rlft cannot read a file with these values; None if it can.
 
-    Files without a format are of the first one.
+    Files without a format have the first one.
 
     >>> problem_of_format({"format": 1}), problem_of_format({}), problem_of_format({"format": 3})
     (None, None, 'was written by a newer rlft (format 3, this one reads up to 1)')

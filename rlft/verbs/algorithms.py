@@ -1,7 +1,7 @@
-"""`rlft algorithms`: which there are; and of one its loss, its keys, its paper and a command to try it.
+"""`rlft algorithms`: lists all algorithms, or prints the loss, keys and paper of one and a command to try it.
 
-The loss is what the docstring of the family's module says (rlft/algorithm/formula.py), the keys and their comments are
-those of the YAML files.
+The loss comes from the docstring of the family's module (rlft/algorithm/formula.py), the keys and their comments come
+from the YAML files.
 """
 
 from __future__ import annotations
@@ -42,12 +42,19 @@ what it means, the paper, and a command to try it.
 
 GROUP = "algorithm"
 WIDTH = 120
-"""Columns of what is printed into a pipe or a file."""
+"""Columns of text that is printed into a pipe or a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """An algorithm in the list. family: the YAML file that names its class. paper: "" where its YAML names none."""
+    """An algorithm in the list.
+
+    Attributes:
+        name: the name of its YAML file.
+        about: the first comment in that file.
+        family: the name of the YAML file that names its class.
+        paper: its paper; "" if the YAML files name none.
+    """
 
     name: str
     about: str
@@ -57,7 +64,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key, its value, and what the YAML files say of it: first what it means, then why a variant changes it."""
+    """A key, its value, and its comments in the YAML files: first what it means, then why variants change it."""
 
     key: str
     value: Any
@@ -66,7 +73,15 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """All that is printed of one algorithm. loss: None where the module of its class does not state it."""
+    """Everything that is printed about one algorithm.
+
+    Attributes:
+        listed: the algorithm as in the list.
+        module: the module of its class.
+        loss: its loss; None if the module does not state it.
+        keys: its keys.
+        example: a command to try it.
+    """
 
     listed: Listed
     module: str
@@ -76,31 +91,31 @@ class Page:
 
 
 def command(arguments: list[str]) -> None:
-    """Prints the list, or the page of the algorithm that is named."""
-    names, words = _names_apart([word for word in arguments if word != "--json"])
+    """Prints the list, or the page of the named algorithm."""
+    names, words = _split_names([word for word in arguments if word != "--json"])
     parsed = only_overrides(words)
     _check_words(names, parsed.overrides)
     files = _files(parsed.config_dir)
     if not names:
-        every = [listed(name, file) for name, file in files.items()]
-        print(json.dumps([asdict(one) for one in every], indent=1) if "--json" in arguments else table_of(every))
+        rows = [listed(name, file) for name, file in files.items()]
+        print(json.dumps([asdict(row) for row in rows], indent=1) if "--json" in arguments else table_of(rows))
         return
     page = page_of(names[0], files, parsed.overrides, parsed.config_dir)
     print(json.dumps(as_json(page), indent=1) if "--json" in arguments else text_of(page))
 
 
-def _names_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(names of algorithms, the other words) of the arguments; the folder after --config-dir is no name."""
+def _split_names(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(names of algorithms, other words) among the arguments; the folder after --config-dir is not a name."""
     names: list[str] = []
     words: list[str] = []
-    for before, word in pairwise(["", *arguments]):
-        is_name = before not in CONFIG_DIR and "=" not in word and not word.startswith(("-", "+", "~"))
+    for previous, word in pairwise(["", *arguments]):
+        is_name = previous not in CONFIG_DIR and "=" not in word and not word.startswith(("-", "+", "~"))
         (names if is_name else words).append(word)
     return names, words
 
 
 def _check_words(names: Sequence[str], overrides: Sequence[str]) -> None:
-    """Refuses more than one name, and words that are no key of the algorithm."""
+    """Refuses more than one name, and words that are not keys of the algorithm."""
     if len(names) > 1:
         raise UserError("algorithms", "takes one name", got=" ".join(names), remedy=f"write rlft algorithms {names[0]}")
     for override in overrides:
@@ -116,9 +131,9 @@ def _check_words(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def _files(config_dir: Path | None) -> dict[str, Path]:
-    """{name: its YAML file}: rlft's own, then the user's."""
-    mine = sorted((config_dir / GROUP).glob("*.yaml")) if config_dir else []
-    return catalog.files(GROUP) | {file.stem: file for file in mine}
+    """{name: YAML file} of rlft's algorithms, then of the user's."""
+    users_files = sorted((config_dir / GROUP).glob("*.yaml")) if config_dir else []
+    return catalog.files(GROUP) | {file.stem: file for file in users_files}
 
 
 def _lineage(file: Path) -> list[Path]:
@@ -143,7 +158,7 @@ def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], conf
     """The page of one algorithm, with these overrides of its keys.
 
     Raises:
-        UserError: no algorithm of this name, or keys that it refuses.
+        UserError: there is no algorithm of this name, or it refuses the keys.
     """
     if name not in files:
         close = difflib.get_close_matches(name.lower(), files, n=1)
@@ -171,9 +186,9 @@ def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], conf
 
 
 def _comments(key: str, lineage: Sequence[Path]) -> tuple[str, ...]:
-    """What the files say of a key: the first one that says anything explains it, the others say why they change it."""
-    said = [(file.stem, catalog.entries(file)[key].comment) for file in lineage if key in catalog.entries(file)]
-    first, *others = [(stem, comment) for stem, comment in said if comment] or [("", "")]
+    """The comments on a key: that of the first file with one explains it, the others say why they change it."""
+    found = [(file.stem, catalog.entries(file)[key].comment) for file in lineage if key in catalog.entries(file)]
+    first, *others = [(stem, comment) for stem, comment in found if comment] or [("", "")]
     return tuple(filter(None, [first[1], *(f"{stem}: {comment}" for stem, comment in others)]))
 
 
@@ -196,25 +211,25 @@ def as_json(page: Page) -> dict[str, Any]:
     }
 
 
-def table_of(every: Sequence[Listed]) -> str:
-    """A line an algorithm: its name, its family, what it is, and below it its paper."""
-    name, family = (max(len(getattr(one, column)) for one in every) for column in ("name", "family"))
+def table_of(rows: Sequence[Listed]) -> str:
+    """A line per algorithm with its name, its family and what it is; below it, its paper."""
+    name, family = (max(len(getattr(row, column)) for row in rows) for column in ("name", "family"))
     indent = " " * (name + family + 4)
     lines: list[str] = []
-    for one in every:
-        head = f"{one.name:<{name}}  {one.family:<{family}}  "
-        lines += _wrapped(one.about, head, indent)
-        lines += _wrapped(one.paper, indent, indent) if one.paper else []
+    for row in rows:
+        head = f"{row.name:<{name}}  {row.family:<{family}}  "
+        lines += _wrapped(row.about, head, indent)
+        lines += _wrapped(row.paper, indent, indent) if row.paper else []
     return "\n".join([*lines, "", "rlft algorithms <name> prints its loss, its keys and a command to try it."])
 
 
 def text_of(page: Page) -> str:
-    one = page.listed
+    entry = page.listed
     lines = [
-        *_wrapped(f"{one.name}: {one.about}", "", "  "),
+        *_wrapped(f"{entry.name}: {entry.about}", "", "  "),
         "",
-        *_wrapped(f"{one.family} ({page.module})", "family  ", " " * 8),
-        *(_wrapped(one.paper, "paper   ", " " * 8) if one.paper else []),
+        *_wrapped(f"{entry.family} ({page.module})", "family  ", " " * 8),
+        *(_wrapped(entry.paper, "paper   ", " " * 8) if entry.paper else []),
         f"try it  {page.example}",
         "",
         "Loss, which an update makes smaller",
@@ -225,7 +240,7 @@ def text_of(page: Page) -> str:
     else:
         lines += [f"  {line}" for line in page.loss.lines]
         width = max(map(len, page.loss.symbols), default=0)
-        lines += ["", *_of_pairs(page.loss.symbols, width)]
+        lines += ["", *_symbol_lines(page.loss.symbols, width)]
     lines += ["", "Keys, set as algorithm.<key>=<value>", ""]
     for key in page.keys:
         lines.append(f"  {key.key}: {key.value if isinstance(key.value, str) else json.dumps(key.value)}")
@@ -234,12 +249,12 @@ def text_of(page: Page) -> str:
     return "\n".join(lines)
 
 
-def _of_pairs(symbols: Mapping[str, str], width: int) -> list[str]:
+def _symbol_lines(symbols: Mapping[str, str], width: int) -> list[str]:
     indent = " " * (width + 4)
     return [line for name, meaning in symbols.items() for line in _wrapped(meaning, f"  {name:<{width}}  ", indent)]
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:
-    """The text in lines of the terminal's width; `first` stands before its first line, `others` before the rest."""
+    """The text in lines of the terminal's width; `first` precedes the first line, `others` the rest."""
     width = max(shutil.get_terminal_size((WIDTH, 24)).columns, len(others) + 20)
     return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others) or [first.rstrip()]

@@ -1,4 +1,4 @@
-"""The words after a verb: the user's own modules, a run to resume, a run or a model to use."""
+"""Reads the words after a verb, and checks the run to resume, or the run or model to use."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments
 
     Args:
         arguments: the words; the first one may be the run itself.
-        words: keys of the verb's own, which are no changes of the config.
+        words: keys of the verb itself, which do not change the config.
 
     Returns:
         The parsed words, the run that they name (None if they name none), and the overrides of its config.
@@ -77,16 +77,16 @@ def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments
     if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
         arguments = [f"run={arguments[0]}", *arguments[1:]]
     parsed = only_overrides(arguments)
-    own = ("run", "checkpoint", *words)
-    named = parsed.value("run") or parsed.value("checkpoint")
-    if not named and any(o.partition("=")[0] in ("run", "checkpoint") for o in parsed.overrides):
+    not_config_keys = ("run", "checkpoint", *words)
+    run_name = parsed.value("run") or parsed.value("checkpoint")
+    if not run_name and any(o.partition("=")[0] in ("run", "checkpoint") for o in parsed.overrides):
         raise UserError("run", "is empty", remedy="write run=runs/<name>/<time>")
-    changes = [o for o in parsed.overrides if o.partition("=")[0] not in own]
-    return parsed, find(one_run(named, "run", say)) if named else None, changes
+    changes = [o for o in parsed.overrides if o.partition("=")[0] not in not_config_keys]
+    return parsed, find(one_run(run_name, "run", say)) if run_name else None, changes
 
 
 def check_names_a_model(parsed: Arguments, otherwise: str) -> None:
-    """Requires model.path= or +recipe= where no run is named: the defaults alone are hardly ever meant."""
+    """Requires model.path= or +recipe= if no run is named, because the defaults alone are hardly ever intended."""
     if not any(parsed.value(key) for key in ("model.path", "recipe")):
         remedy = "give run=<run>, model.path=<model> or +recipe=<name>"
         raise UserError("run", f"is missing: {otherwise}", remedy=remedy)

@@ -18,7 +18,7 @@ from rlft.verbs.study.config import is_own
 
 
 def command(verb: Verb, arguments: list[str]) -> None:
-    """Does one run, or a sweep with -m."""
+    """Runs the verb once, or as a sweep with -m."""
     parsed = parse(arguments, verb.name)
     make_importable(parsed.config_dir)
     parsed = check_resume(parsed)
@@ -49,6 +49,6 @@ def begin(plain: dict[str, Any], folder: Path) -> None:
         run_folder.check_free(folder)
     else:
         run_folder.check_same_config(folder, plain)
-        if isinstance(plain.get("steps"), int):  # otherwise the number follows from the data
+        if isinstance(plain.get("steps"), int):  # otherwise the number of steps follows from the data
             extent.check_steps(folder, plain["steps"], str(plain.get("trainer", {}).get("schedule")))
     launch(plain, folder, may_be_finished=may_be_finished)

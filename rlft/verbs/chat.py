@@ -63,7 +63,7 @@ COMMANDS = """\
 /base             the bare base answers the last question
 /score [<answer>] the run's rewards for the last answer, given what would be right
 /new              forgets the conversation
-/system [<text>]  begins anew with this system prompt, or with none
+/system [<text>]  starts a new conversation with this system prompt, or with none
 /temperature <t>  0: always the likeliest token
 /help             this
 /quit             or Ctrl-D; Ctrl-C stops an answer
@@ -78,27 +78,27 @@ CUT_BY = {
 """{why an answer ended: the key of the limit}."""
 
 WORDS = ("raw",)
-"""Keys of this verb; all others are keys of the config."""
+"""Keys of this verb; all other keys are those of the config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The settings that a chat reads from the config of a run of any verb.
 
-    Args:
+    Attributes:
         model: the model to load.
-        base: the config's model.path. `model` differs from it where the checkpoint holds a whole model.
+        base: the config's model.path, which differs from `model` if the checkpoint holds a whole model.
         prompts: how prompts are formatted.
-        lora: the adapter's shape; None where all weights were trained.
+        lora: the adapter's shape; None if all weights were trained.
         generation: how answers are sampled.
         rewards: the reward section.
-        scoring: how rewards are called; None where the config has no such section.
+        scoring: how rewards are called; None if the config has no such section.
         system_prompt: the first message of a conversation, if any.
         prompt_template: a text with the placeholder {question}.
-        token_budget: tokens per forward pass.
-        seed: answers derive from it.
-        environment: the tools that the policy may call; each question begins a conversation with it. Agents that play
-            by themselves are none.
+        token_budget: the most tokens of a forward pass.
+        seed: the seed from which answers derive.
+        environment: the environment whose tools the policy may call, new for each question; None without one, and for
+            agents that play by themselves.
     """
 
     model: ModelConfig
@@ -148,14 +148,14 @@ def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
 
 
 def check(plain: Mapping[str, Any], raw: bool) -> None:
-    """Refuses settings that are wrong by the config alone; imports no library."""
+    """Refuses settings that the config alone shows to be wrong; imports no library."""
     from rlft.config.token_budget import resolved
 
     read_settings(resolved(plain, gpu=False), raw)
 
 
 def read_raw(word: str | None) -> bool:
-    """The value of raw=<word>; None means that it was not given."""
+    """The value of raw=<word>; `word` is None if raw was not typed."""
     if word not in (None, "true", "false"):
         raise UserError("raw", "must be true or false", got=word or "nothing", remedy="write raw=true")
     return word == "true"
@@ -178,7 +178,7 @@ def command(arguments: list[str]) -> None:
 
 
 def run(plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Callable[[str], None]) -> None:
-    """Opens the policy of the run, or the config's model where source is None; ends with the input."""
+    """Chats with the policy of the run, or with the config's model if `source` is None, until the input ends."""
     from rlft.logger.console import open_terminal
 
     with open_talk(plain, source, raw, say) as talk:
@@ -191,20 +191,20 @@ def run(plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Calla
 def open_talk(
     plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Callable[[str], None]
 ) -> Iterator[Talk]:
-    """Opens a conversation with the policy of this run, or with the config's model if None; reads no data."""
+    """Opens a conversation with the policy of the run, or the config's model if `source` is None; reads no data."""
     from rlft.generation.stops import check_stops
     from rlft.model.backbone import load_backbone, load_tokenizer, read_config
     from rlft.system.out_of_memory import Doing, explained
     from rlft.trainer import checkpoint
 
-    saved, what = None, str(plain["model"]["path"])
+    saved, title = None, str(plain["model"]["path"])
     if source is None:
         settings = read_settings(plain, raw)
     else:
         folder = find_checkpoint(source, say)
         settings = settings_of(plain, folder, raw)
         saved = checkpoint.load(folder) if settings.lora is not None else None
-        what = f"{source.run}, {folder.name}"
+        title = f"{source.run}, {folder.name}"
     vocabulary = read_config(settings.model).get_text_config().vocab_size
     check_stops(settings.generation, load_tokenizer(settings.model), vocabulary)
     if not raw and (plain.get("data") or {}).get("few_shot"):
@@ -217,31 +217,32 @@ def open_talk(
             talk = Talk(settings, roles, backbone, saved)
             stack.callback(talk.close)
             stack.callback(talk.end_tools)
-        say(f"{what}: temperature {talk.sampling.temperature:g}, at most {talk.sampling.max_tokens} tokens; /help")
+        say(f"{title}: temperature {talk.sampling.temperature:g}, at most {talk.sampling.max_tokens} tokens; /help")
         yield talk
 
 
 def settings_of(plain: Mapping[str, Any], folder: Path, raw: bool) -> Settings:
     """The settings for a checkpoint, which holds an adapter on the run's base or a whole model."""
-    holds = kind_of_checkpoint(folder)
-    if holds is CheckpointKind.reward:
+    kind = kind_of_checkpoint(folder)
+    if kind is CheckpointKind.reward:
         remedy = "chat with a run of rlft train, and give it this one as reward.learned.path"
         raise UserError("run", "holds a reward model, which writes no text", got=folder, remedy=remedy)
     settings = read_settings(plain, raw)
-    if holds is CheckpointKind.weights:
-        return replace(settings, lora=None, model=replace(settings.model, path=str(folder / holds), revision=None))
+    if kind is CheckpointKind.weights:
+        return replace(settings, lora=None, model=replace(settings.model, path=str(folder / kind), revision=None))
     check_base(folder, settings.model)
     assert settings.lora is not None, "the run trained an adapter"
-    return replace(settings, lora=replace(settings.lora, path=None))  # what it began from is no longer needed
+    # The adapter from which the run started is no longer needed.
+    return replace(settings, lora=replace(settings.lora, path=None))
 
 
 def open_roles(settings: Settings, backbone: Backbone) -> Roles:
-    """The base with an untrained policy adapter, which has no effect until it is restored, and no other role."""
+    """The base with the policy as its only role: an untrained adapter, which has no effect until it is restored."""
     from rlft.model.config import LoraSettings
     from rlft.model.roles import policy_alone
 
-    nothing = LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=None)
-    return policy_alone(backbone, settings.lora or nothing, token_budget=settings.token_budget, seed=settings.seed)
+    smallest = LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=None)
+    return policy_alone(backbone, settings.lora or smallest, token_budget=settings.token_budget, seed=settings.seed)
 
 
 class Talk:
@@ -266,7 +267,7 @@ class Talk:
         self._num_questions = 0
         self._scorer: Scorer | None = None
         self._resident: dict[str, LearnedReward] | None = None
-        self._no_resident: UserError | None = None
+        self._resident_error: UserError | None = None
         opening = opening_on(
             backbone,
             settings.model,
@@ -276,16 +277,16 @@ class Talk:
             rank=1 if settings.lora is None else settings.lora.rank,
             seed=settings.seed,
         )
-        own = settings.generation.named(ANYWHERE)  # even if the run sampled with another engine
-        self._policy, self._base = own.open(opening), own.open(opening)
+        engine = settings.generation.named(ANYWHERE)  # even if the run sampled with another engine
+        self._policy, self._base = engine.open(opening), engine.open(opening)
         self._shown = NOTHING
         if settings.environment is not None:
             environment = replace(settings.environment, workers=1)
-            asked = Prompt(id="chat", messages=self._messages(({"role": "user", "content": ""},)), answer="")
-            self._shown = shown_in_prompts(environment, backbone.tokenizer, [asked])
+            prompt = Prompt(id="chat", messages=self._messages(({"role": "user", "content": ""},)), answer="")
+            self._shown = shown_in_prompts(environment, backbone.tokenizer, [prompt])
             self._policy, self._base = (
-                Conversations(engine, environment, backbone.tokenizer, at_once=None, longest_row=sys.maxsize)
-                for engine in (self._policy, self._base)
+                Conversations(generator, environment, backbone.tokenizer, at_once=None, longest_row=sys.maxsize)
+                for generator in (self._policy, self._base)
             )
         if saved is not None:
             roles.restore(saved.adapters)
@@ -296,23 +297,23 @@ class Talk:
         content = self.settings.prompt_template.replace("{question}", question)
         turns = (*self.turns, {"role": "user", "content": content})
         rollout = self._answer(self._policy, self._prompt(turns), self._num_questions)
-        self.turns = (*turns, *self._said(rollout.completion))
+        self.turns = (*turns, *self._answer_messages(rollout.completion))
         self.last, self._num_questions = rollout, self._num_questions + 1
         return rollout
 
     def ask_base(self) -> Rollout:
-        """Answers the last question with the adapter off, by the same random numbers."""
+        """Answers the last question with the adapter off and the same random numbers."""
         if self.settings.lora is None:
             problem = "the run trained all weights, so the base is not loaded"
             command = command_line("rlft", "chat", override("model.path", self.settings.base))
             raise UserError("/base", problem, remedy=f"chat with it: {command}")
-        self.last = self._answer(self._base, self._asked("/base").prompt, self._num_questions - 1)
+        self.last = self._answer(self._base, self._last_rollout("/base").prompt, self._num_questions - 1)
         return self.last
 
     def begin_anew(self) -> None:
         self.turns, self.last = (), None
 
-    def _asked(self, command: str) -> Rollout:
+    def _last_rollout(self, command: str) -> Rollout:
         if self.last is None:
             raise UserError(command, "there is no question yet", remedy="ask one first")
         return self.last
@@ -325,13 +326,13 @@ class Talk:
         scanned = scan([prompt], self.backbone.tokenizer, sys.maxsize, "refuse", held_out, style, self._shown)
         prompt = scanned.prompts[0]
         context = getattr(self.backbone.model.config.get_text_config(), "max_position_embeddings", None)
-        num_tokens, more = len(prompt.token_ids), self.sampling.max_tokens
-        if context is not None and num_tokens + more > context:
+        num_tokens, max_tokens = len(prompt.token_ids), self.sampling.max_tokens
+        if context is not None and num_tokens + max_tokens > context:
             raise UserError(
                 "/new",
-                f"the conversation has {num_tokens} tokens, and {more} more (generation.max_tokens) exceed the "
+                f"the conversation has {num_tokens} tokens, and {max_tokens} more (generation.max_tokens) exceed the "
                 f"model's context of {context}",
-                remedy="begin anew with /new, or start with a lower generation.max_tokens",
+                remedy="start a new conversation with /new, or restart with a lower generation.max_tokens",
             )
         return prompt
 
@@ -339,15 +340,15 @@ class Talk:
         system = () if self.system_prompt is None else ({"role": "system", "content": self.system_prompt},)
         return (*system, *turns)
 
-    def _said(self, completion: Completion) -> Iterator[Message]:
-        """The messages of an answer: what the policy said in each turn, and what it was answered."""
+    def _answer_messages(self, completion: Completion) -> Iterator[Message]:
+        """The messages of an answer: what the policy said in each turn, and the answers of tools or environment."""
         environment = self.settings.environment
         if environment is None or not completion.turns:
             yield {"role": "assistant", "content": completion.text}
             return
         by_tools = environment.syntax == "template" and not environment.plays_a_game
-        *before, last = completion.turns
-        for turn in before:
+        *earlier, last = completion.turns
+        for turn in earlier:
             yield {"role": "assistant", "content": turn.text}
             if by_tools:
                 yield from ({"role": "tool", "name": call.name, "content": call.answer} for call in turn.calls)
@@ -356,7 +357,7 @@ class Talk:
         yield {"role": "assistant", "content": last.text}
 
     def end_tools(self) -> None:
-        """Ends the processes that tools run in, if there are any."""
+        """Ends the processes in which tools run, if there are any."""
         if self.settings.environment is not None:
             self._policy.close()
             self._base.close()
@@ -376,13 +377,13 @@ class Talk:
         return any(not spec.runs_in_trainer for spec in self._rewards().values())
 
     def score(self, answer: str) -> dict[str, tuple[float, float]]:
-        """{reward: (score, weight)} of the answer shown last, with `answer` as the reference answer."""
-        last, rewards = self._asked("/score"), self._rewards()
+        """{reward: (score, weight)} for the answer shown last, with `answer` as the reference answer."""
+        last, rewards = self._last_rollout("/score"), self._rewards()
         prompt = replace(last.prompt, answer=answer)
         try:
             scores = self._open_scorer(rewards)([Group(prompt=prompt, rollouts=(replace(last, prompt=prompt),))])
         except BaseException:
-            self.close()  # a worker may still be scoring, and its reply would be taken for the next one's
+            self.close()  # a worker may still be scoring, and its reply would be taken for that of the next call
             raise
         return {name: (scores.by_reward[name].item(), spec.weight) for name, spec in rewards.items()}
 
@@ -417,14 +418,14 @@ class Talk:
         from rlft.loop.session import open_resident
         from rlft.model.reward_model import reward_role
 
-        if self._no_resident is not None:
-            raise self._no_resident  # an adapter may be half loaded, so this is not tried twice
+        if self._resident_error is not None:
+            raise self._resident_error  # an adapter may be half loaded, so this is not tried twice
         saved = self.saved
         trained = saved is not None and any(reward_role(name) in saved.adapters for name in rewards)
         try:
             resident = open_resident(rewards, self.roles, learns=trained)
         except UserError as error:
-            self._no_resident = error
+            self._resident_error = error
             raise
         if saved is not None:
             self.roles.restore(saved.adapters, saved.heads)
@@ -451,7 +452,7 @@ class Terminal:
             import readline  # noqa: F401  # gives input() its history and its editing
 
     def run(self) -> None:
-        """Reads until the end of the input or /quit. Ctrl-C stops an answer; in a pipe it ends everything."""
+        """Reads lines until the input ends or /quit. Ctrl-C stops an answer; in a pipe it ends the chat."""
         from rlft.environment.pool import EnvironmentFailure
         from rlft.scoring.scorer import RewardError
         from rlft.system.out_of_memory import OutOfMemoryError
@@ -477,7 +478,7 @@ class Terminal:
                 self._print(str(error), style="red")
 
     def handle(self, line: str) -> None:
-        """Handles one line of the user's: a command or a question."""
+        """Handles a line that the user typed: a command or a question."""
         if not line.startswith("/") or line.startswith("//"):
             self._show(lambda: self.talk.ask(line.removeprefix("/")))
             return
@@ -535,7 +536,7 @@ class Terminal:
         self._print(f"[{who}{completion.num_sampled} tokens{cut}]", style="dim")
 
     def _show_turns(self, completion: Completion) -> None:
-        """What the policy said, each call with its answer behind it."""
+        """Prints what the policy said in each turn, and each call with its answer."""
         for turn in completion.turns:
             self._print(turn.text)
             for call in turn.calls:

@@ -46,8 +46,9 @@ Every row is ok, slow, wrong or skipped, with what to do. The exit code is 1 if 
 
 VERB = "train"
 TAKEN = ("seed", "token_budget", "model", "lora", "generation", "freshness", "trainer", "alarms")
-"""What a trial takes of the user's config, beside sizes that are typed; the rest is made for it."""
+"""Sections and keys that a trial takes from the user's config, besides typed sizes; the rest is made for it."""
 SIZES = ("prompts_per_step", "group_size")
+"""Keys that a trial takes from the user's config only if they were typed."""
 OWN = (
     "data=jsonl",
     "data.path=letters.jsonl",
@@ -59,6 +60,7 @@ OWN = (
     "rollouts.every=0",
     "scoring.workers=0",
 )
+"""The overrides of a trial's config."""
 
 
 def command(arguments: list[str]) -> int:
@@ -73,7 +75,7 @@ def command(arguments: list[str]) -> int:
 
 
 def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, opens: str = TRIAL) -> int:
-    """Runs the checks on what `opens` makes of these settings, prints their rows, and returns the exit code."""
+    """Runs the checks on the trial that `opens` makes from these settings, prints their rows; returns the exit code."""
     interrupt.keeps("nothing is kept of the checks")
     with owned_folder() as folder:
         subject = Subject(opens=opens, settings=settings, folder=folder)
@@ -90,12 +92,12 @@ def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, op
 
 
 def as_dict(rows: Sequence[Row]) -> dict[str, Any]:
-    """The table for scripts."""
+    """The table as values for JSON."""
     return {"works": all(row.status is not Status.wrong for row in rows), "rows": [asdict(row) for row in rows]}
 
 
 def tell(name: str) -> None:
-    """Says which check begins, to a person who waits."""
+    """Prints which check begins, if a person is waiting at a terminal."""
     if sys.stderr.isatty():
         say(f"looking at {name} ..")
 
@@ -104,7 +106,7 @@ def check_recipe(words: Sequence[str]) -> None:
     """Refuses a recipe of another verb.
 
     Raises:
-        UserError: its runs have other parts than those that are looked at.
+        UserError: the recipe's runs have other parts than those that the checks try.
     """
     for name in (word.partition("=")[2] for word in words if word.startswith("+recipe=")):
         if name in catalog.choices("recipe") and (verb := catalog.verb_of(name)) != VERB:
@@ -114,9 +116,9 @@ def check_recipe(words: Sequence[str]) -> None:
 
 
 def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Settings:
-    """The settings of a trial of the run with this config, whose folder would be `folder`."""
+    """The settings for a trial of the run with this config, whose folder would be `folder`."""
     typed = frozenset(override.lstrip("+~").partition("=")[0] for override in parsed.overrides)
-    own = compose(OWN, None, VERB)
-    own |= {name: plain[name] for name in (*TAKEN, *(size for size in SIZES if size in typed))}
-    own["prompts"] = {**own["prompts"], "max_tokens": plain["prompts"]["max_tokens"]}
-    return Settings(plain=own, typed=typed, rewards=plain["reward"], runs=folder.parent)
+    trial_config = compose(OWN, None, VERB)
+    trial_config |= {name: plain[name] for name in (*TAKEN, *(size for size in SIZES if size in typed))}
+    trial_config["prompts"] = {**trial_config["prompts"], "max_tokens": plain["prompts"]["max_tokens"]}
+    return Settings(plain=trial_config, typed=typed, rewards=plain["reward"], runs=folder.parent)

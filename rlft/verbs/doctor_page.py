@@ -16,7 +16,7 @@ STYLES = {Status.ok: "green", Status.slow: "yellow", Status.wrong: "red", Status
 
 
 def print_rows(rows: Sequence[Row], terminal: Terminal | None = None) -> None:
-    """Prints a row each, with what to do below it, and how many stand how."""
+    """Prints every row with its remedy below it, and then the number of rows with each status."""
     terminal = terminal or open_terminal()
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -29,6 +29,6 @@ def print_rows(rows: Sequence[Row], terminal: Terminal | None = None) -> None:
         table.add_row(Text(row.name), Text(str(row.status), style=STYLES[row.status]), text)
     terminal.print(table)
     counts = {status: sum(row.status is status for row in rows) for status in Status}
-    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    counts_text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     terminal.print()
-    terminal.print(Text(told, style=STYLES[Status.wrong if counts[Status.wrong] else Status.ok]))
+    terminal.print(Text(counts_text, style=STYLES[Status.wrong if counts[Status.wrong] else Status.ok]))

@@ -1,4 +1,4 @@
-"""`rlft eval`: a trained run, one of its checkpoints, or a bare model on the held-out split."""
+"""`rlft eval`: evaluates a run, one of its checkpoints, or a bare model on the held-out split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Samples the held-out split and prints mean@k and pass@k with standard errors; ev
 
 
 NO_TEACHER = {key: unset for key, unset in ADDED_KEYS.items() if key.startswith("snapshot.teacher")}
-"""Keys of a teacher, with their values where there is none: an evaluation asks no teacher, who may be gone by then."""
+"""{key of a teacher: its value without one}. An evaluation uses no teacher, whose folder may no longer exist."""
 
 OF_TRAINING = (
     "steps", "num_prompts", "epochs", "minibatches", "group_size", "prompts_per_step", "name", "hydra", "rollouts",
@@ -94,7 +94,7 @@ def as_training(source: NamedRun) -> dict[str, Any]:
 
 
 def changed_to_sample(source: NamedRun, changes: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
-    """The run's config with these changes, for sampling by its policy: one of `rlft train` if its verb samples not.
+    """The run's config with these changes, to sample from its policy; one of `rlft train` if its verb does not sample.
 
     Raises:
         UserError: the run has no policy, or a change is wrong.
@@ -106,9 +106,9 @@ def changed_to_sample(source: NamedRun, changes: Sequence[str], config_dir: Path
 
 def shared_keys(root: type) -> list[str]:
     """The keys of a verb's config that `rlft train` has with the same type, so that an evaluation can read them."""
-    own, trained = get_type_hints(root), get_type_hints(RunConfig)
-    same = (key for key in own if key in trained and trained[key] in (own[key], *get_args(own[key])))
-    return [key for key in same if key not in ("verb", "epochs", "steps")]
+    types, train_types = get_type_hints(root), get_type_hints(RunConfig)
+    common = (key for key in types if key in train_types and train_types[key] in (types[key], *get_args(types[key])))
+    return [key for key in common if key not in ("verb", "epochs", "steps")]
 
 
 def as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
@@ -156,9 +156,9 @@ def run(plain: dict[str, Any], source: NamedRun | None, say: Callable[[str], Non
         prompts = tuple(plan.held_out.prompts[: plan.config.eval.num_prompts])
         session.logger.stage("evaluate")
         evaluation, groups, scores = session.evaluate(prompts, 0 if saved is None else saved.step)
-    what = plan.config.model.path if saved is None else f"{source.run if source else ''} after step {saved.step}"
+    title = plan.config.model.path if saved is None else f"{source.run if source else ''} after step {saved.step}"
     # The table comes first: if the completions cannot be written, the measurement is not lost.
-    print_table(what, evaluation, len(prompts), plan.config.eval.num_samples)
+    print_table(title, evaluation, len(prompts), plan.config.eval.num_samples)
     file = write(folder, evaluation, groups, scores)
     show(f"every completion: {file}")
     return evaluation

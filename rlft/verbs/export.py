@@ -1,4 +1,4 @@
-"""`rlft export`: a run's newest checkpoint, or one of them, as a folder that transformers, PEFT and vLLM load.
+"""`rlft export`: writes a checkpoint of a run as a folder that transformers, PEFT and vLLM load.
 
 The base is loaded again and merged in float32, each weight rounded once, so the run and its base stay unchanged. The
 export is written to a temporary folder beside `out` and renamed when it is complete: a kill leaves no `out`.
@@ -59,14 +59,14 @@ For llama.cpp, the command that converts the folder into a GGUF file is printed 
   rlft export run=runs/grpo_arithmetic/<time> out=exports/mine push=me/mine"""
 
 WORDS = ("out", "as", "dtype")
-"""Words of the verb, in the order in which `prepare` takes them."""
+"""Keys of the verb, in the order of the parameters of `prepare`."""
 PUSH_WORDS = ("push", "private")
-"""Words of the verb, in the order in which `push.read_target` takes them; the rest are keys of the run's config."""
+"""Keys of the verb, in the order of the parameters of `push.read_target`; all others are keys of the run's config."""
 GGUF = "gguf"
 TEXT = "What is 17 + 25? The answer is 42, because 17 + 25 = 42."
 """The adapter and the merged model are compared on these tokens; any text would do."""
 TOLERANCE = 1e-3
-"""Largest difference of log-probs, in nats: both models compute in float32 but add in different orders."""
+"""The largest allowed difference of log-probs, in nats: both models compute in float32 but add in different orders."""
 
 
 def command(arguments: list[str]) -> None:
@@ -107,14 +107,14 @@ class ExportKind(StrEnum):
 class Export:
     """A validated export request.
 
-    Args:
+    Attributes:
         source: the run.
         checkpoint: the folder of the checkpoint, which is undamaged.
         checkpoint_kind: what the checkpoint holds.
         kind: what is written.
         dtype: `auto`, or one of DTYPES.
         out: the folder to write.
-        repo_id: the repository that the folder is pushed to, for the model card; None where it is not pushed.
+        repo_id: the repository that the folder is pushed to, for the model card; None if it is not pushed.
     """
 
     source: NamedRun
@@ -129,7 +129,7 @@ class Export:
 def prepare(
     source: NamedRun, out: str | None, kind: str | None, dtype: str | None, say: Callable[[str], None]
 ) -> Export:
-    """Validates a request, where None means a word that was not typed; imports no torch and writes nothing.
+    """Validates a request, in which None stands for a key that was not typed; imports no torch and writes nothing.
 
     Raises:
         UserError: the export is impossible.
@@ -215,7 +215,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
 
 
 def run(request: Export, pushing: Push | None, say: Callable[[str], None]) -> None:
-    """Writes the folder, prints what can be done with it, and pushes it if that was asked for.
+    """Writes the folder, prints what can be done with it, and pushes it if requested.
 
     Raises:
         PushError: the folder was written but not pushed.
@@ -242,7 +242,7 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 def write_adapter(source: Path, config: ModelConfig, folder: Path) -> None:
     """Writes PEFT's two files, and the head and the record if there are any.
 
-    The base is named so that it can be loaded from any working directory.
+    The base's path is written so that it can be loaded from any working directory.
     """
     from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, WEIGHTS
 
@@ -276,8 +276,8 @@ def write_model(
         request: what is exported.
         config: the model settings of the base, or of the checkpoint's own weights. Such weights are copied as they
             are, unless dtype changes them.
-        tokenizer: the base's.
-        folder: where the files go.
+        tokenizer: the base's tokenizer.
+        folder: the folder for the files.
         say: prints a line.
     """
     from rlft.system.out_of_memory import Doing, explained
@@ -343,10 +343,10 @@ def merge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: P
 
 
 def round_weights(model: PreTrainedModel, dtypes: dict[str, Any], dtype: str) -> None:
-    """Casts each tensor to the dtype it had on disk (`auto`), or to the given one.
+    """Casts each tensor to the dtype that it had on disk (`auto`), or to the given one.
 
     Raises:
-        UserError: a number is too large for that dtype.
+        UserError: a number is too large for the dtype.
     """
     import torch
 
@@ -370,16 +370,16 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Mod
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / GENERATION_CONFIG_NAME).unlink(missing_ok=True)
-    where = source(config)
-    own = cached_file(
-        where["pretrained_model_name_or_path"],
+    base_source = source(config)
+    base_file = cached_file(
+        base_source["pretrained_model_name_or_path"],
         GENERATION_CONFIG_NAME,
-        revision=where["revision"],
-        local_files_only=where["local_files_only"],
+        revision=base_source["revision"],
+        local_files_only=base_source["local_files_only"],
         _raise_exceptions_for_missing_entries=False,
     )
-    if own is not None:
-        shutil.copyfile(own, folder / GENERATION_CONFIG_NAME)
+    if base_file is not None:
+        shutil.copyfile(base_file, folder / GENERATION_CONFIG_NAME)
 
 
 # -- the folder that is written ----------------------------------------------------------------------------------------
@@ -396,8 +396,8 @@ def _becoming(out: Path) -> Iterator[Path]:
     try:
         if locks.take(handle) is locks.Taken.no:
             raise UserError("out", "another export is being written there", got=out, remedy="wait for that one")
-        for left_by_a_kill in temporary.iterdir():
-            shutil.rmtree(left_by_a_kill) if left_by_a_kill.is_dir() else left_by_a_kill.unlink()
+        for leftover in temporary.iterdir():
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         with named_by("out"), becoming(out, temporary):
             yield temporary
             for path in temporary.rglob("*"):

@@ -1,4 +1,4 @@
-"""One job of a sweep, in a member of the cluster: an `rlft` of its own, whose output is the member's log."""
+"""Runs one job of a sweep in a member of the cluster, as an `rlft` process whose output is the member's log."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class JobProcess:
     """Starts the job at once.
 
     Args:
-        words: of its command line, the verb first.
-        cwd: the folder that relative paths are read in.
+        words: the words of its command line, the verb first.
+        cwd: the folder from which relative paths are read.
     """
 
     def __init__(self, words: Sequence[str], cwd: str) -> None:
@@ -35,9 +35,9 @@ class JobProcess:
         self._process = subprocess.Popen(command, cwd=cwd, stdin=subprocess.DEVNULL)
 
     def exit_code(self) -> int | None:
-        """None while the job runs."""
+        """The exit code of the job; None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """Sends the job a signal; nothing if it has ended."""
+        """Sends the job a signal; does nothing if it has ended."""
         self._process.send_signal(number)

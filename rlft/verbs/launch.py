@@ -1,4 +1,4 @@
-"""Does a run of any verb, from its composed config to its end: plan it, claim its folder, lock it, run it, report."""
+"""Performs a run of any verb, from its composed config to its end: plans it, claims and locks its folder, runs it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def launch(
     fork: Fork | None = None,
     loggers: Sequence[Logger] = (),
 ) -> None:
-    """Does a run to its end, or to an interruption (KeyboardInterrupt, after saving).
+    """Performs a run to its end, or to an interruption (KeyboardInterrupt, after saving).
 
     Args:
         plain: the composed config.
         folder: the run's folder.
-        shared_engines: the engines of a sweep, whose jobs end without a page of their own.
-        may_be_finished: whether a resumed run that has all its steps is left as it is, once its inputs are found
-            unchanged; otherwise it is refused.
+        shared_engines: the engines of a sweep; its jobs do not print a page at their end.
+        may_be_finished: whether a resumed run that has all its steps is left as it is, if its inputs are unchanged;
+            otherwise it is refused.
         fork: the checkpoint of another run that this new run starts from.
-        loggers: are told of the run after its own.
+        loggers: further loggers, which are called after the run's own.
     """
     import_libraries()
     verb = verbs.named(plain["verb"])
@@ -62,8 +62,8 @@ def launch(
     elif _is_left_alone(verb, plan, plain, folder, may_be_finished):
         say(f"finished already, with the same config and inputs: {folder}")
         return
-    if too_much := disk_space.note(plan.disk_bytes(), folder):
-        say(f"note: {too_much}")
+    if disk_note := disk_space.note(plan.disk_bytes(), folder):
+        say(f"note: {disk_note}")
     try:
         with ExitStack() as stack:
             interrupt.keeps(f"go on from what is saved with: {resuming(folder)}")
@@ -80,8 +80,8 @@ def launch(
         say((verb.stopped or stopped_at_once)(folder))
         raise Reported from None
     if outcome.interrupted:
-        how_far = "saved" if outcome.step else "before the first one"
-        say(f"stopped after step {outcome.step}, {how_far}; go on with: {resuming(folder)}")
+        saved_text = "saved" if outcome.step else "before the first one"
+        say(f"stopped after step {outcome.step}, {saved_text}; go on with: {resuming(folder)}")
         raise Reported
     interrupt.keeps(f"the run is finished and saved in {folder}")
     if shared_engines is None and plan.has_page:
@@ -104,7 +104,7 @@ def _is_left_alone(verb: Verb, plan: Any, plain: dict[str, Any], folder: Path, m
     """Whether the run in this folder is finished and is left alone.
 
     Raises:
-        UserError: the run cannot be resumed with this config, or is finished and may not be.
+        UserError: the run cannot be resumed with this config, or is finished although it may not be.
     """
     done = saved_steps(verb, folder, plan)
     run_folder.check_resume(folder, plain, plan.fingerprints)
@@ -115,10 +115,10 @@ def _is_left_alone(verb: Verb, plan: Any, plain: dict[str, Any], folder: Path, m
 
 
 def saved_steps(verb: Verb, folder: Path, plan: Any) -> int:
-    """How many steps the run in a folder has saved.
+    """The number of steps that the run in this folder has saved.
 
     Raises:
-        UserError: the plan has fewer steps.
+        UserError: the plan has fewer steps than that.
     """
     return (verb.steps_done or steps_done)(folder, plan)
 
@@ -134,7 +134,7 @@ def after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:
 
 
 def import_libraries() -> None:
-    """Imports torch, transformers and what needs them. It takes seconds, in which Ctrl-C ends the process at once."""
+    """Imports torch, transformers and the modules that need them; meanwhile Ctrl-C ends the process at once."""
     from rlft.system.interrupt import ends_the_process
 
     with ends_the_process():

@@ -1,4 +1,4 @@
-"""rlft's own verbs that make runs, one object each. The functions they name are imported when they are called."""
+"""rlft's own verbs that make runs, one object each. Their functions are imported when they are called."""
 
 from __future__ import annotations
 

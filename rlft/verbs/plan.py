@@ -1,4 +1,4 @@
-"""`rlft plan`: the sizes, memory, data and rewards of a run, before any weight is loaded."""
+"""`rlft plan`: computes the sizes, memory, data and rewards of a run before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_BITSANDBYTES = (
 TRIED_PROMPTS = 2
 MAX_BINS = 32
 MAX_CHARACTERS = 400
-"""Of a text in the JSON (of data, a reward or a note), so that the whole JSON stays below 64 KiB."""
+"""The most characters of a text in the JSON (from data, a reward or a note): the JSON stays below 64 KiB."""
 
 ENGINE_ON_A_GPU = "the engine is planned as {}, which generation=auto is on a GPU where it is installed"
 
@@ -46,20 +46,20 @@ ENGINE_ON_A_GPU = "the engine is planned as {}, which generation=auto is on a GP
 class Planned:
     """What `rlft plan` prints.
 
-    Args:
+    Attributes:
         sizes: the rows of the start-up table.
         parameters: {role: number of parameters}.
         model: the sizes of the base and of one adapter.
-        demand: what the run asks of memory.
-        process: bytes that the process takes beside models and batches.
-        device: the device's name in words.
+        demand: the run's memory demand.
+        process: bytes that the process takes besides models and batches.
+        device: the device in words.
         limit: bytes of the device's memory.
         named_limit: whether device_memory= named that limit.
-        lengths: how long the data are.
+        lengths: the lengths of the data.
         trials: the rewards' scores of a few completions.
-        conversation: one with the environment; None without one.
-        notes: what the person watching should know.
-        disk: the most bytes that each part of the run's folder may take.
+        conversation: a conversation with the environment; None without one.
+        notes: notes for the person watching.
+        disk: {part of the run's folder: the most bytes that it may take}.
     """
 
     sizes: Sequence[TableRow]
@@ -99,7 +99,7 @@ class Planned:
 
     @property
     def failed_rewards(self) -> list[str]:
-        """Names of the rewards that could not score the completions they were tried on."""
+        """Names of the rewards that failed on the completions with which they were tried."""
         return list(dict.fromkeys(trial.reward for trial in self.trials if trial.error is not None))
 
     @property
@@ -126,7 +126,7 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
 
     Args:
         plain: the resolved config.
-        limit: bytes of the device's memory; None for what is free on this machine's.
+        limit: bytes of the device's memory; None for the free memory of this machine's device.
 
     Raises:
         UserError: the run would be refused.
@@ -147,8 +147,8 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
     # This process has imported all libraries that the run needs, and has scanned its data.
     process, free = resident_bytes(), free_bytes(device)
     on_cards = on_another or device.type == "cuda"
-    whole = free + (CUDA_CONTEXT if on_cards else process) if limit is None else limit
-    plan = placed_elsewhere(plan, model, whole if on_cards else None, on_cards=on_cards, absent=on_another)
+    device_limit = free + (CUDA_CONTEXT if on_cards else process) if limit is None else limit
+    plan = placed_elsewhere(plan, model, device_limit if on_cards else None, on_cards=on_cards, absent=on_another)
     if on_cards:
         process = context_bytes(plan)
     demand = plan.demand(model, False)
@@ -166,10 +166,10 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
     recompute = plan.config.model.gradient_checkpointing
     if recompute == AUTO:  # on a CPU
         room = free if limit is None else max(0, limit - process - model.base_bytes)
-        kept = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
+        adapter_bytes = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
         tokens = plan.config.token_budget
         recompute = needs_checkpointing(
-            model.config, tokens, model.itemsize, room, device=demand.device, plain=model.plain, adapter=kept
+            model.config, tokens, model.itemsize, room, device=demand.device, plain=model.plain, adapter=adapter_bytes
         )
     demand = replace(demand, token_budget=plan.config.token_budget, recompute=recompute)
     return Planned(
@@ -179,7 +179,7 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         demand=demand,
         process=process,
         device="a GPU that is not here" if on_another else str(device),
-        limit=whole,
+        limit=device_limit,
         named_limit=limit is not None,
         lengths=plan.lengths(),
         trials=trials_of(plan),
@@ -190,14 +190,14 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
 
 
 def _note_of_another_engine(plan: Plan, demand: Demand) -> list[str]:
-    """A note if `auto` will choose another engine than on this machine."""
+    """A note if `auto` will choose a different engine than on this machine."""
     if plan.engine is None or demand.engine is None or demand.section == section_of(plan.engine):
         return []
     return [ENGINE_ON_A_GPU.format(demand.engine.title)]
 
 
 def _note_of_ranks(plan: Plan, on_cards: bool) -> list[str]:
-    """A note where other ranks are on the same CPU: the parts are those of the run's own process and of its engines."""
+    """A note if other ranks are on the same CPU, because the parts do not include them."""
     ranks = 0 if on_cards else getattr(getattr(plan.config, "cluster", None), "ranks", 1) - 1
     if ranks < 1:
         return []
@@ -223,7 +223,7 @@ def without_gpu(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
-    """The model's rows of the start-up table, before it is loaded."""
+    """The facts about the model for the start-up table, before it is loaded."""
     settings = plan.config.model
     padded = "kernels are plain" if model.plain else "this model's attention needs it"
     return Facts(
@@ -258,7 +258,8 @@ def trials_of(plan: Plan) -> list[Trial]:
     tokenizer = load_tokenizer(plan.config.model)
 
     def tokens(text: str) -> list[int]:
-        return cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"])  # of one text
+        # A single text gives a flat list.
+        return cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return try_rewards(specs(plan.config.reward), prompts.prompts[:TRIED_PROMPTS], tokens, plan.config.scoring.timeout)
 
@@ -272,20 +273,20 @@ def conversation_of(plan: Plan) -> EnvironmentTrial | None:
 
 
 def notes_of(plan: Plan) -> list[str]:
-    """The notes with which the run will begin, and what it needs that is missing on this machine."""
-    missing = []
-    lacks = None if plan.engine is None else plan.config.generation.named(plan.engine).missing()
-    if lacks is not None:
-        missing.append(f"{lacks.problem} here, and the run needs it where it runs: {lacks.remedy}")
+    """The notes with which the run will begin, and notes about libraries that this machine lacks."""
+    notes = []
+    missing_engine = None if plan.engine is None else plan.config.generation.named(plan.engine).missing()
+    if missing_engine is not None:
+        notes.append(f"{missing_engine.problem} here, and the run needs it where it runs: {missing_engine.remedy}")
     if plan.config.model.quantization is not None and not has_bitsandbytes():
-        missing.append(NO_BITSANDBYTES)
-    return [*plan.notes, *missing]
+        notes.append(NO_BITSANDBYTES)
+    return [*plan.notes, *notes]
 
 
 def summary(tokens: Sequence[int]) -> dict[str, Any]:
     """Summarises the lengths of some data's items (in tokens); {"items": 0} if there are none.
 
-    `histogram` has [first length, last length, items] of at most MAX_BINS ranges of equal width.
+    `histogram` has [first length, last length, number of items] for at most MAX_BINS ranges of equal width.
     """
     if not tokens:
         return {"items": 0}
@@ -304,12 +305,12 @@ def summary(tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def cut(text: str) -> str:
-    """The text, or its first MAX_CHARACTERS characters and how many there are."""
+    """The text, or its first MAX_CHARACTERS characters and the number of all of them."""
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text):,} characters)"
 
 
 def _cut_texts(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with their texts cut, also those in lists."""
+    """The values with their texts cut, including those in lists."""
     return {
         name: cut(value)
         if isinstance(value, str)
@@ -321,7 +322,7 @@ def _cut_texts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
-    """The plan for scripts, sizes in bytes. It stays small for any data: lengths are summarised, texts are cut."""
+    """The plan as values for JSON, with sizes in bytes; it stays small, as lengths are summarised and texts are cut."""
     memory = {
         name: [
             {"part": p.name, "bytes": p.bytes, "when": str(p.when), "key": p.key} for p in planned.memory(recompute=on)

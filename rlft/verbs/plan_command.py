@@ -1,4 +1,4 @@
-"""The command line of `rlft plan`: whatever the config alone shows to be wrong is refused before torch is imported."""
+"""The command line of `rlft plan`; a config that is wrong by itself is refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def command(arguments: list[str]) -> int:
     parsed = only_overrides(words, verb)
     overrides = [o for o in parsed.overrides if not o.startswith("device_memory=")]
     run = compose_run(overrides, parsed.config_dir, verb)
-    plain, named = references.resolved(run.plain), parsed.value("device_memory")
-    memory = None if named is None else read_bytes(named)
+    plain, device_memory = references.resolved(run.plain), parsed.value("device_memory")
+    memory = None if device_memory is None else read_bytes(device_memory)
     check_early(plain, verb)
     import_libraries()
     from rlft.planning import disk_space
@@ -49,8 +49,8 @@ def command(arguments: list[str]) -> int:
     from rlft.verbs.plan_page import print_plan
 
     planned = plan.plan_of(plain, memory)
-    if too_much := disk_space.note(planned.disk, run.folder):
-        planned = replace(planned, notes=[*planned.notes, too_much])
+    if disk_note := disk_space.note(planned.disk, run.folder):
+        planned = replace(planned, notes=[*planned.notes, disk_note])
     if "--json" in arguments:
         print(json.dumps(plan.as_dict(planned), indent=1))
     else:
@@ -61,5 +61,5 @@ def command(arguments: list[str]) -> int:
 
 def verb_of(words: Sequence[str]) -> str:
     """The verb of the named recipe, or `train`."""
-    named = next((word.partition("=")[2] for word in words if word.startswith("+recipe=")), None)
-    return catalog.verb_of(named) if named in catalog.choices("recipe") else "train"
+    recipe = next((word.partition("=")[2] for word in words if word.startswith("+recipe=")), None)
+    return catalog.verb_of(recipe) if recipe in catalog.choices("recipe") else "train"

@@ -22,7 +22,7 @@ from rlft.verbs.plan import Planned
 BINS = 8
 BAR_WIDTH = 40
 SHOWN_CHARACTERS = 32
-MOST_SAID = 200
+MAX_TURN_CHARACTERS = 200
 
 
 def print_plan(planned: Planned, terminal: Terminal | None = None) -> None:
@@ -52,7 +52,7 @@ def heading(terminal: Terminal, text: str) -> None:
 
 
 def grid(rows: Sequence[tuple[str, ...]]) -> Table:
-    """A table of rows (what, value, explanation)."""
+    """A table of rows (name, value, explanation)."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(style="bold", overflow="fold")
@@ -78,8 +78,8 @@ def print_memory(terminal: Terminal, planned: Planned) -> None:
         if part.bytes or other.bytes:
             cells = (part.name, part.when, in_words(part.bytes), in_words(other.bytes), part.key or "")
             table.add_row(*map(str, cells))
-    ends = [in_words(peak(parts)) for parts in (plain, recomputed)]
-    table.add_row(Text("peak", style="bold"), "", *(Text(end, style="bold") for end in ends), "")
+    peaks = [in_words(peak(parts)) for parts in (plain, recomputed)]
+    table.add_row(Text("peak", style="bold"), "", *(Text(peak_text, style="bold") for peak_text in peaks), "")
     terminal.print(table)
     if planned.has_engine_apart:
         alone, engine = in_words(planned.peak_without_engine), planned.demand.engine
@@ -89,7 +89,7 @@ def print_memory(terminal: Terminal, planned: Planned) -> None:
 
 
 def print_disk(terminal: Terminal, planned: Planned) -> None:
-    """Prints the most that each part of the run's folder takes and the key that lowers it."""
+    """Prints the most that each part of the run's folder may take, and the key that lowers it."""
     if not any(planned.disk.values()):
         return
     heading(terminal, "Disk, at most")
@@ -99,8 +99,8 @@ def print_disk(terminal: Terminal, planned: Planned) -> None:
 
 def print_verdict(terminal: Terminal, planned: Planned, memory_parts: Sequence[Part]) -> None:
     """Prints whether the run fits and, if not, which keys to change."""
-    what = "device_memory" if planned.named_limit else "this machine has free"
-    room = f"{in_words(planned.peak)} of {in_words(planned.limit)} ({what})"
+    limit_name = "device_memory" if planned.named_limit else "this machine has free"
+    room = f"{in_words(planned.peak)} of {in_words(planned.limit)} ({limit_name})"
     if planned.fits:
         terminal.print(Text(f"fits: {room}", style="green"), soft_wrap=True)
         return
@@ -144,16 +144,16 @@ def print_lengths(terminal: Terminal, lengths: DataLengths) -> None:
 
 
 def print_conversation(terminal: Terminal, tried: EnvironmentTrial) -> None:
-    """Prints a conversation with the environment, a line for what was said and one for what was answered."""
+    """Prints a conversation with the environment, with a line for each of the policy's turns and each answer."""
     heading(terminal, f"A conversation with the environment, of a policy that is scripted (prompt {tried.prompt})")
     if tried.error is not None:
         terminal.print(Text(visible(tried.error), style="red"), soft_wrap=True)
         return
-    rows = [("begins", one_line(tried.opening, MOST_SAID), "")] if tried.opening else []
-    for said, answer in tried.said:
+    rows = [("begins", one_line(tried.opening, MAX_TURN_CHARACTERS), "")] if tried.opening else []
+    for text, answer in tried.said:
         rows += [
-            ("policy", one_line(said, MOST_SAID), ""),
-            *([("answer", one_line(answer, MOST_SAID), "")] if answer else []),
+            ("policy", one_line(text, MAX_TURN_CHARACTERS), ""),
+            *([("answer", one_line(answer, MAX_TURN_CHARACTERS), "")] if answer else []),
         ]
     rows.append(("ends", tried.finish, "" if tried.reward is None else f"reward {tried.reward:g}"))
     if tried.failed:
@@ -175,6 +175,6 @@ def print_trials(terminal: Terminal, trials: Sequence[Trial]) -> None:
         score = "failed" if trial.score is None else f"{trial.score:g}"
         rows.setdefault((trial.prompt, trial.kind, trial.completion), {})[trial.reward] = score
     for (prompt, kind, completion), scores in rows.items():
-        said = f"{kind}: {one_line(completion, SHOWN_CHARACTERS)}" if completion else kind
-        table.add_row(Text(visible(prompt)), Text(said), *(scores.get(name, "") for name in names))
+        completion_text = f"{kind}: {one_line(completion, SHOWN_CHARACTERS)}" if completion else kind
+        table.add_row(Text(visible(prompt)), Text(completion_text), *(scores.get(name, "") for name in names))
     terminal.print(table)

@@ -36,10 +36,10 @@ def command(arguments: list[str]) -> None:
     """Resumes a run with its own config and the given changes, or forks a checkpoint."""
     if not arguments or not arguments[0].removeprefix("run="):
         raise UserError("resume", "names no run", remedy="write rlft resume runs/<name>/<time>")
-    if is_study(named := Path(arguments[0].removeprefix("run="))):
+    if is_study(study_folder := Path(arguments[0].removeprefix("run="))):
         from rlft.verbs.study import command as study
 
-        study.resume(named, arguments[1:])
+        study.resume(study_folder, arguments[1:])
         return
     folder = one_run(arguments[0].removeprefix("run="), "resume", say)
     if (folder / checkpoint.STATE).is_file():
@@ -51,8 +51,8 @@ def command(arguments: list[str]) -> None:
     if parsed.value("hydra.run.dir") is not None:
         remedy = "leave it out"
         if saved := checkpoint.finished(run_folder.checkpoints(folder)):
-            new = override("hydra.run.dir", parsed.value("hydra.run.dir"))
-            remedy += f", or start a new run from a checkpoint: {forking(saved[-1], new)}"
+            new_folder = override("hydra.run.dir", parsed.value("hydra.run.dir"))
+            remedy += f", or start a new run from a checkpoint: {forking(saved[-1], new_folder)}"
         problem = "a resumed run continues in its own folder"
         raise UserError("hydra.run.dir", problem, got=parsed.value("hydra.run.dir"), remedy=remedy)
     plain = configs.changed(plain, parsed.overrides, parsed.config_dir, plain["verb"])
@@ -71,8 +71,8 @@ def fork(folder: Path, arguments: list[str]) -> None:
     changes = [o for o in parsed.overrides if not o.startswith(("hydra.run.dir=", "resume="))]
     plain = configs.changed(dict(source.before), changes, parsed.config_dir, verb)
     plain["resume"] = None
-    new = Path(os.path.relpath(parsed.value("hydra.run.dir") or configs.new_folder(plain["name"])))
+    new_folder = Path(os.path.relpath(parsed.value("hydra.run.dir") or configs.new_folder(plain["name"])))
     plain = run_folder.with_kept_lanes(references.resolved(plain), None)
     check_early({**plain, "resume": str(folder)}, verb)
-    run_folder.check_free(new)
-    launch(plain, new, fork=source)
+    run_folder.check_free(new_folder)
+    launch(plain, new_folder, fork=source)

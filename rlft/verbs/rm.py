@@ -1,6 +1,6 @@
 """`rlft rm`: trains a reward model from preferences, an adapter with a scalar head on the frozen base.
 
-`reward=learned` and `critic.init` take the run's folder as it is.
+`reward=learned` and `critic.init` accept the run's folder.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ BIAS = f"{REWARD}.head.bias"
 class RewardLesson(RankingLesson[RmPlan]):
     """The lesson of a reward model: the better completion gets the higher score.
 
-    The head's bias is not trained, because no difference of scores depends on it. It is 0 during the run, and has the
-    value that `center` asks for in the saved head; so centring does not change what is learned.
+    The head's bias is not trained, because no difference of scores depends on it. It is 0 during the run; only the
+    saved head has the value that `center` requires, so that centring does not change what is learned.
     """
 
     ending = 1
 
     def __init__(self, plan: RmPlan, roles: Roles) -> None:
         super().__init__(plan, roles, REWARD)
-        self._forget_bias()
+        self._reset_bias()
 
     def parameters(self) -> list[tuple[str, Parameter]]:
         return [(name, p) for name, p in super().parameters() if name != BIAS]
@@ -97,9 +97,9 @@ class RewardLesson(RankingLesson[RmPlan]):
     def restore(self, saved: Checkpoint) -> None:
         super().restore(saved)
         self.roles.heads[REWARD].restore(saved.heads[REWARD])
-        self._forget_bias()
+        self._reset_bias()
 
-    def _forget_bias(self) -> None:
+    def _reset_bias(self) -> None:
         with torch.no_grad():
             self.roles.heads[REWARD].bias.zero_()
 

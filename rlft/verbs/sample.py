@@ -50,15 +50,15 @@ DIGITS = 6
 
 
 def kept(tokens: Sequence[Sequence[int]], totals: Sequence[float], config: SampleConfig) -> list[int]:
-    """The indices of a prompt's completions that are kept; of equally good ones the first.
+    """The indices of a prompt's completions that are kept; the first of equally good ones.
 
     Args:
         tokens: the token ids of each completion.
-        totals: the total reward of each.
+        totals: the total reward of each completion.
         config: says which completions are kept.
     """
-    first = {tuple(ids): i for i, ids in reversed(list(enumerate(tokens)))}
-    indices = [i for i, ids in enumerate(tokens) if not config.dedupe or first[tuple(ids)] == i]
+    first_index = {tuple(ids): i for i, ids in reversed(list(enumerate(tokens)))}
+    indices = [i for i, ids in enumerate(tokens) if not config.dedupe or first_index[tuple(ids)] == i]
     if config.min_reward is not None:
         indices = [i for i in indices if totals[i] >= config.min_reward]
     limit = 1 if config.keep is Keep.best else config.max_per_prompt
@@ -81,7 +81,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
     """The content of progress.json; NOTHING_DONE if there is no such file yet.
 
     Raises:
-        UserError: it cannot be read, or is damaged.
+        UserError: the file cannot be read, or is damaged.
     """
     try:
         state = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ def _is_progress(state: Mapping[str, Any]) -> bool:
 
 
 def _check_size(folder: Path, state: Mapping[str, Any]) -> None:
-    """Refuses a samples file that is shorter than what was written."""
+    """Refuses a samples file that is shorter than progress.json says."""
     file = folder / SAMPLES
     if (file.stat().st_size if file.is_file() else 0) < state["bytes"]:
         problem = f"{SAMPLES} is shorter than {PROGRESS} says"
@@ -113,7 +113,7 @@ def _check_size(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 class Samples:
-    """The samples file and its state: prompts done, completions sampled and kept, sums of rewards."""
+    """The samples file and its state: steps done, completions sampled and kept, sums of rewards."""
 
     def __init__(self, plan: SamplePlan, folder: Path) -> None:
         self.plan, self.file, self.record = plan, folder / SAMPLES, folder / PROGRESS
@@ -130,10 +130,10 @@ class Samples:
             say(lost_text(self.file, lost))
 
     def add(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
-        """Appends the completions of a step that are kept, then writes progress.json."""
+        """Appends the kept completions of a step, then writes progress.json."""
         config, lines = self.plan.config, []
         sums: dict[str, float] = dict(self.state["rewards"])
-        what = config.model.path if config.adapter is None else f"{config.model.path} with {config.adapter}"
+        model_name = config.model.path if config.adapter is None else f"{config.model.path} with {config.adapter}"
         prompts_kept = 0
         for p, group in enumerate(groups):
             totals = [round(total, DIGITS) for total in scores.total[p].tolist()]
@@ -147,7 +147,7 @@ class Samples:
                         index=i,
                         rewards=by_name,
                         reward=totals[i],
-                        model=what,
+                        model=model_name,
                         tokenizer=self.plan.tokenizer,
                     )
                 )
@@ -167,7 +167,7 @@ class Samples:
 
 
 class Bar:
-    """Shows the progress: a bar on a terminal, a line now and then in a pipe."""
+    """Shows the progress as a bar on a terminal, or as a line now and then in a pipe."""
 
     def __init__(self, stack: ExitStack, total: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -185,11 +185,11 @@ class Bar:
         self.task = self.progress.add_task("", total=total)
 
     def show(self, done: int, state: Mapping[str, Any]) -> None:
-        said = f"{state['kept']:,} of {state['sampled']:,} completions kept"
-        self.progress.update(self.task, completed=done, description=said)
+        kept_text = f"{state['kept']:,} of {state['sampled']:,} completions kept"
+        self.progress.update(self.task, completed=done, description=kept_text)
         if not self.live and (time.monotonic() - self.shown_at > PLAIN_SECONDS or done == self.total):
             self.shown_at = time.monotonic()
-            show(f"{done}/{self.total} prompts  {said}")
+            show(f"{done}/{self.total} prompts  {kept_text}")
 
 
 def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
@@ -232,7 +232,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
 
 
 def sample(plan: SamplePlan, generator: Generator, step: int) -> list[Group]:
-    """The groups of a step, by seeds that derive from (seed, step)."""
+    """The groups of a step, sampled with seeds that derive from (seed, step)."""
     config, prompts = plan.config, plan.at(step)
     seeds = sampling_seeds(config.seed, step, len(prompts), config.n, "sample verb")
     return generator.sample(prompts, config.n, seeds, config.generation.sampling)
@@ -246,18 +246,18 @@ def stopped(folder: Path) -> str:
 
 
 def steps_done(folder: Path, plan: SamplePlan) -> int:
-    """How many steps the run in this folder has done.
+    """The number of steps that the run in this folder has finished.
 
     Raises:
-        UserError: num_prompts was changed to fewer prompts than are sampled, or to more where the last step was cut.
+        UserError: num_prompts is now below the number of sampled prompts, or higher although the last step was cut.
     """
     state, size = read_progress(folder), plan.config.prompts_per_step
     step = state["step"]
     _check_size(folder, state)
     if not step:
         return 0
-    before = run_folder.read(folder).get("num_prompts")
-    num_sampled = min(step * size, len(plan.prompts.prompts[:before]))
+    earlier_limit = run_folder.read(folder).get("num_prompts")
+    num_sampled = min(step * size, len(plan.prompts.prompts[:earlier_limit]))
     if len(plan.chosen) < num_sampled:
         remedy = "leave it as it was"
         if num_sampled % size == 0 and num_sampled < len(plan.prompts.prompts):  # otherwise no step can be added

@@ -1,6 +1,6 @@
-"""`rlft serve`: an endpoint in the manner of OpenAI and vLLM over a checkpoint, or a bare model.
+"""`rlft serve`: serves a checkpoint, or a bare model, through an API like those of OpenAI and vLLM.
 
-The main thread samples; a thread of its own takes requests. A signal ends both.
+The main thread samples; another thread receives requests. A signal ends both.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ otherwise; serve.<key> are described in docs/serve.md.
   rlft serve run=latest serve.port=8001 serve.token=secret generation.temperature=0
   rlft serve model.path=embedded:tiny-arithmetic"""
 
-LEAST_TOKEN = 8
-"""Characters of a token that is given: shorter ones are tried out in no time."""
+MIN_TOKEN_CHARACTERS = 8
+"""The least number of characters of a typed token: shorter ones are quickly guessed."""
 WAIT_S = 0.5
 
 
@@ -65,13 +65,13 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         token = self.token
-        if token is not None and (len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable()):
-            remedy = f"give {LEAST_TOKEN} letters, digits and signs or more, or leave it out for a random one"
+        if token is not None and (len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable()):
+            remedy = f"give {MIN_TOKEN_CHARACTERS} letters, digits and signs or more, or leave it out for a random one"
             raise UserError("serve.token", "is too short, or cannot stand in a header", got="***", remedy=remedy)
 
 
 def read_config(words: list[str]) -> ServeConfig:
-    """The keys from words such as serve.port=8001, and else from configs/base/serve.yaml."""
+    """The keys from words such as serve.port=8001, with the defaults of configs/base/serve.yaml."""
     values = yaml.safe_load((catalog.config_folder() / "base" / "serve.yaml").read_text())[SECTION]
     for override in configs.parse_overrides(words, "train"):
         values[override.key_or_group.partition(".")[2]] = override.value()
@@ -79,7 +79,7 @@ def read_config(words: list[str]) -> ServeConfig:
 
 
 def check_keys_are_read(words: Sequence[str]) -> None:
-    """UserError for a key of `serve` without its section, and for a key of an environment."""
+    """Refuses a key of `serve` without its section, and a key of an environment."""
     names = {field.name for field in fields(ServeConfig)} - {"name"}  # a run has a name, too
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
@@ -93,19 +93,19 @@ def check_keys_are_read(words: Sequence[str]) -> None:
 
 
 def command(arguments: list[str]) -> None:
-    """Serves until a signal."""
-    own = [word for word in arguments if word.startswith(f"{SECTION}.")]
+    """Serves until a signal ends it."""
+    serve_words = [word for word in arguments if word.startswith(f"{SECTION}.")]
     check_keys_are_read(arguments)
-    parsed, source, changes = of_a_run([word for word in arguments if word not in own])
+    parsed, source, changes = of_a_run([word for word in arguments if word not in serve_words])
     if source is None:
         check_names_a_model(parsed, "there is no model to serve")
-    keys = read_config(own)
+    keys = read_config(serve_words)
     if source is None:
         plain = configs.compose(changes, parsed.config_dir)
         configs.build(plain)
     else:
         plain = changed_to_sample(source, changes, parsed.config_dir)
-    plain = {**plain, "environment": None}  # whoever asks acts in it
+    plain = {**plain, "environment": None}  # clients bring their own
     chat.check(plain, raw=True)
     check_installed(SECTION)
     with bound(keys.host, keys.port, SECTION) as listening:
@@ -115,7 +115,7 @@ def command(arguments: list[str]) -> None:
 
 
 def serve(service: Service, inbox: Inbox, say: Callable[[str], None]) -> None:
-    """Answers what comes, until a signal interrupts it."""
+    """Answers requests until a signal interrupts it."""
     while True:
         service.answer(inbox.take(wait_s=WAIT_S), lambda error: say(f"the engine has failed: {error}"))
 
@@ -128,7 +128,7 @@ def opened(
     listening: socket.socket,
     say: Callable[[str], None],
 ) -> Iterator[tuple[Service, Inbox]]:
-    """Opens the engine with the policy of this run, or the config's model if None, and the server."""
+    """Opens the engine with the policy of the run, or the config's model if `source` is None, and the server."""
     from rlft.checks.rules import choose_engine
     from rlft.environment.endpoint.app import Limits, make_app
     from rlft.environment.endpoint.inbox import Inbox
@@ -141,14 +141,14 @@ def opened(
     from rlft.system.out_of_memory import Doing, explained
     from rlft.trainer import checkpoint
 
-    saved, name, what = None, keys.name or "base", str(plain["model"]["path"])
+    saved, name, title = None, keys.name or "base", str(plain["model"]["path"])
     if source is None:
         settings = chat.read_settings(plain, raw=True)
     else:
         folder = find_checkpoint(source, say)
         settings = chat.settings_of(plain, folder, raw=True)
         saved = checkpoint.load(folder) if settings.lora is not None else None
-        name, what = keys.name or str(plain["name"]), f"{source.run}, {folder.name}"
+        name, title = keys.name or str(plain["name"]), f"{source.run}, {folder.name}"
     vocabulary = read_config(settings.model).get_text_config().vocab_size
     tokenizer = load_tokenizer(settings.model)
     check_stops(settings.generation, tokenizer, vocabulary)
@@ -190,6 +190,6 @@ def opened(
         server = Server(app, listening)
         stack.callback(server.close)
         stack.callback(inbox.close)
-        say(f"{what}, as model {name} with {engine}, at most {most_tokens} tokens; Ctrl-C ends it")
+        say(f"{title}, as model {name} with {engine}, at most {most_tokens} tokens; Ctrl-C ends it")
         say(f"OPENAI_BASE_URL={server.address}/v1" + (f" OPENAI_API_KEY={token}" if keys.token is None else ""))
         yield service, inbox

@@ -1,4 +1,4 @@
-"""`rlft sft`: minimises cross-entropy on demonstrated completions, by an adapter or by the model's own weights."""
+"""`rlft sft`: minimises cross-entropy on demonstrated completions, with an adapter or the model's own weights."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DemonstrationLesson:
     Args:
         plan: the planned run.
         learner: the adapter in the role of the policy, or the whole model.
-        generator: samples for the task accuracy; None where none is measured.
-        scorer: scores those samples; None where no task accuracy is measured.
+        generator: samples for the task accuracy; None if that is not measured.
+        scorer: scores those samples; None if the task accuracy is not measured.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class DemonstrationLesson:
     def rehearse(self) -> None:
         lengths = [len(text.ids) for text in self.plan.train.texts]
         longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])[: self.config.examples_per_step]
-        at_once = next(
+        num_examples = next(
             (n for n in range(1, len(longest)) if sum(lengths[i] for i in longest[:n]) > self.config.token_budget),
             len(longest),
         )
-        likelihood_gradient(self.learner, self.plan.train.batch(longest[:at_once]), self.config.token_budget)
+        likelihood_gradient(self.learner, self.plan.train.batch(longest[:num_examples]), self.config.token_budget)
 
     def rehearse_evaluation(self, step: int) -> None:
         if self.generator is not None:
@@ -80,8 +80,8 @@ class DemonstrationLesson:
         loss = text_loss(self.learner, self._held_out(), self.config.token_budget)
         if self.plan.held_out is None:
             return Evaluation(step=step, accuracy=None, accuracy_se=None, metrics={"eval/loss": loss}, examples=())
-        evaluation, more = self._task(step)
-        return replace(evaluation, metrics={"eval/loss": loss, **evaluation.metrics, **more})
+        evaluation, extra = self._task(step)
+        return replace(evaluation, metrics={"eval/loss": loss, **evaluation.metrics, **extra})
 
     def _held_out(self) -> Batch:
         """The held-out demonstrations, at most as many as the held-out prompts that are sampled."""

@@ -1,4 +1,4 @@
-"""`rlft train`: the functions of this verb that the launcher calls."""
+"""`rlft train`: the functions of the verb that the launcher calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def closing(plan: TrainPlan, folder: Path) -> None:
 
 
 def next_commands(folder: Path, config: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what it does, command) of commands that work as they are printed, for this run and on this machine."""
+    """(what it does, command) of commands that work as printed, for this run on this machine."""
     rlft_command, run = program(), f"run={folder}"
     lr, steps = config["trainer"]["lr"], config["steps"]
     commands = [

@@ -40,7 +40,7 @@ LAST_SHARE = 0.1
 
 
 class At(StrEnum):
-    """Up to which step runs are compared."""
+    """The last step that is compared."""
 
     common = "common"
     last = "last"
@@ -60,7 +60,7 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
-    """The two runs that are named, or the two below one folder.
+    """The two named runs, or the two below one named folder.
 
     Raises:
         UserError: there are not exactly two.
@@ -89,8 +89,8 @@ class Difference:
         """The name, with the steps if there are any: `accuracy at last (step 40)`."""
         if self.steps is None:
             return self.name
-        known = dict.fromkeys(ABSENT if step is None else str(step) for step in self.steps)
-        return f"{self.name} (step {' and '.join(known)})"
+        shown_steps = dict.fromkeys(ABSENT if step is None else str(step) for step in self.steps)
+        return f"{self.name} (step {' and '.join(shown_steps)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +103,9 @@ class Compared:
 
     def sentence(self) -> str:
         """Says over which steps the means are taken."""
-        what = "the last step that both have done" if self.at is At.common else "each run's own last step"
-        texts = dict.fromkeys("no steps" if span is None else steps_text(*span) for span in self.spans)
-        return f"metrics up to {what}: means of {' and '.join(texts)}"
+        limit = "the last step that both have done" if self.at is At.common else "each run's own last step"
+        step_texts = dict.fromkeys("no steps" if span is None else steps_text(*span) for span in self.spans)
+        return f"metrics up to {limit}: means of {' and '.join(step_texts)}"
 
 
 def steps_text(first: int, last: int) -> str:
@@ -119,12 +119,12 @@ def steps_text(first: int, last: int) -> str:
 
 def config_differences(first: Path, second: Path) -> list[Difference]:
     """The keys whose values differ, `origin.*` (commit, versions, fingerprints) last."""
-    before, after = (flatten(read(folder, "diff")) for folder in (first, second))
-    names = [name for name in {**before, **after} if name not in IGNORED_KEYS]
+    first_values, second_values = (flatten(read(folder, "diff")) for folder in (first, second))
+    names = [name for name in {**first_values, **second_values} if name not in IGNORED_KEYS]
     differences = [
-        Difference(name=name, first=before.get(name, ABSENT), second=after.get(name, ABSENT))
+        Difference(name=name, first=first_values.get(name, ABSENT), second=second_values.get(name, ABSENT))
         for name in names
-        if before.get(name, ABSENT) != after.get(name, ABSENT)
+        if first_values.get(name, ABSENT) != second_values.get(name, ABSENT)
     ]
     return sorted(differences, key=lambda d: d.name.startswith(f"{ORIGIN}."))
 
@@ -135,29 +135,31 @@ def compare_metrics(first: Path, second: Path, at: At) -> Compared:
     ends = [_last_step(run_lines) for run_lines in lines]
     if at is At.common:
         ends = [min((end for end, run_lines in zip(ends, lines, strict=True) if run_lines), default=0)] * 2
-    compared = [[line for line in run_lines if line["step"] <= end] for run_lines, end in zip(lines, ends, strict=True)]
-    steps = [_last_step(run_lines) for run_lines in lines]
-    rows = [Difference(name="steps", first=steps[0], second=steps[1])]
-    evaluations = [_measured(read_lines(folder / EVALUATIONS)) for folder in (first, second)]
+    kept = [[line for line in run_lines if line["step"] <= end] for run_lines, end in zip(lines, ends, strict=True)]
+    num_steps = [_last_step(run_lines) for run_lines in lines]
+    rows = [Difference(name="steps", first=num_steps[0], second=num_steps[1])]
+    evaluations = [_accuracies(read_lines(folder / EVALUATIONS)) for folder in (first, second)]
     rows += accuracy_rows(evaluations, at)
-    names = dict.fromkeys(name for run_lines in compared for line in run_lines for name in line if name != "step")
+    names = dict.fromkeys(name for run_lines in kept for line in run_lines for name in line if name != "step")
     for name in names:
-        values = [_summary(name, run_lines) for run_lines in compared]
+        values = [_summary(name, run_lines) for run_lines in kept]
         if any(value is not None for value in values):
             rows.append(Difference(name=name, first=values[0], second=values[1]))
-    return Compared(at=at, spans=(_span(compared[0]), _span(compared[1])), rows=rows)
+    return Compared(at=at, spans=(_span(kept[0]), _span(kept[1])), rows=rows)
 
 
 def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Difference]:
-    """Accuracy at the first and the last evaluation, at common steps if `at` says so and there are any.
+    """Rows with accuracy at the first and the last evaluation, at common steps if `at` says so and there are any.
 
-    `evaluations` holds {step: accuracy} for each run.
+    Args:
+        evaluations: {step: accuracy} of each run.
+        at: the last step that is compared.
     """
-    shared = sorted(set(evaluations[0]) & set(evaluations[1]))
+    common_steps = sorted(set(evaluations[0]) & set(evaluations[1]))
     rows = []
     for name, index in (("accuracy at first", 0), ("accuracy at last", -1)):
-        if at is At.common and shared:
-            steps: list[int | None] = [shared[index]] * 2
+        if at is At.common and common_steps:
+            steps: list[int | None] = [common_steps[index]] * 2
         else:
             steps = [sorted(accuracies)[index] if accuracies else None for accuracies in evaluations]
         values = [
@@ -168,18 +170,18 @@ def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Di
     return rows
 
 
-def _measured(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """{step: accuracy} of the evaluations that measured one."""
+def _accuracies(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """{step: accuracy} of the evaluations that measured accuracy."""
     return {line["step"]: line["accuracy"] for line in evaluations if line.get("accuracy") is not None}
 
 
 def _span(lines: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """The first and the last step of a mean; None without lines."""
-    kept = _end(lines)
-    return (kept[0]["step"], kept[-1]["step"]) if kept else None
+    """The first and the last step that a mean covers; None without lines."""
+    averaged = _last_tenth(lines)
+    return (averaged[0]["step"], averaged[-1]["step"]) if averaged else None
 
 
-def _end(items: Sequence[Any]) -> Sequence[Any]:
+def _last_tenth(items: Sequence[Any]) -> Sequence[Any]:
     """The last tenth of the items, at least one."""
     return items[-max(1, round(LAST_SHARE * len(items))) :]
 
@@ -192,7 +194,7 @@ def _summary(name: str, lines: Sequence[Mapping[str, Any]]) -> float | None:
         return median(values)
     if name.startswith("memory/"):
         return max(values)
-    last = _end(values)
+    last = _last_tenth(values)
     return sum(last) / len(last)
 
 

@@ -34,8 +34,8 @@ coloured by what the policy, the reference and the update say of them. Seeds of 
 
 ASSETS = Path(rlft.__file__).parent / "assets" / "report"
 MAX_BYTES = 8_000_000
-"""Limit of the completions as JSON, before compression. Random letters, which compress worst, take 5.6 MB of the file,
-and the page is usable 0.55 to 0.85 s after it is opened (tests/watch/test_report_in_a_browser.py)."""
+"""The most bytes of completions as JSON, before compression. Random letters, which compress worst, then take 5.6 MB of
+the file, and the page is usable 0.55 to 0.85 s after it is opened (tests/watch/test_report_in_a_browser.py)."""
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -82,8 +82,8 @@ def report(arguments: Sequence[str]) -> Path:
 def page(data: Mapping[str, Any]) -> str:
     """The whole page.
 
-    The runs' values are base64, which cannot hold markup, and the page's policy allows only the scripts and styles
-    written here, by their hashes.
+    The runs' values are base64, which cannot hold markup, and the page's content security policy allows only the
+    scripts and styles written here, by their hashes.
     """
     styles = [(ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "report.css")]
     scripts = [(ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "report.js")]

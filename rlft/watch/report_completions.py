@@ -1,4 +1,4 @@
-"""Chooses the completions that a report shows: whole groups of a few steps, within a number of bytes."""
+"""Chooses the completions that a report shows: whole groups of a few steps, within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_STEPS = 40
 MAX_GROUPS_PER_STEP = 16
 MAX_RECURRING = 8
 MAX_EVALUATIONS = 20
-MAX_SEARCHED = 200  # steps that are searched for recurring prompts
+MAX_SEARCHED = 200  # number of steps that are searched for recurring prompts
 MAX_TEXT = 20_000
-"""Characters of a prompt or completion; the page says where a text was cut."""
+"""The most characters of a prompt or completion; the page says where a text was cut."""
 
 DIGITS = 3
 TRAINED, HELD_OUT = "trained on", "held out"
@@ -46,18 +46,18 @@ class ShownCompletions:
 def choose(folder: Path, max_bytes: int) -> ShownCompletions:
     """The completions of a run to show, at most about `max_bytes` of JSON.
 
-    These are the held-out examples of evaluations, then groups of evenly spaced steps, of which those with values of
-    single tokens and those of recurring prompts come first.
+    These are the held-out examples of evaluations, then groups of evenly spaced steps. Groups with values of single
+    tokens and groups of recurring prompts come first in their step.
     """
     files = {step: path for path, step in rollout_files(folder) if path.suffix == ".jsonl"}
     chosen = [*fitting(held_out_groups(read_lines(folder / EVALUATIONS, silent)), max_bytes // 2)]
     recurring = recurring_prompts(files)
     order = in_halves(sorted(files)) if len(files) <= MAX_STEPS else in_halves(spread(sorted(files), MAX_STEPS))
-    steps = dict.fromkeys([*order, *(step for both in recurring.values() for step in both)])
+    steps = dict.fromkeys([*order, *(step for ends in recurring.values() for step in ends)])
 
     def candidates() -> Iterator[ShownGroup]:
         for step in steps:
-            only = None if step in order else {name for name, both in recurring.items() if step in both}
+            only = None if step in order else {name for name, ends in recurring.items() if step in ends}
             yield from groups_of(files[step], step, set(recurring), only)
 
     chosen += fitting(candidates(), max_bytes - sum(map(_size, chosen)))
@@ -72,13 +72,13 @@ def choose(folder: Path, max_bytes: int) -> ShownCompletions:
 
 
 def fitting(groups: Iterable[ShownGroup], max_bytes: int) -> Iterator[ShownGroup]:
-    """The groups that fit, in order; one that is too large is tried without its tokens' values."""
-    left = max_bytes
+    """The groups that fit, in order; a group that is too large is tried again without its tokens' values."""
+    remaining = max_bytes
     for group in groups:
-        for shape in (group, without_tokens(group)):
-            if (size := _size(shape)) <= left:
-                left -= size
-                yield shape
+        for version in (group, without_tokens(group)):
+            if (size := _size(version)) <= remaining:
+                remaining -= size
+                yield version
                 break
 
 
@@ -87,7 +87,7 @@ def without_tokens(group: ShownGroup) -> ShownGroup:
 
 
 def spread(steps: Sequence[int], number: int) -> list[int]:
-    """So many evenly spaced steps, with the first and the last.
+    """`number` evenly spaced steps, including the first and the last.
 
     >>> spread([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
     [1, 5, 9]
@@ -115,7 +115,7 @@ def in_halves(steps: Sequence[int]) -> list[int]:
 
 
 def recurring_prompts(files: Mapping[int, Path]) -> dict[str, tuple[int, int]]:
-    """{prompt: its first and last step} of a few prompts of the first step that recur."""
+    """{prompt: its first and last step} of a few prompts of the first step that occur again later."""
     steps = sorted(files)
     if len(steps) < 2:
         return {}
@@ -140,39 +140,39 @@ def _prompt_ids(file: Path) -> Iterator[str]:
 
 def _lines(file: Path) -> Iterator[bytes]:
     """The lines of a file; none if it cannot be read, for instance because a running run has just deleted it."""
-    with suppress(OSError), file.open("rb") as opened:
-        yield from opened
+    with suppress(OSError), file.open("rb") as stream:
+        yield from stream
 
 
 def groups_of(file: Path, step: int, first: set[str], only: set[str] | None) -> list[ShownGroup]:
     """The groups of a step: those with tokens' values, then those of the prompts in `first`, then others.
 
-    With `only`, all groups of these prompts; otherwise at most MAX_GROUPS_PER_STEP, and no more of each kind are held
-    in memory at a time.
+    With `only`, these are all groups of the prompts in it. Otherwise there are at most MAX_GROUPS_PER_STEP, and no more
+    of each kind are in memory at a time.
     """
-    held: tuple[list[ShownGroup], list[ShownGroup], list[ShownGroup]] = ([], [], [])
+    by_kind: tuple[list[ShownGroup], list[ShownGroup], list[ShownGroup]] = ([], [], [])
     lost: list[Lost] = []
     for name, group in _groups(file, step, lost):
-        turn = 0 if any("tokens" in row for row in group["rows"]) else 1 if name in first else 2
-        if name in only if only is not None else len(held[turn]) < MAX_GROUPS_PER_STEP:
-            held[0 if only is not None else turn].append(group)
+        kind = 0 if any("tokens" in row for row in group["rows"]) else 1 if name in first else 2
+        if name in only if only is not None else len(by_kind[kind]) < MAX_GROUPS_PER_STEP:
+            by_kind[0 if only is not None else kind].append(group)
     if lost:
         told_on_stderr(lost_text(file, lost))
-    groups = [group for kind in held for group in kind]
+    groups = [group for of_kind in by_kind for group in of_kind]
     return groups if only is not None else groups[:MAX_GROUPS_PER_STEP]
 
 
 def _groups(file: Path, step: int, lost: list[Lost]) -> Iterator[tuple[str, ShownGroup]]:
-    """(the prompt's unchanged id, the group) in the order of the file."""
+    """(the prompt's original id, the group), in the order of the file."""
     name, group = None, None
     for _, line in complete_lines(_lines(file), lost):
         try:
             # If a group's first line is lost, its other lines must not be shown under another prompt.
             if line["index"] == 0 or group is None or name != line["prompt_id"]:
-                begun: ShownGroup = {"kind": TRAINED, "step": step, **_prompt_of(line), "rows": []}
+                new_group: ShownGroup = {"kind": TRAINED, "step": step, **_prompt_of(line), "rows": []}
                 if group is not None:
                     yield str(name), group
-                name, group = line["prompt_id"], begun
+                name, group = line["prompt_id"], new_group
             group["rows"].append(trained_row(line))
         except (KeyError, IndexError, TypeError, AttributeError):  # a damaged file: the lines before are shown
             break
@@ -188,7 +188,7 @@ def _prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
 def trained_row(line: Mapping[str, Any]) -> dict[str, Any]:
     """A completion of a rollout file; its tokens' values are rounded, and left out if the text is cut.
 
-    `turns` has what the policy said, what it was answered and its calls, if the completion has turns with texts.
+    If the completion has turns with texts, `turns` has what the policy said, the answers to it, and its tool calls.
     """
     row = {
         **shortened(line["completion"]),
@@ -220,7 +220,7 @@ def shown_turns(line: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn with its texts made visible and shortened, each as `shortened` gives it."""
+    """A turn whose texts are made visible and shortened, each as `shortened` returns it."""
     calls = [
         {"name": safe(call["name"]), "failed": call["failed"], "arguments": shortened(call["arguments"])}
         | {"answer": shortened(call["answer"])}

@@ -18,20 +18,20 @@ from rlft.watch import runs as runs_verb
 from rlft.watch.report_completions import choose, safe
 
 MAX_POINTS = 2000
-"""Points of a curve; in a longer run neighbours are averaged, and the page says so."""
+"""The most points of a curve; in a longer run neighbours are averaged, and the page says so."""
 
 DIGITS = 5
 MAX_KEYS_OF_LABEL = 3
 SWEEP = "sweep.csv"
-"""The file in a sweep's folder with a line a job, or a trial."""
-OF_ITS_OWN = ("seed", "name", "resume")
-"""Keys in which the seeds of one experiment may differ."""
+"""The file in a sweep's folder with a line for each job or trial."""
+SEED_KEYS = ("seed", "name", "resume")
+"""Keys in which runs of the same experiment with different seeds may differ."""
 
 Line = Mapping[str, Any]
 
 
 def folders_of(words: Sequence[str]) -> list[Path]:
-    """The named runs; a folder above runs, such as a sweep's, means all runs below it that have metrics.
+    """The named runs; a folder above runs, such as a sweep's, means all runs below it.
 
     Of several runs, those without metrics are left out, with a line on stderr.
 
@@ -40,20 +40,20 @@ def folders_of(words: Sequence[str]) -> list[Path]:
     """
     if not words:
         raise UserError("report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
-    named: list[Path] = []
+    found: list[Path] = []
     for word in words:
         runs = runs_in(named_folder(word, "report", say))
-        named += [run for run in runs if run not in named]
-    reported = [run for run in named if has_metrics(run)]
+        found += [run for run in runs if run not in found]
+    reported = [run for run in found if has_metrics(run)]
     if not reported:
-        raise no_metrics(named[0])
-    for run in (run for run in named if run not in reported):
+        raise no_metrics(found[0])
+    for run in (run for run in found if run not in reported):
         say(f"{run} is left out: the run has no {METRICS}")
     return reported
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The runs in this folder and below it, without damaged ones, which are named on stderr."""
+    """The runs in this folder and below it, without damaged ones, about which a line is printed on stderr."""
     rows = {path: runs_verb.read(path, silent) for path in sorted(runs_verb.run_folders(folder))}
     runs = [path for path, row in rows.items() if row is not None and row.status != runs_verb.DAMAGED]
     for path, row in rows.items():
@@ -80,11 +80,14 @@ def no_metrics(folder: Path) -> UserError:
 def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()) -> dict[str, Any]:
     """Everything that the page shows, with at most `max_bytes` of completions as JSON for all runs together.
 
-    words: what was typed for the runs, among it folders of sweeps.
+    Args:
+        folders: the folders of the runs.
+        max_bytes: the most bytes of completions.
+        words: the folders as they were typed, which may be those of sweeps.
     """
     runs = [run_of(folder, max_bytes // len(folders)) for folder in folders]
     configs = [run["config"] for run in runs]
-    for run, label, family in zip(runs, labels(runs), labels(runs, without=OF_ITS_OWN), strict=True):
+    for run, label, family in zip(runs, labels(runs), labels(runs, without=SEED_KEYS), strict=True):
         run |= {"label": label, "family": family}
     return {
         "made": f"{datetime.now():%Y-%m-%d %H:%M}",
@@ -97,7 +100,7 @@ def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()
 
 
 def sweep_of(folder: Path) -> dict[str, Any] | None:
-    """The table of a sweep's jobs or trials, as its sweep.csv has it; None of a folder without that file."""
+    """The table of a sweep's jobs or trials from its sweep.csv; None for a folder without that file."""
     try:
         with (folder / SWEEP).open(newline="", encoding="utf-8") as stream:
             lines = [[_number(cell) for cell in line] for line in csv.reader(stream)]
@@ -109,7 +112,7 @@ def sweep_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _number(cell: str) -> str:
-    """The text of a cell; numbers with as many digits as the page has elsewhere."""
+    """The text of a cell, with numbers rounded as elsewhere on the page."""
     try:
         return str(_rounded(float(cell))) if "." in cell or "e" in cell else safe(cell)
     except ValueError:
@@ -117,7 +120,7 @@ def _number(cell: str) -> str:
 
 
 def run_of(folder: Path, max_bytes: int) -> dict[str, Any]:
-    """The data of one run. Raises UserError if it has no metrics."""
+    """The data of one run. Raises UserError if the run has no metrics."""
     config, row = flatten(read(folder, "report")), runs_verb.read(folder, silent)
     lines, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
     if row is None or not (lines or evaluations):
@@ -149,18 +152,18 @@ def thinned(lines: Sequence[Line]) -> list[dict[str, Any]]:
         return [dict(line) for line in lines]
     kept = []
     for i in range(MAX_POINTS):
-        some = lines[i * len(lines) // MAX_POINTS : (i + 1) * len(lines) // MAX_POINTS]
-        names = dict.fromkeys(name for line in some for name in line)
+        neighbours = lines[i * len(lines) // MAX_POINTS : (i + 1) * len(lines) // MAX_POINTS]
+        names = dict.fromkeys(name for line in neighbours for name in line)
         means: dict[str, Any] = {}
         for name in names:
-            values = [line[name] for line in some if line.get(name) is not None]
+            values = [line[name] for line in neighbours if line.get(name) is not None]
             means[name] = sum(values) / len(values) if values else None
-        kept.append(means | {"step": some[-1]["step"]})
+        kept.append(means | {"step": neighbours[-1]["step"]})
     return kept
 
 
 def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
-    """{metric: its value in each line, or None}, without metrics that have no value and without marks of alarms."""
+    """{metric: its value in each line, or None}, without metrics that have no value and without those of alarms."""
     names = sorted({name for line in lines for name in line} - {"step", "examples"})
     numbers = [name for name in names if not name.startswith("alarm/")]
     result = {safe(name): [_rounded(line.get(name)) for line in lines] for name in numbers}
@@ -168,18 +171,18 @@ def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
 
 
 def alarms_of(folder: Path, lines: Sequence[Line], evaluations: Sequence[Line]) -> list[dict[str, Any]]:
-    """The alarms in alarms.jsonl with their texts, and those that only the metrics mark, without."""
+    """The alarms in alarms.jsonl with their texts, and without a text those that only the metrics mention."""
     logged = read_lines(folder / ALARMS)
     alarms = [{"step": a["step"], "name": safe(a["name"]), "text": safe(a["text"])} for a in logged]
     known = {(alarm["step"], alarm["name"]) for alarm in alarms}
     for line in (*lines, *evaluations):
-        marks = [safe(name.removeprefix("alarm/")) for name in line if name.startswith("alarm/") and line[name]]
-        alarms += [{"step": line["step"], "name": m, "text": ""} for m in marks if (line["step"], m) not in known]
+        marked = [safe(name.removeprefix("alarm/")) for name in line if name.startswith("alarm/") and line[name]]
+        alarms += [{"step": line["step"], "name": m, "text": ""} for m in marked if (line["step"], m) not in known]
     return sorted(alarms, key=lambda alarm: alarm["step"])
 
 
 def differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """The keys whose values differ between runs, those of the origin last."""
+    """The keys whose values differ between runs, the origin's keys last."""
     names = dict.fromkeys(name for config in configs for name in config if name != "resume")
     rows = [{"key": name, "values": [config.get(name, "") for config in configs]} for name in names]
     return sorted(
@@ -190,10 +193,10 @@ def differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 def labels(runs: Sequence[Mapping[str, Any]], without: Sequence[str] = ("name",)) -> list[str]:
     """A label for each run: the keys in which it differs from the others, or its folder if they are many or none.
 
-    `without` are keys that labels leave out. Without the seed, the seeds of one experiment have the same label.
+    Labels leave out the keys in `without`. If the seed is one of them, all seeds of an experiment have the same label.
     """
     rows = [row for row in differences([run["config"] for run in runs]) if not row["key"].startswith(f"{ORIGIN}.")]
-    rows = sorted((row for row in rows if row["key"] not in without), key=lambda row: row["key"] in OF_ITS_OWN)
+    rows = sorted((row for row in rows if row["key"] not in without), key=lambda row: row["key"] in SEED_KEYS)
     folders = ["/".join(Path(run["name"]).parts[-2:]) for run in runs]
     if not 0 < len(rows) <= MAX_KEYS_OF_LABEL:
         return folders
@@ -211,7 +214,7 @@ def same_but_seeds(configs: Sequence[Mapping[str, str]]) -> list[list[int]]:
     """Groups of two or more runs, by index, that differ only in their seed, name and origin."""
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for index, config in enumerate(configs):
-        kept = {k: v for k, v in config.items() if k not in OF_ITS_OWN and not k.startswith(f"{ORIGIN}.")}
+        kept = {k: v for k, v in config.items() if k not in SEED_KEYS and not k.startswith(f"{ORIGIN}.")}
         groups.setdefault(tuple(sorted(kept.items())), []).append(index)
     return [indices for indices in groups.values() if len(indices) > 1]
 

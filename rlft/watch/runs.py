@@ -51,17 +51,17 @@ WORDS = ("status", "name", "verb", "sort")
 COLUMNS = ("age", "name", "status", "step", "reward", "loss", "accuracy", "size")
 TITLES = ("run", "verb", "status", "step", "reward", "loss", "accuracy", "age", "size")
 LEFT_OUT_FIRST = ("size", "verb", "age")
-"""Columns that make room, in this order, for folders in full length."""
+"""Columns that are left out, in this order, until folders fit in full length."""
 
 LEFT_OUT_LAST = ("accuracy", "step")
-"""Columns that make room for LEAST_ROOM characters of a folder, its end."""
+"""Columns that are left out until the last LEAST_ROOM characters of a folder fit."""
 
 LEAST_ROOM = 12
 GAP = 2
 DAMAGED = "damaged"
 """The status of a run whose config or metrics cannot be read."""
 WRITTEN_BY_RUNS = ("status.json", METRICS, EVALUATIONS, "checkpoints", "rollouts", run_status.PROGRESS)
-"""Files beside a run's config.yaml, which tell a damaged run from another folder with a file of that name."""
+"""Files next to a run's config.yaml, by which a damaged run is told from a folder with another config.yaml."""
 
 REPORT = "report.html"
 
@@ -83,9 +83,9 @@ def command(arguments: Sequence[str]) -> None:
 class RunRow:
     """The row of a run.
 
-    `reward` or `loss` is the last value of its verb's headline metric (reward/mean or loss/total for rlft's own):
-    `reward` if more is better, else `loss`. `age` is in seconds since anything was written, `size` in bytes of the
-    whole folder. `steps` is None if it is unknown before the run starts.
+    `reward` or `loss` is the last value of the headline metric of the run's verb (reward/mean or loss/total for rlft's
+    own verbs): `reward` if more is better, else `loss`. `age` is the number of seconds since anything was written,
+    `size` the bytes of the whole folder. `steps` is None if it is not known before the run starts.
     """
 
     folder: str
@@ -103,7 +103,7 @@ class RunRow:
 
 
 def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
-    """The rows of the runs below the folder that match the filters, sorted.
+    """The rows of the runs below the folder that match the filters in `words`, sorted.
 
     Raises:
         UserError: the folder, the status, the verb or the column does not exist.
@@ -112,9 +112,9 @@ def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
         raise UserError("runs", "there is no such folder", got=root, remedy="name one that holds runs, or train one")
     _check("status", words.get("status"), [*map(str, Status), DAMAGED])
     _check("sort", words.get("sort"), COLUMNS)
-    every = [row for folder in run_folders(root) if (row := read(folder)) is not None]
-    _check("verb", words.get("verb"), sorted({*verbs.names(), *(row.verb for row in every if row.verb)}))
-    kept = [row for row in every if _matches(row, words)]
+    all_rows = [row for folder in run_folders(root) if (row := read(folder)) is not None]
+    _check("verb", words.get("verb"), sorted({*verbs.names(), *(row.verb for row in all_rows if row.verb)}))
+    kept = [row for row in all_rows if _matches(row, words)]
     column = words.get("sort", "age")
     kept.sort(key=lambda row: _sort_key(row, column))
     return kept
@@ -178,7 +178,7 @@ def _read(folder: Path, say: Say) -> RunRow:
 
 
 def counted_steps(folder: Path) -> int:
-    """The steps of a run without metrics, from a file of its own; 0 without that file."""
+    """The number of finished steps of a run without metrics, from its progress.json; 0 without that file."""
     try:
         return int(json.loads((folder / run_status.PROGRESS).read_text(encoding="utf-8"))["step"])
     except run_status.UNREADABLE:
@@ -196,7 +196,7 @@ def _newest_and_size(folder: Path) -> tuple[float, int]:
                 except OSError:
                     continue
                 size += stat.st_size
-                if entry.name != REPORT:  # the run has not written it
+                if entry.name != REPORT:  # `rlft report` has written it, not the run
                     newest = max(newest, stat.st_mtime)
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
@@ -209,12 +209,12 @@ def _check(word: str, value: str | None, known: Sequence[str]) -> None:
 
 
 def _matches(row: RunRow, words: Mapping[str, str]) -> bool:
-    named = words.get("name", "") in row.name or words.get("name", "") in row.folder
-    return named and row.status == words.get("status", row.status) and row.verb == words.get("verb", row.verb)
+    has_name = words.get("name", "") in row.name or words.get("name", "") in row.folder
+    return has_name and row.status == words.get("status", row.status) and row.verb == words.get("verb", row.verb)
 
 
 def _sort_key(row: RunRow, column: str) -> tuple[Any, ...]:
-    """Sorts the newest run last by age, and by a number the largest last and runs without it first."""
+    """Sorts the newest run last for `age`; for numbers, the largest last and runs without one first."""
     if column == "age":
         return (-row.age, row.folder)
     value = getattr(row, column)
@@ -265,7 +265,7 @@ def print_table(terminal: Terminal, listed: Sequence[RunRow], root: Path) -> Non
     titles, room = fitting_columns(rows, titles, root, terminal.width)
     if any(len(row["run"]) > room for row in rows):
         terminal.print(Text(f"in {visible(str(root))}:", style="dim"), soft_wrap=True)
-        rows = [{**row, "run": _end(_below(row["run"], root), room)} for row in rows]
+        rows = [{**row, "run": _shortened(_relative(row["run"], root), room)} for row in rows]
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for name in titles:
         is_text = name in ("run", "verb", "status")
@@ -283,7 +283,7 @@ def fitting_columns(
 ) -> tuple[list[str], int]:
     """(columns, characters for the run's folder): as many columns as leave room for folders relative to the root."""
     kept = list(titles)
-    longest = max(len(_below(row["run"], root)) for row in rows)
+    longest = max(len(_relative(row["run"], root)) for row in rows)
 
     def room() -> int:
         others = [max(len(name), *(len(row[name]) for row in rows)) for name in kept if name != "run"]
@@ -296,11 +296,11 @@ def fitting_columns(
     return kept, max(room(), LEAST_ROOM)
 
 
-def _end(text: str, width: int) -> str:
+def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"...{text[3 - width :]}"
 
 
-def _below(folder: str, root: Path) -> str:
+def _relative(folder: str, root: Path) -> str:
     """The folder relative to the root, if it is below it."""
     path = Path(folder)
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else folder

@@ -35,7 +35,7 @@ SECONDS = 0.5
 
 
 class Tail:
-    """Reads the lines of a JSONL file that were added since the last call."""
+    """Reads the lines that have been added to a JSONL file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.position = path, 0
@@ -52,12 +52,12 @@ class Tail:
 
     @property
     def was_cut(self) -> bool:
-        """Whether the file is shorter than what was read: the run was resumed from an earlier checkpoint."""
+        """Whether the file is shorter than what was read, because the run was resumed from an earlier checkpoint."""
         return self.path.exists() and self.path.stat().st_size < self.position
 
 
 class RunClock:
-    """The seconds of the run's own steps, plus those since the last step."""
+    """Counts the seconds of the run's steps, plus those since the last step."""
 
     def __init__(self) -> None:
         self.total, self.last = 0.0, time.monotonic()
@@ -82,7 +82,7 @@ def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
     """Shows the run until it ends.
 
     Raises:
-        UserError: the folder holds no run, or one that writes no metrics.
+        UserError: the folder holds no run, or the run writes no metrics.
     """
     config = run_folder.read(folder, "watch")
     if headline_of(config) is None:
@@ -100,7 +100,7 @@ def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
 
 
 def writes_metrics(config: Mapping[str, Any], folder: Path) -> bool:
-    """Whether a logger of the run says that it does; where one cannot be imported here, whether there are any."""
+    """Whether a logger of the run declares it; if one cannot be imported here, whether there are metrics."""
     try:
         return is_declared(config.get("logger") or {}, "writes_metrics")
     except UserError:
@@ -124,16 +124,16 @@ def follow(folder: Path, config: Mapping[str, Any], sleep: Callable[[float], Non
                 clock.add(line.get("time/step") or 0.0)
                 progress.step(_record(line))
                 view.step()
-            ended = run_status.read(folder)
-            if ended[0] is not Status.running:
-                view.close(str(ended[0]) if ended[0] is not Status.stopped else f"stopped: {visible(ended[1])}")
-                return ended
+            state = run_status.read(folder)
+            if state[0] is not Status.running:
+                view.close(str(state[0]) if state[0] is not Status.stopped else f"stopped: {visible(state[1])}")
+                return state
             sleep(SECONDS)
         view.close("interrupted")  # the run was resumed from an earlier step, so the view is out of date
 
 
 def headline_of(config: Mapping[str, Any]) -> Headline | None:
-    """The headline metric of a run of this config; None if it writes none."""
+    """The headline metric of a run with this config; None if it writes no metrics."""
     return verbs.named(config["verb"]).headline
 
 
