@@ -215,7 +215,7 @@ def test_on_chains_a2c_has_no_entropy_bonus_and_the_table_says_so(
     (own,) = compare.make_jobs(asked("--only", "a2c", "--seeds", "0"))
     assert own.config["algorithm"]["entropy_coef"] == 0.01
     text = compare.legend(made_up(compare, planned=[("a2c", 0), ("grpo", 0)], task="chains"))
-    assert "`; `a2c` with algorithm.entropy_coef=0. Completions" in text
+    assert "`; `a2c` with algorithm.entropy_coef=0. Seed 0." in text
     assert "`a2c` with" not in compare.legend(made_up(compare, planned=[("grpo", 0)], task="chains"))
 
 
