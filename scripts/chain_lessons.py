@@ -1,10 +1,11 @@
-"""What `tiny-chains` is taught (scripts/make_tiny_model.py --size chains): chains of sums, step by step.
+"""The lessons of `tiny-chains` (scripts/make_tiny_model.py --size chains): chains of sums, step by step.
 
 The clean lessons write each step as an equation in <think> and the last result in <answer>, always right, and there are
 enough of them for the model to know every sum. In the late mixture any step may slip: its result is a little off, and
-the chain goes on from there. So the model can do each step and has several chances in a row to go wrong: what is to be
-learned is which of the steps cost the reward. Many an answer is guessed without any working, and some are badly
-formatted: a guess keeps the format as well as the longest working does, so that the format can be had without the task.
+the chain continues from there. So the model can do each step and has several chances in a row to go wrong: what is to
+be learned is which of the steps cost the reward. Many answers are guesses without any working, and some are badly
+formatted. A guess keeps the format as well as the longest working does, so that the format's reward can be earned
+without solving the task.
 """
 
 from __future__ import annotations
@@ -100,10 +101,10 @@ def badly_formatted(thought: str, answer: int, rng: random.Random) -> str:
 def response(chain: Chain, shares: Shares, rng: random.Random) -> str:
     results = worked(chain, shares.slip, rng)
     working = ",".join(equations(chain, results))
-    draw = rng.random()
-    if draw < shares.guess:
+    kind = rng.random()
+    if kind < shares.guess:
         return well_formatted("", rng.randint(0, LARGEST))
-    if draw < shares.guess + shares.bad_format:
+    if kind < shares.guess + shares.bad_format:
         return badly_formatted(working, results[-1], rng)
     return well_formatted(working, results[-1])
 

@@ -39,7 +39,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import compare_trl
 import yaml
-from significance import Difference, all_differences, half_interval, report
+from significance import Difference, all_differences, half_interval, letters, report
 
 from rlft.config import compose as config
 from rlft.config import overrides as command_line
@@ -62,9 +62,15 @@ RECORD = "comparison.json"  # in a run's folder: where and how long it ran, writ
 TASKS = ("arithmetic", "chains")
 """The first is the recipes' own; each of the others is what the recipe `grpo_<task>` changes of `grpo_arithmetic`."""
 
-# On the chains dynamic sampling throws fewer groups away than on the recipe's own task, so that its own steps would
-# sample a quarter less than the others do: with these it samples about as many.
-STEPS = {("chains", "dapo"): "33"}
+# Keys by which a recipe differs from its own on another task, {(task, name): {key: value}}.
+# Dynamic sampling throws fewer groups away on chains than on the recipe's own task, so that with the recipe's own steps
+# DAPO would sample a quarter less than the others: with these it samples about as many completions.
+# A2C's advantages are those of the last five tokens and of the critic's small differences. On chains its entropy bonus
+# outweighs them, and drives the policy to noise (KL to the base: 8 nats per token).
+OVERRIDES = {
+    ("chains", "dapo"): {"steps": "33"},
+    ("chains", "a2c"): {"algorithm.entropy_coef": "0"},
+}
 
 # What is asked of the recipes on their own task; it is for comparing that there are others.
 MIN_GAIN = 0.15
@@ -238,9 +244,9 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
     for name in names:
         recipe = REFERENCE if name == PEER else name
         overrides = [f"+recipe={recipe}{SUFFIX}", "rollouts.every=0", "checkpoint.keep=1", "eval.kl_base=true"]
-        keys = dict(of_task)
-        if options.completions is None and (options.task, name) in STEPS:
-            keys["steps"] = STEPS[options.task, name]
+        keys = of_task | OVERRIDES.get((options.task, name), {})
+        if options.completions is not None:
+            keys.pop("steps", None)
         overrides += [f"{key}={value}" for key, value in keys.items() if key not in given]
         overrides += options.override
         composed = config.compose(overrides, options.config_dir)
@@ -328,10 +334,26 @@ def order(family: str, name: str) -> tuple[int, str, str]:
 
 # -- training ----------------------------------------------------------------------------------------------------------
 class Process(Protocol):
-    """What is asked of a run's process: subprocess.Popen."""
+    """A run's process. processor_seconds: of it and all that it has waited for, once it has ended; None before."""
+
+    processor_seconds: float | None
 
     def poll(self) -> int | None: ...
     def send_signal(self, sig: int) -> None: ...
+
+
+class MeasuredProcess(subprocess.Popen[bytes]):
+    """A process that says, when it has ended, how much processor time it has used."""
+
+    processor_seconds: float | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+                self.processor_seconds = usage.ru_utime + usage.ru_stime
+        return self.returncode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,7 +497,9 @@ def finish(run: Running, code: int | None, at_a_time: int) -> str | None:
     record = {
         "machine": machine(run.job.config["model"]["device"]) + crowd,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "wall_seconds": run.seconds if run.is_fresh else None,  # of a resumed run it would be a part only
+        # Of a resumed run both would be of its last part only.
+        "wall_seconds": run.seconds if run.is_fresh else None,
+        "processor_seconds": run.process.processor_seconds if run.is_fresh else None,
     }
     (run.job.folder / RECORD).write_text(json.dumps(record) + "\n")
     return None
@@ -483,7 +507,7 @@ def finish(run: Running, code: int | None, at_a_time: int) -> str | None:
 
 def launch(words: Sequence[str], log: IO[bytes], variables: Mapping[str, str]) -> Process:
     """A command in a session of its own: it hears of a Ctrl-C from here, and only once."""
-    return subprocess.Popen(
+    return MeasuredProcess(
         words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
     )
 
@@ -647,8 +671,10 @@ class Run:
     """What a finished run measured.
 
     completions, reward, seconds: an entry a step; the completions are those sampled up to and with the step, also
-    those that dynamic sampling threw away. evaluated_at (completions sampled by then), accuracy, kl_base (nats a token;
-    None where it was not measured): an entry an evaluation. trl: its version, of the runs of TRL's trainer.
+    those that dynamic sampling threw away. evaluated_at (completions sampled by then), accuracy, in_format (share of
+    the completions), kl_base (nats per token): an entry per evaluation, None where it was not measured.
+    processor_seconds: of the whole process, evaluations and start included; None where the run was resumed.
+    trl: its version, of the runs of TRL's trainer.
     """
 
     name: str
@@ -659,7 +685,9 @@ class Run:
     seconds: list[float]
     evaluated_at: list[int]
     accuracy: list[float]
+    in_format: list[float | None]
     kl_base: list[float | None]
+    processor_seconds: float | None
     peak_bytes: int
     machine: str
     torch: str
@@ -716,7 +744,9 @@ def read_run(job: Job) -> Run:
         seconds=[line.get("time/step") or 0.0 for line in metrics],
         evaluated_at=[completions[line["step"] - 1] if line["step"] else 0 for line in evaluations],
         accuracy=[accuracy_of(line, job) for line in evaluations],
+        in_format=[line.get("eval/reward/format") for line in evaluations],
         kl_base=[line.get("eval/kl_base") for line in evaluations],
+        processor_seconds=record.get("processor_seconds"),
         peak_bytes=max(line.get("memory/peak_bytes") or 0 for line in metrics),
         machine=record.get("machine", "unknown machine"),
         torch=origin.get("torch", "unknown"),
@@ -878,12 +908,14 @@ COLUMNS = (
     "recipe",
     "held-out accuracy before",
     "after",
-    "gain",
+    "group",
     f"completions to {HALF}",
-    "seconds of steps",
-    "peak memory",
-    "KL to the base (nats a token)",
+    "in format after",
+    "KL to the base (nats per token)",
     "completions sampled",
+    "seconds of steps",
+    "processor seconds",
+    "peak memory",
     "checks",
 )
 
@@ -892,14 +924,16 @@ def table(rows: Sequence[Row], comparison: Comparison) -> str:
     """Markdown: a line an algorithm, then what the columns are, the checks, and where it was measured."""
     is_checked = any(row.is_checked for row in rows)
     columns = COLUMNS if is_checked else COLUMNS[:-1]
+    differences = differences_of(rows)
+    groups = letters(differences)
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(cells(row)[: len(columns)])} |" for row in rows]
+    lines += [f"| {' | '.join(cells(row, groups.get(row.name, ''))[: len(columns)])} |" for row in rows]
     lines += [
         "",
         legend(comparison),
         *(["", checks_line(rows)] if is_checked else []),
         *(f"\n{row.name} seed {seed}: {why}" for row in rows for seed, why in row.missing.items()),
-        *(["", report(differences, REFERENCE)] if (differences := differences_of(rows)) else []),
+        *(["", report(differences, REFERENCE)] if differences else []),
         "",
         machine_line(comparison.runs),
     ]
@@ -917,40 +951,51 @@ def legend(comparison: Comparison) -> str:
     if len(seeds) > 1:
         means = (
             f"Seeds {', '.join(map(str, seeds))}; mean ± half of its 95 % interval (Student's t over the seeds), "
-            "completions and seconds the median, memory the largest. "
+            "seconds the median, memory the largest. "
         )
     else:
         means = f"Seed {seeds[0]}. "
-    task = f"Each recipe with the keys of `grpo_{comparison.task}`. " if comparison.task != TASKS[0] else ""
+    keys = " ".join(f"{key}={value}" for key, value in task_overrides(comparison.task).items())
+    names = sorted({planned.name for planned in comparison.planned})
+    own = {name: OVERRIDES[comparison.task, name] for name in names if (comparison.task, name) in OVERRIDES}
+    also = [f"`{name}` with {' '.join(f'{k}={v}' for k, v in changed.items())}" for name, changed in own.items()]
+    task = f"Each row is `rlft train +recipe=<name>{SUFFIX} {keys}`{'; '.join(['', *also])}. " if keys else ""
     return (
         f"{task}{means}Completions to {HALF} are those sampled until the first evaluation at or above it, on the line "
-        "between it and the one before, of the seeds that got there. Seconds are the sum of `time/step`: sampling, "
-        "scoring and training, evaluations aside. KL(policy || base) is of the held-out completions at the end. "
-        "Completions that dynamic sampling threw away count as sampled."
+        "between it and the one before. Seconds of steps are the sum of `time/step`: sampling, scoring and training; "
+        "processor seconds are of the whole process, its start and evaluations included. KL(policy || base) is of the "
+        "held-out completions at the end. Completions that dynamic sampling threw away count as sampled."
         + (f" {LABELS[PEER]} is evaluated by rlft." if any(run.trl for run in comparison.runs) else "")
     )
 
 
-def cells(row: Row) -> list[str]:
-    """The row's texts, in the order of COLUMNS."""
-    recipe = LABELS[PEER] if row.name == PEER else f"`{row.name}{SUFFIX}`"
+def cells(row: Row, group: str = "") -> list[str]:
+    """The row's texts, in the order of COLUMNS. group: its letters, see `significance.letters`."""
+    recipe = LABELS[PEER] if row.name == PEER else f"`{row.name}{SUFFIX if row.is_checked else ''}`"
     checks = "; ".join(row.problems) or ("hold" if row.is_checked else "none")
     if not row.runs:
         return [recipe, *["-"] * (len(COLUMNS) - 2), checks]
-    kl = [run.kl_base[-1] for run in row.runs]
-    measured = [value for value in kl if value is not None]
+    processor = [run.processor_seconds for run in row.runs if run.processor_seconds is not None]
     return [
         recipe,
         with_interval(row.before, 3),
         with_interval(row.after, 3),
-        f"{row.gain:+.3f}",
-        median_of_those(row.to_half, len(row.runs)),
-        f"{statistics.median(sum(run.seconds) for run in row.runs):.0f}",
-        f"{max(run.peak_bytes for run in row.runs) / 1e9:.2f} GB",
-        with_interval(measured, 3) if len(measured) == len(kl) else "-",
+        group or "-",
+        price(row.to_half, len(row.runs)),
+        if_all([run.in_format[-1] for run in row.runs]),
+        if_all([run.kl_base[-1] for run in row.runs]),
         f"{statistics.fmean(run.completions[-1] for run in row.runs):,.0f}",
+        f"{statistics.median(sum(run.seconds) for run in row.runs):.0f}",
+        f"{statistics.median(processor):.0f}" if processor else "-",
+        f"{max(run.peak_bytes for run in row.runs) / 1e9:.2f} GB",
         checks,
     ]
+
+
+def if_all(values: Sequence[float | None]) -> str:
+    """Mean ± half of its 95 % interval if every run has a value, else -."""
+    measured = [value for value in values if value is not None]
+    return with_interval(measured, 3) if len(measured) == len(values) else "-"
 
 
 def with_interval(values: Sequence[float], digits: int) -> str:
@@ -959,20 +1004,21 @@ def with_interval(values: Sequence[float], digits: int) -> str:
     >>> with_interval([0.25, 0.75], 3)
     '0.500 ± 3.177'
     """
-    mean, half = f"{statistics.fmean(values):.{digits}f}", half_interval(values)
-    return mean if half is None else f"{mean} ± {half:.{digits}f}"
+    mean, half = f"{statistics.fmean(values):,.{digits}f}", half_interval(values)
+    return mean if half is None else f"{mean} ± {half:,.{digits}f}"
 
 
-def median_of_those(values: Sequence[float], num_seeds: int) -> str:
-    """The median of the seeds that have a value, and how many have one where not all do.
+def price(completions: Sequence[float], num_seeds: int) -> str:
+    """The completions that the seeds took; their median and number if some of the seeds did not get there.
 
-    >>> median_of_those([2000.0, 1000.0], 2), median_of_those([2000.0], 2), median_of_those([], 2)
-    ('1,500', '2,000 (1 of 2)', 'not reached')
+    >>> price([2000.0, 2010.0], 2), price([2000.0, 1000.0], 3), price([], 2)
+    ('2,005 ± 64', '1,500 (2 of 3)', 'not reached')
     """
-    if not values:
+    if not completions:
         return "not reached"
-    count = "" if len(values) == num_seeds else f" ({len(values)} of {num_seeds})"
-    return f"{statistics.median(values):,.0f}{count}"
+    if len(completions) == num_seeds:
+        return with_interval(completions, 0)
+    return f"{statistics.median(completions):,.0f} ({len(completions)} of {num_seeds})"
 
 
 def checks_line(rows: Sequence[Row]) -> str:

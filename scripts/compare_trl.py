@@ -13,7 +13,8 @@ prompts, sampled with the same seeds by rlft's engine. TRL's settings, and the k
     importance_sampling_level="token"            algorithm.ratio=token
     scale_rewards="group"                        algorithm.std=sample; TRL adds 1e-4 to it, rlft algorithm.eps
     multi_objective_aggregation                  algorithm.reward_aggregation: both sum_then_normalize
-    num_iterations=1, one update a step          epochs=1, minibatches=1
+    num_iterations=1                             epochs=1
+    steps_per_generation                         minibatches: the updates of a step
     num_generations, generation batch            group_size, prompts_per_step x group_size
     max_completion_length, temperature, top_p,
     top_k, min_p                                 generation.max_tokens, temperature, top_p, top_k, min_p
@@ -23,10 +24,11 @@ prompts, sampled with the same seeds by rlft's engine. TRL's settings, and the k
     weight_decay, max_grad_norm                  trainer.beta1, beta2, eps, weight_decay, max_grad_norm
     LoraConfig: r, lora_alpha, lora_dropout,
     target_modules, use_rslora                   lora.rank, alpha, dropout, target_modules, use_rslora
-    max_steps, seed                              steps, seed
+    max_steps, seed                              steps x minibatches, seed
 
-Another objective or schedule is refused. Micro-batches divide a step evenly, so that the mean of their means is the
-step's mean. Runs of TRL are not resumed, they begin again. compare_algorithms.py --trl starts such runs.
+Another objective or schedule is refused. Micro-batches divide an update evenly, so that the mean of their means is the
+update's mean. With several updates in a step TRL deals completions to them, rlft whole groups. Runs of TRL are not
+resumed, they begin again. compare_algorithms.py --trl starts such runs.
 
 Exit codes: 0 done, 2 a mistake the user can fix, 130 stopped.
 """
@@ -45,7 +47,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.config import compose as config
 from rlft.config.schema import RunConfig
-from rlft.keys.flat import flatten
 from rlft.logger.jsonl import EVALUATIONS, METRICS, encode
 from rlft.run import run_folder
 from rlft.scoring.reward_spec import RewardSpec, specs
@@ -74,7 +75,6 @@ REQUIRED: dict[str, object] = {
     "algorithm.mismatch": "off",
     "algorithm.off_policy_limit": None,
     "epochs": 1,
-    "minibatches": 1,
     "dynamic_sampling.max_rounds": 0,
     "environment": None,
     "cluster.engines": 0,
@@ -128,12 +128,16 @@ def check(plain: Mapping[str, Any]) -> None:
     Raises:
         UserError: the first key with a value that it has no counterpart of here.
     """
-    flat = flatten(plain)
     for key, needed in REQUIRED.items():
-        if flat.get(key, needed) != needed:
+        value = value_of(plain, key)
+        if value != needed:
             problem = "TRL's GRPO is compared with rlft's as the recipe grpo_arithmetic has it"
-            raise UserError(key, problem, got=flat[key], remedy=f"use {key}={'null' if needed is None else needed}")
-    if not flat["eval.every"]:
+            shown = "a section" if isinstance(value, dict) else value
+            raise UserError(key, problem, got=shown, remedy=f"use {key}={'null' if needed is None else needed}")
+    if plain["prompts_per_step"] % plain["minibatches"]:
+        problem = f"does not divide the {plain['prompts_per_step']} prompts of a step"
+        raise UserError("minibatches", problem, got=plain["minibatches"], remedy="use minibatches=1")
+    if not plain["eval"]["every"]:
         raise UserError("eval.every", "nothing would be measured", got=0, remedy="use eval.every=10")
     for name, spec in specs(plain["reward"]).items():
         if spec.runs_in_trainer or spec.scores_steps:
@@ -198,19 +202,24 @@ def train(plan: TrainPlan, folder: Path) -> dict[int, Weights]:
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             adapters[0] = weights_of(trainer.model)
 
+        # TRL's steps are updates, of which a step of rlft has `minibatches`.
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.start = time.perf_counter()
+            if state.global_step % run.minibatches == 0:
+                self.start = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            step, updates_after_it = divmod(state.global_step, run.minibatches)
+            if updates_after_it:
+                return
             self.seconds = time.perf_counter() - self.start
-            if is_evaluated(state.global_step, run):
-                adapters[state.global_step] = weights_of(trainer.model)
+            if is_evaluated(step, run):
+                adapters[step] = weights_of(trainer.model)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "reward" not in logs:  # the last one is of the whole training
                 return
             line = {
-                "step": state.global_step,
+                "step": state.global_step // run.minibatches,
                 "reward/mean": float(logs["reward"]),
                 "policy/grad_norm": float(logs["grad_norm"]),
                 "length/mean": float(logs["completions/mean_length"]),
@@ -224,16 +233,30 @@ def train(plan: TrainPlan, folder: Path) -> dict[int, Weights]:
     return adapters
 
 
+def value_of(plain: Mapping[str, Any], key: str) -> Any:
+    """The value of a key with dots; a section if the key names one, None of a group that is not chosen.
+
+    Raises:
+        KeyError: the section has no such key, so that it would not be checked.
+    """
+    section, *rest = key.split(".")
+    value: Any = plain.get(section)
+    for part in rest:
+        value = value[part]
+    return value
+
+
 def settings(run: RunConfig) -> dict[str, Any]:
     """TRL's settings of this config, as the module says, and how it runs."""
-    rows = math.gcd(run.completions_per_step, MOST_ROWS)
+    rows = math.gcd(run.completions_per_step // run.minibatches, MOST_ROWS)
     sampling, adamw, algorithm = run.generation.sampling, run.trainer, run.algorithm
     return {
-        "max_steps": run.steps,
+        "max_steps": run.steps * run.minibatches,
         "seed": run.seed,
         "shuffle_dataset": False,  # they come in the order of rlft's steps
         "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": run.completions_per_step // rows,
+        "gradient_accumulation_steps": run.completions_per_step // run.minibatches // rows,
+        "steps_per_generation": run.completions_per_step // rows,
         "num_generations": run.group_size,
         "num_iterations": run.epochs,
         "max_completion_length": sampling.max_tokens,
@@ -260,7 +283,7 @@ def settings(run: RunConfig) -> dict[str, Any]:
         "max_grad_norm": adamw.max_grad_norm,
         "gradient_checkpointing": False,
         "disable_tqdm": True,
-        "logging_steps": 1,
+        "logging_steps": run.minibatches,  # a line a step
         "report_to": "none",
         "save_strategy": "no",
     }

@@ -1,4 +1,4 @@
-"""Makes an embedded model from scratch: tokenizer, weights, and a README with what was measured.
+"""Makes an embedded model: tokenizer, weights, and a README with what was measured.
 
     python scripts/make_tiny_model.py                  # writes rlft/assets/tiny-arithmetic (10 minutes, two cores)
     python scripts/make_tiny_model.py --size student   # writes rlft/assets/tiny-student, a fifth of it
@@ -8,11 +8,12 @@
 
 A Qwen2-shaped byte-level model of 0.8M parameters is first taught sums and differences step by step, then, late and
 briefly, a mixture of right, slightly wrong and badly formatted answers, both by `rlft sft` on all its weights. So it
-knows the task but doesn't always say so: there is something to learn for reinforcement learning in both correctness and
-format, and all of it is within reach. The student is smaller and has been to school for a shorter time. The caller is
-taught no arithmetic, but to write calls and to copy what it reads (scripts/calling_lessons.py). The one for chains goes
-on from tiny-arithmetic and knows every sum, but is also taught to slip (scripts/chain_lessons.py).
-Only problems of the training split are used (`rlft.data.arithmetic.split_of`), so the held-out split is unseen.
+knows the task but does not always answer correctly: reinforcement learning can improve both correctness and format,
+and all of it is within reach. The student is smaller and is trained for fewer steps. The caller is taught no
+arithmetic, but to write calls and to copy what it reads (scripts/calling_lessons.py). The one for chains starts from
+tiny-arithmetic's weights; it learns every sum, and is also taught to make mistakes (scripts/chain_lessons.py).
+Only problems of the training split are used (`rlft.data.arithmetic.split_of`, of chains `Chain.split`), so that the
+held-out split is unseen.
 
 The tiny-arithmetic that ships was made at commit 135476d, before there was `rlft sft`, by a loop of the script's own on
 the same problems; one that is made today is another draw of the same model, and recipes/README.md has the numbers of

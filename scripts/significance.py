@@ -1,10 +1,12 @@
 """Which of several methods differ, measured with the same few seeds: paired t tests, corrected for their number.
 
-Two methods with the same seeds are compared by their differences, one a seed. The test takes these for independent
-draws of a normal distribution: with five seeds that can hardly be checked, so a p value near the limit says little.
-With so few seeds and so many pairs only large differences are found: not significant does not mean equal.
+Two methods that ran with the same seeds are compared by their differences, one per seed. The test assumes that these
+are independent draws from a normal distribution. With five seeds that can hardly be checked, so a p value near the
+limit says little. With so few seeds and so many pairs only large differences are found: "not significant" does not
+mean "equal".
 
-Numbers of Student's t are exact to rounding (the regularised incomplete beta function of mpmath, which torch brings).
+The numbers of Student's t are exact to rounding (the regularised incomplete beta function of mpmath, which torch
+installs).
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from string import ascii_lowercase
 
 LEVEL = 0.05
-"""A difference is significant where its p value after Holm's correction is below this."""
+"""A difference is significant if its p value after Holm's correction is below this."""
+ROUNDING = 1e-9
+"""A spread below this share of the differences themselves is rounding."""
 
 
 def two_sided_p(t: float, dof: int) -> float:
@@ -61,16 +66,16 @@ def half_interval(values: Sequence[float], confidence: float = 0.95) -> float | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A method less another, over the seeds that both have.
+    """The difference between two methods, over the seeds that both have.
 
     Attributes:
         first: name of the method.
-        second: name of the one that is subtracted.
-        seeds: how many.
-        mean: of the differences.
-        half: half the width of its 95 % interval, not corrected for the number of pairs.
-        p: of the paired t test, two-sided.
-        corrected: the same after Holm's correction over all pairs.
+        second: name of the method that is subtracted.
+        seeds: number of seeds.
+        mean: mean of the differences.
+        half: half the width of its 95 % interval, not corrected for the number of comparisons.
+        p: p value of the paired t test, two-sided.
+        corrected: the same after Holm's correction over all comparisons that were made together.
     """
 
     first: str
@@ -85,19 +90,23 @@ class Difference:
     def is_significant(self) -> bool:
         return self.corrected < LEVEL
 
+    def reversed(self) -> Difference:
+        """The second method less the first."""
+        return replace(self, first=self.second, second=self.first, mean=0.0 - self.mean)
+
 
 def paired_p(differences: Sequence[float]) -> float:
     """The p value of the paired t test, two-sided: how often equal methods differ at least as clearly by chance.
 
-    Where all differences are the same there is no spread to measure them by: 1 if they are 0, else 0.
+    1 where the differences have no spread to be measured by: then nothing is known of how much they vary.
 
     Raises:
         ValueError: fewer than two differences.
     """
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     mean = statistics.fmean(differences)
-    if error == 0:
-        return 1.0 if mean == 0 else 0.0
+    if error <= ROUNDING * max(map(abs, differences)):  # equal differences may differ in their last bits
+        return 1.0
     return two_sided_p(mean / error, len(differences) - 1)
 
 
@@ -141,44 +150,55 @@ def all_differences(values: Mapping[str, Mapping[int, float]]) -> list[Differenc
     ]
 
 
-def against(name: str, differences: Sequence[Difference]) -> list[Difference]:
-    """Of all differences those with this method, turned so that it is the one that is subtracted."""
-    turned = []
-    for pair in differences:
-        if pair.second == name:
-            turned.append(pair)
-        elif pair.first == name:
-            turned.append(
-                Difference(
-                    first=pair.second,
-                    second=name,
-                    seeds=pair.seeds,
-                    mean=0.0 - pair.mean,
-                    half=pair.half,
-                    p=pair.p,
-                    corrected=pair.corrected,
-                )
-            )
-    return turned
+def against(reference: str, differences: Sequence[Difference]) -> list[Difference]:
+    """Each other method less the reference, the largest difference first; corrected for these comparisons alone.
+
+    They are what a comparison with a reference plans to look at; the pairs of the others do not count.
+    """
+    compared = [pair for pair in differences if pair.second == reference]
+    compared += [pair.reversed() for pair in differences if pair.first == reference]
+    corrected = holm([pair.p for pair in compared])
+    rows = [replace(pair, corrected=p) for pair, p in zip(compared, corrected, strict=True)]
+    return sorted(rows, key=lambda pair: -pair.mean)
+
+
+def letters(differences: Sequence[Difference]) -> dict[str, str]:
+    """{method: its letters}: two methods share a letter exactly if they do not differ significantly.
+
+    The compact letter display of Piepho (2004), by insertion and absorption: beginning with one set of all methods,
+    each significant pair splits every set that holds both; a set inside another one says nothing and is dropped. The
+    set with the best methods is a.
+    """
+    pairs = [frozenset((pair.first, pair.second)) for pair in differences]
+    names = list(dict.fromkeys(name for pair in differences for name in (pair.first, pair.second)))
+    # Of every method the sum of its differences from all others puts the methods in the order of their means.
+    lead = {name: sum(p.mean * ((p.first == name) - (p.second == name)) for p in differences) for name in names}
+    names.sort(key=lambda name: -lead[name])
+    sets = [frozenset(names)]
+    for pair in (pair for pair, of in zip(pairs, differences, strict=True) if of.is_significant):
+        split = [part for one in sets for part in ([one - {name} for name in pair] if pair <= one else [one])]
+        sets = [one for one in dict.fromkeys(split) if not any(one < other for other in split)]
+    sets.sort(key=lambda one: [names.index(name) for name in sorted(one, key=names.index)])
+    return {name: "".join(ascii_lowercase[i] for i, one in enumerate(sets) if name in one) for name in names}
 
 
 def report(differences: Sequence[Difference], reference: str) -> str:
-    """Markdown: each method against the reference, then which of all pairs differ and which do not, in sentences."""
-    turned = sorted(against(reference, differences), key=lambda pair: -pair.mean)
+    """Markdown: each method against the reference, how many of all pairs differ, and how that was tested."""
+    rows = against(reference, differences)
     columns = (f"against `{reference}`", "difference", "95 % interval", "p", "p after Holm", "")
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"] if turned else []
-    for pair in turned:
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"] if rows else []
+    for pair in rows:
         interval = f"{pair.mean - pair.half:+.3f} to {pair.mean + pair.half:+.3f}"
-        verdict = "significant" if pair.is_significant else "not"
-        cells = (f"`{pair.first}`", f"{pair.mean:+.3f}", interval, told_p(pair.p), told_p(pair.corrected), verdict)
+        verdict = "significant" if pair.is_significant else "not significant"
+        cells = (f"`{pair.first}`", f"{pair.mean:+.3f}", interval, p_text(pair.p), p_text(pair.corrected), verdict)
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *([""] if lines else []), verdict_of_all(differences), "", how(differences)])
+    return "\n".join([*lines, *([""] if lines else []), method_text(differences, len(rows))])
 
 
-def told_p(p: float) -> str:
-    """A p value in the digits that count.
+def p_text(p: float) -> str:
+    """A p value with the digits that count.
 
-    >>> told_p(0.03456), told_p(0.00123), told_p(0.000012), told_p(1.0)
+    >>> p_text(0.03456), p_text(0.00123), p_text(0.000012), p_text(1.0)
     ('0.035', '0.0012', '<0.0001', '1')
     """
     if p < 1e-4:
@@ -186,27 +206,15 @@ def told_p(p: float) -> str:
     return f"{p:.4f}" if p < 0.01 else f"{p:.3f}" if p < 0.9995 else "1"
 
 
-def verdict_of_all(differences: Sequence[Difference]) -> str:
-    """Which pairs differ, by the better one, and of how many the test does not tell; in a sentence."""
-    worse: dict[str, list[str]] = {}
-    for pair in differences:
-        if pair.is_significant:
-            better, other = (pair.first, pair.second) if pair.mean > 0 else (pair.second, pair.first)
-            worse.setdefault(better, []).append(other)
-    found, num = sum(map(len, worse.values())), len(differences)
-    if not found:
-        return f"Pairs that differ significantly: none of {num}."
-    named = "; ".join(
-        f"`{better}` is above {', '.join(f'`{name}`' for name in names)}" for better, names in worse.items()
-    )
-    return f"Pairs that differ significantly: {found} of {num}: {named}."
-
-
-def how(differences: Sequence[Difference]) -> str:
-    """How the differences were tested, in sentences."""
-    seeds = sorted({pair.seeds for pair in differences})
+def method_text(differences: Sequence[Difference], num_against: int) -> str:
+    """How the differences were tested and how many pairs differ, in sentences."""
+    seeds = " or ".join(map(str, sorted({pair.seeds for pair in differences})))
+    significant = sum(pair.is_significant for pair in differences)
+    correction = f"Holm's correction over the {num_against} comparisons of the table" if num_against else ""
+    planned = f"Significant: p below {LEVEL} after {correction}. " if correction else ""
     return (
-        f"Paired t tests over {' or '.join(map(str, seeds))} seeds, which take the differences of the seeds for "
-        f"normally distributed. Significant: p below {LEVEL} after Holm's correction over {len(differences)} pairs; "
-        "intervals are of one difference alone. What is not significant may differ by less than so few seeds can show."
+        f"Paired t tests over {seeds} seeds, which assume that the differences between seeds are normally distributed. "
+        f"{planned}Of all {len(differences)} pairs {significant} differ significantly after Holm's correction over all "
+        "of them: those without a common letter in the column `group`. Intervals are of one difference alone. Methods "
+        "whose difference is not significant may still differ by less than this number of seeds can show."
     )

@@ -39,22 +39,57 @@ def typed(*overrides: str) -> RunConfig:
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-def test_trl_is_told_what_the_config_says() -> None:
-    told = compare_trl.settings(typed("trainer.lr=0.01", "trainer.beta2=0.9", "algorithm.clip_high=0.3", "seed=3"))
-    # 32 prompts x 8 completions = 256 rows, in 4 micro-batches of 64.
-    assert told["per_device_train_batch_size"] * told["gradient_accumulation_steps"] == 256
-    assert (told["per_device_train_batch_size"], told["num_generations"]) == (64, 8)
-    assert (told["max_steps"], told["max_completion_length"], told["seed"]) == (40, 48, 3)
-    assert (told["learning_rate"], told["adam_beta2"]) == (0.01, 0.9)
-    assert (told["epsilon"], told["epsilon_high"], told["beta"]) == (0.2, 0.3, 0.0)
-    assert (told["temperature"], told["top_p"], told["top_k"], told["min_p"]) == (1.0, 1.0, 0, None)
+def test_trls_settings_are_those_of_the_config() -> None:
+    words = ["trainer.lr=0.01", "trainer.beta2=0.9", "algorithm.clip_high=0.3", "seed=3", "minibatches=2"]
+    assert compare_trl.settings(typed(*words)) == {
+        # 32 prompts x 8 completions = 256 rows a step: 2 updates of 2 micro-batches of 64, 40 steps of 2 updates.
+        "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_generations": 8,
+        "num_iterations": 1,
+        "max_steps": 80,
+        "logging_steps": 2,
+        "seed": 3,
+        "shuffle_dataset": False,
+        "max_completion_length": 48,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": None,
+        "beta": 0.0,
+        "delta": None,
+        "entropy_coef": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": 0.3,
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "group",
+        "multi_objective_aggregation": "sum_then_normalize",
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.9,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
 
 
-@pytest.mark.parametrize(("prompts", "group", "rows"), [(3, 5, 1), (3, 8, 8), (40, 8, 64), (1, 2, 2)])
-def test_micro_batches_divide_a_step_evenly(prompts: int, group: int, rows: int) -> None:
-    told = compare_trl.settings(typed(f"prompts_per_step={prompts}", f"group_size={group}"))
-    assert told["per_device_train_batch_size"] == rows
-    assert rows * told["gradient_accumulation_steps"] == prompts * group
+@pytest.mark.parametrize(
+    ("prompts", "group", "updates", "rows"), [(3, 5, 1, 1), (3, 8, 1, 8), (40, 8, 1, 64), (1, 2, 1, 2), (32, 8, 4, 64)]
+)
+def test_micro_batches_divide_an_update_evenly(prompts: int, group: int, updates: int, rows: int) -> None:
+    words = [f"prompts_per_step={prompts}", f"group_size={group}", f"minibatches={updates}"]
+    settings = compare_trl.settings(typed(*words))
+    assert settings["per_device_train_batch_size"] == rows
+    assert rows * settings["gradient_accumulation_steps"] * updates == prompts * group
+    assert rows * settings["steps_per_generation"] == prompts * group
 
 
 def test_the_adapter_is_the_configs() -> None:
@@ -70,6 +105,8 @@ def test_the_adapter_is_the_configs() -> None:
         ("algorithm=dr_grpo", r"^algorithm\.std: .*got none; use algorithm\.std=sample"),
         ("algorithm.kl_coef=0.1", r"^algorithm\.kl_coef: .*got 0\.1; use algorithm\.kl_coef=0\.0"),
         ("epochs=2", r"^epochs: .*got 2; use epochs=1"),
+        ("minibatches=3", r"^minibatches: does not divide the 32 prompts of a step, got 3; use minibatches=1"),
+        ("environment=calculator", r"^environment: .*got a section; use environment=null"),
         ("trainer.schedule=linear", r"^trainer\.schedule: .*use trainer\.schedule=constant"),
         ("generation.stop=[x]", r"^generation\.stop: .*use generation\.stop=\[\]"),
         ("lora.path=some", r"^lora\.path: .*got some; use lora\.path=null"),

@@ -10,6 +10,8 @@ import psutil
 import pytest
 from run_processes import Nursery
 
+import rlft
+
 
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -46,3 +48,18 @@ def test_the_base_has_something_to_learn_in_answers_and_in_format(forks: Nursery
     assert 0.30 <= metrics["eval/exact_match"] <= 0.55
     assert metrics["eval/pass@8"] >= 0.95
     assert 0.60 <= metrics["eval/reward/format"] <= 0.90
+
+
+@pytest.mark.slow
+def test_chains_are_solved_seldom_in_one_attempt_and_mostly_in_sixteen(forks: Nursery, tmp_path: Path) -> None:
+    folder = Path(rlft.__file__).parent / "assets" / "tiny-chains"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 4_000_000
+    words = ["+recipe=grpo_chains", "eval.num_prompts=256", "eval.num_samples=16"]
+    done = forks.run("eval", *words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    (file,) = (tmp_path / "runs" / "eval").rglob("*.jsonl")
+    metrics = lines(file)[0]
+    assert 0.10 <= metrics["eval/exact_match"] <= 0.20
+    # Who draws 16 answers of 0 to 20 at random has the right one among them with 1 - (20 / 21) ** 16 = 0.54.
+    assert metrics["eval/pass@16"] >= 0.70
+    assert 0.55 <= metrics["eval/reward/format"] <= 0.80

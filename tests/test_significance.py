@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 
 import pytest
 import significance
@@ -57,9 +59,11 @@ def test_the_paired_test_is_that_of_students_own_example() -> None:
     assert significance.paired_p([-value for value in differences]) == significance.paired_p(differences)
 
 
-def test_differences_without_spread_are_certain_or_none() -> None:
+def test_differences_without_spread_prove_nothing() -> None:
+    # Accuracies are multiples of 1 / 1024, so that two seeds may well have the same difference by chance.
     assert significance.paired_p([0.0, 0.0, 0.0]) == 1.0
-    assert significance.paired_p([0.25, 0.25, 0.25]) == 0.0
+    assert significance.paired_p([0.25, 0.25]) == 1.0
+    assert significance.paired_p([0.3 - 0.1, 0.4 - 0.2, 0.2]) == 1.0, "they differ in their last bits alone"
 
 
 def test_holm_multiplies_by_the_tests_that_are_left_and_keeps_the_order() -> None:
@@ -93,20 +97,22 @@ def pair(first: str, second: str, mean: float, corrected: float) -> significance
     )
 
 
-def test_the_report_says_which_pairs_differ_and_how_that_was_tested() -> None:
+def test_the_report_compares_each_method_with_the_reference_and_counts_all_pairs() -> None:
     pairs = [pair("dapo", "grpo", 0.05, 0.006), pair("dapo", "kimi", -0.01, 1.0), pair("grpo", "kimi", -0.06, 0.00003)]
+    # p is a third of what is corrected over all three pairs: 0.002 and 0.00001. Of the two against grpo the smaller is
+    # doubled, the larger stays.
     assert significance.report(pairs, "grpo").splitlines() == [
         "| against `grpo` | difference | 95 % interval | p | p after Holm |  |",
         "|---|---|---|---|---|---|",
         "| `kimi` | +0.060 | +0.040 to +0.080 | <0.0001 | <0.0001 | significant |",
-        "| `dapo` | +0.050 | +0.030 to +0.070 | 0.0020 | 0.0060 | significant |",
+        "| `dapo` | +0.050 | +0.030 to +0.070 | 0.0020 | 0.0020 | significant |",
         "",
-        "Pairs that differ significantly: 2 of 3: `dapo` is above `grpo`; `kimi` is above `grpo`.",
-        "",
-        significance.how(pairs),
+        significance.method_text(pairs, 2),
     ]
-    assert "over 5 seeds" in significance.how(pairs)
-    assert "correction over 3 pairs" in significance.how(pairs)
+    text = significance.method_text(pairs, 2)
+    assert "over 5 seeds" in text
+    assert "correction over the 2 comparisons of the table" in text
+    assert "Of all 3 pairs 2 differ significantly" in text
 
 
 def test_no_difference_has_no_sign() -> None:
@@ -114,11 +120,40 @@ def test_no_difference_has_no_sign() -> None:
 
 
 def test_a_report_without_the_reference_or_a_finding_says_so() -> None:
-    pairs = [pair("dapo", "kimi", -0.01, 0.05)]  # the level itself is not below it
-    assert significance.report(pairs, "grpo").startswith(
-        "Pairs that differ significantly: none of 1.\n\nPaired t tests"
-    )
-    assert "| -0.010 | -0.030 to +0.010 | 0.017 | 0.050 | not |" in significance.report(pairs, "kimi")
+    pairs = [pair("dapo", "kimi", -0.01, 0.1500003)]
+    assert significance.report(pairs, "grpo").startswith("Paired t tests")
+    assert "Of all 1 pairs 0 differ significantly" in significance.report(pairs, "grpo")
+    # p is a third of it, 0.0500001: the level itself is not reached.
+    assert "| -0.010 | -0.030 to +0.010 | 0.050 | 0.050 | not significant |" in significance.report(pairs, "kimi")
+
+
+def significant(first: str, second: str, mean: float) -> significance.Difference:
+    return pair(first, second, mean, 0.01)
+
+
+def test_methods_share_a_letter_exactly_if_they_do_not_differ() -> None:
+    # Means 9, 8, 5, 1: a differs from c and d, b from d alone, c from none but a.
+    pairs = [
+        pair("a", "b", 1.0, 0.9), significant("a", "c", 4.0), significant("a", "d", 8.0),
+        pair("b", "c", 3.0, 0.2), significant("b", "d", 7.0), pair("c", "d", 4.0, 0.4),
+    ]  # fmt: skip
+    assert significance.letters(pairs) == {"a": "a", "b": "ab", "c": "bc", "d": "c"}
+    assert significance.letters([pair("x", "y", 1.0, 0.9)]) == {"x": "a", "y": "a"}
+    assert significance.letters([significant("x", "y", -1.0)]) == {"y": "a", "x": "b"}
+    assert significance.letters([]) == {}
+
+
+def test_letters_tell_any_pattern_of_differences() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        means = {name: rng.random() for name in "abcdefgh"}
+        pairs = [
+            pair(first, second, means[first] - means[second], rng.choice((0.01, 0.9)))
+            for first, second in itertools.combinations(means, 2)
+        ]
+        letters = significance.letters(pairs)
+        for one in pairs:
+            assert bool(set(letters[one.first]) & set(letters[one.second])) != one.is_significant
 
 
 def test_all_pairs_are_corrected_together_and_seen_from_either_side() -> None:
@@ -134,8 +169,11 @@ def test_all_pairs_are_corrected_together_and_seen_from_either_side() -> None:
     assert pairs[0].p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-6)
     assert pairs[0].corrected == pytest.approx(3 * pairs[0].p, rel=1e-12)
     assert [pair.is_significant for pair in pairs] == [True, False, True]
-    seen = significance.against("b", pairs)
-    assert [(pair.first, pair.second) for pair in seen] == [("a", "b"), ("c", "b")]
-    assert seen[0].mean == pytest.approx(0.4, abs=1e-12)
-    assert seen[1].mean == -pairs[2].mean
-    assert seen[1].corrected == pairs[2].corrected
+    rows = significance.against("b", pairs)
+    # c - b is 0.41, 0.379, 0.401: mean 0.396667, less than 0.4 of a - b, which has the smaller p.
+    assert [(one.first, one.second) for one in rows] == [("a", "b"), ("c", "b")]
+    assert rows[0].mean == pytest.approx(0.4, abs=1e-12)
+    assert rows[1].mean == -pairs[2].mean
+    # Two comparisons: the smaller p is doubled, the larger stays.
+    assert rows[0].corrected == pytest.approx(2 * pairs[0].p, rel=1e-12)
+    assert rows[1].corrected == pytest.approx(pairs[2].p, rel=1e-12)
