@@ -438,7 +438,6 @@ TABLE = [
     (f"{OPD} generation.top_k=5", "generation.top_k", "leaves out tokens that the teacher would judge"),
     (f"{OPD} generation.top_p=0.9", "generation.top_p", "leaves out tokens that the teacher would judge"),
     (f"{OPD} algorithm.divergence=forward", "algorithm.divergence", "is that of the reverse KL, got forwa"),
-    (f"{OPD} algorithm.teacher_in=loss algorithm.top_k=1", "algorithm.top_k", "over one they are equal"),
     (f"{OPD} algorithm.teacher_in=loss algorithm.top_k=999", "algorithm.top_k", "more than the model's vocabulary"),
     (f"{OPD} algorithm.teacher_coef=0", "algorithm.teacher_coef", "must be greater than 0"),
     (f"{OPD} algorithm.reward_coef=1 group_size=1", "group_size", "compares siblings and needs at least 2"),

@@ -77,13 +77,14 @@ discount or a baseline, plus GRPO's advantage of the rewards where they count.
 Symbols of this family:
 
     lp_teacher: log-prob of a completion's token by the teacher (snapshot.teacher), without gradient
-    p: probabilities, by the policy that is trained, of the teacher's top_k likeliest tokens, which add up to 1
-    q: probabilities of the same tokens by the teacher, which add up to 1, too; without gradient
-    sum_top: sum over these tokens
+    p: probabilities, by the policy that is trained, of the teacher's top_k likeliest tokens, and of all others together
+    q: the same probabilities by the teacher, without gradient
+    sum_top: sum over these top_k + 1 outcomes, whose probabilities add up to 1
 
 Sources: A is the reverse KL of Thinking Machines, "On-Policy Distillation" (2025), and the single-step part of MiniLLM
 (arXiv 2306.08543, section 2.2); D is GKD's divergence (arXiv 2306.13649), whose data are on-policy here (lambda = 1).
-Differences: GKD sums over the whole vocabulary, here over the teacher's top_k tokens, where both are renormalised;
+Differences: GKD sums over the whole vocabulary; here all tokens but the teacher's top_k are one outcome, so that D is
+at most GKD's, and the teacher does not say which of the others it prefers;
 MiniLLM's long part (returns of later tokens) and its mixing of the teacher into sampling are left out.
 """
 
@@ -132,13 +133,6 @@ class OPD(GRPO):
                 "the advantage of a token that was sampled is that of the reverse KL",
                 got=self.divergence,
                 remedy="set algorithm.teacher_in=loss, or algorithm.divergence=reverse",
-            )
-        if self.teacher_in == TeacherPlace.loss and self.top_k == 1:
-            raise UserError(
-                "algorithm.top_k",
-                "both distributions are renormalised over so many tokens, and over one they are equal",
-                got=self.top_k,
-                remedy="use 2 or more, for instance algorithm.top_k=16",
             )
         if self.divergence == Divergence.jensen_shannon and self.jsd_beta == 0:
             raise UserError(

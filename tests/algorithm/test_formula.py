@@ -116,6 +116,10 @@ def number(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64)
 
 
+def with_the_rest(probabilities: Tensor) -> Tensor:
+    return torch.cat([probabilities, 1 - probabilities.sum(-1, keepdim=True)], -1)
+
+
 class Written(dict[str, Any]):
     """The names that a line may use: keys, symbols, and the other lines, which are evaluated when they are used."""
 
@@ -137,7 +141,7 @@ class Written(dict[str, Any]):
             "lp_old": kept(batch.old_logprobs), "lp_ref": kept(batch.reference_logprobs),
             "lp_smp": kept(batch.sampled_logprobs), "V_old": kept(batch.old_values), "step": kept(batch.token_rewards),
             "lp_teacher": kept(batch.teacher_logprobs),
-            "p": outputs.top_k_logprobs.softmax(-1), "q": batch.teacher_top_k_logprobs.softmax(-1),
+            "p": with_the_rest(outputs.top_k_logprobs.exp()), "q": with_the_rest(batch.teacher_top_k_logprobs.exp()),
             "sum_top": lambda x: x.sum(-1),
             "reward_k": batch.each_reward.T.unsqueeze(-1), "weight_k": batch.each_weight.T.unsqueeze(-1),
             "reward": batch.rewards.unsqueeze(-1), "truncated": batch.truncated.double().unsqueeze(-1),
