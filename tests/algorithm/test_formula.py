@@ -78,6 +78,9 @@ OWN: dict[str, list[dict[str, Any]]] = {
           for std in ("sample", "population", "batch", "none")),
         *({"teacher_in": "loss", "divergence": kind, "jsd_beta": 0.3, "teacher_coef": 0.7}
           for kind in ("reverse", "forward", "jensen_shannon")),
+        *({"teacher_in": "loss", "mismatch": f"{level}_{way}"}
+          for level in ("token", "sequence") for way in ("truncate", "mask")),
+        {"teacher_in": "loss", "off_policy_limit": 0.05, "mismatch": "token_mask"},
     ],
 }  # fmt: skip
 BESIDE = {"opd": {"reward_coef": 0.5}}
