@@ -432,6 +432,8 @@ TABLE = [
     ("train snapshot.teacher=base", "snapshot.teacher", "has no use for a teacher, got base"),
     ("train snapshot.teacher_hint=x", "snapshot.teacher_hint", "only a teacher reads it, and snapshot.teacher is none"),
     (f"{AS_IT_IS} snapshot.teacher_hint=' '", "snapshot.teacher_hint", "says nothing, got ''; use null for no hint"),
+    (f"{AS_IT_IS} \"snapshot.teacher_hint='It is {{Answer}}.'\"", "snapshot.teacher_hint",
+     "has {Answer}, which nothing is put in the place of, got 'It is {Answer}.'; use {answer} for the prompt's answer"),
     (f"{OPD} environment=calculator environment.syntax=json", "snapshot.teacher_hint",
      "goes into prompts that are answered in one turn"),
     (f"{OPD} generation.temperature=0.7", "generation.temperature", "student's at temperature 1, got 0.7"),
