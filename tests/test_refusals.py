@@ -442,6 +442,9 @@ TABLE = [
     (f"{OPD} algorithm.divergence=forward", "algorithm.divergence", "is that of the reverse KL, got forwa"),
     (f"{OPD} algorithm.teacher_in=loss algorithm.top_k=999", "algorithm.top_k", "more than the model's vocabulary"),
     (f"{OPD} algorithm.teacher_coef=0", "algorithm.teacher_coef", "must be greater than 0"),
+    (f"{OPD} algorithm.reward_coef=1 reward.exact_match.weight=0 reward.format.weight=0", "algorithm.reward_coef",
+     "[exact_match,format] has no weight but 0, got 1; use 0, or set for instance reward.exact_match.weight=1"),
+    (f"{OPD} dynamic_sampling.max_rounds=2", "dynamic_sampling.max_rounds", "teaches by their tokens all the same"),
     (f"{OPD} algorithm.reward_coef=1 group_size=1", "group_size", "compares siblings and needs at least 2"),
     (f"{AS_IT_IS} snapshot.teacher_hint='{'so ' * 200}'", "snapshot.teacher_hint", "with it the longest row has"),
     (AS_IT_IS, "snapshot.teacher", "is what the policy starts as: the teacher would agree with it on every token"),
@@ -1083,6 +1086,8 @@ ACCEPTED = [
     "eval.kl_base=true eval.temperature=0 eval.every=0",
     "algorithm=opd snapshot.teacher=base algorithm.reward_coef=1",  # a teacher that equals the policy at first holds it
     "algorithm=opd snapshot.teacher=base algorithm.entropy_coef=0.01",
+    # rewards are only measured
+    "algorithm=opd snapshot.teacher=base snapshot.teacher_hint=x reward.exact_match.weight=0 reward.format.weight=0",
     "algorithm=opd snapshot.teacher=base resume=run",  # the policy is what its checkpoints hold
     f"algorithm=opd {SMALL} lora.path=policy snapshot.teacher=base",
     f"algorithm=opd {SMALL} lora.path=policy snapshot.teacher=policy snapshot.teacher_hint=x",
@@ -1102,6 +1107,10 @@ def test_what_only_looks_like_a_mistake_is_planned(typed: str, workplace: Path) 
         (
             "algorithm=gdpo reward.format.weight=0",
             "algorithm.reward_aggregation: normalises several rewards one by one, and there is one that counts, got",
+        ),
+        (
+            "algorithm=opd snapshot.teacher=base algorithm.reward_coef=1 dynamic_sampling.max_rounds=2",
+            "dynamic_sampling.max_rounds: also replaces groups of equal rewards, by whose tokens a teacher teaches",
         ),
         (
             "generation.top_p=0.9",
