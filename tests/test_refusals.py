@@ -517,7 +517,6 @@ TABLE = [
     # Adapters of another rank
     ("train lora.path=policy", "lora.rank", "the adapter at lora.path has rank 4, got 32; set lora.rank=4"),
     ("train lora.path=policy lora.rank=4", "lora.alpha", "was trained with 8.0 and would be another function, got 32"),
-    ("train snapshot.reference=policy", "lora.rank", "the adapter at snapshot.reference has rank 4, got 32; set lora."),
     (f"{PPO} critic.init=critic", "lora.rank", "the adapter at critic.init has rank 4, got 32; set lora.rank=4, or an"),
     (f"{PPO} critic.init=critic lora.rank=4", "lora.alpha", "the adapter at critic.init was trained with 8"),
     (f"train {LEARNED} reward.learned.path=critic", "lora.rank", "the adapter at reward.learned.path has rank 4, got"),
@@ -1071,6 +1070,8 @@ ACCEPTED = [
     f"{LEARNED} {REFRESH}",
     f"{LEARNED} {REFRESH} {SMALL} reward.learned.path=critic",
     f"{SMALL} lora.path=policy snapshot.reference=policy",
+    "algorithm.kl_coef=0.1 snapshot.reference=policy",  # of another rank than the run's
+    "algorithm=opd snapshot.teacher=policy",
     f"{SMALL} lora.path=unrecorded",
     "lora.rank=4 lora.alpha=16 snapshot.reference=rslora",
     f"{SMALL} lora.path=rslora lora.use_rslora=true",

@@ -9,6 +9,11 @@ import pytest
 from run_folders import check_same, learned, metrics
 
 from rlft import cli
+from rlft.config.compose import compose
+from rlft.keys import verbs
+from rlft.planning.memory_demand import sizes_of
+from rlft.planning.memory_parts import parts
+from rlft.run.references import resolved
 
 SMALL = (
     "train", "+recipe=grpo_arithmetic", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "prompts_per_step=2",
@@ -43,6 +48,28 @@ def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_thoug
     assert first["kl/teacher"] > 1e-5
     assert 0 < first["teacher/agreement"] < 1
     assert not any(name == "teacher" for found in run.glob("checkpoints/*") for name in found.iterdir())
+
+
+@pytest.mark.parametrize("verb", ["train", "dpo"])
+def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: Path, verb: str) -> None:
+    """An adapter of rank 4 beside a policy of rank 2, which has half as many parameters."""
+    words = {
+        "train": (*SMALL, "algorithm=opd", f"snapshot.teacher={teacher}", f"snapshot.reference={teacher}"),
+        "dpo": ("dpo", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64",
+                f"snapshot.reference={teacher}"),
+    }[verb]  # fmt: skip
+    plan = verbs.named(verb).make_plan(resolved(compose([*words[1:], "lora.rank=2"], verb=verb)))
+    sizes = sizes_of(plan.config.model, plan.config.lora)
+    demand = plan.demand(sizes, False)
+    frozen = 2 if verb == "train" else 1
+    assert demand.frozen == frozen * 2 * sizes.lora
+    assert demand.adapters == 1
+    [part] = [part for part in parts(sizes, demand, 0) if part.name == "adapters"]
+    copies = 1 if verb == "train" else 0  # the sampler's
+    assert part.bytes == 4 * sizes.lora * (1 + copies + 2 * frozen)
+    table = plan.parameters(sizes)
+    assert table["policy (learns)"] == sizes.lora
+    assert [number for role, number in table.items() if role[:3] in ("tea", "ref")] == frozen * [2 * sizes.lora]
 
 
 def test_a_fork_may_learn_from_the_base_which_its_policy_is_no_longer(teacher: Path, tmp_path: Path) -> None:
