@@ -460,6 +460,8 @@ TABLE = [
     ("train algorithm=opd snapshot.teacher=no_config", "snapshot.teacher", "or use local copies: snapshot.teacher=<fo"),
     ("train algorithm=opd snapshot.teacher=other_words", "snapshot.teacher",
      "has another vocabulary: 2 tokens differ, e.g. '<answer>' is "),
+    ("train algorithm=opd snapshot.teacher=fewer_rows", "snapshot.teacher",
+     "has token ids up to 269, and the student may sample ids up to 271, got fewer_rows"),
     ("train algorithm=opd snapshot.teacher=short", "snapshot.teacher", "its context of 64 tokens is shorter"),
     (f"train algorithm=opd {SMALL} snapshot.teacher=critic", "snapshot.teacher", "adapter of the role critic"),
     (f"train algorithm=opd {SMALL} snapshot.teacher=deeper", "snapshot.teacher", "this base has no module for its"),
@@ -932,13 +934,14 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     for step in (1, 2):
         (folder / "saved_run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     save_adapters(folder, backbone)
-    for name in ("renamed", "other_words", "short", "no_tokenizer", "no_config"):
+    for name in ("renamed", "other_words", "short", "fewer_rows", "no_tokenizer", "no_config"):
         shutil.copytree(tiny_path, folder / name)
     (folder / "no_tokenizer" / "tokenizer_config.json").write_text("{")
     (folder / "no_config" / "config.json").write_text("{")
     tokenizer = (folder / "other_words" / "tokenizer.json").read_text()
     (folder / "other_words" / "tokenizer.json").write_text(tokenizer.replace('"<answer>"', '"<solution>"'))
     edit_json(folder / "short" / "config.json", {"max_position_embeddings": 64})
+    edit_json(folder / "fewer_rows" / "config.json", {"vocab_size": 270})
     classifier = LlamaConfig()
     classifier.num_labels = 3
     classifier.save_pretrained(folder / "three_labels")
@@ -1187,7 +1190,7 @@ READ_BY_LIBRARIES = (
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
-    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "no_tokenizer", "no_config",
+    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "has token ids up to", "no_tokenizer", "no_config",
     "with it the longest row has", "algorithm.top_k=16,9999",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",

@@ -300,9 +300,11 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     pretrain_text = scan_pretrain_text(config, tokenizer)
     teacher, teacher_row_tokens = None, 0
     if trains and config.snapshot.teacher != "none":
-        check_top_k(algorithm.teacher_top_k, model_config.get_text_config().vocab_size)
+        vocabulary = model_config.get_text_config().vocab_size
+        check_top_k(algorithm.teacher_top_k, vocabulary)
         longest = longest_read_by_the_teacher(config, train_prompts, tokenizer, model_config)
-        teacher, teacher_row_tokens = check_teacher(config, tokenizer, longest), longest + config.generation.max_tokens
+        teacher = check_teacher(config, tokenizer, longest, vocabulary)
+        teacher_row_tokens = longest + config.generation.max_tokens
     return TrainPlan(
         config=config,
         plain=plain,
