@@ -1190,8 +1190,8 @@ READ_BY_LIBRARIES = (
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
-    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "has token ids up to", "no_tokenizer", "no_config",
-    "with it the longest row has", "algorithm.top_k=16,9999",
+    "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "no_tokenizer", "no_config",
+    "has token ids up to", "with it the longest row has", "algorithm.top_k=16,9999",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",
     "is a JSON array", "holds no tests", "decides which prompts are held out", "decides which preferences are held out",
