@@ -93,8 +93,8 @@ def check_teacher(
         vocabulary: token ids that the student may sample: rows of its embedding.
 
     Raises:
-        UserError: the model cannot be read, has another vocabulary or a smaller embedding, or a context too short for the
-            longest row.
+        UserError: the model cannot be read, has another vocabulary or a smaller embedding, or a context too short for
+            the longest row.
     """
     from rlft.checks.rules import context_of
     from rlft.model.backbone import fingerprint, load_tokenizer, read_config

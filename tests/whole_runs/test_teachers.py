@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_folders import check_same, learned, metrics
 
 from rlft import cli
 from rlft.config.compose import compose
+from rlft.config.schema import RunConfig
 from rlft.keys import verbs
+from rlft.loop import base_loading, engines, rank_worker
+from rlft.model.config import ModelConfig, SnapshotConfig
 from rlft.planning.memory_demand import sizes_of
 from rlft.planning.memory_parts import parts
 from rlft.run.references import resolved
@@ -106,6 +111,32 @@ def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path
     assert first["loss/total"] == pytest.approx(first["loss/teacher"] + first["loss/policy"], rel=1e-5)
     assert first["policy/grad_norm"] > 0
     assert second["loss/teacher"] != first["loss/teacher"]
+
+
+@pytest.mark.parametrize("where", ["run", "rank"])
+def test_what_a_teacher_takes_is_not_free_for_activations(
+    where: str, run_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations may take half of what is free: all of it, less a byte for the teacher, is a byte too little."""
+    loaded, told = [], []
+    of_where = {"run": engines, "rank": rank_worker}[where]
+
+    def load_and_count(snapshot: SnapshotConfig, model: ModelConfig) -> Any:
+        loaded.append(base_loading.load_teacher(snapshot, model))
+        return loaded[-1]
+
+    monkeypatch.setattr(of_where, "load_teacher", load_and_count)
+    monkeypatch.setattr(base_loading, "activation_bytes", lambda *args, **keys: 500)
+    monkeypatch.setattr(base_loading, "free_memory", lambda: 1000 - len(loaded))
+    monkeypatch.setattr(base_loading, "set_checkpointing", lambda model, needed: told.append(needed))
+    words = ("snapshot.teacher=embedded:tiny-arithmetic", "model.path=embedded:tiny-student", "prompts.max_tokens=48",
+             "model.gradient_checkpointing=auto")  # fmt: skip
+    if where == "run":
+        assert cli.run([*OPD, *words, "steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    else:
+        with rank_worker.opened_trainer(run_config(*OPD[1:], *words), needs_old=True):
+            pass
+    assert told == [True]
 
 
 def test_a_run_with_a_teacher_in_vllm_resumes_as_the_same_run_and_learns_what_a_loaded_teacher_teaches(
