@@ -432,15 +432,19 @@ TABLE = [
     ("train snapshot.teacher=base", "snapshot.teacher", "has no use for a teacher, got base"),
     ("train snapshot.teacher_hint=x", "snapshot.teacher_hint", "only a teacher reads it, and snapshot.teacher is none"),
     (f"{AS_IT_IS} snapshot.teacher_hint=' '", "snapshot.teacher_hint", "says nothing, got ''; use null for no hint"),
+    (f"{AS_IT_IS} \"snapshot.teacher_hint='It is {{Answer}}.'\"", "snapshot.teacher_hint",
+     "has {Answer}, which nothing is put in the place of, got 'It is {Answer}.'; use {answer} for the prompt's answer"),
     (f"{OPD} environment=calculator environment.syntax=json", "snapshot.teacher_hint",
      "goes into prompts that are answered in one turn"),
     (f"{OPD} generation.temperature=0.7", "generation.temperature", "student's at temperature 1, got 0.7"),
     (f"{OPD} generation.top_k=5", "generation.top_k", "leaves out tokens that the teacher would judge"),
     (f"{OPD} generation.top_p=0.9", "generation.top_p", "leaves out tokens that the teacher would judge"),
     (f"{OPD} algorithm.divergence=forward", "algorithm.divergence", "is that of the reverse KL, got forwa"),
-    (f"{OPD} algorithm.teacher_in=loss algorithm.top_k=1", "algorithm.top_k", "over one they are equal"),
     (f"{OPD} algorithm.teacher_in=loss algorithm.top_k=999", "algorithm.top_k", "more than the model's vocabulary"),
     (f"{OPD} algorithm.teacher_coef=0", "algorithm.teacher_coef", "must be greater than 0"),
+    (f"{OPD} algorithm.reward_coef=1 reward.exact_match.weight=0 reward.format.weight=0", "algorithm.reward_coef",
+     "[exact_match,format] has no weight but 0, got 1; use 0, or set for instance reward.exact_match.weight=1"),
+    (f"{OPD} dynamic_sampling.max_rounds=2", "dynamic_sampling.max_rounds", "teaches by their tokens all the same"),
     (f"{OPD} algorithm.reward_coef=1 group_size=1", "group_size", "compares siblings and needs at least 2"),
     (f"{AS_IT_IS} snapshot.teacher_hint='{'so ' * 200}'", "snapshot.teacher_hint", "with it the longest row has"),
     (AS_IT_IS, "snapshot.teacher", "is what the policy starts as: the teacher would agree with it on every token"),
@@ -456,6 +460,8 @@ TABLE = [
     ("train algorithm=opd snapshot.teacher=no_config", "snapshot.teacher", "or use local copies: snapshot.teacher=<fo"),
     ("train algorithm=opd snapshot.teacher=other_words", "snapshot.teacher",
      "has another vocabulary: 2 tokens differ, e.g. '<answer>' is "),
+    ("train algorithm=opd snapshot.teacher=fewer_rows", "snapshot.teacher",
+     "has token ids up to 269, and the student may sample ids up to 271, got fewer_rows"),
     ("train algorithm=opd snapshot.teacher=short", "snapshot.teacher", "its context of 64 tokens is shorter"),
     (f"train algorithm=opd {SMALL} snapshot.teacher=critic", "snapshot.teacher", "adapter of the role critic"),
     (f"train algorithm=opd {SMALL} snapshot.teacher=deeper", "snapshot.teacher", "this base has no module for its"),
@@ -513,7 +519,6 @@ TABLE = [
     # Adapters of another rank
     ("train lora.path=policy", "lora.rank", "the adapter at lora.path has rank 4, got 32; set lora.rank=4"),
     ("train lora.path=policy lora.rank=4", "lora.alpha", "was trained with 8.0 and would be another function, got 32"),
-    ("train snapshot.reference=policy", "lora.rank", "the adapter at snapshot.reference has rank 4, got 32; set lora."),
     (f"{PPO} critic.init=critic", "lora.rank", "the adapter at critic.init has rank 4, got 32; set lora.rank=4, or an"),
     (f"{PPO} critic.init=critic lora.rank=4", "lora.alpha", "the adapter at critic.init was trained with 8"),
     (f"train {LEARNED} reward.learned.path=critic", "lora.rank", "the adapter at reward.learned.path has rank 4, got"),
@@ -929,13 +934,14 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     for step in (1, 2):
         (folder / "saved_run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     save_adapters(folder, backbone)
-    for name in ("renamed", "other_words", "short", "no_tokenizer", "no_config"):
+    for name in ("renamed", "other_words", "short", "fewer_rows", "no_tokenizer", "no_config"):
         shutil.copytree(tiny_path, folder / name)
     (folder / "no_tokenizer" / "tokenizer_config.json").write_text("{")
     (folder / "no_config" / "config.json").write_text("{")
     tokenizer = (folder / "other_words" / "tokenizer.json").read_text()
     (folder / "other_words" / "tokenizer.json").write_text(tokenizer.replace('"<answer>"', '"<solution>"'))
     edit_json(folder / "short" / "config.json", {"max_position_embeddings": 64})
+    edit_json(folder / "fewer_rows" / "config.json", {"vocab_size": 270})
     classifier = LlamaConfig()
     classifier.num_labels = 3
     classifier.save_pretrained(folder / "three_labels")
@@ -1067,6 +1073,8 @@ ACCEPTED = [
     f"{LEARNED} {REFRESH}",
     f"{LEARNED} {REFRESH} {SMALL} reward.learned.path=critic",
     f"{SMALL} lora.path=policy snapshot.reference=policy",
+    "algorithm.kl_coef=0.1 snapshot.reference=policy",  # of another rank than the run's
+    "algorithm=opd snapshot.teacher=policy",
     f"{SMALL} lora.path=unrecorded",
     "lora.rank=4 lora.alpha=16 snapshot.reference=rslora",
     f"{SMALL} lora.path=rslora lora.use_rslora=true",
@@ -1082,6 +1090,8 @@ ACCEPTED = [
     "eval.kl_base=true eval.temperature=0 eval.every=0",
     "algorithm=opd snapshot.teacher=base algorithm.reward_coef=1",  # a teacher that equals the policy at first holds it
     "algorithm=opd snapshot.teacher=base algorithm.entropy_coef=0.01",
+    # rewards are only measured
+    "algorithm=opd snapshot.teacher=base snapshot.teacher_hint=x reward.exact_match.weight=0 reward.format.weight=0",
     "algorithm=opd snapshot.teacher=base resume=run",  # the policy is what its checkpoints hold
     f"algorithm=opd {SMALL} lora.path=policy snapshot.teacher=base",
     f"algorithm=opd {SMALL} lora.path=policy snapshot.teacher=policy snapshot.teacher_hint=x",
@@ -1101,6 +1111,10 @@ def test_what_only_looks_like_a_mistake_is_planned(typed: str, workplace: Path) 
         (
             "algorithm=gdpo reward.format.weight=0",
             "algorithm.reward_aggregation: normalises several rewards one by one, and there is one that counts, got",
+        ),
+        (
+            "algorithm=opd snapshot.teacher=base algorithm.reward_coef=1 dynamic_sampling.max_rounds=2",
+            "dynamic_sampling.max_rounds: also replaces groups of equal rewards, by whose tokens a teacher teaches",
         ),
         (
             "generation.top_p=0.9",
@@ -1177,7 +1191,7 @@ READ_BY_LIBRARIES = (
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
     "more than the model's vocabulary", "e.g. '<answer>' is ", "its context of", "no_tokenizer", "no_config",
-    "with it the longest row has", "algorithm.top_k=16,9999",
+    "has token ids up to", "with it the longest row has", "algorithm.top_k=16,9999",
     # what is in the data, in tokens
     "train prompts are longer", "or set prompts.over_limit=drop", "all 40 train prompts", "are in each step",
     "is a JSON array", "holds no tests", "decides which prompts are held out", "decides which preferences are held out",

@@ -250,6 +250,10 @@ class Objective(ABC):
     def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         """Each token's policy loss `[B, T]`, made of its advantage; the inputs are 0 outside the mask."""
 
+    def corrected_terms(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """{name of the metric: `[B, T]`} of terms beside the policy's that have its weights for mismatch and lag."""
+        return {}
+
     def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
         """The loss of any subset of the optimizer batch's rows, divided by the whole batch's sizes (`scale`).
 
@@ -272,6 +276,10 @@ class Objective(ABC):
             off_policy = far_off_policy(logprobs, sampled, advantages, mask, self.off_policy_limit)
             policy_BT = keep(policy_BT, ~off_policy)
         terms = {"loss/policy": aggregate(policy_BT, mask, scale, self.aggregate)}
+        for name, term_BT in self.corrected_terms(outputs, batch).items():
+            term_BT = correction.weight * term_BT
+            kept_BT = term_BT if off_policy is None else keep(term_BT, ~off_policy)
+            terms[name] = aggregate(kept_BT, mask, scale, self.aggregate)
         if self.kl_coef > 0 and self.kl_in == KLPlace.loss:
             kl_BT = self._kl_loss(logprobs, old, batch)
             terms["loss/kl"] = self.kl_coef * aggregate(kl_BT, mask, scale, self.aggregate)

@@ -4,7 +4,7 @@ The whole loss of an update, in the keys of configs/algorithm/opd.yaml; a line c
 `if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
 
     L = agg(w * m * S)
-      + teacher_coef * agg(D)                                       if teacher_in=loss
+      + agg(w * m * teacher_coef * D)                               if teacher_in=loss
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
       - entropy_coef * agg(H)                                       if entropy_coef > 0
 
@@ -77,13 +77,14 @@ discount or a baseline, plus GRPO's advantage of the rewards where they count.
 Symbols of this family:
 
     lp_teacher: log-prob of a completion's token by the teacher (snapshot.teacher), without gradient
-    p: probabilities, by the policy that is trained, of the teacher's top_k likeliest tokens, which add up to 1
-    q: probabilities of the same tokens by the teacher, which add up to 1, too; without gradient
-    sum_top: sum over these tokens
+    p: probabilities, by the policy that is trained, of the teacher's top_k likeliest tokens, and of all others together
+    q: the same probabilities by the teacher, without gradient
+    sum_top: sum over these top_k + 1 outcomes, whose probabilities add up to 1
 
 Sources: A is the reverse KL of Thinking Machines, "On-Policy Distillation" (2025), and the single-step part of MiniLLM
 (arXiv 2306.08543, section 2.2); D is GKD's divergence (arXiv 2306.13649), whose data are on-policy here (lambda = 1).
-Differences: GKD sums over the whole vocabulary, here over the teacher's top_k tokens, where both are renormalised;
+Differences: GKD sums over the whole vocabulary; here all tokens but the teacher's top_k are one outcome, so that D is
+at most GKD's, and the teacher does not say which of the others it prefers;
 MiniLLM's long part (returns of later tokens) and its mixing of the teacher into sampling are left out.
 """
 
@@ -96,11 +97,10 @@ from typing import TYPE_CHECKING
 from rlft.algorithm.grpo import GRPO
 from rlft.algorithm.objective import required
 from rlft.keys.bounds import Decay, NonNegativeFloat, PositiveFloat, PositiveInt
-from rlft.ops.aggregate import aggregate
 from rlft.ops.distillation import Divergence, teacher_advantages, top_k_divergence
 from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep
-from rlft.types import Batch, Loss, LossScale, Outputs, UserError
+from rlft.types import Batch, Outputs, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,19 +133,19 @@ class OPD(GRPO):
                 got=self.divergence,
                 remedy="set algorithm.teacher_in=loss, or algorithm.divergence=reverse",
             )
-        if self.teacher_in == TeacherPlace.loss and self.top_k == 1:
-            raise UserError(
-                "algorithm.top_k",
-                "both distributions are renormalised over so many tokens, and over one they are equal",
-                got=self.top_k,
-                remedy="use 2 or more, for instance algorithm.top_k=16",
-            )
         if self.divergence == Divergence.jensen_shannon and self.jsd_beta == 0:
             raise UserError(
                 "algorithm.jsd_beta",
                 "the divergence is 0 there, whatever the student does",
                 got=self.jsd_beta,
                 remedy="use 0.5, or algorithm.divergence=forward, which it goes to for small values",
+            )
+        if self.teacher_in == TeacherPlace.loss and self.reward_coef == 0 and self.off_policy_limit is not None:
+            raise UserError(
+                "algorithm.off_policy_limit",
+                "drops tokens of a negative advantage, and without rewards algorithm.teacher_in=loss has no advantage",
+                got=self.off_policy_limit,
+                remedy="use null, algorithm.mismatch=sequence_mask, or algorithm.teacher_in=advantage",
             )
         if self.reward_coef == 0 and self.kl_coef > 0 and self._kl_in_reward:
             raise UserError(
@@ -205,17 +205,12 @@ class OPD(GRPO):
             advantages_BT = advantages_BT + self.teacher_coef * teacher_advantages(old, teacher, batch.loss_mask)
         return replace(batch, advantages=advantages_BT)
 
-    def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
-        """The shared loss plus, with teacher_in=loss, c agg[D] of the teacher's top k, as `loss/teacher`."""
-        others = super().loss(outputs, batch, scale)
+    def corrected_terms(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """With teacher_in=loss c D of the teacher's top k, as `loss/teacher`."""
         if self.teacher_in == TeacherPlace.advantage:
-            return others
+            return {}
         mask, why = batch.loss_mask, "teacher_in=loss"
         student = keep(required(outputs.top_k_logprobs, "top_k_logprobs", why), mask.unsqueeze(-1))
         teacher = keep(required(batch.teacher_top_k_logprobs, "teacher_top_k_logprobs", why), mask.unsqueeze(-1))
         divergence_BT = top_k_divergence(student, teacher.detach(), self.divergence, self.jsd_beta)
-        term = self.teacher_coef * aggregate(divergence_BT, mask, scale, self.aggregate)
-        total = others.total + term
-        return Loss(
-            total=total, metrics={**others.metrics, "loss/total": total.detach(), "loss/teacher": term.detach()}
-        )
+        return {"loss/teacher": self.teacher_coef * divergence_BT}

@@ -118,7 +118,7 @@ def uses_of_rewards(rewards: Mapping[str, RewardSpec]) -> list[Use]:
 
 # -- without the model -----------------------------------------------------------------------------------------------
 def check_folders(used: Sequence[Use], lora: LoraSettings) -> None:
-    """Checks that every adapter folder has the files that its use needs, with the run's rank.
+    """Checks that every adapter folder has the files that its use needs, with the run's rank if a role starts from it.
 
     Raises:
         UserError: with the key, what is wrong and what to do.
@@ -167,7 +167,7 @@ def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> No
                 remedy=f"set lora.{setting}, or another {use.key}",
             )
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if rank != lora.rank:
+    if use.starts_role and rank != lora.rank:
         raise UserError(
             "lora.rank",
             f"the adapter at {use.key} has rank {rank}",

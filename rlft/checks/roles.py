@@ -5,6 +5,7 @@ They read no file; `rlft.checks.adapters` does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rlft.checks.teachers import teacher_is_meant
 from rlft.config.schema import RunConfig
 from rlft.generation.config import section_of
 from rlft.model.adapter_folder import is_adapter
-from rlft.model.config import CriticKind
+from rlft.model.config import ANSWER, CriticKind
 from rlft.model.paths import check_local, resolve_path
 from rlft.scoring.reward_spec import RewardSpec
 from rlft.types import UserError
@@ -110,6 +111,14 @@ def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
     if snapshot.teacher_hint is not None and not snapshot.teacher_hint.strip():
         raise UserError(
             "snapshot.teacher_hint", "says nothing", got=repr(snapshot.teacher_hint), remedy="use null for no hint"
+        )
+    odd = [found for found in re.findall(r"\{[^{}]*\}", snapshot.teacher_hint or "") if found != ANSWER]
+    if odd:
+        raise UserError(
+            "snapshot.teacher_hint",
+            f"has {odd[0]}, which nothing is put in the place of",
+            got=repr(snapshot.teacher_hint),
+            remedy=f"use {ANSWER} for the prompt's answer, or leave the braces out",
         )
     if snapshot.teacher_hint is not None and config.environment is not None:
         raise UserError(

@@ -45,13 +45,13 @@ def check(config: RunConfig, algorithm: Algorithm, *, trains: bool = True) -> No
     check_name(config.name)
     _sizes(config, algorithm)
     if trains:
-        _weights(config.reward)
+        _weights(config, algorithm)
         _sampling(config, algorithm)
         _overlap(config, algorithm)
     check_evaluation(config.eval, config.generation)
     check_time_limits(config.reward, config.scoring)
     check_engine(config.generation, config.model)
-    _resampling(config)
+    _resampling(config, algorithm)
     check_members(config)
     check_model(config.model)
     check_served(config.generation, config.lora)
@@ -104,11 +104,22 @@ def _sizes(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def _weights(rewards: Mapping[str, Any]) -> None:
-    if rewards and all(isinstance(keys, Mapping) and keys.get("weight") == 0 for keys in rewards.values()):
+def _weights(config: RunConfig, algorithm: Algorithm) -> None:
+    rewards = config.reward
+    if not rewards or not all(isinstance(keys, Mapping) and keys.get("weight") == 0 for keys in rewards.values()):
+        return
+    remedy = f"set for instance reward.{next(iter(rewards))}.weight=1"
+    if not algorithm.needs_teacher:
         problem = "has no weight but 0: nothing would be learned"
-        remedy = f"set for instance reward.{next(iter(rewards))}.weight=1"
         raise UserError("reward", problem, got=f"[{','.join(rewards)}]", remedy=remedy)
+    if of_rewards := _reward_coef(config):
+        problem = f"multiplies the advantages of rewards, and [{','.join(rewards)}] has no weight but 0"
+        raise UserError("algorithm.reward_coef", problem, got=of_rewards, remedy=f"use 0, or {remedy}")
+
+
+def _reward_coef(config: RunConfig) -> float:
+    """What an algorithm with a teacher multiplies the advantages of the rewards with."""
+    return config.algorithm.get("reward_coef", 0)
 
 
 def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
@@ -244,7 +255,14 @@ def check_apart(config: RunConfig, engine: str) -> None:
     separate.on_cards(config.cluster.gpus_per_engine)
 
 
-def _resampling(config: RunConfig) -> None:
+def _resampling(config: RunConfig, algorithm: Algorithm) -> None:
+    if config.dynamic_sampling.max_rounds and algorithm.needs_teacher and not _reward_coef(config):
+        raise UserError(
+            "dynamic_sampling.max_rounds",
+            "replaces groups of equal rewards, and a teacher teaches by their tokens all the same",
+            got=config.dynamic_sampling.max_rounds,
+            remedy="use 0",
+        )
     if config.dynamic_sampling.max_rounds and config.group_size == 1:
         raise UserError(
             "dynamic_sampling.max_rounds",
@@ -377,6 +395,9 @@ def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
             texts.append(
                 f"algorithm.reward_aggregation: {problem}, got reward=[{','.join(weighted)}]; use algorithm=grpo"
             )
+    if config.dynamic_sampling.max_rounds and algorithm.needs_teacher:
+        problem = "also replaces groups of equal rewards, by whose tokens a teacher teaches"
+        texts.append(f"dynamic_sampling.max_rounds: {problem}, got {config.dynamic_sampling.max_rounds}; use 0")
     generation = config.generation
     truncating = [("top_p", generation.top_p)] if generation.top_p < 1 else []
     truncating += [("top_k", generation.top_k)] if generation.top_k > 0 else []

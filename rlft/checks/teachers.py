@@ -30,7 +30,10 @@ def teacher_is_meant() -> Iterator[None]:
 
 
 def check_top_k(top_k: int, vocabulary: int) -> None:
-    """Refuses more of the teacher's likeliest tokens than the student's vocabulary has."""
+    """Refuses more of the teacher's likeliest tokens than the student's vocabulary has.
+
+    A teacher never has fewer: `check_embeddings`.
+    """
     if top_k > vocabulary:
         problem = f"is more than the model's vocabulary of {vocabulary} tokens"
         raise UserError("algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
@@ -78,16 +81,20 @@ def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_he
         )
 
 
-def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest_prompt: int) -> str | None:
-    """The fingerprint of the teacher's model; None where the teacher is not a model of its own.
+def check_teacher(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest_prompt: int, vocabulary: int
+) -> str | None:
+    """The fingerprint of the teacher's model; None if the teacher is not a separate model.
 
     Args:
         config: the typed config.
         tokenizer: the student's tokenizer.
         longest_prompt: number of tokens of the longest prompt that the teacher may read.
+        vocabulary: number of token ids that the student may sample: the rows of its embedding.
 
     Raises:
-        UserError: the model cannot be read, has another vocabulary, or a context too short for the longest row.
+        UserError: the model cannot be read, has another vocabulary or a smaller embedding, or a context too short for
+            the longest row.
     """
     from rlft.checks.rules import context_of
     from rlft.model.backbone import fingerprint, load_tokenizer, read_config
@@ -99,6 +106,7 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest
     with teacher_is_meant():
         model, teacher_tokenizer = read_config(settings), load_tokenizer(settings)
     check_vocabulary(tokenizer, teacher_tokenizer, settings.path)
+    check_embeddings(vocabulary, model.get_text_config().vocab_size, settings.path)
     context, longest = context_of(model), longest_prompt + config.generation.max_tokens
     and_sampled = " and the token that vLLM samples after it" if config.snapshot.teacher_engine == "vllm" else ""
     if context is not None and longest + bool(and_sampled) > context:
@@ -109,6 +117,22 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest
             remedy="lower prompts.max_tokens or generation.max_tokens, or use another teacher",
         )
     return fingerprint(settings)
+
+
+def check_embeddings(student: int, teacher: int, path: str) -> None:
+    """Refuses a teacher with fewer token ids than the student may sample, also such as its tokenizer does not use.
+
+    Args:
+        student, teacher: rows of their embeddings.
+        path: of the teacher, for the refusal.
+    """
+    if student > teacher:
+        raise UserError(
+            KEY,
+            f"has token ids up to {teacher - 1}, and the student may sample ids up to {student - 1}",
+            got=path,
+            remedy="use a teacher whose config.json has a vocab_size as large as the student's",
+        )
 
 
 def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:

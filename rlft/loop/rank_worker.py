@@ -30,6 +30,7 @@ def opened_trainer(
 ) -> Iterator[LocalTrainer]:
     """The trainer of this config on a base and roles of its own, without pretraining text and learned rewards."""
     base = layers_of_rank(config.cluster, rank)
+    teacher = load_teacher(config.snapshot, config.model)  # before the base, as in a session
     backbone = load_for_training(config.model, config.lora, config.token_budget, sharded=base)
     roles = Roles(
         backbone,
@@ -39,7 +40,7 @@ def opened_trainer(
         temperature=config.generation.temperature,
         token_budget=config.token_budget,
         seed=config.seed,
-        teacher=load_teacher(config.snapshot, config.model),
+        teacher=teacher,
     )
     if base is not None and rank > 0:
         base.drop_copies()

@@ -478,9 +478,10 @@ def open_session(
                 open_rewards = partial(open_reward_members, config, launcher, say)
         if pool is None:
             adopt = adopting_of(engines, config, config.lora.rank, plan.engine)
-        base = (
-            None if pool is None else layers_of_rank(config.cluster, rank=0)
-        )  # an engine in this process needs the whole base
+        # An engine in this process needs the whole base.
+        base = None if pool is None else layers_of_rank(config.cluster, rank=0)
+        # Before the base: what it leaves free decides whether activations are recomputed.
+        teacher = None if again is None else opened_teacher(engines, config, plan.teacher_row_tokens)
         backbone = load_for_training(config.model, config.lora, config.token_budget, adopt=adopt, sharded=base)
         roles = Roles(
             backbone,
@@ -490,7 +491,7 @@ def open_session(
             temperature=config.generation.temperature,
             token_budget=config.token_budget,
             seed=config.seed,
-            teacher=opened_teacher(engines, config, plan.teacher_row_tokens) if again is not None else None,
+            teacher=teacher,
         )
         stack.callback(roles.close)
         resident = open_resident(rewards, roles, learns=config.reward_model.refresh_every > 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,11 @@ def load_head(path: str | Path, key: str) -> dict[str, Tensor]:
 def adapter_shapes(path: str | Path, key: str) -> Shapes:
     """The shapes of the adapter's tensors, from the file's header."""
     return _shapes(WEIGHTS, path, key)
+
+
+def num_parameters(path: str | Path, key: str) -> int:
+    """Of the adapter, from the file's header."""
+    return sum(math.prod(shape) for shape in adapter_shapes(path, key).values())
 
 
 def head_shapes(path: str | Path, key: str) -> Shapes:

@@ -10,6 +10,9 @@ from typing import Literal
 from rlft.keys.bounds import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from rlft.model.adapter_folder import is_adapter
 
+ANSWER = "{answer}"
+"""Stands for the prompt's reference answer in snapshot.teacher_hint."""
+
 ALL_LINEAR = "all-linear"
 """The default of lora.target_modules."""
 

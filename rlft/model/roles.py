@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -95,9 +96,9 @@ class Roles:
                     self.model.add_adapter(role, self.lora)
                     self.copy(POLICY, role)
             if self.has_reference_folder:
-                self.model.load_adapter(snapshot.reference, REFERENCE, is_trainable=False)
+                self._load_frozen(REFERENCE, snapshot.reference)
             if snapshot.teacher_adapter is not None:
-                self.model.load_adapter(snapshot.teacher_adapter, TEACHER, is_trainable=False)
+                self._load_frozen(TEACHER, snapshot.teacher_adapter)
             if critic.kind is not CriticKind.none:
                 self._add_critic(critic)
             self._activate(POLICY)
@@ -454,6 +455,10 @@ class Roles:
 
     def _activate(self, role: str) -> None:
         self.tuner.set_adapter(role, inference_mode=role not in self._learning)
+
+    def _load_frozen(self, role: str, path: str) -> None:
+        """The role is this folder's adapter as PEFT reads it, with a rank, a scale and targets of its own."""
+        self.model.load_adapter(str(Path(path).expanduser()), role, is_trainable=False)
 
     def _warm_start(self, role: str, path: str, key: str) -> None:
         """The role starts from this adapter: the same tensors, or a refusal. PEFT would leave out what is missing."""

@@ -44,22 +44,25 @@ def agreement(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 
 
 def top_k_divergence(student: Tensor, teacher: Tensor, divergence: Divergence, beta: float = 0.5) -> Tensor:
-    """The divergence of both distributions over the teacher's k likeliest tokens, `[B, T]`, at least 0, in nats.
+    """The divergence of both distributions over the teacher's k likeliest tokens and the rest, `[B, T]`, in nats.
 
-    Each is renormalised over these k, p the student's and q the teacher's:
+    The rest is all other tokens together, so that each side has k + 1 outcomes whose probabilities add up to 1, p the
+    student's and q the teacher's:
 
-        reverse         sum_k p log(p / q)
-        forward         sum_k q log(q / p)
-        jensen_shannon  beta sum_k q log(q / M) + (1 - beta) sum_k p log(p / M), with M = beta q + (1 - beta) p
+        reverse         sum p log(p / q)
+        forward         sum q log(q / p)
+        jensen_shannon  beta sum q log(q / M) + (1 - beta) sum p log(p / M), with M = beta q + (1 - beta) p
 
-    GKD (Agarwal 2023, arXiv 2306.13649), section 2; for beta near 0 the last is beta times the forward KL, for beta
-    near 1 it is 1 - beta times the reverse one.
+    It is at least 0, and at most the divergence over the whole vocabulary (data-processing inequality), which it equals
+    where one token is left or all others have the same ratio p / q. GKD (Agarwal 2023, arXiv 2306.13649), section 2,
+    sums over the vocabulary. For beta near 0 the last is beta times the forward KL, for beta near 1 it is 1 - beta
+    times the reverse one.
 
     Args:
-        student, teacher: log-probs `[B, T, K]` of the same tokens, up to a constant for each of the `[B, T]`.
+        student, teacher: log-probs `[B, T, K]` of the same tokens, normalised over the whole vocabulary.
         beta: of jensen_shannon, above 0 and below 1.
     """
-    logp, logq = student.log_softmax(-1), teacher.log_softmax(-1)
+    logp, logq = with_the_rest(student), with_the_rest(teacher)
     match divergence:
         case Divergence.reverse:
             return _kl(logp, logq)
@@ -68,6 +71,26 @@ def top_k_divergence(student: Tensor, teacher: Tensor, divergence: Divergence, b
         case Divergence.jensen_shannon:
             logm = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
             return beta * _kl(logq, logm) + (1 - beta) * _kl(logp, logm)
+
+
+SMALLEST_REST = 8
+"""Probability of the rest below which it is a matter of rounding, in units of the dtype's eps (1e-6 in float32)."""
+
+
+def with_the_rest(logprobs: Tensor) -> Tensor:
+    """`[.., K + 1]`: the log-probs of K tokens, and that of all others together, log(1 - sum_k exp(lp_k)).
+
+    Where the K tokens have all of the probability up to rounding, the rest has `SMALLEST_REST`, without gradient. What
+    comes out is normalised again, so that no rounding makes a divergence negative.
+    """
+    total = logprobs.logsumexp(-1, keepdim=True)
+    rest = log1mexp(total.clamp(max=-SMALLEST_REST * torch.finfo(logprobs.dtype).eps))
+    return torch.cat([logprobs, rest], -1).log_softmax(-1)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x < 0, by expm1 near 0 and log1p far from it (Maechler 2012, "log1mexp")."""
+    return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
 
 
 def _kl(logp: Tensor, logq: Tensor) -> Tensor:

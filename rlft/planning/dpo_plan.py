@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlft.checks import rules
@@ -11,6 +11,7 @@ from rlft.checks.dpo import REFERENCE, check_config, reference_of, uses_of
 from rlft.config.schema import DpoConfig
 from rlft.generation.memory import ModelSizes
 from rlft.loss.preference_loss import PreferenceLoss
+from rlft.model.adapter_folder import num_parameters
 from rlft.planning.memory_parts import Demand
 from rlft.planning.ranking_plan import RankingPlan, read_inputs
 from rlft.planning.startup_table import TableRow
@@ -36,6 +37,11 @@ class DpoPlan(RankingPlan):
     @property
     def has_reference_adapter(self) -> bool:
         return self.reference not in ("none", "base")
+
+    @property
+    def _reference_parameters(self) -> int:
+        """Number of parameters of the reference's adapter, as its folder has it."""
+        return num_parameters(self.reference, REFERENCE) if self.has_reference_adapter else 0
 
     @property
     def reference_fingerprint(self) -> str:
@@ -65,11 +71,11 @@ class DpoPlan(RankingPlan):
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand:
         """The demand of the policy's adapter, and of the reference's where it has one."""
-        adapters = 2 if self.has_reference_adapter else 1
-        return self.demand_of(model, recompute, adapters=adapters, trainable=model.lora, through_head=True)
+        demand = self.demand_of(model, recompute, adapters=1, trainable=model.lora, through_head=True)
+        return replace(demand, frozen=self._reference_parameters)
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:
-        reference = {"reference (frozen)": model.lora} if self.has_reference_adapter else {}
+        reference = {"reference (frozen)": self._reference_parameters} if self.has_reference_adapter else {}
         return {"base (frozen)": model.parameters, "policy (learns)": model.lora, **reference}
 
 

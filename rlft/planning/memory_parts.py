@@ -44,7 +44,8 @@ class Demand:
     """Memory demand of a planned run of any verb, on the trainer's device.
 
     Attributes:
-        adapters: number of adapters on the base, without the engine's own copy.
+        adapters: number of adapters of the run's rank on the base, without the engine's own copy.
+        frozen: number of parameters of adapters that keep the rank of their folder.
         trainable: number of trained parameters.
         prompt_tokens: prompt length of the longest row, in tokens.
         completion_tokens: completion length of the longest row, in tokens.
@@ -85,6 +86,7 @@ class Demand:
     through_head: bool = True
     entropy: bool = False
     own_critic: bool = False
+    frozen: int = 0
     beside: int = 0
     teacher: TeacherDemand | None = None
     engine: Engine | None = None
@@ -168,7 +170,12 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
     counted = [
         Part(name="process and libraries", bytes=process + FIRST_USE * (demand.device == "cpu"), when=When.always),
         Part(name="base", bytes=base_bytes(model, demand), when=When.always, key="model.dtype"),
-        Part(name="adapters", bytes=adapters * model.lora * FLOAT32, when=When.always, key="lora.rank"),
+        Part(
+            name="adapters",
+            bytes=(adapters * model.lora + demand.frozen) * FLOAT32,
+            when=When.always,
+            key="lora.rank",
+        ),
         Part(
             name="optimizer and gradients",
             bytes=LEARNED_COPIES * demand.trainable * FLOAT32,

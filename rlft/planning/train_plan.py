@@ -29,9 +29,9 @@ from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.keys.instantiate import instantiate
 from rlft.logger.rollouts import Rollouts
-from rlft.model.adapter_folder import content_fingerprint
+from rlft.model.adapter_folder import content_fingerprint, num_parameters
 from rlft.model.backbone import decoder_layers, fingerprint, load_tokenizer, read_config, resolve_device
-from rlft.model.config import CriticKind, ModelConfig, Old, teacher_settings
+from rlft.model.config import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
 from rlft.planning.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
 from rlft.planning.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
 from rlft.planning.memory_parts import Demand
@@ -167,14 +167,15 @@ class TrainPlan(Plan):
         """The demand of the policy, with old, reference, teacher, critic and rewards as adapters beside it."""
         run = self.config
         critic, snapshot = run.critic.kind, run.snapshot
-        adapters = 1 + (snapshot.reference not in ("none", "base")) + (snapshot.old is Old.copy)
-        adapters += (critic is CriticKind.adapter) + (snapshot.teacher_adapter is not None)
+        adapters = 1 + (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
+        adapters += critic is CriticKind.adapter
         rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
         networks = [classifier_bytes(spec.kwargs.get("path")) for spec in rewards]
         adapters += networks.count(0)
         learning = 1 + (critic is CriticKind.adapter) + (run.reward_model.refresh_every > 0)
         return Demand(
             adapters=adapters,
+            frozen=sum(frozen_parameters(run.snapshot).values()),
             trainable=learning * model.lora + (critic is not CriticKind.none) * model.hidden,
             prompt_tokens=self.train_prompts.lengths.longest,
             completion_tokens=run.generation.max_tokens,
@@ -218,6 +219,7 @@ class TrainPlan(Plan):
                 result["teacher (does not learn)"] = teacher_sizes(self.config).parameters
                 continue
             adapter = 0 if on_the_base or (role == "critic" and critic is CriticKind.shared) else model.lora
+            adapter = frozen_parameters(snapshot).get(role, adapter)
             learns = role in ("policy", "critic") or (role == "reward" and self.config.reward_model.refresh_every > 0)
             result[f"{role} ({'learns' if learns else 'does not learn'})"] = adapter + head
         return result
@@ -299,9 +301,11 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     pretrain_text = scan_pretrain_text(config, tokenizer)
     teacher, teacher_row_tokens = None, 0
     if trains and config.snapshot.teacher != "none":
-        check_top_k(algorithm.teacher_top_k, model_config.get_text_config().vocab_size)
+        vocabulary = model_config.get_text_config().vocab_size
+        check_top_k(algorithm.teacher_top_k, vocabulary)
         longest = longest_read_by_the_teacher(config, train_prompts, tokenizer, model_config)
-        teacher, teacher_row_tokens = check_teacher(config, tokenizer, longest), longest + config.generation.max_tokens
+        teacher = check_teacher(config, tokenizer, longest, vocabulary)
+        teacher_row_tokens = longest + config.generation.max_tokens
     return TrainPlan(
         config=config,
         plain=plain,
@@ -389,6 +393,14 @@ def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
         held_out=settings.held_out,
         updates_per_step=config.updates_per_step,
     )
+
+
+def frozen_parameters(snapshot: SnapshotConfig) -> dict[str, int]:
+    """{role: number of its parameters} of the roles whose adapters never move, which are as their folders have them."""
+    folders = {"teacher": snapshot.teacher_adapter}
+    if snapshot.reference not in ("none", "base", *MOVING_REFERENCES):
+        folders["reference"] = snapshot.reference
+    return {role: num_parameters(path, f"snapshot.{role}") for role, path in folders.items() if path is not None}
 
 
 def teacher_sizes(config: RunConfig) -> ModelSizes:

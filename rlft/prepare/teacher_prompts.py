@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlft.model.config import ANSWER
 from rlft.prepare.prompts import token_ids, tokenised
-from rlft.types import Group, Prompt
+from rlft.types import Group, Prompt, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ANSWER = "{answer}"
-"""The placeholder for the prompt's reference answer in a hint."""
 
 
 def with_hint(prompt: Prompt, hint: str) -> Prompt:
@@ -40,6 +38,18 @@ def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: PreTrainedTok
 
 
 def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> int:
-    """Number of tokens of the longest of these prompts with the hint."""
-    hinted = (with_hint(prompt, hint) for prompt in prompts)
-    return max(len(prompt.token_ids) for prompt in tokenised(hinted, tokenizer, style))
+    """Number of tokens of the longest of these prompts with the hint.
+
+    Raises:
+        UserError: the hint shows the answer, and some of the prompts have none.
+    """
+    longest, without = 0, []
+    for prompt in tokenised((with_hint(prompt, hint) for prompt in prompts), tokenizer, style):
+        longest = max(longest, len(prompt.token_ids))
+        if ANSWER in hint and not prompt.answer.strip():
+            without.append(prompt.id)
+    if without:
+        problem = f"shows the prompt's answer, and {len(without)} train prompts have none, first {without[0]}"
+        remedy = f"leave {ANSWER} out, or name the field that has the answer (data.answer_field)"
+        raise UserError("snapshot.teacher_hint", problem, got=repr(hint), remedy=remedy)
+    return longest

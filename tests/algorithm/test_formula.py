@@ -78,6 +78,9 @@ OWN: dict[str, list[dict[str, Any]]] = {
           for std in ("sample", "population", "batch", "none")),
         *({"teacher_in": "loss", "divergence": kind, "jsd_beta": 0.3, "teacher_coef": 0.7}
           for kind in ("reverse", "forward", "jensen_shannon")),
+        *({"teacher_in": "loss", "mismatch": f"{level}_{way}"}
+          for level in ("token", "sequence") for way in ("truncate", "mask")),
+        {"teacher_in": "loss", "off_policy_limit": 0.05, "mismatch": "token_mask"},
     ],
 }  # fmt: skip
 BESIDE = {"opd": {"reward_coef": 0.5}}
@@ -116,6 +119,10 @@ def number(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64)
 
 
+def with_the_rest(probabilities: Tensor) -> Tensor:
+    return torch.cat([probabilities, 1 - probabilities.sum(-1, keepdim=True)], -1)
+
+
 class Written(dict[str, Any]):
     """The names that a line may use: keys, symbols, and the other lines, which are evaluated when they are used."""
 
@@ -137,7 +144,7 @@ class Written(dict[str, Any]):
             "lp_old": kept(batch.old_logprobs), "lp_ref": kept(batch.reference_logprobs),
             "lp_smp": kept(batch.sampled_logprobs), "V_old": kept(batch.old_values), "step": kept(batch.token_rewards),
             "lp_teacher": kept(batch.teacher_logprobs),
-            "p": outputs.top_k_logprobs.softmax(-1), "q": batch.teacher_top_k_logprobs.softmax(-1),
+            "p": with_the_rest(outputs.top_k_logprobs.exp()), "q": with_the_rest(batch.teacher_top_k_logprobs.exp()),
             "sum_top": lambda x: x.sum(-1),
             "reward_k": batch.each_reward.T.unsqueeze(-1), "weight_k": batch.each_weight.T.unsqueeze(-1),
             "reward": batch.rewards.unsqueeze(-1), "truncated": batch.truncated.double().unsqueeze(-1),

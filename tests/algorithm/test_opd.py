@@ -67,15 +67,15 @@ def test_metrics_say_how_far_the_teacher_is_and_how_much_both_agree(make, batch,
 
 
 def test_the_divergence_of_the_teachers_likeliest_tokens_is_a_term_of_the_loss(make, batch, close):
-    """Of each token the same: p = (0.5, 0.5), q = (0.8, 0.2), KL(p || q) = 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2)."""
+    """Of each token the same: p = (0.5, 0.3) and 0.2 for all others, q = (0.6, 0.1) and 0.3."""
     algorithm = make("opd", teacher_in="loss", teacher_coef=3.0)
     shape = batch.token_ids.shape
-    student = exact([0.5, 0.5]).log().expand(*shape, 2).clone().requires_grad_()
-    batch = replace(batch, teacher_top_k_logprobs=exact([0.8, 0.2]).log().expand(*shape, 2))
+    student = exact([0.5, 0.3]).log().expand(*shape, 2).clone().requires_grad_()
+    batch = replace(batch, teacher_top_k_logprobs=exact([0.6, 0.1]).log().expand(*shape, 2))
     batch = algorithm.credit(batch)
     scale = LossScale(num_tokens=3, num_sequences=2, max_completion_tokens=4)
     loss = algorithm.loss(Outputs(logprobs=batch.old_logprobs, top_k_logprobs=student), batch, scale)
-    expected = 3 * (0.5 * log(0.5 / 0.8) + 0.5 * log(0.5 / 0.2))
+    expected = 3 * (0.5 * log(0.5 / 0.6) + 0.3 * log(0.3 / 0.1) + 0.2 * log(0.2 / 0.3))
     close(loss.total.detach(), expected)
     close(loss.metrics["loss/teacher"], expected)
     loss.total.backward()
@@ -83,10 +83,44 @@ def test_the_divergence_of_the_teachers_likeliest_tokens_is_a_term_of_the_loss(m
     assert (student.grad[batch.loss_mask] != 0).all()
 
 
+@pytest.mark.parametrize(
+    ("keys", "weights"),
+    [
+        # p_old / p_sampled of the three tokens are 1.5, 0.25 and 4; the geometric mean of the first row's is 0.6124.
+        ({"mismatch": "token_truncate"}, (1.5, 0.25, 2.0)),
+        ({"mismatch": "token_mask"}, (1.5, 0.0, 0.0)),
+        ({"mismatch": "sequence_mask"}, (0.375**0.5, 0.375**0.5, 0.0)),
+        # The first row is log(1 / 0.375) / 2 = 0.49 nats a token off, and its advantage of the rewards is -0.5.
+        ({"off_policy_limit": 0.4, "reward_coef": 1.0, "std": "none"}, (0.0, 0.0, 1.0)),
+    ],
+)
+def test_the_divergence_has_the_weights_for_mismatch_and_lag_without_their_gradient(make, batch, close, keys, weights):
+    algorithm = make("opd", teacher_in="loss", mismatch_low=0.5, mismatch_high=2.0, **keys)
+    shape, scale = batch.token_ids.shape, LossScale(num_tokens=3, num_sequences=2, max_completion_tokens=4)
+    student = exact([0.5, 0.3]).log().expand(*shape, 2).clone().requires_grad_()
+    off = exact([[1.0, 1.5, 0.25], [1.0, 4.0, 1.0]]).log()
+    batch = replace(
+        batch,
+        teacher_top_k_logprobs=exact([0.6, 0.1]).log().expand(*shape, 2),
+        sampled_logprobs=batch.old_logprobs - off,
+        rewards=exact([0.0, 1.0]),
+    )
+    logprobs = batch.old_logprobs.clone().requires_grad_()
+    loss = algorithm.loss(Outputs(logprobs=logprobs, top_k_logprobs=student), algorithm.credit(batch), scale)
+    of_a_token = 0.5 * log(0.5 / 0.6) + 0.3 * log(0.3 / 0.1) + 0.2 * log(0.2 / 0.3)
+    close(loss.metrics["loss/teacher"], sum(weights) / 3 * of_a_token)
+    close(loss.total.detach(), loss.metrics["loss/teacher"] + loss.metrics["loss/policy"])
+    loss.total.backward()
+    of_tokens = student.grad[batch.loss_mask].abs().sum(-1)
+    close(of_tokens / of_tokens.max(), exact(weights) / max(weights))
+    if not keys.get("reward_coef"):
+        assert (logprobs.grad == 0).all()
+
+
 def test_masked_tokens_do_not_matter_to_the_divergence(make, batch, close):
     algorithm = make("opd", teacher_in="loss")
     outside = ~batch.loss_mask
-    student, teacher = exact([[0.5, 0.5]]).log().repeat(6, 1).view(2, 3, 2), exact([0.8, 0.2]).log().repeat(2, 3, 1)
+    student, teacher = exact([[0.5, 0.3]]).log().repeat(6, 1).view(2, 3, 2), exact([0.6, 0.1]).log().repeat(2, 3, 1)
     scale = LossScale(num_tokens=3, num_sequences=2, max_completion_tokens=4)
 
     def total(junk):
@@ -120,11 +154,15 @@ def test_what_it_asks_for(make):
     ("keys", "key", "problem"),
     [
         ({"divergence": "forward"}, "algorithm.divergence", "is that of the reverse KL"),
-        ({"teacher_in": "loss", "top_k": 1}, "algorithm.top_k", "over one they are equal"),
         (
             {"teacher_in": "loss", "divergence": "jensen_shannon", "jsd_beta": 0.0},
             "algorithm.jsd_beta",
             "the divergence is 0 there",
+        ),
+        (
+            {"teacher_in": "loss", "off_policy_limit": 0.1},
+            "algorithm.off_policy_limit",
+            "teacher_in=loss has no advantage",
         ),
         ({"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.kl_in", "algorithm.reward_coef=0 leaves out"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,20 @@ def test_an_adapters_word_is_what_it_says_as_a_policy(adapter, make_roles, batch
     assert not torch.allclose(annotated.teacher_logprobs, annotated.old_logprobs, atol=1e-3)
     assert (annotated.teacher_logprobs[~batch.loss_mask] == 0).all()
     assert roles.moving == ("policy",)
+
+
+@pytest.mark.parametrize("role", ["teacher", "reference"])
+def test_a_frozen_adapter_has_its_own_rank_and_scale_and_may_stand_in_the_users_home(
+    adapter, make_roles, batch, nobody, role, monkeypatch
+):
+    expected = make_roles(path=adapter).logprobs(batch, "policy")
+    folder = Path(adapter)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    roles = make_roles(noise=0.05, rank=2, alpha=32.0, **{role: f"~/{folder.name}"})
+    annotated = roles.annotate(batch, nobody, needs_old=True)
+    torch.testing.assert_close(getattr(annotated, f"{role}_logprobs"), expected, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(annotated.old_logprobs, expected, atol=1e-3)
+    assert {name: config.r for name, config in roles.model.peft_config.items()} == {"policy": 2, role: 4}
 
 
 def test_the_base_is_a_teacher_without_an_adapter(make_roles, batch, nobody):

@@ -1,9 +1,10 @@
 """What a teacher reads that the student does not."""
 
+import pytest
 import torch
 
 from rlft.prepare.teacher_prompts import longest_with_hint, teacher_prompts, with_hint
-from rlft.types import Completion, FinishReason, Group, Rollout
+from rlft.types import Completion, FinishReason, Group, Rollout, UserError
 
 
 def group_of(prompt, size):
@@ -25,3 +26,11 @@ def test_each_completion_has_its_prompts_tokens_with_the_hint(make_prompt, backb
     assert [tuple(row[row >= 0].tolist()) for row in made] == [expected[0], expected[0], expected[1]]
     assert (made[0, len(expected[0]) :] == -1).all()
     assert longest_with_hint([one, two], "It is {answer}.", backbone.tokenizer, "chat") == len(expected[1])
+
+
+def test_an_answer_that_a_prompt_has_not_is_shown_to_no_teacher(make_prompt, backbone):
+    prompts = [make_prompt("1?", "1"), make_prompt("2?", " "), make_prompt("3?", "")]
+    with pytest.raises(UserError, match=r"2 train prompts have none, first 2\?, got 'It is {answer}\.'") as refused:
+        longest_with_hint(prompts, "It is {answer}.", backbone.tokenizer, "chat")
+    assert refused.value.key == "snapshot.teacher_hint"
+    assert longest_with_hint(prompts, "Think.", backbone.tokenizer, "chat") > 0

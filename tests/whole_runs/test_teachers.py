@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_folders import check_same, learned, metrics
 
 from rlft import cli
+from rlft.config.compose import compose
+from rlft.config.schema import RunConfig
+from rlft.keys import verbs
+from rlft.loop import base_loading, engines, rank_worker
+from rlft.model.config import ModelConfig, SnapshotConfig
+from rlft.planning.memory_demand import sizes_of
+from rlft.planning.memory_parts import parts
+from rlft.run.references import resolved
 
 SMALL = (
     "train", "+recipe=grpo_arithmetic", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "prompts_per_step=2",
@@ -45,10 +55,47 @@ def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_thoug
     assert not any(name == "teacher" for found in run.glob("checkpoints/*") for name in found.iterdir())
 
 
+@pytest.mark.parametrize("verb", ["train", "dpo"])
+def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: Path, verb: str) -> None:
+    """An adapter of rank 4 beside a policy of rank 2, which has half as many parameters."""
+    words = {
+        "train": (*SMALL, "algorithm=opd", f"snapshot.teacher={teacher}", f"snapshot.reference={teacher}"),
+        "dpo": ("dpo", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64",
+                f"snapshot.reference={teacher}"),
+    }[verb]  # fmt: skip
+    plan = verbs.named(verb).make_plan(resolved(compose([*words[1:], "lora.rank=2"], verb=verb)))
+    sizes = sizes_of(plan.config.model, plan.config.lora)
+    demand = plan.demand(sizes, False)
+    frozen = 2 if verb == "train" else 1
+    assert demand.frozen == frozen * 2 * sizes.lora
+    assert demand.adapters == 1
+    [part] = [part for part in parts(sizes, demand, 0) if part.name == "adapters"]
+    copies = 1 if verb == "train" else 0  # the sampler's
+    assert part.bytes == 4 * sizes.lora * (1 + copies + 2 * frozen)
+    table = plan.parameters(sizes)
+    assert table["policy (learns)"] == sizes.lora
+    assert [number for role, number in table.items() if role[:3] in ("tea", "ref")] == frozen * [2 * sizes.lora]
+
+
 def test_a_fork_may_learn_from_the_base_which_its_policy_is_no_longer(teacher: Path, tmp_path: Path) -> None:
     words = ("algorithm=opd", "snapshot.teacher=base", "steps=2", f"hydra.run.dir={tmp_path / 'fork'}")
     assert cli.run(["resume", str(teacher / "checkpoints" / "step_000001"), *words]) == 0
     assert metrics(tmp_path / "fork")[-1]["kl/teacher"] > 1e-5
+
+
+def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(tmp_path: Path) -> None:
+    """No reward counts. At the first step the policy is the base: with the same prompt both agree to rounding."""
+    hint = 'snapshot.teacher_hint="The answer is {answer}."'
+    words = (*OPD, "snapshot.teacher=base", "prompts.max_tokens=64", "token_budget=1024", "lora.dropout=0.1")
+    run, halted, bare = (tmp_path / name for name in ("run", "halted", "bare"))
+    assert cli.run([*words, hint, "steps=2", f"hydra.run.dir={run}"]) == 0
+    assert cli.run([*words, hint, "steps=1", f"hydra.run.dir={halted}"]) == 0
+    assert cli.run(["resume", str(halted), "steps=2"]) == 0
+    check_same(halted, run)
+    assert learned(run)
+    assert all(step["kl/teacher"] > 1e-4 for step in metrics(run))
+    assert cli.run([*words, "algorithm.reward_coef=1", "steps=1", f"hydra.run.dir={bare}"]) == 0
+    assert metrics(bare)[0]["kl/teacher"] < 1e-10
 
 
 def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path) -> None:
@@ -64,6 +111,32 @@ def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path
     assert first["loss/total"] == pytest.approx(first["loss/teacher"] + first["loss/policy"], rel=1e-5)
     assert first["policy/grad_norm"] > 0
     assert second["loss/teacher"] != first["loss/teacher"]
+
+
+@pytest.mark.parametrize("where", ["run", "rank"])
+def test_what_a_teacher_takes_is_not_free_for_activations(
+    where: str, run_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations may take half of what is free: all of it, less a byte for the teacher, is a byte too little."""
+    loaded, told = [], []
+    of_where = {"run": engines, "rank": rank_worker}[where]
+
+    def load_and_count(snapshot: SnapshotConfig, model: ModelConfig) -> Any:
+        loaded.append(base_loading.load_teacher(snapshot, model))
+        return loaded[-1]
+
+    monkeypatch.setattr(of_where, "load_teacher", load_and_count)
+    monkeypatch.setattr(base_loading, "activation_bytes", lambda *args, **keys: 500)
+    monkeypatch.setattr(base_loading, "free_memory", lambda: 1000 - len(loaded))
+    monkeypatch.setattr(base_loading, "set_checkpointing", lambda model, needed: told.append(needed))
+    words = ("snapshot.teacher=embedded:tiny-arithmetic", "model.path=embedded:tiny-student", "prompts.max_tokens=48",
+             "model.gradient_checkpointing=auto")  # fmt: skip
+    if where == "run":
+        assert cli.run([*OPD, *words, "steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    else:
+        with rank_worker.opened_trainer(run_config(*OPD[1:], *words), needs_old=True):
+            pass
+    assert told == [True]
 
 
 def test_a_run_with_a_teacher_in_vllm_resumes_as_the_same_run_and_learns_what_a_loaded_teacher_teaches(
