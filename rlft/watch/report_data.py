@@ -80,7 +80,7 @@ def no_metrics(folder: Path) -> UserError:
 def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()) -> dict[str, Any]:
     """Everything that the page shows, with at most `max_bytes` of completions as JSON for all runs together.
 
-    words: what was typed for the runs, among it folders of sweeps.
+    words: what was typed for the runs, among it folders of sweeps or above them.
     """
     runs = [run_of(folder, max_bytes // len(folders)) for folder in folders]
     configs = [run["config"] for run in runs]
@@ -92,8 +92,17 @@ def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()
         "runs": runs,
         "differences": differences(configs),
         "seeds": same_but_seeds(configs),
-        "sweeps": [sweep for word in words if (sweep := sweep_of(Path(word))) is not None],
+        "sweeps": [sweep for folder in sweep_folders(words, folders) if (sweep := sweep_of(folder)) is not None],
     }
+
+
+def sweep_folders(words: Sequence[str], runs: Sequence[Path]) -> list[Path]:
+    """The folders that may be those of sweeps: the named ones, and those between them and their runs."""
+    found = {}
+    for named in map(Path, words):
+        between = [above for run in runs for above in run.parents if named in above.parents]
+        found |= dict.fromkeys([named, *sorted(between)])
+    return list(found)
 
 
 def sweep_of(folder: Path) -> dict[str, Any] | None:
