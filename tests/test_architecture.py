@@ -154,7 +154,7 @@ TESTED_ELSEWHERE = {
     "verbs/policy_page": "test_hints.py",
     "verbs/ranking_lesson": "verbs/test_rm.py",
     "verbs/study/config": "test_refusals.py",
-    "verbs/study/words": "verbs/study/test_command.py",
+    "verbs/study/record": "verbs/study/test_command.py",
     "verbs/sweep": "whole_runs/test_sweeps.py",
     "verbs/train": "test_cli.py",
     "verbs/arguments": "test_refusals.py",

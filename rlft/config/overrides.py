@@ -40,6 +40,8 @@ FIXED = (
     "hydra.searchpath",
 )
 """Keys that rlft sets, and the user may not."""
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+"""Keys of Hydra that a user may set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,8 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
     names = [option.partition("=")[0] for option in options]
     if not {*names} & {*SWEEPING, *PRINTING}:
         _check_no_sweep(overrides, verb)
+    if {*names} & {*SWEEPING}:
+        _check_sweep(overrides)
     for name in (name for name in names if name in OF_CFG and not {"--cfg", "-c"} & {*names}):
         raise UserError(name, "says how --cfg prints, and there is no --cfg", remedy="write --cfg job with it")
     return Arguments(
@@ -177,12 +181,25 @@ def _check_overrides(overrides: Sequence[str], verb: str, config_dir: Path | Non
         if key.startswith(FIXED):
             remedy = f"sweep with rlft {verb} -m, add YAML with --config-dir"
             raise UserError(key, "cannot be set by the user", got=value, remedy=remedy)
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and unquoted(value) in ("", "null"):
+        _check_of_hydra(key, value)
+        if key in FOLDERS and unquoted(value) in ("", "null"):
             raise UserError(key, "is empty", remedy="name a folder, or leave it out for runs/<name>/<time>")
         if key in override_of:
             remedy = f"give it once; to sweep over values use rlft {verb} -m with commas between them"
             raise UserError(key, "is given twice", got=f"{override_of[key]} and {override}", remedy=remedy)
         override_of[key] = override
+
+
+def _check_of_hydra(key: str, value: str) -> None:
+    """Refuses keys of Hydra that change nothing here, among them misspelt ones, which Hydra or a sweep would drop."""
+    if re.match(r"hydra([./]|$)", key) is None or key in FOLDERS:
+        return
+    if key == "hydra.sweep.subdir":
+        problem, remedy = "is set by the sweep, which finds its runs again by it", "leave it out"
+        raise UserError(key, problem, got=value or "nothing", remedy=remedy)
+    close = difflib.get_close_matches(key, FOLDERS, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"of Hydra's keys only {' and '.join(FOLDERS)} do something here"
+    raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
 
 
 def _check_no_sweep(overrides: Sequence[str], verb: str) -> None:
@@ -198,6 +215,14 @@ def _check_no_sweep(overrides: Sequence[str], verb: str) -> None:
         if INTERVAL.match(value):
             remedy = f"write rlft {verb} -m sweep=optuna to choose from it, or give one value"
             raise UserError(key, "has an interval of values but this is no sweep", got=value, remedy=remedy)
+
+
+def _check_sweep(overrides: Sequence[str]) -> None:
+    """Refuses a key that only a single run reads."""
+    for key, _, value in (override.lstrip("+~").partition("=") for override in overrides):
+        if key == "hydra.run.dir":
+            remedy = "write hydra.sweep.dir=<folder>, in which each run has its own"
+            raise UserError(key, "is the folder of one run, and this is a sweep", got=value, remedy=remedy)
 
 
 def _is_left_open(value: str) -> bool:

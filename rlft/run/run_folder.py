@@ -117,11 +117,7 @@ def check_free(folder: Path) -> None:
 
     rules.check_writable also tries to write there, once nothing else is wrong.
     """
-    above = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
-    code = errno.ENOTDIR if not above.is_dir() else 0 if os.access(above, os.W_OK | os.X_OK) else errno.EACCES
-    if code:
-        problem = f"cannot be written ({os.strerror(code)})"
-        raise UserError("hydra.run.dir", problem, got=folder, remedy="choose another folder")
+    check_can_be_made(folder, "hydra.run.dir")
     if config_file(folder).exists():
         raise UserError(
             "hydra.run.dir",
@@ -129,6 +125,15 @@ def check_free(folder: Path) -> None:
             got=folder,
             remedy=f"continue it with `{resuming(folder)}`, or choose another folder",
         )
+
+
+def check_can_be_made(folder: Path, key: str) -> None:
+    """Refuses a folder that is none, or could not be created or written. key: that names it."""
+    above = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    code = errno.ENOTDIR if not above.is_dir() else 0 if os.access(above, os.W_OK | os.X_OK) else errno.EACCES
+    if code:
+        problem = f"cannot be written ({os.strerror(code)})"
+        raise UserError(key, problem, got=folder, remedy="choose another folder")
 
 
 def write_config(
@@ -179,8 +184,10 @@ def with_kept_lanes(config: Mapping[str, Any], resumed: Path | None) -> dict[str
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path, what: str = "run") -> Iterator[None]:
     """Locks the folder against other processes. The kernel releases the lock with the process, even by `kill -9`.
+
+    what: is in the folder, for messages.
 
     Raises:
         UserError: another process holds the lock.
@@ -191,10 +198,10 @@ def held(folder: Path) -> Iterator[None]:
         with writing(folder / LOCK):
             lock = locks.take(handle, tries=locks.TRIES)
         if lock is locks.Taken.no:
-            problem, remedy = "another process is running this run", "wait for it, or stop it first"
+            problem, remedy = f"another process is running this {what}", "wait for it, or stop it first"
             raise UserError("resume", problem, got=folder, remedy=remedy)
         if lock is locks.Taken.unsupported:
-            say(f"note: the file system of {folder} has no locks: nothing keeps a second process out of this run")
+            say(f"note: the file system of {folder} has no locks: nothing keeps a second process out of this {what}")
         yield
     finally:
         os.close(handle)

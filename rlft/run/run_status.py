@@ -75,6 +75,11 @@ def write_interrupted(folder: Path, num_steps: int) -> None:
     _write(folder, num_steps, Status.interrupted)
 
 
+def write_stopped(folder: Path, num_steps: int, reason: str, error: str) -> None:
+    """Writes the status of a run that was stopped from outside, as if the error of this class had stopped it."""
+    _write(folder, num_steps, Status.stopped, reason, error)
+
+
 def _write(folder: Path, num_steps: int, status: Status, reason: str = "", error: str = "") -> None:
     reasons = {name: text for name, text in (("reason", reason), ("error", error)) if text}
     fields = {"format": FORMAT, "status": str(status), "steps": num_steps, **reasons}

@@ -17,7 +17,7 @@ from rlft.types import UserError
 from rlft.verbs.arguments import only_overrides
 from rlft.verbs.begin import begin
 from rlft.verbs.launch import launch
-from rlft.verbs.study.words import is_study
+from rlft.verbs.study.record import is_study
 
 USAGE = """\
 usage: rlft resume <run> [<key>=<value>] ...
@@ -26,7 +26,7 @@ usage: rlft resume <run> [<key>=<value>] ...
 
 A run goes on from its newest checkpoint, exactly as if never stopped. Keys that would change the run are refused.
 From a checkpoint a new run begins, whose steps count on; keys may change that the checkpoint still fits, such as
-trainer.lr, algorithm.kl_coef, data or rewards. A sweep whose values Optuna chooses goes on with its trials.
+trainer.lr, algorithm.kl_coef, data or rewards. A sweep whose values Optuna chooses is resumed with its trials.
   rlft resume runs/grpo_arithmetic/<time>
   rlft resume runs/grpo_arithmetic/<time> steps=80
   rlft resume runs/grpo_arithmetic/<time>/checkpoints/step_000040 trainer.lr=1e-4"""

@@ -21,7 +21,7 @@ from rlft.keys import verbs
 from rlft.run.references import resolved
 from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt
-from rlft.system.terminal import command_line, override, say
+from rlft.system.terminal import command_line, override, resuming, say
 from rlft.types import Logger, UserError
 from rlft.verbs.launch import import_libraries, launch, saved_steps
 from rlft.verbs.study.space import check_one_by_one
@@ -46,6 +46,8 @@ def sweep(verb: str, parsed: Arguments) -> None:
     from rlft.verbs import sweep_table as sweep
 
     check_one_by_one(parsed.overrides, verb)
+    if (named := parsed.value("hydra.sweep.dir")) is not None:
+        _check_folder(Path(named))
     jobs = _expand(parsed.overrides, verb)
     sweep.check_jobs(jobs)
     names = sweep.names_of(jobs)
@@ -127,6 +129,18 @@ def _side_by_side(
         _hydra(verb, parsed, job)
         if started:
             started[0].finish()
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuses a folder that cannot be made, or holds a sweep whose values Optuna chooses."""
+    from rlft.run import run_folder
+    from rlft.verbs.study.record import is_study
+
+    run_folder.check_can_be_made(folder, "hydra.sweep.dir")
+    if is_study(folder):
+        problem = "there is a sweep in that folder whose values Optuna chooses"
+        remedy = f"resume that one with {resuming(folder)}, or name another folder"
+        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy)
 
 
 def _sweep_folder(folder: Path) -> str:

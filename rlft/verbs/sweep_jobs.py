@@ -84,7 +84,7 @@ class SideBySide:
     def start(self, number: int, name: str, words: Sequence[str], folder: Path) -> None:
         """Starts a job as soon as fewer than `jobs` run; nothing after an interruption."""
         while len(self._running) >= self._jobs:
-            self.look()
+            self.poll()
         if self._interrupt.requested:
             return
         card = self._free_cards.pop(0) if self._free_cards else None
@@ -109,7 +109,7 @@ class SideBySide:
             JobsFailedError: jobs have failed.
         """
         while self._running:
-            self.look()
+            self.poll()
         if self._interrupt.requested:
             raise KeyboardInterrupt
         if self.failed:
@@ -121,12 +121,12 @@ class SideBySide:
         return any(job.number == number for job in self._running)
 
     def stop(self, number: int) -> None:
-        """Makes a running job save its step and end, which is no failure; `look` kills one that does not in time."""
+        """Makes a running job save its step and end, which is no failure; `poll` kills one that does not in time."""
         for job in (job for job in self._running if job.number == number and job.stopping is None):
             job.stopping = RunningTime()
             job.member.call("send", int(signal.SIGINT))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Waits a moment, then asks the running jobs again and passes a signal on."""
         wait_for([job.asked for job in self._running], timeout=POLL_S)
         time.sleep(POLL_S)
@@ -135,9 +135,9 @@ class SideBySide:
             for job in self._running:
                 job.member.call("send", int(signal.SIGINT))
         for job in list(self._running):
-            self._look_at(job)
+            self._check(job)
 
-    def _look_at(self, job: RunningJob) -> None:
+    def _check(self, job: RunningJob) -> None:
         if job.stopping is not None and job.stopping() > self._timeout_s:
             late = f"has not ended {self._timeout_s:g} s after it was asked to (cluster.timeout)"
             self._say(f"job {job.number} {late}: its process is killed, its checkpoints stay in {job.folder}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.run.config_file import CONFIG
 from rlft.run.naming import short_names
 from rlft.system.files import write_atomically
 from rlft.types import UserError
@@ -72,6 +73,11 @@ def check_jobs(jobs: Sequence[Sequence[str]]) -> None:
             raise UserError(
                 "-m", f"jobs {first} and {number} are the same", got=" ".join(job), remedy="give every value once"
             )
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether the folder has jobs of a plain sweep, or a sweep's table."""
+    return (folder / TABLE).exists() or next(folder.glob(f"*/{CONFIG}"), None) is not None
 
 
 def rows(folder: Path, jobs: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()
     Args:
         folders: the folders of the runs.
         max_bytes: the most bytes of completions.
-        words: the folders as they were typed, which may be those of sweeps.
+        words: the folders as they were typed, which may be those of sweeps or above them.
     """
     runs = [run_of(folder, max_bytes // len(folders)) for folder in folders]
     configs = [run["config"] for run in runs]
@@ -95,8 +95,17 @@ def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()
         "runs": runs,
         "differences": differences(configs),
         "seeds": same_but_seeds(configs),
-        "sweeps": [sweep for word in words if (sweep := sweep_of(Path(word))) is not None],
+        "sweeps": [sweep for folder in sweep_folders(words, folders) if (sweep := sweep_of(folder)) is not None],
     }
+
+
+def sweep_folders(words: Sequence[str], runs: Sequence[Path]) -> list[Path]:
+    """The folders that may be those of sweeps: the named ones, and those between them and their runs."""
+    found = {}
+    for named in map(Path, words):
+        between = [above for run in runs for above in run.parents if named in above.parents]
+        found |= dict.fromkeys([named, *sorted(between)])
+    return list(found)
 
 
 def sweep_of(folder: Path) -> dict[str, Any] | None:

@@ -39,24 +39,28 @@ class FakeRuns:
         self,
         value: Callable[[Mapping[str, Any], int, int], float] = accuracy,
         before: Callable[[Run, int], None] = lambda run, step: None,
+        steps: int = STEPS,
     ) -> None:
-        self.value, self.before = value, before
+        self.value, self.before, self.steps = value, before, steps
         self.ran: list[tuple[int, int]] = []
 
-    def __call__(self, run: Run, look: Callable[[], bool]) -> None:
+    def __call__(self, run: Run, report_new: Callable[[], bool]) -> None:
         self.ran.append((run.trial.number, run.seed))
         write(run.folder, [])
         lines = [line(0, 0.05)]
-        for step in range(EVERY, STEPS + 1, EVERY):
+        for step in range(EVERY, self.steps + 1, EVERY):
             self.before(run, step)
             lines.append(line(step, self.value(run.trial.params, step, run.seed)))
             write(run.folder, lines)
-            if look():
+            if report_new():
                 raise PrunedError
 
 
 def line(step: int, value: float) -> dict[str, Any]:
-    return {"step": step, "accuracy": value if math.isfinite(value) else None, "eval/loss": -value}
+    """eval/reward/format is 1 - accuracy, so that another metric has another best trial."""
+    finite = math.isfinite(value)
+    others = {"eval/loss": -value, "eval/reward/format": 1.0 - value} if finite else {}
+    return {"step": step, "accuracy": value if finite else None, **others}
 
 
 def write(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -64,22 +68,25 @@ def write(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     (folder / "eval.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
 
 
-def make_trials(
-    folder: Path, config: StudyConfig, space: Space, *, lower: bool = False, beside: bool = False
-) -> Trials:
-    return Trials(folder, config, space, lower=lower, steps=STEPS, first_evaluation=EVERY, beside=beside)
+def make_trials(folder: Path, config: StudyConfig, space: Space, *, lower: bool = False, steps: int = STEPS) -> Trials:
+    return Trials(folder, config, space, lower=lower, steps=steps, first_evaluation=EVERY, parallel=False)
 
 
 def make_study(
-    folder: Path, config: StudyConfig, *varied: Choice | Interval, said: list[str] | None = None, lower: bool = False
+    folder: Path,
+    config: StudyConfig,
+    *varied: Choice | Interval,
+    said: list[str] | None = None,
+    lower: bool = False,
+    steps: int = STEPS,
 ) -> Study:
     space = Space(fixed=(), varied=varied or (RATE, RANK, ALGORITHM))
-    trials = make_trials(folder, config, space, lower=lower)
+    trials = make_trials(folder, config, space, lower=lower, steps=steps)
     return Study(
         trials,
         folder,
         seeds=range(config.seeds),
-        steps=STEPS,
+        steps=steps,
         metric="eval/loss" if lower else config.metric,
         total=config.trials if isinstance(config.trials, int) else space.size or 0,
         name=lambda trial: " ".join(space.chosen(trial.params)),

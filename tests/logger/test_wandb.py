@@ -4,14 +4,17 @@ import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from rlft.config import overrides
 from rlft.config.compose import compose
 from rlft.logger.wandb import Wandb, WandbMode, choose_mode, has_account, run_id
-from rlft.types import UserError
+from rlft.loop.evaluate import summarise
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores, UserError
 
 KEYS = {"project": "rlft", "entity": None, "init_seconds": 30.0, "finish_seconds": 5.0}
 
@@ -88,6 +91,40 @@ def test_the_sweep_of_the_docs_gives_words_that_rlft_takes(monkeypatch):
     assert plain["algorithm"] == compose(["algorithm=gspo"])["algorithm"]
     assert "wandb" in plain["logger"]
     assert sweep["metric"]["name"] == f"eval/{next(iter(plain['reward']))}"
+
+
+def test_a_sweeps_metric_is_sent_under_the_name_of_the_docs():
+    """A real evaluation of two prompts, of whose two completions each one and none are right: 1 / 4."""
+    sent = []
+    logger = Wandb(mode=WandbMode.offline, **KEYS)
+    logger.run = SimpleNamespace(log=lambda metrics, step: sent.append((step, metrics)))
+    said = Completion(text="3", token_ids=(5,), logprobs=(-0.5,), finish_reason=FinishReason.stop)
+    groups = []
+    for name in ("a", "b"):
+        prompt = Prompt(id=name, messages=({"role": "user", "content": "1 + 2?"},), answer="3")
+        groups.append(Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=4),) * 2))
+    scores = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    rewards = Scores(total=scores, by_reward={"exact_match": scores, "format": scores})
+    logger.evaluation(summarise(groups, rewards, step=4, correct_at=1.0, num_examples=1))
+    [(step, metrics)] = sent
+    assert (step, metrics["eval/exact_match"], metrics["eval/accuracy"]) == (4, 0.25, 0.25)
+
+
+def test_the_agent_that_is_told_to_stop_a_run_sends_what_rlft_saves_on_and_kills_half_a_minute_later():
+    """The signal is SIGTERM, which `terminate` sends; tests/whole_runs/test_signals.py has what a run does then."""
+    from wandb.wandb_agent import Agent
+
+    calls = []
+    process = SimpleNamespace(
+        terminate=lambda: calls.append("terminate"), kill=lambda: calls.append("kill"), last_sigterm_time=None
+    )
+    agent = SimpleNamespace(_run_processes={"a": process}, _kill_delay=Agent.KILL_DELAY)
+    Agent._command_stop(agent, {"run_id": "a"})
+    Agent._command_stop(agent, {"run_id": "a"})
+    assert (calls, Agent.KILL_DELAY) == (["terminate"], 30)
+    process.last_sigterm_time -= 31
+    Agent._command_stop(agent, {"run_id": "a"})
+    assert calls == ["terminate", "kill"]
 
 
 class Service:

@@ -127,3 +127,5 @@ def test_without_locks_a_run_goes_on_and_says_what_cannot_be_known(
             assert run_status.read(tmp_path) == (Status.running, run_status.NO_LOCKS)
         assert run_status.read(tmp_path) == (Status.finished, "")
         assert "has no locks: nothing keeps a second process out of this run" in capsys.readouterr().err
+        with run_folder.held(tmp_path, "sweep"):
+            assert "nothing keeps a second process out of this sweep" in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_
     start_all(jobs, 2, tmp_path)
     jobs.stop(0)
     jobs.stop(0)
-    assert happens(lambda: jobs.look() or not jobs.is_running(0), within_s=20.0)
+    assert happens(lambda: jobs.poll() or not jobs.is_running(0), within_s=20.0)
     assert launcher.members[0].signals == [signal.SIGINT], "it is asked once, and its time counts from then"
     assert not launcher.members[0].is_alive
     late = "has not ended 0.05 s after it was asked to (cluster.timeout): its process is killed"

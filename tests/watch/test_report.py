@@ -168,6 +168,8 @@ def test_the_table_of_a_sweep_is_told_beside_its_runs(make_run: Callable[..., Pa
         "columns": ["trial", "state", "trainer.lr", "accuracy"],
         "rows": [["1", "complete", "0.00012346", "0.5"], ["0", "<b>", "0.01", ""]],
     }
+    above = report_data.report_of([run], 1000, [str(run.parent.parent)])["sweeps"]
+    assert above == [sweep], "of a folder above sweeps each has its table"
 
 
 # -- which completions -------------------------------------------------------------------------------------------------

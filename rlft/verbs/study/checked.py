@@ -15,8 +15,14 @@ from rlft.run.paths import is_path_key
 from rlft.run.references import resolved
 from rlft.types import UserError
 from rlft.verbs.study.config import key_of
-from rlft.verbs.study.measure import check_measured_alike, check_same_questions, check_same_steps
-from rlft.verbs.study.space import Space
+from rlft.verbs.study.measure import (
+    check_loggers,
+    check_measured_alike,
+    check_metric,
+    check_same_questions,
+    check_same_steps,
+)
+from rlft.verbs.study.space import Space, check_changes_numbers
 from rlft.verbs.sweep import of_the_files
 
 
@@ -28,6 +34,12 @@ def composed(space: Space, config_dir: Path | None, verb: str, metric: str) -> l
             plains.append(resolved(configs.compose(space.words(params), config_dir, verb)))
             check_early(plains[-1], verb)
             check_measured_alike(plains[0], plains[-1], metric)
+            if len(plains) > 1:
+                check_loggers(plains[-1])
+        if len(plains) == 1:
+            check_changes_numbers(space, plains[0])
+            check_metric(metric, plains[0])
+            check_loggers(plains[0])
     return plains
 
 
@@ -36,13 +48,14 @@ def checked_plans(space: Space, plains: Sequence[dict[str, Any]], verb: str) -> 
     plans: list[tuple[dict[str, Any], Plan]] = []
     for (word, _), plain in zip(space.corners(), plains, strict=True):
         planned = of_the_files(plain)
-        if verb == "train" and planned in [seen for seen, _ in plans]:  # other verbs may count steps from epochs
-            continue
         with _of_value(word):
+            if verb == "train" and planned in [seen for seen, _ in plans]:  # other verbs may count steps from epochs
+                check_same_steps(key_of(word), plains[0]["steps"], plain["steps"])
+                continue
             plan = verbs.named(verb).make_plan(plain)
             if plans:
                 check_same_questions(key_of(word), plans[0][1], plan)
-                check_same_steps(key_of(word), plans[0][1], plan)
+                check_same_steps(key_of(word), plans[0][1].num_steps, plan.num_steps)
             plans.append((planned, plan))
     return [plan for _, plan in plans]
 

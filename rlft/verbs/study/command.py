@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rlft.cluster.config import ClusterConfig
 from rlft.config import compose as configs
 from rlft.config.overrides import Arguments, parse
+from rlft.planning.run_plan import Plan
 from rlft.run import run_folder
 from rlft.run.naming import short_names
 from rlft.system import interrupt
+from rlft.system.crash import one_line
 from rlft.system.terminal import override, resuming, say
 from rlft.types import UserError
+from rlft.verbs import sweep_table
 from rlft.verbs.arguments import make_importable
 from rlft.verbs.launch import import_libraries
-from rlft.verbs.study import words
+from rlft.verbs.study import record
 from rlft.verbs.study.checked import checked_plans, composed
 from rlft.verbs.study.config import USUAL_TRIALS, StudyConfig, check_installed, is_own, key_of, read_config
-from rlft.verbs.study.measure import check_loggers, check_metric, lower_is_better
+from rlft.verbs.study.measure import check_evaluates, lower_is_better
 from rlft.verbs.study.space import Interval, Space, read_space
 from rlft.verbs.sweep_jobs import are_on_cards, cluster_of
+
+if TYPE_CHECKING:
+    from rlft.verbs.study.runs import Study
+    from rlft.verbs.study.trials import Trials
 
 
 class AllFailedError(RuntimeError):
@@ -31,7 +39,7 @@ class AllFailedError(RuntimeError):
 
 
 def resume(folder: Path, changes: Sequence[str]) -> None:
-    """Goes on with the study in this folder.
+    """Resumes the study in this folder.
 
     Args:
         folder: of the sweep.
@@ -40,23 +48,23 @@ def resume(folder: Path, changes: Sequence[str]) -> None:
     Raises:
         UserError: it has all its trials, or a change is of something else.
     """
-    begun = words.saved(folder)
-    for word in (word for word in changes if not words.may_change(word)):
-        problem = "cannot change when a sweep goes on: its trials would no longer be comparable"
+    before = record.read(folder)
+    for word in (word for word in changes if not record.may_change(word)):
+        problem = "cannot change when a sweep is resumed: its trials would no longer be comparable"
         remedy = f"begin another sweep, or change only {', '.join(CHANGED)}"
         raise UserError(key_of(word), problem, got=word.partition("=")[2], remedy=remedy)
     for word in (word for word in changes if key_of(word) == "hydra.sweep.dir"):
-        problem = "a sweep goes on in its own folder"
+        problem = "a sweep is resumed in its own folder"
         raise UserError("hydra.sweep.dir", problem, got=word.partition("=")[2], remedy="leave it out")
-    folder = _at_its_start(folder, begun.start)
+    folder = _at_its_start(folder, before.start)
     changed = {key_of(word) for word in changes}
-    kept = [word for word in begun.words if key_of(word) not in {*changed, "hydra.sweep.dir"}]
-    parsed = parse([*begun.options, *kept, *changes, override("hydra.sweep.dir", folder)], begun.verb)
+    kept = [word for word in before.words if key_of(word) not in {*changed, "hydra.sweep.dir"}]
+    parsed = parse([*before.options, *kept, *changes, override("hydra.sweep.dir", folder)], before.verb)
     make_importable(parsed.config_dir)
-    search(begun.verb, parsed, resumed=folder)
+    search(before.verb, parsed, resumed=True)
 
 
-CHANGED = [key for key in words.MAY_CHANGE if key != "hydra.sweep.dir"]
+CHANGED = [key for key in record.MAY_CHANGE if key != "hydra.sweep.dir"]
 
 
 def _at_its_start(folder: Path, start: str | None) -> Path:
@@ -72,88 +80,194 @@ def _at_its_start(folder: Path, start: str | None) -> Path:
     return folder
 
 
-def search(verb: str, parsed: Arguments, *, resumed: Path | None = None) -> None:
-    """Begins a study, or goes on with the one in hydra.sweep.dir, and prints what came of its trials.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A study of which every value has been checked as a run's.
 
     Args:
         verb: of its runs.
         parsed: its words.
-        resumed: the folder of the study that is gone on with; refused when there is nothing left to do.
+        keys: how its values are drawn and trials compared.
+        space: the keys and their values.
+        plains: the configs of its corners.
+        plans: of the first corner and those that read other files.
+        cluster: the section of its runs; None where their verb has none.
     """
-    check_installed()
-    keys = read_config([word for word in parsed.overrides if is_own(word)], verb)
-    space = read_space([word for word in parsed.overrides if not is_own(word)], verb)
-    total = number_of_trials(keys, space)
-    fixed = [word for word in space.fixed if key_of(word) != "resume" and not key_of(word).startswith("hydra.")]
-    space = replace(space, fixed=tuple(fixed))
-    plains = composed(space, parsed.config_dir, verb, keys.metric)
-    check_metric(keys.metric, plains[0])
-    check_loggers(plains[0])
-    import_libraries()
-    cluster = cluster_of(plains)
-    plans = checked_plans(space, plains, verb)
-    steps = plans[0].num_steps
-    named = parsed.value("hydra.sweep.dir")
-    new = Path(os.path.relpath(named or configs.new_folder(str(plains[0]["name"]), below="sweeps")))
-    folder = resumed or new
-    if run_folder.config_file(folder).exists():
-        remedy = "name another folder, or leave it out"
-        raise UserError("hydra.sweep.dir", "there is a run in that folder", got=folder, remedy=remedy)
 
+    verb: str
+    parsed: Arguments
+    keys: StudyConfig
+    space: Space
+    plains: Sequence[dict[str, Any]]
+    plans: Sequence[Plan]
+    cluster: ClusterConfig | None
+
+    @property
+    def total(self) -> int:
+        return number_of_trials(self.keys, self.space)
+
+    @property
+    def steps(self) -> int:
+        return self.plans[0].num_steps
+
+    @property
+    def first_evaluation(self) -> int:
+        """The step of a run's first evaluation after some training."""
+        return min(self.steps, int(self.plains[0]["eval"]["every"]))
+
+    @property
+    def seeds(self) -> list[int]:
+        return [int(self.plains[0]["seed"]) + i for i in range(self.keys.seeds)]
+
+    @property
+    def parallel(self) -> bool:
+        return self.cluster is not None and self.cluster.jobs > 1
+
+
+def search(verb: str, parsed: Arguments, *, resumed: bool = False) -> None:
+    """Begins a study, or resumes the one in hydra.sweep.dir, and prints what came of its trials.
+
+    Args:
+        verb: of its runs.
+        parsed: its words.
+        resumed: whether it must be there already, with something left to do.
+    """
+    if (named := parsed.value("hydra.sweep.dir")) is not None:
+        check_folder(Path(named))
+    checked = check(verb, parsed)
+    folder = Path(os.path.relpath(named or configs.new_folder(str(checked.plains[0]["name"]), below="sweeps")))
     from rlft.verbs.study import page
-    from rlft.verbs.study.beside import trials_beside
-    from rlft.verbs.study.here import trials_here
-    from rlft.verbs.study.runs import Study
-    from rlft.verbs.study.trials import Trials
 
     with ExitStack() as stack:
         _hold(stack, folder)
-        words.keep(folder, words.begun(verb, parsed, plains, [plan.fingerprints for plan in plans]))
-        seeds = [int(plains[0]["seed"]) + i for i in range(keys.seeds)]
-        beside = cluster is not None and cluster.jobs > 1
-        trials = Trials(
-            folder,
-            keys,
-            space,
-            lower=lower_is_better(keys.metric, keys.direction),
-            steps=steps,
-            first_evaluation=min(steps, int(plains[0]["eval"]["every"])),
-            beside=beside,
-        )
+        now = record.record_of(verb, parsed, checked.plains, [plan.fingerprints for plan in checked.plans])
+        record.check_same(folder, now)
+        trials = _trials(checked, folder)
         done = trials.number_drawn - len(trials.unfinished())
-        if resumed and done >= total:
-            raise _has_all(folder, keys, done, total)
-        say(f"sweep of {total} trials, {done} done; if it is stopped, go on with: {resuming(folder)}")
-        for line in notes(keys, space):
+        if resumed and done >= checked.total:
+            raise _has_all(folder, checked.keys, done, checked.total)
+        record.write(folder, now)
+        say(f"sweep of {checked.total} trials, {done} done; if it is stopped, resume it with: {resuming(folder)}")
+        for line in notes(checked.keys, checked.space):
             say(line)
-        name = namer(space)
-        study = Study(
-            trials,
-            folder,
-            seeds=seeds,
-            steps=steps,
-            metric=keys.metric,
-            total=total,
-            name=lambda trial: name(trial.params),
-            say=say,
-        )
-        interrupt.keeps(f"go on with: {resuming(folder)}")
-        try:
-            if beside and cluster is not None:
-                trials_beside(study, space, cluster, verb, parsed, on_cards=are_on_cards(plains))
-            else:
-                trials_here(study, space, verb, parsed.config_dir)
-        except KeyboardInterrupt as interruption:
-            goes_on = f"the sweep goes on with: {resuming(folder)}"
-            interrupt.keeps(goes_on)
-            if isinstance(interruption, interrupt.Reported):  # which ends without another line
-                say(goes_on)
-            raise
-        finally:
-            page.show(folder, trials, space, keys.metric, lambda row: name(row.params))
+        shown = page.Page(folder, trials, checked.space, checked.keys.metric, namer(checked.space))
+        with _shown_at_the_end(shown.show):
+            _run(checked, _study(checked, folder, trials, shown.write_table))
     rows = trials.rows()
     if all(row.state == "failed" for row in rows):
         raise AllFailedError(f"no trial could be done; trial {rows[0].number} failed: {rows[0].why}")
+
+
+def check(verb: str, parsed: Arguments) -> Checked:
+    """Refuses a study for its words, or for what they mean at any value or end of an interval; loads no weights."""
+    keys = read_config([word for word in parsed.overrides if is_own(word)], verb)
+    check_evaluates(verb)
+    check_installed()
+    space = read_space([word for word in parsed.overrides if not is_own(word)], verb)
+    number_of_trials(keys, space)
+    fixed = [word for word in space.fixed if key_of(word) not in ("resume", "hydra.sweep.dir")]
+    space = replace(space, fixed=tuple(fixed))
+    plains = composed(space, parsed.config_dir, verb, keys.metric)
+    import_libraries()
+    cluster = cluster_of(plains)
+    plans = checked_plans(space, plains, verb)
+    found = Checked(verb=verb, parsed=parsed, keys=keys, space=space, plains=plains, plans=plans, cluster=cluster)
+    check_prunes(keys, found.first_evaluation, found.steps)
+    return found
+
+
+def check_prunes(keys: StudyConfig, first_evaluation: int, steps: int) -> None:
+    """Refuses a pruner that never gets an evaluation to prune at."""
+    if keys.pruner != "none" and keys.seeds == 1 and first_evaluation >= steps:
+        problem = f"never prunes a trial: its run is not evaluated before the last step, {steps}"
+        remedy = f"set eval.every below {steps}, or leave sweep.pruner out"
+        raise UserError("sweep.pruner", problem, got=keys.pruner, remedy=remedy)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a folder that holds a run or those of a plain sweep, or cannot be made."""
+    run_folder.check_can_be_made(folder, "hydra.sweep.dir")
+    if run_folder.config_file(folder).exists():
+        remedy = "name another folder, or leave it out"
+        raise UserError("hydra.sweep.dir", "there is a run in that folder", got=folder, remedy=remedy)
+    if not record.is_study(folder) and sweep_table.is_sweep(folder):
+        problem = "there are runs in that folder that are not of such a sweep"
+        raise UserError("hydra.sweep.dir", problem, got=folder, remedy="name another folder, or leave it out")
+
+
+def _hold(stack: ExitStack, folder: Path) -> None:
+    """Keeps other processes out of the sweep's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        stack.enter_context(run_folder.held(folder, "sweep"))
+    except UserError as error:
+        problem, remedy = "another process is doing this sweep", "wait for it, or stop it first"
+        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from error
+
+
+def _trials(checked: Checked, folder: Path) -> Trials:
+    from rlft.verbs.study.trials import Trials
+
+    return Trials(
+        folder,
+        checked.keys,
+        checked.space,
+        lower=lower_is_better(checked.keys.metric, checked.keys.direction),
+        steps=checked.steps,
+        first_evaluation=checked.first_evaluation,
+        parallel=checked.parallel,
+    )
+
+
+def _study(checked: Checked, folder: Path, trials: Trials, changed: Callable[[], None]) -> Study:
+    from rlft.verbs.study.runs import Study
+
+    name = namer(checked.space)
+    return Study(
+        trials,
+        folder,
+        seeds=checked.seeds,
+        steps=checked.steps,
+        metric=checked.keys.metric,
+        total=checked.total,
+        name=lambda trial: name(trial.params),
+        say=say,
+        changed=changed,
+    )
+
+
+def _run(checked: Checked, study: Study) -> None:
+    """Does the trials, in this process or several at a time; an interruption says how to resume the sweep."""
+    from rlft.verbs.study.in_process import run_in_process
+    from rlft.verbs.study.parallel import run_in_parallel
+
+    parsed, again = checked.parsed, f"resume the sweep with: {resuming(study.folder)}"
+    interrupt.keeps(again)
+    try:
+        if checked.parallel and checked.cluster is not None:
+            on_cards = are_on_cards(checked.plains)
+            run_in_parallel(study, checked.space, checked.cluster, checked.verb, parsed, on_cards=on_cards)
+        else:
+            run_in_process(study, checked.space, checked.verb, parsed.config_dir)
+    except KeyboardInterrupt as interruption:
+        interrupt.keeps(again)
+        if isinstance(interruption, interrupt.Reported):  # which ends without another line
+            say(again)
+        raise
+
+
+@contextmanager
+def _shown_at_the_end(show: Callable[[], None]) -> Iterator[None]:
+    """Shows the results at the end. What goes wrong with that does not hide an error of the study itself."""
+    try:
+        yield
+    except BaseException:
+        try:
+            show()
+        except Exception as error:  # the study's own error is the one to tell
+            say(f"note: the results so far could not be shown: {one_line(error) or type(error).__name__}")
+        raise
+    show()
 
 
 def number_of_trials(keys: StudyConfig, space: Space) -> int:
@@ -179,8 +293,12 @@ def number_of_trials(keys: StudyConfig, space: Space) -> int:
 def notes(keys: StudyConfig, space: Space) -> list[str]:
     """What the person watching should know when a study starts."""
     log = [one.key for one in space.varied if isinstance(one, Interval) and one.log]
-    found = [f"drawn by their logarithms: {', '.join(log)} (tag(linear,interval(..)): by themselves)"] if log else []
-    if keys.sampler != "grid" and space.size is not None and space.size <= number_of_trials(keys, space):
+    found = [f"sampled on a log scale: {', '.join(log)} (otherwise write tag(linear,interval(..)))"] if log else []
+    total = number_of_trials(keys, space)
+    if keys.pruner == "median" and keys.startup >= total:
+        problem = f"note: of {total} trials median prunes none: it waits for sweep.startup={keys.startup} complete ones"
+        found.append(f"{problem}; lower sweep.startup, or raise sweep.trials")
+    if keys.sampler != "grid" and space.size is not None and space.size <= total:
         found.append(f"note: there are {space.size} combinations in all; sweep.sampler=grid tries each of them once")
     return found
 
@@ -198,19 +316,9 @@ def namer(space: Space) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _has_all(folder: Path, keys: StudyConfig, done: int, total: int) -> UserError:
-    """The refusal to go on with a sweep that has all its trials."""
+    """The refusal to resume a sweep that has all its trials."""
     if keys.sampler == "grid":
         problem, remedy = "the grid's combinations are all done", "begin another sweep, with other values"
     else:
         problem, remedy = "the sweep has all its trials", f"raise it: {resuming(folder)} sweep.trials={2 * done}"
     return UserError("sweep.trials", problem, got=total, remedy=remedy)
-
-
-def _hold(stack: ExitStack, folder: Path) -> None:
-    """Keeps other processes out of the sweep's folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        stack.enter_context(run_folder.held(folder))
-    except UserError as error:
-        problem, remedy = "another process is doing this sweep", "wait for it, or stop it first"
-        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from error

@@ -61,16 +61,22 @@ def read_config(words: Sequence[str], verb: str) -> StudyConfig:
     sweeper = None
     for parsed in configs.parse_overrides(words, verb):
         key = parsed.key_or_group
+        if parsed.input_line.startswith(("+", "~")):
+            line = parsed.input_line
+            raise UserError(key, "takes no sign", got=line, remedy=f"write {line.lstrip('+~')}, or leave it out")
         if parsed.is_sweep_override():
             raise UserError(key, "is one for the whole sweep", got=parsed.input_line, remedy="give one value")
         if key == SECTION:
             sweeper = parsed.value()
         else:
             values[key.partition(".")[2]] = parsed.value()
+    if sweeper is None:
+        remedy = f"write {SECTION}={SWEEPER}, or leave every {SECTION} key out to try all values"
+        raise UserError(SECTION, "no sampler is chosen", got="nothing", remedy=remedy)
     if sweeper != SWEEPER:
         problem = "names who chooses the values, and this is not one of its choices"
         remedy = f"write {SECTION}={SWEEPER}, or leave every {SECTION} key out to try all values"
-        raise UserError(SECTION, problem, got=sweeper or "nothing", remedy=remedy)
+        raise UserError(SECTION, problem, got=sweeper, remedy=remedy)
     try:
         return from_mapping(StudyConfig, values, SECTION, verb)
     except UserError as error:

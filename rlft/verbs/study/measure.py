@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ IN_UNITS_OF_THE_LOSS = ("eval/loss", "eval/margin")
 """Metrics of `rlft dpo` that another loss, another beta or another reference measures in another unit."""
 TEXT_OF_PRETRAINING = ("path", "field", "given_field", "max_tokens", "held_out")
 """Keys of `pretrain` that decide which text eval/pretrain_loss is measured on."""
+OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "include_stop_str_in_output")
+"""Keys of `generation` that say how a policy is sampled when it is evaluated, and where its text ends.
+
+`max_tokens` is not among them: it is part of what a run learns with, like the limits of its environment."""
 PROMPTS = "held_out_fingerprint"
 """That of all held-out prompts with their tokens; trials are compared on the first ones, however they are put."""
 
@@ -40,8 +45,11 @@ def measured_by(plain: Mapping[str, Any], metric: str) -> dict[str, Any]:
         values["snapshot.reference"] = plain["snapshot"]["reference"]
     if metric == "eval/pretrain_loss":
         values |= {f"pretrain.{name}": plain["pretrain"].get(name) for name in TEXT_OF_PRETRAINING}
-    if "generation" in plain and evaluation.get("temperature") is None:
-        values["generation.temperature"] = plain["generation"].get("temperature")
+    if "generation" in plain:
+        sampling = [name for name in OF_SAMPLING if name != "temperature" or evaluation.get(name) is None]
+        values |= {f"generation.{name}": plain["generation"].get(name) for name in sampling}
+    if "scoring" in plain:
+        values["scoring.on_error"] = plain["scoring"].get("on_error")
     return values
 
 
@@ -64,14 +72,22 @@ WITHOUT_SAMPLES = {
 """What evaluations of these verbs have, whatever is sampled besides."""
 
 
+def check_evaluates(verb: str) -> None:
+    """Refuses a verb whose runs have no evaluations."""
+    if "eval" not in {field.name for field in fields(verbs.named(verb).root)}:
+        problem = f"trials are compared by what evaluations measure, and rlft {verb} has none"
+        raise UserError("sweep", problem, got="optuna", remedy="leave every sweep key out to try all values")
+
+
 def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
     """Refuses a metric that evaluations of this run will not have.
 
     Verbs from outside the tree say only when they run what they measure: theirs are not checked.
     """
-    if not (plain.get("eval") or {}).get("every"):
-        problem = "trials are compared by what evaluations measure, and there is none"
-        raise UserError("eval.every", problem, got=0, remedy="set it to a number of steps")
+    every = (plain.get("eval") or {}).get("every")
+    if not every:
+        problem, got = "trials are compared by what evaluations measure, and there is none", every
+        raise UserError("eval.every", problem, got="null" if got is None else got, remedy="set it to a number of steps")
     known = metrics_of(plain) if plain["verb"] in verbs.OWN else [metric]
     if metric not in known:
         raise UserError("sweep.metric", "no evaluation has it", got=metric, remedy=f"use one of {', '.join(known)}")
@@ -115,21 +131,30 @@ def check_same_questions(key: str, first: Plan, other: Plan) -> None:
 
     key: of the value that makes the difference.
     """
-    if _questions(first) != _questions(other):
+    before, after = _questions(first), _questions(other)
+    if before != after:
         problem = "decides which prompts are held out, so that trials could not be compared"
-        raise UserError(key, problem, remedy="give it one value")
-    before, after = _held_out_texts(first), _held_out_texts(other)
-    for name in (name for name in before if before[name] != after.get(name)):
+        raise UserError(key, problem, got=_difference(before, after), remedy="give it one value")
+    texts, others = _held_out_texts(first), _held_out_texts(other)
+    for name in (name for name in texts if texts[name] != others.get(name)):
         what = name.removesuffix("_fingerprint").removeprefix("held_out_")
         problem = f"decides which {what} are held out, or their tokens, so that trials could not be compared"
-        raise UserError(key, problem, remedy="give it one value")
+        got = f"{what} with the fingerprints {texts[name][:12]} and {str(others.get(name))[:12]}"
+        raise UserError(key, problem, got=got, remedy="give it one value")
 
 
-def check_same_steps(key: str, first: Plan, other: Plan) -> None:
-    """Refuses plans of different lengths. key: of the value that makes the difference."""
-    if first.num_steps != other.num_steps:
+def _difference(before: Sequence[Any], after: Sequence[Any]) -> str:
+    """What two lists of held-out prompts differ in, in a few words."""
+    if len(before) != len(after):
+        return f"{len(before)} and {len(after)} prompts"
+    return f"{sum(one != other for one, other in zip(before, after, strict=True))} of {len(before)} other prompts"
+
+
+def check_same_steps(key: str, first: int, other: int) -> None:
+    """Refuses runs of different lengths. key: of the value that makes the difference."""
+    if first != other:
         problem = "decides how many steps a run has, and trials are compared at the same steps"
-        raise UserError(key, problem, got=f"{first.num_steps} and {other.num_steps} steps", remedy="set steps")
+        raise UserError(key, problem, got=f"{first} and {other} steps", remedy="set steps")
 
 
 def _questions(plan: Plan) -> list[tuple[Any, ...]]:

@@ -27,20 +27,38 @@ GREY, BLUE, ORANGE, RED = "0.6", "#1f77b4", "#ff7f0e", "#d62728"
 COLOURS = {"complete": BLUE, "pruned": ORANGE, "failed": RED, "unfinished": GREY}
 
 
-def show(folder: Path, trials: Trials, space: Space, metric: str, name: Callable[[Row], str]) -> None:
-    """Writes sweep.csv and sweep.png, and prints the table; nothing of a study without trials."""
-    rows, importance = trials.rows(), trials.importance()
-    if not rows:
-        return
-    keys = [one.key for one in space.varied]
-    table = write_csv(folder, rows, keys, metric)
-    print_table(rows, metric, name, importance)
-    picture = io.BytesIO()
-    figure(rows, space, metric, importance, lower=trials.lower_is_better).savefig(
-        picture, dpi=120, metadata={"Software": None}
-    )
-    write_atomically(folder / PICTURE, picture.getvalue())
-    print(f"written to {table} and {folder / PICTURE}")
+class Page:
+    """What is written and printed of a study.
+
+    Args:
+        folder: of the sweep.
+        trials: its trials.
+        space: the keys and their values.
+        metric: what is compared.
+        name: (values of a trial) -> what it is called.
+    """
+
+    def __init__(
+        self, folder: Path, trials: Trials, space: Space, metric: str, name: Callable[[Mapping[str, Any]], str]
+    ) -> None:
+        self._folder, self._trials, self._space, self._metric, self._name = folder, trials, space, metric, name
+
+    def write_table(self) -> None:
+        """Writes sweep.csv with the trials so far."""
+        write_csv(self._folder, self._trials.rows(), [one.key for one in self._space.varied], self._metric)
+
+    def show(self) -> None:
+        """Writes sweep.csv and sweep.png, and prints the table; does nothing without trials."""
+        rows, importance = self._trials.rows(), self._trials.importance()
+        if not rows:
+            return
+        self.write_table()
+        print_table(rows, self._metric, lambda row: self._name(row.params), importance)
+        lower, picture = self._trials.lower_is_better, io.BytesIO()
+        drawn = figure(rows, self._space, self._metric, importance, lower=lower)
+        drawn.savefig(picture, dpi=120, metadata={"Software": None})
+        write_atomically(self._folder / PICTURE, picture.getvalue())
+        print(f"written to {self._folder / TABLE} and {self._folder / PICTURE}")
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -56,8 +74,8 @@ def standard_error(values: Sequence[float]) -> float | None:
     return round(math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n), 12)
 
 
-def write_csv(folder: Path, rows: Sequence[Row], keys: Sequence[str], metric: str) -> Path:
-    """A line a trial, the best first: its values, its metric, the metric by seed, and where its runs are."""
+def write_csv(folder: Path, rows: Sequence[Row], keys: Sequence[str], metric: str) -> None:
+    """Writes a line a trial, the best first: its values, its metric, the metric by seed, and where its runs are."""
     stream = io.StringIO(newline="")
     names = ["trial", "state", *keys, metric, "standard_error", "by_seed", "same_as", "why", "folder"]
     writer = csv.writer(stream)
@@ -68,7 +86,6 @@ def write_csv(folder: Path, rows: Sequence[Row], keys: Sequence[str], metric: st
         results = [row.value, standard_error(row.values), by_seed, row.same_as, row.why, str(folder / str(of))]
         writer.writerow([row.number, row.state, *(row.params[key] for key in keys), *results])
     write_atomically(folder / TABLE, stream.getvalue())
-    return folder / TABLE
 
 
 def print_table(rows: Sequence[Row], metric: str, name: Callable[[Row], str], importance: Mapping[str, float]) -> None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from rlft.config import compose as configs
-from rlft.keys import catalog
+from rlft.generation import config as engines
+from rlft.keys import catalog, verbs
+from rlft.run import run_folder
+from rlft.run.paths import is_path_key
 from rlft.types import UserError
 from rlft.verbs.study.config import key_of
 
 WIDE = 10.0
-"""An interval of positive numbers whose end is at least so many times its start is drawn from by logarithms."""
+"""An interval of positive numbers whose end is at least so many times its start is sampled on a log scale."""
 TAGS = ("log", "linear")
+ENDS = re.compile(r"interval\(\s*(?:start\s*=\s*)?(?P<low>[^,\s]+)\s*,\s*(?:end\s*=\s*)?(?P<high>[^)\s]+)\s*\)")
 
-NO_NUMBER = ("name", "resume", "hydra", "logger", "rollouts", "token_values", "checkpoint", "cluster", "alarms")
-"""Sections and keys that say where a run is, what is kept of it or where it computes: none of them makes it better."""
+NO_NUMBER = ("cluster", "alarms")
+"""Sections that change no number beside the keys that a resume may change: where a run computes, what it warns of."""
+COMPARED_BY = ("steps", "eval")
+"""What a resume may change, but decides how trials are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A key with all numbers from `low` to `high`; whole ones alone if `whole`, drawn by their logarithms if `log`."""
+    """A key with all numbers from `low` to `high`; whole ones alone if `whole`, sampled on a log scale if `log`."""
 
     key: str
     low: float
@@ -98,22 +106,19 @@ def read_space(words: Sequence[str], verb: str) -> Space:
             fixed.append(word)
             continue
         key, full = parsed.get_key_element(), key_of(word)
-        _check_key(full, word.partition("=")[2])
+        _check_is_a_setting(full, word.partition("=")[2])
         _check_named_in_order(word, parsed, verb)
         if parsed.is_interval_sweep():
             varied.append(_interval(key, parsed.value(), word.partition("=")[2]))
         else:
             varied.append(Choice(key=key, values=_values(full, list(parsed.sweep_string_iterator()))))
-    for word in (word for word in fixed if key_of(word) == "hydra.sweep.subdir"):
-        problem = "is set by the sweep: a folder a trial, in it one a seed"
-        raise UserError("hydra.sweep.subdir", problem, got=word.partition("=")[2], remedy="leave it out")
     if not varied:
         problem = "has nothing to choose: no key has an interval or several values"
         remedy = "give one, such as 'trainer.lr=interval(1e-5,1e-3)' or lora.rank=4,16"
         raise UserError("sweep", problem, got="optuna", remedy=remedy)
-    if any(key_of(word) == "resume" and word.partition("=")[2] != "null" for word in fixed):
-        remedy = "go on with a sweep by rlft resume <its folder>"
-        raise UserError("resume", "cannot be used in a sweep", remedy=remedy)
+    for word in (word for word in fixed if key_of(word) == "resume" and word.partition("=")[2] != "null"):
+        remedy = "resume a sweep with rlft resume <its folder>"
+        raise UserError("resume", "cannot be used in a sweep", got=word.partition("=")[2], remedy=remedy)
     return Space(fixed=tuple(fixed), varied=tuple(varied))
 
 
@@ -143,45 +148,74 @@ def _check_named_in_order(word: str, parsed: Any, verb: str) -> None:
         remedy = f"write {key}={','.join(found)}" if found else f"give {key} values with commas between them"
         raise UserError(key, "a pattern does not say which values there are", got=got, remedy=remedy)
     if getattr(value, "shuffle", False):
-        problem = "shuffle(..) gives another order each time that a sweep goes on, and jobs go by their numbers"
+        problem = "shuffle(..) gives another order each time that a sweep is resumed, and jobs go by their numbers"
         raise UserError(key, problem, got=got, remedy="leave shuffle(..) out")
 
 
-def _check_key(key: str, got: str) -> None:
-    section, _, last = key.partition(".")
+def changes_no_number(key: str, verb: str, generation: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Whether what a run measures does not depend on a key: a resume may change it, or it says where a run computes.
+
+    Paths are not among them: a resume may name where the same file is now, and a trial another file.
+
+    Args:
+        key: with its section.
+        verb: of the run.
+        generation: the plain section, whose engine may be one from outside the tree.
+    """
+    section = key.partition(".")[0]
+    if section in NO_NUMBER:
+        return True
+    free = {*run_folder.FREE, *verbs.named(verb).free_keys, *engines.free_keys(generation)}
+    is_free = any(key == name or key.startswith(f"{name}.") for name in free)
+    return is_free and section not in COMPARED_BY and not is_path_key(key)
+
+
+def check_changes_numbers(space: Space, plain: Mapping[str, Any]) -> None:
+    """Refuses keys that no measurement depends on. plain: the config of a corner."""
+    for one in space.varied:
+        key = key_of(one.key)
+        if changes_no_number(key, plain["verb"], plain.get("generation") or {}):
+            got = ", ".join(map(str, one.extremes))
+            problem = "cannot be chosen by what a run measures, which it does not change"
+            raise UserError(key, problem, got=got, remedy="give it one value")
+
+
+def _check_is_a_setting(key: str, got: str) -> None:
+    """Refuses keys that are no setting of a run, but of the comparison."""
     if key == "seed":
         problem = "is that of a trial's runs, and no setting that one could choose for being lucky"
         raise UserError(key, problem, got=got, remedy="write sweep.seeds=3 for three runs of each trial")
-    if last == "seed":
-        problem = f"is the seed of the {section}: trials on other data cannot be compared"
+    if key == "data.seed":
+        problem = "is the seed of the data: trials on other data cannot be compared"
         raise UserError(key, problem, got=got, remedy="give it one value")
     if key == "steps":
         problem = "is one for all trials, which are compared at the same steps"
         raise UserError(key, problem, got=got, remedy="give it one value")
-    if section in NO_NUMBER:
-        problem = "cannot be chosen by what a run measures, which it does not change"
-        raise UserError(key, problem, got=got, remedy="give it one value")
+    if key == "hydra.sweep.dir":
+        raise UserError(key, "is one for the whole sweep", got=got, remedy="give it one value")
 
 
 def _interval(key: str, value: Any, got: str) -> Interval:
     """The interval of Hydra's `value`, with its tag or without."""
-    name = key.lstrip("+")
+    name, low, high = key.lstrip("+"), value.start, value.end
     tags = sorted(value.tags)
     if set(tags) - {*TAGS} or len(tags) > 1:
         remedy = "write tag(log,interval(..)), tag(linear,interval(..)) or interval(..)"
         raise UserError(name, "an interval is tagged log, linear or not at all", got=got, remedy=remedy)
-    low, high = value.start, value.end
-    if low == high:
-        remedy = f"leave int(..) out, or write {name}={low}" if isinstance(low, int) else f"write {name}={low}"
+    whole = isinstance(low, int) and isinstance(high, int)
+    if whole and (ends := ENDS.search(got)) and not all(float(end).is_integer() for end in ends.group("low", "high")):
+        remedy = "round them, or leave int(..) out"
+        raise UserError(name, "an interval of whole numbers has ends that are not whole", got=got, remedy=remedy)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise UserError(name, "an interval has two finite ends", got=got, remedy="give finite ends")
+    if low >= high:
+        remedy = "swap its ends" if low > high else f"write {name}={low}"
         raise UserError(name, "an interval goes from a number to a larger one", got=got, remedy=remedy)
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise UserError(name, "an interval goes from a number to a larger one", got=got, remedy="swap its ends")
     if tags == ["log"] and low <= 0:
-        raise UserError(
-            name, "only positive numbers have logarithms", got=got, remedy="begin above 0, or leave log out"
-        )
+        remedy = "begin above 0, or leave log out"
+        raise UserError(name, "only positive numbers have logarithms", got=got, remedy=remedy)
     log = tags == ["log"] or (not tags and low > 0 and high >= WIDE * low)
-    return Interval(key=key, low=low, high=high, whole=isinstance(low, int) and isinstance(high, int), log=log)
+    return Interval(key=key, low=low, high=high, whole=whole, log=log)
 
 
 def _values(key: str, values: Sequence[str]) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
 """The trials of a study: Optuna draws their values and judges them; the sweep's folder keeps all it knows of them.
 
-Whatever is decided is kept whole or not at all, so that a study that was killed goes on with what was being done, to
-the same end: a trial and all its values, an evaluation and what it means for the trial. Each trial is drawn with a seed
+Whatever is decided is kept whole or not at all, so that a study that was killed resumes what was being done, to the
+same end: a trial and all its values, an evaluation and what it means for the trial. Each trial is drawn with a seed
 of its own, from (sweep.seed, number), because Optuna does not keep the state of its generators.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -28,6 +29,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from rlft.ops.seeds import derive
 from rlft.system.files import write_atomically
+from rlft.types import UserError
 from rlft.verbs.study.config import StudyConfig
 from rlft.verbs.study.space import Choice, Interval, Space
 
@@ -39,8 +41,9 @@ REDUCTION = 3
 FEWEST_TO_COMPARE = 4
 """Complete trials without which the importance of a key is not told."""
 
-SAME_AS, VALUES, WHY = "same_as", "values", "why"
-"""Attributes of a trial: the number of the trial whose result it has; its value by seed; why it failed or was ended."""
+SAME_AS, VALUES, WHY, ATTEMPTS = "same_as", "values", "why", "attempts"
+"""Attributes of a trial: the number of the trial whose result it has; its value by seed; why it failed or was pruned;
+[how far its runs were when they were last begun, how often they were begun or resumed since they were there]."""
 
 
 class Journal(BaseJournalBackend):
@@ -51,7 +54,7 @@ class Journal(BaseJournalBackend):
     """
 
     def __init__(self, file: Path) -> None:
-        self._file, self._inside = file, False
+        self._file, self._inside, self._unwritten = file, False, False
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         self._lines = text.splitlines(keepends=True)
         self._records: list[dict[str, Any]] = [json.loads(line) for line in self._lines]
@@ -62,6 +65,7 @@ class Journal(BaseJournalBackend):
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         self._records += logs
         self._lines += [json.dumps(log, separators=(",", ":")) + "\n" for log in logs]
+        self._unwritten = True
         if not self._inside:
             self._write()
 
@@ -71,10 +75,12 @@ class Journal(BaseJournalBackend):
         self._inside = True
         yield
         self._inside = False
-        self._write()
+        if self._unwritten:
+            self._write()
 
     def _write(self) -> None:
         write_atomically(self._file, (line.encode() for line in self._lines))
+        self._unwritten = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +99,11 @@ class Row:
     Args:
         number: counts from 0 in the order in which trials were drawn.
         params: {key: value}.
-        state: complete, pruned (ended early), failed or unfinished.
-        value: of the metric: at the end, or where it was ended early; None if it has none.
+        state: complete, pruned, failed or unfinished.
+        value: of the metric: at the end, or where it was pruned; None if it has none.
         values: of a complete one by seed.
         same_as: the number of the trial whose result it has, or None.
-        why: it failed or was ended early; "" otherwise.
+        why: it failed, or what pruned it and where; "" otherwise.
     """
 
     number: int
@@ -117,6 +123,21 @@ STATES = {
 }
 
 
+def opened(folder: Path) -> tuple[Journal, JournalStorage]:
+    """The records in a sweep's folder, which are empty at first, and Optuna's view of them.
+
+    Raises:
+        UserError: they are damaged.
+    """
+    try:
+        journal = Journal(folder / JOURNAL)
+        return journal, JournalStorage(journal)
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, optuna.exceptions.OptunaError) as error:
+        problem = f"{JOURNAL} in that folder is damaged ({type(error).__name__})"
+        remedy = "restore it from a copy, or begin another sweep"
+        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from None
+
+
 class Trials:
     """The trials of one study.
 
@@ -127,7 +148,10 @@ class Trials:
         lower: whether a smaller value is better.
         steps: steps of a run.
         first_evaluation: the step of a run's first evaluation after some training.
-        beside: whether trials run side by side, so that values near those of running ones are avoided.
+        parallel: whether trials run side by side, so that values near those of running ones are avoided.
+
+    Raises:
+        UserError: its records are damaged.
     """
 
     def __init__(
@@ -139,18 +163,18 @@ class Trials:
         lower: bool,
         steps: int,
         first_evaluation: int,
-        beside: bool,
+        parallel: bool,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self._config, self._space, self._beside = config, space, beside
-        self._journal = Journal(folder / JOURNAL)
+        self._config, self._space, self._parallel, self._steps = config, space, parallel, steps
         self._distributions = {one.key: distribution(one) for one in space.varied}
+        self._journal, storage = opened(folder)
         with self._changing():
             self._study = optuna.create_study(
-                storage=JournalStorage(self._journal),
+                storage=storage,
                 study_name=NAME,
                 direction="minimize" if lower else "maximize",
-                pruner=pruner(config, first_evaluation, steps * config.seeds),
+                pruner=pruner(config, first_evaluation, steps),
                 load_if_exists=True,
             )
 
@@ -169,7 +193,7 @@ class Trials:
     def draw(self) -> Trial:
         """Begins another trial; one with the values of a trial that has ended gets its result at once."""
         number = self.number_drawn
-        self._study.sampler = sampler(self._config, number, beside=self._beside)
+        self._study.sampler = sampler(self._config, number, parallel=self._parallel)
         with self._changing():
             if self._config.sampler == "grid":
                 self._study.enqueue_trial(self._combination(number))
@@ -180,25 +204,48 @@ class Trials:
                 self._end_like(drawn, same)
         return Trial(number=number, params=drawn.params, same_as=None if same is None else same.number)
 
-    def reported(self, number: int) -> set[int]:
-        """The points of a trial at which its value was reported."""
-        return set(self._all()[number].intermediate_values)
-
-    def report(self, number: int, point: int, value: float, *, may_end: bool) -> bool:
-        """Reports the value of a trial at a point, once; returns whether the trial is thereby ended.
+    def attempt(self, number: int, progress: Sequence[int]) -> int:
+        """Records that the runs of a trial are begun or resumed; returns how often they were since the last progress.
 
         Args:
             number: of the trial.
-            point: how far it is, in steps, those of seeds before it included.
-            value: mean over its seeds that have come so far.
-            may_end: whether it can be ended early here.
+            progress: how far its runs are, in numbers that grow.
+        """
+        with self._changing():
+            trial = self._handle(number)
+            before, count = trial.user_attrs.get(ATTEMPTS, ([-1] * len(progress), 0))
+            furthest = [max(pair) for pair in zip(before, progress, strict=True)]
+            count = count + 1 if furthest == before else 1
+            trial.set_user_attr(ATTEMPTS, [furthest, count])
+        return count
+
+    def withdraw_attempt(self, number: int) -> None:
+        """The newest attempt no longer counts."""
+        with self._changing():
+            trial = self._handle(number)
+            furthest, count = trial.user_attrs[ATTEMPTS]
+            trial.set_user_attr(ATTEMPTS, [furthest, count - 1])
+
+    def reported(self, number: int) -> Mapping[int, float]:
+        """{point: value} that was reported of a trial."""
+        return self._all()[number].intermediate_values
+
+    def report(self, number: int, point: int, value: float, *, may_end: bool) -> bool:
+        """Reports the value of a trial at a point, once; returns whether the trial is thereby pruned.
+
+        Args:
+            number: of the trial.
+            point: how far it is, in steps, those of its earlier runs included.
+            value: of its first run within that; at the end of a run the mean over all that have come so far.
+            may_end: whether it can be pruned here.
         """
         with self._changing():
             trial = self._handle(number)
             trial.report(value, point)
             ends = may_end and trial.should_prune()
             if ends:
-                trial.set_user_attr(WHY, f"{self._config.pruner} at step {point}")
+                where = f"at step {point}" if point <= self._steps else f"after {point // self._steps} seeds"
+                trial.set_user_attr(WHY, f"{self._config.pruner} {where}")
                 self._study.tell(number, state=TrialState.PRUNED)
         return ends
 
@@ -217,7 +264,7 @@ class Trials:
             self._study.tell(number, state=TrialState.FAIL)
 
     def rows(self) -> list[Row]:
-        """What became of the trials, the best first; then those that were ended early, failed, and go on."""
+        """What became of the trials, the best first; then those that were pruned, failed, and are unfinished."""
         order, sign = list(STATES.values()), 1.0 if self.lower_is_better else -1.0
         rows = [row_of(trial) for trial in self._all()]
         return sorted(rows, key=lambda row: (order.index(row.state), sign * (row.value or 0.0), row.number))
@@ -251,8 +298,8 @@ class Trials:
     def _end_like(self, drawn: optuna.Trial, same: FrozenTrial) -> None:
         for point, value in same.intermediate_values.items():
             drawn.report(value, point)
-        for name, value in same.user_attrs.items():
-            drawn.set_user_attr(name, value)
+        for name in (name for name in (VALUES, WHY) if name in same.user_attrs):
+            drawn.set_user_attr(name, same.user_attrs[name])
         drawn.set_user_attr(SAME_AS, same.number)
         self._study.tell(drawn, same.value if same.state is TrialState.COMPLETE else None, same.state)
 
@@ -284,20 +331,40 @@ def distribution(one: Choice | Interval) -> BaseDistribution:
     return FloatDistribution(one.low, one.high, log=one.log)
 
 
-def sampler(config: StudyConfig, number: int, *, beside: bool) -> BaseSampler:
-    """What draws the trial of this number; beside: see `Trials`."""
+def sampler(config: StudyConfig, number: int, *, parallel: bool) -> BaseSampler:
+    """What draws the trial of this number; parallel: see `Trials`."""
     seed = derive(config.seed, number, "sweep") % 2**32
     if config.sampler == "random":
         return RandomSampler(seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return TPESampler(seed=seed, n_startup_trials=config.startup, constant_liar=beside)
+        return TPESampler(seed=seed, n_startup_trials=config.startup, constant_liar=parallel)
 
 
-def pruner(config: StudyConfig, first_evaluation: int, points: int) -> BasePruner:
-    """What ends trials early. points: of a whole trial, in steps."""
+def pruner(config: StudyConfig, first_evaluation: int, steps: int) -> BasePruner:
+    """What prunes trials. steps: of one run; Hyperband counts those of all runs of a trial."""
     if config.pruner == "median":
-        return MedianPruner(n_startup_trials=config.startup)
+        return Median(config.startup, steps)
     if config.pruner == "hyperband":
-        return HyperbandPruner(min_resource=first_evaluation, max_resource=points, reduction_factor=REDUCTION)
+        all_steps = steps * config.seeds
+        return HyperbandPruner(min_resource=first_evaluation, max_resource=all_steps, reduction_factor=REDUCTION)
     return NopPruner()
+
+
+class Median(MedianPruner):
+    """Prunes a trial that is worse than the median of the complete ones at the same point.
+
+    Before the last step of the first run its best value so far counts, as Optuna has it: an evaluation is noisy, and a
+    run may still recover. At the end of a run the value there counts, which is what trials are compared by.
+    """
+
+    def __init__(self, startup: int, steps: int) -> None:
+        super().__init__(n_startup_trials=startup)
+        self._steps = steps
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        point = trial.last_step
+        if point is not None and point >= self._steps:
+            trial = copy.copy(trial)
+            trial.intermediate_values = {point: trial.intermediate_values[point]}
+        return super().prune(study, trial)

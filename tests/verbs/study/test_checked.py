@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from fake_studies import RATE
 
-from rlft.verbs.study.checked import Values
+from rlft.types import UserError
+from rlft.verbs.study.checked import Values, checked_plans, composed
 from rlft.verbs.study.space import Choice, Space
 
 SMALL = ("generation=transformers", "model.device=cpu", "data.size=16", "data.held_out_size=4", "scoring.workers=0")
@@ -16,6 +17,30 @@ TOKENS = Choice(key="generation.max_tokens", values=("16", "256"))
 PROMPTS = Choice(key="prompts.max_tokens", values=("64", "300"))
 BOTH = ["generation.max_tokens=256", "prompts.max_tokens=300"]
 """556 tokens a row, and the model's context has 512: each of the two is accepted with the first of the other."""
+
+
+def with_recipes(folder: Path, **texts: str) -> Space:
+    """A space of recipes with these keys."""
+    (folder / "recipe").mkdir()
+    for name, text in texts.items():
+        (folder / "recipe" / f"{name}.yaml").write_text(f"# @package _global_\n# A recipe.\n{text}\n")
+    return Space(fixed=SMALL, varied=(Choice(key="+recipe", values=tuple(texts)),))
+
+
+def test_recipes_of_other_lengths_are_refused_though_they_read_the_same_files(tmp_path: Path) -> None:
+    space = with_recipes(tmp_path, one="steps: 2", same="steps: 2\nepochs: 2", longer="steps: 4")
+    plains = composed(space, tmp_path, "train", "accuracy")
+    with pytest.raises(UserError, match=r"^recipe: decides how many steps a run has, .*, got 2 and 4 steps; "):
+        checked_plans(space, plains, "train")
+
+
+def test_the_loggers_of_every_recipe_must_write_what_trials_are_compared_by(tmp_path: Path) -> None:
+    console = "defaults:\n  - override /logger: [console]\n"
+    space = with_recipes(tmp_path, one="seed: 1", silent=f"{console}seed: 1")
+    with pytest.raises(
+        UserError, match=r"^logger: trials are compared by eval.jsonl, .*\+recipe=silent\), got console;"
+    ):
+        composed(space, tmp_path, "train", "accuracy")
 
 
 @pytest.mark.parametrize("word", ["trainer.lr=-1.0", "algorithm.clip_low=-1"])

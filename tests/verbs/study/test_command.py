@@ -1,20 +1,24 @@
-"""A study from its words to its trials, whose runs are made up: what going on with it refuses, and from where."""
+"""A study from its words to its trials, whose runs are made up: what resuming it refuses, and from where."""
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_studies import STEPS, FakeRuns
+from fake_studies import STEPS, FakeRuns, accuracy
+from matplotlib.figure import Figure
 
 from rlft.config.overrides import parse
 from rlft.types import UserError
-from rlft.verbs.study import command, here, page, words
-from rlft.verbs.study.runs import Study, one_after_the_other
+from rlft.verbs.study import command, in_process, page, record
+from rlft.verbs.study.runs import Run, Study, one_after_the_other
+from rlft.watch.report_data import sweep_of
 
 SMALL = (
     "generation=transformers", "model.device=cpu", "scoring.workers=0", f"steps={STEPS}", "eval.every=1",
@@ -24,19 +28,35 @@ SMALL = (
 RATES = ("trainer.lr=interval(1e-5,1e-2)", "sweep.trials=2")
 DATA = ("data=jsonl", "data.path=data.jsonl", "data.held_out_path=held_out.jsonl")
 
-Begin = Callable[..., FakeRuns]
+
+@dataclass(frozen=True)
+class Begin:
+    """Does a study of made-up runs in the folder `place`; `again` resumes the one in this folder."""
+
+    runs: FakeRuns
+
+    def __call__(self, *more: str, again: str | None = None) -> FakeRuns:
+        self.runs.ran.clear()
+        if again is None:
+            own = {word.partition("=")[0] for word in more}
+            words = [word for word in SMALL if word.partition("=")[0] not in own]
+            later = {word.partition("=")[0]: word for word in more}
+            words += [word for word in more if later[word.partition("=")[0]] == word]
+            command.search("train", parse(["-m", *words], "train"))
+        else:
+            command.resume(Path(again), more)
+        return self.runs
 
 
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
-    """Does a study of made-up runs in the folder `place`; `again` goes on with the one in this folder."""
     runs = FakeRuns()
 
     def made_up(study: Study, *others: Any) -> None:
         one_after_the_other(study, runs)
 
-    monkeypatch.setattr(here, "trials_here", made_up)
-    monkeypatch.setattr(page, "show", lambda *_: None)
+    monkeypatch.setattr(in_process, "run_in_process", made_up)
+    monkeypatch.setattr(page, "figure", lambda *_, **__: Figure())
     (tmp_path / "place").mkdir()
     monkeypatch.chdir(tmp_path / "place")
     for name in ("data", "held_out", "more"):
@@ -46,22 +66,102 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
         file = Path("mine", "recipe", f"{name}.yaml")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"# @package _global_\n# A recipe.\ntrainer:\n  beta1: {beta}\n")
-
-    def run(*more: str, again: str | None = None) -> FakeRuns:
-        runs.ran.clear()
-        if again is None:
-            command.search("train", parse(["-m", *SMALL, *more], "train"))
-        else:
-            command.resume(Path(again), more)
-        return runs
-
-    return run
+    return Begin(runs)
 
 
 def refusal(do: Callable[[], Any]) -> str:
     with pytest.raises(UserError) as refused:
         do()
     return str(refused.value)
+
+
+def table(folder: str = "sweep") -> list[dict[str, str]]:
+    with Path(folder, "sweep.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_seeds_metric_and_direction_are_those_of_the_words(begin: Begin) -> None:
+    runs = begin(*RATES, "sweep.trials=4", "seed=5", "sweep.seeds=2", "sweep.metric=eval/reward/format",
+                 "sweep.direction=min")  # fmt: skip
+    assert runs.ran == [(trial, seed) for trial in range(4) for seed in (5, 6)]
+    # the made-up runs have 1 - accuracy as that metric
+    values = {row["trial"]: [1.0 - accuracy({"trainer.lr": float(row["trainer.lr"])}, STEPS, seed) for seed in (5, 6)]
+              for row in table()}  # fmt: skip
+    best = min(values, key=lambda trial: sum(values[trial]))
+    first = table()[0]
+    assert first["trial"] == best
+    assert float(first["eval/reward/format"]) == pytest.approx(sum(values[best]) / 2, abs=1e-12)
+    assert [float(value) for value in first["by_seed"].split()] == pytest.approx(values[best], abs=1e-12)
+    assert [row["trial"] for row in table()] == sorted(values, key=lambda trial: sum(values[trial]))
+
+
+def test_the_sweeps_seed_decides_which_values_are_drawn(begin: Begin) -> None:
+    rates = []
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        begin(*RATES, f"sweep.seed={seed}", f"hydra.sweep.dir={folder}")
+        rates.append({row["trainer.lr"] for row in table(folder)})
+    assert rates[0] == rates[1]
+    assert not rates[0] & rates[2]
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the study handles it."""
+
+
+def test_the_report_of_a_killed_sweep_has_the_trials_so_far(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def before(run: Run, step: int) -> None:
+        if (run.trial.number, step) == (2, 5):
+            raise Killed
+
+    monkeypatch.setattr(page.Page, "show", lambda self: None)  # a kill lets no process show anything
+    begin.runs.before = before
+    with pytest.raises(Killed):
+        begin(*RATES, "sweep.trials=4")
+    sweep = sweep_of(Path("sweep"))
+    assert sweep is not None
+    assert sweep["columns"][:4] == ["trial", "state", "trainer.lr", "accuracy"]
+    assert [row[1] for row in sweep["rows"]] == ["complete", "complete", "unfinished"]
+
+
+def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("no font")
+
+    def before(run: Run, step: int) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(page, "figure", broken)
+    begin.runs.before = before
+    with pytest.raises(OSError, match="the disk is full"):
+        begin(*RATES)
+    assert "note: the results so far could not be shown: no font" in capsys.readouterr().err
+
+
+def test_a_resume_that_is_refused_changes_nothing(begin: Begin) -> None:
+    begin(*RATES, "sweep.trials=3")
+    before = Path("sweep", record.FILE).read_text()
+    assert refusal(lambda: begin("sweep.trials=2", again="sweep")).startswith("sweep.trials: the sweep has all its")
+    assert Path("sweep", record.FILE).read_text() == before
+
+
+def test_a_study_whose_journal_is_damaged_is_refused_and_left_as_it_is(begin: Begin) -> None:
+    begin(*RATES)
+    Path("sweep", "optuna.log").write_text("torn")
+    before = Path("sweep", record.FILE).read_text()
+    assert refusal(lambda: begin("sweep.trials=5", again="sweep")).startswith("hydra.sweep.dir: optuna.log in that")
+    assert Path("sweep", record.FILE).read_text() == before
+
+
+def test_a_median_that_waits_for_more_trials_than_there_are_is_noted(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "note: of 3 trials median prunes none: it waits for sweep.startup=3 complete ones; lower sweep.startup"
+    begin(*RATES, "sweep.trials=3", "sweep.pruner=median", "sweep.startup=2", "hydra.sweep.dir=acts")
+    assert "median prunes none" not in capsys.readouterr().err
+    begin(*RATES, "sweep.trials=3", "sweep.pruner=median", "sweep.startup=3")
+    assert said in capsys.readouterr().err
 
 
 def test_a_grid_that_is_done_cannot_be_made_longer(begin: Begin) -> None:
@@ -120,10 +220,10 @@ def test_the_same_command_with_another_folder_of_yaml_is_another_sweep(begin: Be
 
 
 REFUSED = {
-    "cluster.lanes=2": "cluster.lanes: cannot change when a sweep goes on",
-    "cluster.ranks=2": "cluster.ranks: cannot change when a sweep goes on",
+    "cluster.lanes=2": "cluster.lanes: cannot change when a sweep is resumed",
+    "cluster.ranks=2": "cluster.ranks: cannot change when a sweep is resumed",
     "cluster=lanes": "cluster.lanes: was auto when the sweep in sweep began",
-    "hydra.sweep.dir=other": "hydra.sweep.dir: a sweep goes on in its own folder, got other; leave it out",
+    "hydra.sweep.dir=other": "hydra.sweep.dir: a sweep is resumed in its own folder, got other; leave it out",
 }
 
 
@@ -135,7 +235,7 @@ def test_what_would_change_a_sweeps_runs_cannot_change_when_it_goes_on(begin: Be
         said = refusal(lambda change=change: begin("sweep.trials=4", change, again="sweep"))
         assert said.startswith(problem)
         if "cannot change" in said:
-            assert all(key in said for key in words.MAY_CHANGE if key != "hydra.sweep.dir")
+            assert all(key in said for key in record.MAY_CHANGE if key != "hydra.sweep.dir")
 
 
 def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
@@ -150,28 +250,33 @@ def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def begun(**config: Any) -> words.Begun:
-    return words.Begun(verb="train", options=(), words=(), configs=[{"trainer.lr": 1e-4, **config}])
+def begun(**config: Any) -> record.StudyRecord:
+    return record.StudyRecord(verb="train", options=(), words=(), configs=[{"trainer.lr": 1e-4, **config}])
+
+
+def keep(folder: Path, now: record.StudyRecord) -> None:
+    record.check_same(folder, now)
+    record.write(folder, now)
 
 
 def test_what_a_newer_version_adds_is_no_change_and_another_checkpoint_of_a_run_is(tmp_path: Path) -> None:
     old = {"lora.path": "runs/sft/checkpoints/step_4/policy", "checkpoint.every": 1}
-    words.keep(tmp_path, begun(**old))
-    words.keep(tmp_path, begun(**{**old, "lora.use_dora": False, "checkpoint.every": 2}))
-    said = refusal(lambda: words.keep(tmp_path, begun(**{**old, "lora.use_dora": True})))
+    keep(tmp_path, begun(**old))
+    keep(tmp_path, begun(**{**old, "lora.use_dora": False, "checkpoint.every": 2}))
+    said = refusal(lambda: keep(tmp_path, begun(**{**old, "lora.use_dora": True})))
     assert said.startswith("lora.use_dora: was False when the sweep")
     later = {**old, "lora.path": "runs/sft/checkpoints/step_8/policy"}
-    said = refusal(lambda: words.keep(tmp_path, begun(**later)))
+    said = refusal(lambda: keep(tmp_path, begun(**later)))
     assert said.startswith(f"lora.path: was {old['lora.path']} when the sweep")
     assert "name a checkpoint's folder in it" in said
 
 
 def test_a_study_of_an_older_version_goes_on_and_one_whose_record_is_damaged_does_not(begin: Begin) -> None:
     begin(*RATES)
-    begun = words.saved(Path("sweep"))
+    begun = record.read(Path("sweep"))
     old = {"verb": begun.verb, "options": begun.options, "words": begun.words}
-    Path("sweep", words.WORDS).write_text(json.dumps(old))
+    Path("sweep", record.FILE).write_text(json.dumps(old))
     assert len(begin("sweep.trials=3", again="sweep").ran) == 1
-    assert len(words.saved(Path("sweep")).configs) == 2, "from now on it has what is compared"
-    Path("sweep", words.WORDS).write_text("[torn")
+    assert len(record.read(Path("sweep")).configs) == 2, "from now on it has what is compared"
+    Path("sweep", record.FILE).write_text("[torn")
     assert refusal(lambda: begin(again="sweep")).startswith("resume: sweep.yaml in that folder cannot be read")

@@ -43,8 +43,10 @@ def test_the_metrics_of_a_run_are_those_of_its_evaluations() -> None:
 def test_a_metric_that_there_will_not_be_is_refused() -> None:
     with pytest.raises(UserError, match=r"sweep.metric: no evaluation has it, got eval/pass@8; use one of accuracy, "):
         check_metric("eval/pass@8", compose(["eval.num_samples=4"]))
-    with pytest.raises(UserError, match=r"eval.every: trials are compared by what evaluations measure"):
+    with pytest.raises(UserError, match=r"eval.every: trials are compared by what evaluations measure, .*, got 0;"):
         check_metric("accuracy", compose(["eval.every=0"]))
+    with pytest.raises(UserError, match=r"eval.every: trials are compared by what evaluations measure, .*, got null;"):
+        check_metric("accuracy", {"verb": "train", "eval": {"every": None}})
     check_metric("eval/reward/format", compose([]))
 
 
@@ -60,6 +62,12 @@ def test_loggers_that_write_no_evaluations_are_refused() -> None:
         (["eval.num_samples=8"], "eval.num_samples"),
         (["reward=[format,exact_match]"], "reward"),
         (["generation.temperature=0.5"], "generation.temperature"),
+        (["generation.top_p=0.9"], "generation.top_p"),
+        (["generation.top_k=5"], "generation.top_k"),
+        (["generation.min_p=0.1"], "generation.min_p"),
+        (["generation.stop=['4']"], "generation.stop"),
+        (["generation.include_stop_str_in_output=true"], "generation.include_stop_str_in_output"),
+        (["scoring.on_error=0"], "scoring.on_error"),
     ],
 )
 def test_trials_that_would_be_measured_differently_are_refused(words: list[str], key: str) -> None:
@@ -136,7 +144,7 @@ def test_trials_are_compared_on_the_same_held_out_texts(verb: str, section: str,
 
 
 def test_what_only_trains_differently_is_measured_alike() -> None:
-    other = compose(["trainer.lr=1e-3", "reward.exact_match.weight=2", "algorithm=gspo"])
+    other = compose(["trainer.lr=1e-3", "reward.exact_match.weight=2", "algorithm=gspo", "generation.max_tokens=99"])
     check_measured_alike(compose([]), other, "accuracy")
     cold = ["eval.temperature=1.0"]
     check_measured_alike(compose(cold), compose([*cold, "generation.temperature=0.5"]), "accuracy")

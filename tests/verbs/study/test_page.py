@@ -6,7 +6,8 @@ import csv
 from pathlib import Path
 
 import pytest
-from fake_studies import ALGORITHM, RANK, RATE, FakeRuns, keys, make_study
+from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, keys, make_study
+from matplotlib.figure import Figure
 
 from rlft.verbs.study import page
 from rlft.verbs.study.command import namer
@@ -24,7 +25,7 @@ def test_a_studys_results_are_a_table_a_file_and_a_picture(
     study = make_study(tmp_path, keys(trials=10, seeds=2, pruner="median", startup=3))
     one_after_the_other(study, FakeRuns())
     name = namer(SPACE)
-    page.show(tmp_path, study.trials, SPACE, "accuracy", lambda row: name(row.params))
+    page.Page(tmp_path, study.trials, SPACE, "accuracy", name).show()
     rows = study.trials.rows()
     with (tmp_path / "sweep.csv").open(newline="") as stream:
         found = list(csv.DictReader(stream))
@@ -57,11 +58,25 @@ def test_the_picture_has_a_panel_a_key_and_the_best_so_far() -> None:
     assert panels[1].get_xscale() == "log"
     [best] = panels[0].get_lines()
     assert list(best.get_ydata()) == [0.2, 0.5, 0.5]
+    [best] = page.figure(rows, SPACE, "eval/loss", {}, lower=True).get_axes()[0].get_lines()
+    assert list(best.get_ydata()) == [0.2, 0.2, 0.2], "of what is better when it is lower the lowest"
+
+
+def test_a_study_of_a_loss_draws_its_lowest_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, lowest = make_study(tmp_path, keys(trials=3), lower=True), []
+    one_after_the_other(study, FakeRuns())
+    monkeypatch.setattr(page, "figure", lambda *_, lower: lowest.append(lower) or Figure())
+    page.Page(tmp_path, study.trials, SPACE, "eval/loss", namer(SPACE)).show()
+    assert lowest == [True]
+    values = [row.value for row in study.trials.rows()]
+    assert values == sorted(value for value in values if value is not None)
+    # the made-up loss is the accuracy with the other sign
+    assert values[0] == -max(accuracy(row.params, STEPS, 0) for row in study.trials.rows())
 
 
 def test_a_study_without_trials_leaves_nothing(tmp_path: Path) -> None:
     study = make_study(tmp_path, keys(trials=1))
-    page.show(tmp_path, study.trials, SPACE, "accuracy", lambda row: "")
+    page.Page(tmp_path, study.trials, SPACE, "accuracy", lambda params: "").show()
     assert not (tmp_path / "sweep.csv").exists()
 
 

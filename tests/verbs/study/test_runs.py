@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, keys, make_study
+from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, keys, line, make_study, write
 
+from rlft.run import run_status
+from rlft.types import UserError
+from rlft.verbs.study import runs
 from rlft.verbs.study.runs import FailedError, Run, Study, one_after_the_other
+from rlft.verbs.study.space import Choice
 from rlft.verbs.study.trials import Journal
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the study handles it."""
 
 
 def outcome(study: Study) -> list[tuple[Any, ...]]:
@@ -17,7 +28,7 @@ def outcome(study: Study) -> list[tuple[Any, ...]]:
     rows = sorted(study.trials.rows(), key=lambda row: row.number)
     return [
         (row.number, dict(row.params), row.state, row.value, tuple(row.values), row.same_as, row.why,
-         sorted(study.trials.reported(row.number)))
+         dict(study.trials.reported(row.number)))
         for row in rows
     ]  # fmt: skip
 
@@ -30,14 +41,72 @@ def test_the_value_of_a_trial_is_the_mean_over_its_seeds_after_the_last_step(tmp
         values = [accuracy(row.params, STEPS, seed) for seed in (0, 1, 2)]
         assert list(row.values) == values
         assert row.value == sum(values) / 3
-        assert study.trials.reported(row.number) == set(range(1, 3 * STEPS + 1)), "the seeds follow each other"
 
 
-def test_what_is_reported_of_a_later_seed_is_the_mean_of_all_at_that_step(tmp_path: Path) -> None:
-    study = make_study(tmp_path, keys(trials=1, seeds=2))
+def test_of_the_first_run_each_evaluation_is_reported_and_of_later_ones_the_mean_at_their_ends(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=1, seeds=3))
     one_after_the_other(study, FakeRuns(value=lambda params, step, seed: step + 10.0 * seed))
-    [trial] = study.trials._all()
-    assert [trial.intermediate_values[STEPS + step] for step in (1, 9)] == [6.0, 14.0]  # (1 + 11) / 2, (9 + 19) / 2
+    # 9 steps in each of 3 runs, which end at 9, 19 and 29
+    assert study.trials.reported(0) == {
+        **{step: step for step in range(1, 10)},
+        18: (9 + 19) / 2,
+        27: (9 + 19 + 29) / 3,
+    }
+
+
+def scripted(curves: Mapping[str, Sequence[float]]) -> FakeRuns:
+    """Runs with these evaluations for each rank, whatever their seed."""
+    steps = len(next(iter(curves.values())))
+    return FakeRuns(value=lambda params, step, seed: curves[params["lora.rank"]][step - 1], steps=steps)
+
+
+def states_of(study: Study) -> dict[str, str]:
+    """{rank: what became of the trial}."""
+    return {str(row.params["lora.rank"]): row.state for row in study.trials.rows()}
+
+
+def test_a_slow_starter_that_is_the_best_in_the_end_is_not_pruned_by_early_steps_of_its_later_seeds(
+    tmp_path: Path,
+) -> None:
+    """Rungs are at 1, 3 and 9 of the 15 steps of three runs; 9 is inside the second one, at its fourth step."""
+    ranks = Choice(key="lora.rank", values=tuple("abcdef"))
+    curves = {name: [0.4, 0.4, 0.4, 0.8, 0.8] for name in "abcdef"}
+    curves["f"] = [0.5, 0.5, 0.5, 0.6, 0.9]  # ahead at 1 and 3, behind at 4, the best at the end
+    config = keys(sampler="grid", trials=6, seeds=3, pruner="hyperband")
+    study = make_study(tmp_path, config, ranks, steps=5)
+    one_after_the_other(study, scripted(curves))
+    assert states_of(study)["f"] == "complete"
+    assert study.trials.rows()[0].params == {"lora.rank": "f"}
+    assert set(study.trials.reported(5)) == {1, 2, 3, 4, 5, 10, 15}
+
+
+def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_far(tmp_path: Path) -> None:
+    ranks = Choice(key="lora.rank", values=tuple("abcdef"))
+    curves = {name: [0.3, 0.5, 0.6] for name in "ab"}
+    curves["c"] = [0.9, 0.2, 0.7]  # falls back within the run, and recovers
+    curves["d"] = [0.9, 0.9, 0.1]  # ends where the others began
+    curves["e"] = [0.1, 0.9, 0.9]
+    curves["f"] = [0.3, 0.5, 0.7]
+    config = keys(sampler="grid", trials=6, seeds=2, pruner="median", startup=2)
+    study, runs = make_study(tmp_path, config, ranks, steps=3), scripted(curves)
+    one_after_the_other(study, runs)
+    assert states_of(study) == {"a": "complete", "b": "complete", "c": "complete", "d": "pruned", "e": "pruned",
+                                "f": "complete"}  # fmt: skip
+    why = {str(row.params["lora.rank"]): row.why for row in study.trials.rows()}
+    # At step 1 the complete a, b and c have 0.3, 0.3 and 0.9; at step 3 0.6, 0.6 and 0.7.
+    assert (why["d"], why["e"]) == ("median at step 3", "median at step 1")
+    assert [seed for trial, seed in runs.ran if trial == 3] == [0], "it has no second run"
+
+
+def test_a_trial_is_pruned_after_a_later_seed_by_the_mean_so_far(tmp_path: Path) -> None:
+    """The first run of the last trial is as good as the others' and its second is worse: 0.5 against 0.4."""
+    study = make_study(tmp_path, keys(sampler="grid", trials=4, seeds=3, pruner="median", startup=3), RANK, ALGORITHM)
+    one_after_the_other(study, FakeRuns(value=lambda params, step, seed: 0.3 if (params, seed) == (LAST, 1) else 0.5))
+    last = next(row for row in study.trials.rows() if row.params == LAST)
+    assert (last.state, last.value, last.why) == ("pruned", (0.5 + 0.3) / 2, "median after 2 seeds")
+
+
+LAST = {"lora.rank": "16", "algorithm": "gspo"}
 
 
 def test_a_pruned_trial_ends_at_its_evaluation_and_has_no_further_seeds(tmp_path: Path) -> None:
@@ -47,20 +116,108 @@ def test_a_pruned_trial_ends_at_its_evaluation_and_has_no_further_seeds(tmp_path
     pruned = [row for row in study.trials.rows() if row.state == "pruned"]
     assert len(pruned) >= 3
     for row in pruned:
-        points = study.trials.reported(row.number)
-        assert row.why == f"median at step {max(points)}"
-        seeds = [seed for trial, seed in runs.ran if trial == row.number]
-        assert len(seeds) == (1 if max(points) <= STEPS else 2)
-    assert any(line.startswith(f"trial {pruned[0].number} is ended early by median") for line in said)
+        point = max(study.trials.reported(row.number))
+        assert point < STEPS, "in these runs whoever lags behind does from the first step on"
+        assert row.why == f"median at step {point}"
+        assert [seed for trial, seed in runs.ran if trial == row.number] == [0]
+    assert any(line.startswith(f"trial {pruned[0].number} is pruned by median at step") for line in said)
 
 
-def test_hyperband_ends_trials_where_the_steps_have_tripled(tmp_path: Path) -> None:
+def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) -> None:
     study = make_study(tmp_path, keys(trials=20, pruner="hyperband"))
     one_after_the_other(study, FakeRuns())
     pruned = [row for row in study.trials.rows() if row.state == "pruned"]
     assert len(pruned) >= 5
     # rungs at 1 and 3 steps; one at 9 is the end
     assert {max(study.trials.reported(row.number)) for row in pruned} <= {1, 3}
+
+
+def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(tmp_path: Path) -> None:
+    def cut(run: Run, report_new: Callable[[], bool]) -> None:
+        runs(run, report_new)
+        if run.trial.number == 1:
+            write(run.folder, [line(0, 0.1), line(STEPS - 1, 0.9)])
+
+    study, runs = make_study(tmp_path, keys(trials=3, seeds=2)), FakeRuns()
+    one_after_the_other(study, cut)
+    row = next(row for row in study.trials.rows() if row.number == 1)
+    file = tmp_path / "1" / "seed_0" / "eval.jsonl"
+    assert (row.state, row.why) == ("failed", f"{file} has no evaluation after the last step, {STEPS}")
+    assert [row.state for row in study.trials.rows()] == ["complete", "complete", "failed"]
+
+
+def crash(study: Study, **more: Any) -> FakeRuns:
+    """Resumes a study whose trial 1 crashes before step 5, or before another with `at`."""
+    at, error = more.get("at", 5), more.get("error", Killed())
+
+    def before(run: Run, step: int) -> None:
+        if (run.trial.number, step) == (1, at):
+            raise error
+
+    runs = FakeRuns(before=before)
+    with contextlib.suppress(type(error)):
+        one_after_the_other(study, runs)
+    return runs
+
+
+def test_a_trial_that_kills_its_process_twice_without_progress_fails_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    for _ in range(3):  # the second attempt finds the evaluations of the first, the third nothing new
+        crash(make_study(tmp_path, keys(trials=4)))
+    study = make_study(tmp_path, keys(trials=4))
+    assert [trial.number for trial in study.trials.unfinished()] == [1]
+    runs = crash(study)
+    assert runs.ran == [(2, 0), (3, 0)]
+    rows = {row.number: row for row in study.trials.rows()}
+    assert [rows[n].state for n in range(4)] == ["complete", "failed", "complete", "complete"]
+    assert rows[1].why.startswith(
+        "2 attempts in a row ended without an explanation and without a new evaluation or che"
+    )
+
+
+def test_a_trial_whose_process_dies_ever_later_goes_on(tmp_path: Path) -> None:
+    for at in (2, 3, 4, 5, 6, 7):
+        crash(make_study(tmp_path, keys(trials=2)), at=at)
+    study = make_study(tmp_path, keys(trials=2))
+    one_after_the_other(study, FakeRuns())
+    assert {row.state for row in study.trials.rows()} == {"complete"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("reward.http.url", "does not answer", remedy="ask")])
+def test_an_attempt_that_ends_for_a_known_reason_is_no_crash(error: BaseException, tmp_path: Path) -> None:
+    for _ in range(5):
+        crash(make_study(tmp_path, keys(trials=2)), error=error)
+    study = make_study(tmp_path, keys(trials=2))
+    one_after_the_other(study, FakeRuns())
+    assert {row.state for row in study.trials.rows()} == {"complete"}
+
+
+def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=1))
+    run = study.run(study.trials.draw(), 0)
+    write(run.folder, [line(0, 0.1), line(2, 0.2)])
+    run_status.write_interrupted(run.folder, STEPS)
+    study.was_pruned(run)
+    reason = "pruned by its sweep after step 2: its trial lags behind"
+    assert run_status.read(run.folder) == (run_status.Status.stopped, reason)
+    assert (run_status.error(run.folder), run_status.num_steps(run.folder)) == ("PrunedError", STEPS)
+
+
+def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path) -> None:
+    """Trial 1 fails, and of four combinations six trials repeat some."""
+    states: list[list[str]] = []
+    config = keys(trials=6, startup=6)
+    study = make_study(tmp_path, config, RANK, ALGORITHM)
+    study._changed = lambda: states.append([row.state for row in study.trials.rows()])
+
+    def before(run: Run, step: int) -> None:
+        if run.trial.number == 1:
+            raise FailedError("the loss is not finite")
+
+    one_after_the_other(study, FakeRuns(before=before))
+    assert states[:4] == [["unfinished"], ["complete"], ["complete", "unfinished"], ["complete", "failed"]]
+    repeated = sum(row.same_as is not None for row in study.trials.rows())
+    assert repeated > 0
+    assert len(states) == 2 * (6 - repeated) + repeated
 
 
 def test_a_trial_that_cannot_be_done_fails_and_the_others_go_on(tmp_path: Path) -> None:
@@ -97,10 +254,6 @@ def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_o
     assert [row.state for row in again.trials.rows()] == ["complete", "unfinished"]
 
 
-class Killed(BaseException):
-    """Stands for a kill: nothing in the study handles it."""
-
-
 CASES = {
     "tpe with hyperband": (keys(trials=9, pruner="hyperband"), (RATE, RANK)),
     "tpe with median and seeds": (keys(trials=6, pruner="median", startup=2, seeds=2), (RATE, ALGORITHM)),
@@ -113,34 +266,37 @@ CASES = {
 def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before or after each time that something is kept, in turn, until it is done."""
+    """Each process in turn is killed before or after its first, second, third or sixth time that something is kept."""
     config, varied = CASES[case]
     (tmp_path / "whole").mkdir()
     whole = make_study(tmp_path / "whole", config, *varied)
     one_after_the_other(whole, FakeRuns())
 
     (tmp_path / "killed").mkdir()
-    kept, write = 0, Journal._write
+    kept, kills, write = 0, 0, Journal._write
+    moments = itertools.cycle(itertools.product((1, 2, 3, 6), ("before", "after")))
+    moment = next(moments)
 
     def writing(journal: Journal) -> None:
         nonlocal kept
         kept += 1
-        if kept % 5 == 3:
-            raise Killed  # before it is kept
+        if (kept, "before") == moment:
+            raise Killed
         write(journal)
-        if kept % 5 == 0:
-            raise Killed  # just after
+        if (kept, "after") == moment:
+            raise Killed
 
     monkeypatch.setattr(Journal, "_write", writing)
-    for _ in range(1000):
+    monkeypatch.setattr(runs, "MOST_CRASHES", 100)  # some of these come before a trial has done anything
+    while True:
         try:
             study = make_study(tmp_path / "killed", config, *varied)
             one_after_the_other(study, FakeRuns())
             break
         except Killed:
-            continue
+            kept, kills, moment = 0, kills + 1, next(moments)
     monkeypatch.setattr(Journal, "_write", write)
-    assert kept > 30
+    assert kills > 16, "each moment came twice"
     assert outcome(make_study(tmp_path / "killed", config, *varied)) == outcome(whole)
 
 

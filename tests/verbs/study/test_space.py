@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from rlft.config.compose import compose
 from rlft.types import UserError
-from rlft.verbs.study.space import Choice, Interval, check_one_by_one, read_space
+from rlft.verbs.study.space import (
+    Choice,
+    Interval,
+    changes_no_number,
+    check_changes_numbers,
+    check_one_by_one,
+    read_space,
+)
 
 
 def interval(value: str, key: str = "trainer.lr") -> Interval:
@@ -52,7 +60,7 @@ def test_each_value_and_each_end_is_a_corner_once() -> None:
         ("tag(log,interval(1,2))", True),
     ],
 )
-def test_wide_intervals_of_positive_numbers_are_drawn_by_logarithms_unless_a_tag_says_otherwise(
+def test_wide_intervals_of_positive_numbers_are_sampled_on_a_log_scale_unless_a_tag_says_otherwise(
     value: str, log: bool
 ) -> None:
     assert interval(value).log is log
@@ -71,7 +79,7 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
         ("trainer.lr=interval(1e-2,1e-5)", "trainer.lr: an interval goes from a number to a larger one"),
         (
             "trainer.lr=int(interval(1e-5,1e-2))",
-            "trainer.lr: an interval goes from a number to a larger one, got int(interval(1e-5,1e-2)); leave int",
+            "trainer.lr: an interval of whole numbers has ends that are not whole, got int(interval(1e-5,1e-2)); round",
         ),
         (
             "trainer.lr=interval(0.1,0.1)",
@@ -83,17 +91,55 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
         ("seed=0,1", "seed: is that of a trial's runs"),
         ("data.seed=0,1", "data.seed: is the seed of the data"),
         ("steps=10,20", "steps: is one for all trials"),
-        ("name=a,b", "name: cannot be chosen by what a run measures"),
-        ("checkpoint.every=1,2", "checkpoint.every: cannot be chosen by what a run measures"),
-        ("cluster.jobs=1,2", "cluster.jobs: cannot be chosen"),
-        ("hydra.sweep.dir=a,b", "hydra.sweep.dir: cannot be chosen"),
+        ("hydra.sweep.dir=a,b", "hydra.sweep.dir: is one for the whole sweep"),
+        ("lora.rank=int(interval(2.5,8.7))", "lora.rank: an interval of whole numbers has ends that are not whole"),
+        ("lora.rank=int(interval(start=2,end=8.5))", "lora.rank: an interval of whole numbers has ends that are not w"),
+        ("trainer.lr=interval(1e-5,inf)", "trainer.lr: an interval has two finite ends, got interval(1e-5,inf); give"),
+        ("trainer.lr=interval(1e-5,nan)", "trainer.lr: an interval has two finite ends, got interval(1e-5,nan); give"),
+        ("trainer.lr=interval(inf,inf)", "trainer.lr: an interval has two finite ends, got interval(inf,inf); give"),
+        ("resume=runs/a", "resume: cannot be used in a sweep, got runs/a; resume a sweep with rlft resume"),
         ("steps=4", "sweep: has nothing to choose"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(word: str, fragment: str) -> None:
     with pytest.raises(UserError) as refused:
-        read_space([word], "train")
+        read_space([word, "lora.dropout=0,0.1"] if word.startswith("resume") else [word], "train")
     assert str(refused.value).startswith(fragment)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["name=a,b", "checkpoint.every=1,2", "cluster.jobs=1,2", "alarms.kl=1,2", "token_budget=512,1024",  # of any run
+     "rollouts.every=1,2", "environment.workers=1,2", "snapshot.teacher_gpu_memory_utilization=0.1,0.2",  # of train
+     "freshness.every=1,2", "scoring.workers=0,1", "model.device=cpu,cuda", "generation.transformers.batch_size=8,16"],
+)  # fmt: skip
+def test_keys_that_change_no_number_cannot_be_chosen(word: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_changes_numbers(read_space([word], "train"), compose([]))
+    got = ", ".join(word.partition("=")[2].split(","))
+    said = f"{word.partition('=')[0]}: cannot be chosen by what a run measures, which it does not change, got {got};"
+    assert str(refused.value).startswith(said)
+
+
+def test_an_outside_engines_free_keys_cannot_be_chosen_either() -> None:
+    section = {"engine": "fused_engine.Fused", "Fused": {"_target_": "fused_engine.Fused"}}
+    assert not changes_no_number("generation.Fused.lends", "train")
+    assert changes_no_number("generation.Fused.lends", "train", section)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["trainer.lr=1e-3,1e-4", "algorithm=grpo,gspo", "model.path=a,b", "data.path=a,b", "lora.path=a,b",
+     "generation.max_tokens=16,32", "cluster=local,mine", "reward.mine.seed=1,2", "eval.every=1,2"],
+)  # fmt: skip
+def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are(word: str) -> None:
+    """Another file is another setting, and what evaluations depend on is refused by its own message."""
+    space = read_space([word], "train")
+    if word.startswith("cluster"):
+        with pytest.raises(UserError, match=r"^cluster: cannot be chosen"):
+            check_changes_numbers(space, compose([]))
+    else:
+        check_changes_numbers(space, compose([]))
 
 
 def test_a_plain_sweep_refuses_an_interval() -> None:

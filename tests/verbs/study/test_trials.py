@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import optuna
 import pytest
 from fake_studies import ALGORITHM, RANK, RATE, STEPS, accuracy, keys, make_trials
 
+from rlft.types import UserError
 from rlft.verbs.study.space import Interval, Space
-from rlft.verbs.study.trials import JOURNAL, Journal, Trials
+from rlft.verbs.study.trials import JOURNAL, Journal, Trials, pruner
 
 SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
 WHOLE = Space(fixed=(), varied=(Interval(key="lora.rank", low=4, high=64, whole=True, log=False),))
@@ -80,10 +82,10 @@ def test_a_trial_with_the_values_of_an_earlier_one_has_its_result_at_once(tmp_pa
     repeated = next(trial.number for trial in later if trial.same_as == 0)
     rows = {row.number: row for row in trials.rows()}
     assert (rows[repeated].state, rows[repeated].value, rows[repeated].values) == ("complete", 0.5, [0.4, 0.6])
-    assert trials.reported(repeated) == {1}, "so that it counts for the others like one that was run"
+    assert trials.reported(repeated) == {1: 0.2}, "so that it counts for the others like one that was run"
 
 
-def test_median_ends_a_trial_that_is_worse_than_half_of_the_others_there(tmp_path: Path) -> None:
+def test_median_prunes_a_trial_that_is_worse_than_half_of_the_others_there(tmp_path: Path) -> None:
     trials = make_trials(tmp_path, keys(pruner="median", startup=3, sampler="random"), SPACE)
     for value in (0.3, 0.4, 0.5):
         number = trials.draw().number
@@ -92,12 +94,18 @@ def test_median_ends_a_trial_that_is_worse_than_half_of_the_others_there(tmp_pat
     below, above, last = (trials.draw().number for _ in range(3))
     assert trials.report(below, 3, 0.39, may_end=True)  # the median of 0.3, 0.4 and 0.5 is 0.4
     assert not trials.report(above, 3, 0.41, may_end=True)
-    assert not trials.report(last, 3, 0.1, may_end=False), "a trial that is at its end is not ended early"
+    assert not trials.report(last, 3, 0.1, may_end=False), "a trial that is at its end is not pruned"
     row = next(row for row in trials.rows() if row.number == below)
     assert (row.state, row.value, row.why) == ("pruned", 0.39, "median at step 3")
 
 
-def test_where_lower_is_better_the_larger_value_is_ended_and_the_least_comes_first(tmp_path: Path) -> None:
+def test_hyperband_counts_the_steps_of_all_runs_from_the_first_evaluation_on() -> None:
+    made = pruner(keys(pruner="hyperband", seeds=3), 2, STEPS)
+    assert isinstance(made, optuna.pruners.HyperbandPruner)
+    assert (made._min_resource, made._max_resource) == (2, 3 * STEPS)
+
+
+def test_where_lower_is_better_the_larger_value_is_pruned_and_the_least_comes_first(tmp_path: Path) -> None:
     trials = make_trials(tmp_path, keys(pruner="median", startup=1, sampler="random"), SPACE, lower=True)
     for value in (2.0, 1.0):
         number = trials.draw().number
@@ -144,3 +152,17 @@ def test_the_journal_holds_what_was_kept_last_and_optunas_own_reader_reads_it(tm
         row.value for row in sorted(trials.rows(), key=lambda r: r.number)
     ]
     assert all(json.loads(entry) for entry in before.splitlines())
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[:-20], lambda text: text + "{}\n", lambda text: "\x00\x01\n"],
+    ids=["a torn line", "a line that is no record", "no text"],
+)  # fmt: skip
+def test_a_journal_that_is_damaged_is_refused(damage: Callable[[str], str], tmp_path: Path) -> None:
+    done(make_trials(tmp_path, keys(), SPACE), 2)
+    file = tmp_path / JOURNAL
+    file.write_text(damage(file.read_text()))
+    with pytest.raises(
+        UserError, match=rf"^hydra.sweep.dir: optuna.log in that folder is damaged \(\w+\), got {tmp_path};"
+    ):
+        make_trials(tmp_path, keys(), SPACE)

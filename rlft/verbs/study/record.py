@@ -1,4 +1,4 @@
-"""The words by which a study was begun, and what they meant then: whoever goes on with it has the same study."""
+"""The record of how a study was begun: its words and what they meant then. Whoever resumes it has the same study."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming
 from rlft.types import UserError
 from rlft.verbs.study.config import key_of
-from rlft.verbs.study.space import NO_NUMBER
+from rlft.verbs.study.space import changes_no_number
 
-WORDS = "sweep.yaml"
-"""The file in a sweep's folder with the words that it was begun by."""
+FILE = "sweep.yaml"
+"""The file in a sweep's folder with the record."""
 MAY_CHANGE = ("sweep.trials", "hydra.sweep.dir", "cluster", "cluster.jobs", "cluster.kind", "cluster.address",
               "cluster.timeout", "cluster.placement")  # fmt: skip
-"""Keys that may differ when a study goes on: none of them changes a trial that was drawn. `cluster` is the choice of a
-YAML; what else than these keys it changes, such as cluster.lanes, is seen in the configs."""
+"""Keys that may differ when a study is resumed: none of them changes a trial that was drawn. `cluster` is the choice of
+a YAML; what else than these keys it changes, such as cluster.lanes, is seen in the configs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class StudyRecord:
     """How a study was begun.
 
     Args:
@@ -55,13 +55,13 @@ class Begun:
         return next((value for name, value in itertools.pairwise(options) if name in CONFIG_DIR), None)
 
 
-def begun(
+def record_of(
     verb: str, parsed: Arguments, plains: Sequence[Mapping[str, Any]], fingerprints: Sequence[Mapping[str, str]]
-) -> Begun:
-    """How a study is begun now, with the plain configs of its corners."""
+) -> StudyRecord:
+    """The record of a study that is begun now, with the plain configs of its corners."""
     first, *others = [flatten(plain) for plain in plains]
     configs = [first, *({key: v for key, v in flat.items() if first.get(key, _ABSENT) != v} for flat in others)]
-    return Begun(
+    return StudyRecord(
         verb=verb,
         options=list(parsed.options),
         words=list(parsed.overrides),
@@ -73,7 +73,7 @@ def begun(
 
 def is_study(folder: Path) -> bool:
     """Whether the folder is that of a sweep whose values Optuna chooses."""
-    return (folder / WORDS).is_file()
+    return (folder / FILE).is_file()
 
 
 def may_change(word: str) -> bool:
@@ -81,15 +81,15 @@ def may_change(word: str) -> bool:
     return key_of(word) in MAY_CHANGE
 
 
-def saved(folder: Path) -> Begun:
-    """How the study in this folder was begun.
+def read(folder: Path) -> StudyRecord:
+    """The record of the study in this folder.
 
     Raises:
         UserError: the file is damaged.
     """
     try:
-        content = yaml.safe_load((folder / WORDS).read_text(encoding="utf-8"))
-        return Begun(
+        content = yaml.safe_load((folder / FILE).read_text(encoding="utf-8"))
+        return StudyRecord(
             verb=str(content["verb"]),
             options=list(content["options"]),
             words=list(content["words"]),
@@ -98,26 +98,29 @@ def saved(folder: Path) -> Begun:
             fingerprints=[dict(of_corner) for of_corner in content.get("fingerprints", ())],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        problem = f"{WORDS} in that folder cannot be read ({type(error).__name__})"
+        problem = f"{FILE} in that folder cannot be read ({type(error).__name__})"
         raise UserError("resume", problem, got=folder, remedy="restore it from a copy, or begin another") from None
 
 
-def keep(folder: Path, now: Begun) -> None:
-    """Writes how a new study is begun; one that goes on must be the same.
+def write(folder: Path, now: StudyRecord) -> None:
+    write_atomically(folder / FILE, yaml.safe_dump(asdict(now), sort_keys=False, allow_unicode=True))
+
+
+def check_same(folder: Path, now: StudyRecord) -> None:
+    """Refuses another study than the one in this folder, if there is one.
 
     Raises:
         UserError: it is another sweep, or its YAML, data or base have changed.
     """
     if is_study(folder):
-        before = saved(folder)
+        before = read(folder)
         _check_same_words(folder, before, now)
         _check_same_configs(folder, before, now)
         _check_same_inputs(before, now)
-    write_atomically(folder / WORDS, yaml.safe_dump(asdict(now), sort_keys=False, allow_unicode=True))
 
 
-def _check_same_words(folder: Path, before: Begun, now: Begun) -> None:
-    remedy = f"go on with that one by {resuming(folder)}, or name another hydra.sweep.dir"
+def _check_same_words(folder: Path, before: StudyRecord, now: StudyRecord) -> None:
+    remedy = f"resume that one with {resuming(folder)}, or name another hydra.sweep.dir"
     if before.verb != now.verb:
         raise UserError("hydra.sweep.dir", f"there is a sweep of rlft {before.verb}", got=folder, remedy=remedy)
     old, new = ({key_of(w): w.partition("=")[2] for w in of.words if not may_change(w)} for of in (before, now))
@@ -128,10 +131,10 @@ def _check_same_words(folder: Path, before: Begun, now: Begun) -> None:
             raise UserError(key, problem, got=new.get(key) or "nothing", remedy=remedy)
 
 
-def _check_same_configs(folder: Path, before: Begun, now: Begun) -> None:
+def _check_same_configs(folder: Path, before: StudyRecord, now: StudyRecord) -> None:
     """Refuses other configs from the same words: a recipe, or other YAML, was changed in between."""
     for old, new in zip(before.configs, now.configs, strict=False):
-        for key in _changed(old, new):
+        for key in _changed(old, new, before.verb):
             problem = f"was {old.get(key, 'left out')} when the sweep in {folder} began, and its trials would differ"
             remedy = "put the YAML back as it was, or begin another sweep"
             if paths.is_path_key(key):  # the words named a run, whose newest checkpoint is another one by now
@@ -139,17 +142,16 @@ def _check_same_configs(folder: Path, before: Begun, now: Begun) -> None:
             raise UserError(key, problem, got=new.get(key, "nothing"), remedy=remedy)
 
 
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any], verb: str) -> Iterator[str]:
     """The keys that differ and matter to a trial."""
     for key in {**old, **new}:
         before, after = (config.get(key, ADDED_KEYS.get(key)) for config in (old, new))
-        section = key.partition(".")[0]
-        free = key in MAY_CHANGE or (section in NO_NUMBER and section != "cluster")
+        free = key in MAY_CHANGE or (changes_no_number(key, verb) and key.partition(".")[0] != "cluster")
         if before != after and not free and not paths.same_path(before, after):
             yield key
 
 
-def _check_same_inputs(before: Begun, now: Begun) -> None:
+def _check_same_inputs(before: StudyRecord, now: StudyRecord) -> None:
     """Refuses data, a base or adapters that have changed, of any corner."""
     for old, new in zip(before.fingerprints, now.fingerprints, strict=False):
         try:

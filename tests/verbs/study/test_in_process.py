@@ -1,4 +1,4 @@
-"""A run of a study in this process: its words, and how it is ended at an evaluation."""
+"""A run of a study in this process: its words, and how it is pruned at an evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlft.loop.shell import BrokenRunError
 from rlft.run import run_status
 from rlft.run.run_folder import read
 from rlft.types import UserError
-from rlft.verbs.study.here import _do_here, words_of
+from rlft.verbs.study.in_process import _do_run, words_of
 from rlft.verbs.study.measure import curve
 from rlft.verbs.study.runs import FailedError, PrunedError, Run
 from rlft.verbs.study.space import Space
@@ -32,11 +32,11 @@ def run_of(folder: Path, rate: float = 1e-3) -> Run:
     return Run(trial=Trial(number=0, params={"trainer.lr": rate}), index=1, seed=8, folder=folder)
 
 
-def test_a_run_that_its_study_gives_up_ends_at_that_evaluation_and_says_why(tmp_path: Path) -> None:
+def test_a_run_whose_trial_is_pruned_ends_at_that_evaluation_and_says_why(tmp_path: Path) -> None:
     space, run = Space(fixed=SMALL, varied=(RATE,)), run_of(tmp_path / "run")
     assert words_of(run, space) == [*SMALL[:-1], "trainer.lr=0.001", "seed=8"]
     with Engines() as engines, pytest.raises(PrunedError):
-        _do_here(
+        _do_run(
             run,
             lambda: 1 in curve(run.folder, "accuracy"),  # not before the first step
             space=space,
@@ -46,7 +46,7 @@ def test_a_run_that_its_study_gives_up_ends_at_that_evaluation_and_says_why(tmp_
         )
     assert read(run.folder)["seed"] == 8
     assert [line["step"] for line in read_lines(run.folder / METRICS)] == [1]
-    reason = "ended by its sweep after step 1: its trial lags behind"
+    reason = "pruned by its sweep after step 1: its trial lags behind"
     assert run_status.read(run.folder) == (run_status.Status.stopped, reason)
     assert run_status.error(run.folder) == "PrunedError"
 
@@ -54,11 +54,11 @@ def test_a_run_that_its_study_gives_up_ends_at_that_evaluation_and_says_why(tmp_
 def test_values_that_the_config_refuses_are_the_trials_own_failure(tmp_path: Path) -> None:
     space = Space(fixed=SMALL, varied=(RATE,))
     with pytest.raises(FailedError, match=r"^trainer.lr: must be "):
-        _do_here(run_of(tmp_path, -1.0), lambda: False, space=space, verb="train", config_dir=None, engines=None)
+        _do_run(run_of(tmp_path, -1.0), lambda: False, space=space, verb="train", config_dir=None, engines=None)
     (tmp_path / "file").write_text("")
     run = run_of(tmp_path / "file" / "run")
     with Engines() as engines, pytest.raises(UserError, match=r"^hydra.run.dir: "):
-        _do_here(run, lambda: False, space=space, verb="train", config_dir=None, engines=engines)
+        _do_run(run, lambda: False, space=space, verb="train", config_dir=None, engines=engines)
 
 
 class Broken:
@@ -77,4 +77,4 @@ def test_an_engine_that_does_not_start_ends_the_study_and_a_broken_run_its_trial
     for error, raised in ((taken, UserError), (BrokenRunError("the loss is not finite"), FailedError)):
         run = run_of(tmp_path / raised.__name__)
         with pytest.raises(raised, match=f"^{re.escape(str(error))}$"):
-            _do_here(run, lambda: False, space=space, verb="train", config_dir=None, engines=Broken(error))
+            _do_run(run, lambda: False, space=space, verb="train", config_dir=None, engines=Broken(error))

@@ -16,30 +16,38 @@ from rlft.system import signals
 from rlft.types import Evaluation, RunInfo, StepRecord, UserError
 from rlft.verbs.study.checked import Values
 from rlft.verbs.study.config import key_of
-from rlft.verbs.study.runs import OF_THE_VALUES, FailedError, PrunedError, Run, Study, one_after_the_other
+from rlft.verbs.study.runs import (
+    OF_THE_VALUES,
+    FailedError,
+    PrunedError,
+    Run,
+    Study,
+    one_after_the_other,
+    why_pruned,
+)
 from rlft.verbs.study.space import Space
 from rlft.verbs.sweep import go_on
 
 
-def trials_here(study: Study, space: Space, verb: str, config_dir: Path | None) -> None:
+def run_in_process(study: Study, space: Space, verb: str, config_dir: Path | None) -> None:
     """Does all trials, one after the other, on one base and with one engine as far as their configs allow it."""
     before = signals.count()
     with Engines() as engines:
-        do = partial(_do_here, space=space, verb=verb, config_dir=config_dir, engines=engines)
+        do = partial(_do_run, space=space, verb=verb, config_dir=config_dir, engines=engines)
         one_after_the_other(study, do, lambda: signals.count() > before)
 
 
-def _do_here(
-    run: Run, look: Callable[[], bool], *, space: Space, verb: str, config_dir: Path | None, engines: Any
+def _do_run(
+    run: Run, report_new: Callable[[], bool], *, space: Space, verb: str, config_dir: Path | None, engines: Any
 ) -> None:
-    """Does a run, see `runs.Doing`."""
+    """Does a run, see `runs.DoRun`."""
     words = words_of(run, space)
     try:
         plain = resolved(configs.compose(words, config_dir, verb))
         check_early(plain, verb)
         exists = run_folder.config_file(run.folder).exists()
         plain = run_folder.with_kept_lanes(plain, run.folder if exists else None)
-        go_on(plain, run.folder, engines, loggers=(Watch(look),))
+        go_on(plain, run.folder, engines, loggers=(StudyLogger(report_new),))
     except OF_THE_VALUES as error:
         raise FailedError(str(error)) from error
     except UserError as error:
@@ -54,15 +62,15 @@ def words_of(run: Run, space: Space) -> list[str]:
     return [*words, f"seed={run.seed}"]
 
 
-class Watch:
-    """A logger that lets a study look at a run after each evaluation, and ends the run if the study ends its trial."""
+class StudyLogger:
+    """A logger that reports each evaluation to the study, and ends the run if the study prunes its trial."""
 
-    def __init__(self, look: Callable[[], bool]) -> None:
-        self._look = look
+    def __init__(self, report_new: Callable[[], bool]) -> None:
+        self._report_new = report_new
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        if self._look():
-            raise PrunedError(f"ended by its sweep after step {evaluation.step}: its trial lags behind")
+        if self._report_new():
+            raise PrunedError(why_pruned(evaluation.step))
 
     def start(self, run: RunInfo) -> None: ...
 

@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from rlft.cluster.config import ClusterConfig
 from rlft.config.overrides import SWEEPING, Arguments
 from rlft.run import run_status
+from rlft.system.crash import UnforeseenError
 from rlft.system.interrupt import Interrupt
 from rlft.system.terminal import override, say
 from rlft.verbs.study.checked import Values
-from rlft.verbs.study.here import words_of
+from rlft.verbs.study.in_process import words_of
 from rlft.verbs.study.runs import OF_THE_VALUES, Run, Study
 from rlft.verbs.study.space import Space
 from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cards_of, opened_for
@@ -19,11 +20,11 @@ from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cards_of, opened_
 REFUSED, STOPPED = 2, 1
 """Exit codes of `rlft`."""
 
-Blame = Callable[[Run, str], bool]
-"""(a run that was refused, the key that the refusal names) -> whether the values of its trial are to blame."""
+ValuesRefused = Callable[[Run, str], bool]
+"""(a run that was refused, the key that the refusal names) -> whether it was refused for the values of its trial."""
 
 
-class TrialsBeside:
+class ParallelTrials:
     """Does the trials of a study, `limit` at a time; the seeds of a trial one after the other.
 
     Args:
@@ -31,8 +32,8 @@ class TrialsBeside:
         jobs: starts and watches processes.
         limit: trials at a time.
         words: (run) -> the words after `rlft` that do it.
-        blame: tells a refusal of a trial's values from any other.
-        interrupt: its first signal makes all runs save and end; their trials go on when the study does.
+        values_refused: tells a refusal of a trial's values from any other.
+        interrupt: its first signal makes all runs save and end; their trials are resumed when the study is.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class TrialsBeside:
         jobs: SideBySide,
         limit: int,
         words: Callable[[Run], list[str]],
-        blame: Blame,
+        values_refused: ValuesRefused,
         interrupt: Interrupt,
     ) -> None:
         self._study, self._jobs, self._limit, self._words = study, jobs, limit, words
-        self._blame, self._interrupt = blame, interrupt
+        self._values_refused, self._interrupt = values_refused, interrupt
         self._active: dict[int, Run] = {}
         self._pruned: set[int] = set()
         self._broken = ""
@@ -57,10 +58,15 @@ class TrialsBeside:
             KeyboardInterrupt: the study was interrupted; its runs have saved.
             JobsFailedError: a run has failed for a reason that is not its trial's values; the others have saved.
         """
-        while self._begin() or self._active:
-            self._jobs.look()
-            for number, run in list(self._active.items()):
-                self._look_at(number, run)
+        try:
+            while self._begin() or self._active:
+                self._jobs.poll()
+                for number, run in list(self._active.items()):
+                    self._follow(number, run)
+        except KeyboardInterrupt:  # a second signal
+            for run in self._active.values():
+                self._study.withdraw_attempt(run.trial)
+            raise
         if self._broken:
             raise JobsFailedError(self._broken)
         if self._interrupt.requested:
@@ -80,14 +86,13 @@ class TrialsBeside:
         self._active[number] = run
         self._jobs.start(number, f"trial {run.trial.number}, seed {run.seed}", self._words(run), run.folder)
 
-    def _look_at(self, number: int, run: Run) -> None:
+    def _follow(self, number: int, run: Run) -> None:
         is_over = not self._jobs.is_running(number)  # asked first: what it has written by then is all
         if number in self._pruned:
             if is_over:
                 del self._active[number]
-                self._study.was_pruned(run.trial)
-            return
-        if self._study.look(run):
+                self._study.was_pruned(run)
+        elif self._study.report_new(run):
             self._pruned.add(number)
             self._jobs.stop(number)
         elif is_over:
@@ -98,38 +103,41 @@ class TrialsBeside:
         problem = self._jobs.failed.get(number)
         if problem is not None:
             self._failed(number, run, problem)
-        elif self._jobs.codes.get(number) != 0:
-            return  # interrupted: the trial goes on when the study does
+        elif self._jobs.codes.get(number) != 0:  # interrupted: the trial is resumed when the study is
+            self._study.withdraw_attempt(run.trial)
         elif run.index + 1 < len(self._study.seeds):
-            if not self._interrupt.requested and not self._broken:
+            if self._interrupt.requested or self._broken:
+                self._study.withdraw_attempt(run.trial)
+            else:
                 self._start(self._study.run(run.trial, run.index + 1))
         else:
             self._study.ended(run.trial)
 
     def _failed(self, number: int, run: Run, problem: str) -> None:
-        code = self._jobs.codes.get(number)
-        refused = code == REFUSED and self._blame(run, problem.partition(":")[0])
-        names = [kind.__name__ for kind in OF_THE_VALUES]
-        if refused or (code == STOPPED and run_status.error(run.folder) in names):
+        code, error = self._jobs.codes.get(number), run_status.error(run.folder)
+        refused = code == REFUSED and self._values_refused(run, problem.partition(":")[0])
+        if refused or (code == STOPPED and error in [kind.__name__ for kind in OF_THE_VALUES]):
             self._study.has_failed(run.trial, problem)
             return
+        is_explained = code == REFUSED or (code == STOPPED and error not in (None, UnforeseenError.__name__))
+        if is_explained:
+            self._study.withdraw_attempt(run.trial)
         self._broken = self._broken or f"trial {run.trial.number}: {problem}"
         for other in self._active:
             self._jobs.stop(other)
 
 
-def trials_beside(
+def run_in_parallel(
     study: Study, space: Space, cluster: ClusterConfig, verb: str, parsed: Arguments, *, on_cards: bool
 ) -> None:
     """Does all trials, `cluster.jobs` at a time, each on a card of its own where they are on cards."""
     options = [option for option in parsed.options if option not in SWEEPING]
-
     values = Values(space, parsed.config_dir, verb)
 
     def words(run: Run) -> list[str]:
         return [verb, *options, *words_of(run, space), "resume=auto", override("hydra.run.dir", run.folder)]
 
-    def blame(run: Run, key: str) -> bool:
+    def values_refused(run: Run, key: str) -> bool:
         return values.are_refused(words_of(run, space), key)
 
     with ExitStack() as stack:
@@ -138,4 +146,4 @@ def trials_beside(
         launcher = stack.enter_context(opened_for(cluster, study.folder, on_cards=on_cards))
         cards = cards_of(cluster) if on_cards else []
         jobs = SideBySide(launcher, cluster, interrupt, say, on_cards=on_cards, cards=cards)
-        TrialsBeside(study, jobs, cluster.jobs, words, blame, interrupt).run()
+        ParallelTrials(study, jobs, cluster.jobs, words, values_refused, interrupt).run()
