@@ -1,10 +1,10 @@
-"""Several engines behind the interface of one: each a member of the cluster, with a base of its own.
+"""Several engines behind the interface of one: each is a member of the cluster, with a base of its own.
 
 Whole groups wait in a queue of this process. An engine gets a unit of them (`Engine.at_once`), and results are put in
 order by their index, so that nothing depends on which engine is faster, nor on how many there are. An engine that dies,
 raises, does not answer in time or holds another adapter than it was given is killed; its groups go back to the queue,
 and a new one takes its place once it has the same version and gives fixed tokens the trainer's log-probs. A completion
-is a function of (version, prompt, seed): none is lost, and none becomes another one.
+is a function of (version, prompt, seed): none is lost, and none changes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rlft.system.running_time import TICK_S, RunningTime
 from rlft.types import Adapter, Completion, Group, Prompt, Rollout, Sampling, UserError
 
 START_S = 900.0
-"""Seconds that an engine may take to load its base, beside `timeout_s`."""
+"""Seconds that an engine may take to load its base, in addition to `timeout_s`."""
 CLOSE_S = 5.0
 """Seconds that engines may take to close before they are killed."""
 
 Scores = list[list[float]]
 Accept = Callable[[Scores], str | None]
-"""Says what is wrong with an engine's log-probs of the fixed tokens; None if they are the policy's."""
+"""Returns what is wrong with an engine's log-probs of the fixed tokens; None if they are the policy's."""
 
 
 class EngineError(RuntimeError):
@@ -42,7 +42,12 @@ class StaleEngineError(EngineError):
 
 
 class _Failed(Exception):
-    """An engine is to be replaced. stale: it holds other weights than those it was given."""
+    """An engine has to be replaced.
+
+    Args:
+        problem: why.
+        stale: whether it holds other weights than those it was given.
+    """
 
     def __init__(self, problem: str, *, stale: bool = False) -> None:
         self.stale = stale
@@ -53,11 +58,14 @@ class _Failed(Exception):
 class Seat:
     """The place of one engine.
 
-    Args:
-        starts: engines that have had the place.
-        started: its engine has answered.
-        ready: it has the version in use, and has passed the check if one is set.
-        replaced_stale: the engine before this one was killed because it was stale.
+    Attributes:
+        spec: what the engine is.
+        member: the process of the engine.
+        starts: number of engines that have had the place.
+        started: whether its engine has answered.
+        ready: whether it has the version in use, and has passed the check if one is set.
+        replaced_stale: whether the engine before this one was killed because it was stale.
+        joining: the calls by which it gets ready, once they have begun.
     """
 
     spec: MemberSpec
@@ -71,9 +79,15 @@ class Seat:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Work:
-    """What an engine is at: calls that it answers in order, of which the last says that it is done.
+    """What an engine is doing: calls that it answers in order, and is done with once it has answered the last one.
 
-    limit_s: seconds that it may take, of which left_s are left.
+    Attributes:
+        seat: the place of the engine.
+        futures: the answers to the calls.
+        what: what they do, for messages.
+        limit_s: seconds that they may take.
+        left_s: how many of these seconds are left.
+        unit: the prompts that it samples from; None for other calls.
     """
 
     seat: Seat
@@ -86,7 +100,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """The adapter in use. shared: its tensors as the bytes of a safetensors file, sent once."""
+    """The adapter in use.
+
+    Attributes:
+        number: number of the version.
+        config: the adapter's config.
+        shared: its tensors as the bytes of a safetensors file, which are sent once.
+        sha256: checksum of these bytes.
+    """
 
     number: int
     config: Mapping[str, Any]
@@ -108,13 +129,13 @@ class EnginePool:
     Args:
         launcher: starts them; whoever made it closes it, after the pool.
         specs: what each engine is (`rlft.loop.engine_worker`).
-        unit: {completions of a prompt, number of prompts: prompts that an engine gets in one call}.
+        unit: (completions of a prompt, number of prompts) -> number of prompts that an engine gets in one call.
         timeout_s: seconds that an engine may take for one answer.
-        max_restarts: engines replaced without a finished group in between; one more stops the run.
+        max_restarts: the most engines replaced without a finished group in between; one more stops the run.
         note: takes a line for the person watching when an engine is replaced.
         with_rows: whether engines get the prompts' metadata, which environments read.
 
-    `finished` is called with groups of `sample` as soon as they are there.
+    `finished` is called with groups of `sample` as soon as they are finished.
     """
 
     def __init__(
@@ -149,7 +170,7 @@ class EnginePool:
     def load(self, adapter: Adapter) -> None:
         from safetensors.torch import save
 
-        # A clone each: the file format refuses tensors that share storage, and the trainer's may be views.
+        # Each is cloned: the file format refuses tensors that share storage, and the trainer's may be views.
         tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in adapter.weights.items()}
         weights = save(tensors, metadata={"format": "pt"})
         with self._lock:
@@ -167,7 +188,10 @@ class EnginePool:
     def verify(self, sequences: Sequence[Sequence[int]], accept: Accept, *, now: bool) -> None:
         """Sets the check of the version in use, which engines that join later must pass.
 
-        now: those that have joined are checked, too; a stale one is replaced.
+        Args:
+            sequences: the fixed tokens.
+            accept: checks an engine's log-probs of them.
+            now: whether the engines that have joined are checked, too; stale ones are replaced.
 
         Raises:
             StaleEngineError: an engine that took a stale one's place is stale as well.
@@ -191,12 +215,12 @@ class EnginePool:
     def sample_units(
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Group]]]:
-        """(index of the first prompt, groups) as they finish, in any order; arguments are those of `sample`."""
+        """(index of the first prompt, groups) as they finish, in any order; the arguments are those of `sample`."""
         with self._lock:
             size = self._unit(n, len(prompts))
             units = deque(slice(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size))
             busy: dict[int, Work] = {}
-            self._clock.since_last()  # nothing counts of the time before
+            self._clock.since_last()  # the time before is not counted
             while units or any(work.unit is not None for work in busy.values()):
                 for number, seat in enumerate(self._seats):
                     if number in busy:
@@ -221,7 +245,7 @@ class EnginePool:
                         yield work.unit.start, _groups(prompts[work.unit], *answers[-1])
 
     def score(self, sequences: Sequence[Sequence[int]]) -> Scores:
-        """By one of the engines; `verify` looks at all of them."""
+        """The log-probs of one of the engines; `verify` checks all of them."""
         with self._lock:
             scored = self._of_each("score", [list(ids) for ids in sequences])
             return next(iter(scored.values()))
@@ -249,9 +273,9 @@ class EnginePool:
     def _of_each(self, method: str, *args: Any) -> dict[Seat, Any]:
         """The answer of every engine; those that fail are replaced, and the call is repeated."""
         answers: dict[Seat, Any] = {}
-        while lacking := [seat for seat in self._seats if seat not in answers]:
+        while unanswered := [seat for seat in self._seats if seat not in answers]:
             self._all_join()
-            calls = [self._work(seat, [seat.member.call(method, *args)], method) for seat in lacking]
+            calls = [self._work(seat, [seat.member.call(method, *args)], method) for seat in unanswered]
             self._finish(calls, lambda work, results: answers.update({work.seat: results[-1]}))
         return answers
 
@@ -280,7 +304,7 @@ class EnginePool:
         return Work(seat=seat, futures=futures, what=what, limit_s=limit_s, left_s=limit_s, unit=unit)
 
     def _join(self, seat: Seat) -> Work:
-        """An engine loads the version in use, and scores the fixed tokens if the check is set."""
+        """Has an engine load the version in use, and score the fixed tokens if the check is set."""
         if seat.joining is None:
             member, version, futures = seat.member, self._version, []
             futures.append(member.call("started"))
@@ -294,12 +318,12 @@ class EnginePool:
     def _begin(
         self, seat: Seat, unit: slice, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> Work:
-        bare = [prompt if self._with_rows else replace(prompt, metadata={}) for prompt in prompts[unit]]
-        future = seat.member.call("sample", bare, n, [int(seed) for seed in seeds[unit]], sampling)
+        sent_prompts = [prompt if self._with_rows else replace(prompt, metadata={}) for prompt in prompts[unit]]
+        future = seat.member.call("sample", sent_prompts, n, [int(seed) for seed in seeds[unit]], sampling)
         return self._work(seat, [future], "sample", unit)
 
     def _over(self, waiting: Sequence[Work]) -> list[Work]:
-        """Those that are answered, have failed or are out of time; waits for the first."""
+        """Waits for calls that are answered, have failed or are out of time, and returns them."""
         pending = [future for work in waiting for future in work.futures]
         while True:
             over = [work for work in waiting if _is_done(work) or work.left_s <= 0]
@@ -314,33 +338,33 @@ class EnginePool:
         """What the engine's calls returned.
 
         Raises:
-            UserError, EnvironmentFailure: as the engine raised it.
+            UserError, EnvironmentFailure: the engine has raised it.
             _Failed: the engine has died, has raised, or is out of time.
         """
         if not _is_done(work):
             name, log = work.seat.spec.name, work.seat.member.log
-            said = last_lines(log)
-            lines = f"; its last lines:\n{said}" if said else ""
+            tail = last_lines(log)
+            lines = f"; its last lines:\n{tail}" if tail else ""
             late = f"has not answered for {work.limit_s:g} s ({work.what}; cluster.timeout)"
             raise _Failed(f"{name} {late}; its log is {log}{lines}")
         answers = []
         for future in work.futures:
             try:
                 answers.append(future.result(0))
-            except (UserError, EnvironmentFailure):  # another engine would meet it too
+            except (UserError, EnvironmentFailure):  # another engine would raise it, too
                 raise
             except MemberError as error:
                 raise _Failed(str(error)) from error
-            except Exception as error:  # of whatever the engine runs; a new engine may not have it
+            except Exception as error:  # of whatever the engine runs; a new engine may not raise it
                 text = f"{work.seat.spec.name} raised {type(error).__name__}: {error}"
                 raise _Failed(f"{text}; its log is {work.seat.member.log}") from error
         return answers
 
     def _accept(self, work: Work, answers: Sequence[Any]) -> None:
-        """Looks at the version that an answer is of.
+        """Checks which version an answer comes from.
 
         Raises:
-            _Failed: it is not the one in use.
+            _Failed: it is not the one in use, or the engine's log-probs are not the policy's.
         """
         name, version = work.seat.spec.name, self._version
         if work.unit is not None:
@@ -353,8 +377,8 @@ class EnginePool:
         if version is not None:
             if answers[1] != (version.number, version.sha256):
                 loaded = f"version {answers[1][0]} with the sha256 {answers[1][1][:16]}"
-                wanted = f"{version.number} with {version.sha256[:16]}"
-                raise _Failed(f"{name} has loaded {loaded} instead of {wanted}", stale=True)
+                expected = f"{version.number} with {version.sha256[:16]}"
+                raise _Failed(f"{name} has loaded {loaded} instead of {expected}", stale=True)
             if self._check is not None and len(answers) > 2 and (problem := self._check.accept(answers[2])) is not None:
                 raise _Failed(problem, stale=True)
         work.seat.ready, work.seat.replaced_stale, work.seat.joining = True, False, None
@@ -377,11 +401,12 @@ class EnginePool:
 
 
 def units_of(at_once: int, *, divisible: bool, num_engines: int) -> Callable[[int, int], int]:
-    """How many prompts an engine gets in one call, as a function of completions a prompt and prompts.
+    """How many prompts an engine gets in one call, as a function of (completions of a prompt, number of prompts).
 
     Args:
-        at_once: completions that it computes together.
+        at_once: number of completions that it computes together.
         divisible: whether results do not depend on which groups are in one call, so that every engine can get some.
+        num_engines: number of engines.
     """
 
     def unit(n: int, num_prompts: int) -> int:
@@ -392,7 +417,7 @@ def units_of(at_once: int, *, divisible: bool, num_engines: int) -> Callable[[in
 
 
 def _is_done(work: Work) -> bool:
-    """Whether all calls are answered, or one has raised: those after it are of no use."""
+    """Whether all calls are answered, or one has raised: those after it are useless."""
     return all(f.done() for f in work.futures) or any(f.done() and f.exception(0) is not None for f in work.futures)
 
 
@@ -402,10 +427,10 @@ def _groups(
     sampled: Sequence[Sequence[Any]],
     opened: Sequence[Prompt | None] = (),
 ) -> list[Group]:
-    """Groups of these prompts from what a member sent: their completions as plain tuples, and prompts that changed."""
+    """Groups of these prompts from what a member sends: completions as plain tuples, and prompts that have changed."""
     groups = []
-    for asked, rows, changed in zip(prompts, sampled, opened or [None] * len(prompts), strict=True):
-        prompt = changed or asked
+    for sent_prompt, rows, changed_prompt in zip(prompts, sampled, opened or [None] * len(prompts), strict=True):
+        prompt = changed_prompt or sent_prompt
         completions = map(Completion.from_tuple, rows)
         rollouts = (Rollout(prompt=prompt, completion=each, policy_version=version) for each in completions)
         groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))

@@ -1,4 +1,4 @@
-"""The launcher of a run's members, as `cluster` says."""
+"""Opens the launcher of a run's members that the section `cluster` chooses."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def open_launcher(
     threads: int = 1,
     scorers: int = 0,
 ) -> Iterator[Launcher]:
-    """Yields the launcher, and ends all that it has started afterwards. Ray is imported only for kind=ray.
+    """Yields the launcher, and afterwards ends all that it has started. Ray is imported only for kind=ray.
 
     Args:
-        folder: of the run; logs of members are in `<folder>/cluster/`.
+        config: the section `cluster`.
+        folder: the run's folder; logs of members are in `<folder>/cluster/`.
         on_cards: whether members need cards.
-        own_card: that of this process, as CUDA_VISIBLE_DEVICES names it; None if it has none. A cluster that is joined
-            gives it to nobody else.
-        threads: of each member but the reward workers.
-        scorers: reward workers among the members.
+        own_card: the card of this process, as CUDA_VISIBLE_DEVICES names it; None if it has none. If the run joins a
+            cluster, the card is reserved there.
+        threads: number of threads of each member, except reward workers.
+        scorers: number of reward workers among the members.
 
     Raises:
-        UserError: the cluster that is joined does not answer, is too small, or others have the own card.
+        UserError: the cluster that is joined does not answer, is too small, or others use this process's card.
     """
     launcher: Launcher = LocalProcesses(folder)
     if config.kind == "ray":
@@ -46,7 +47,7 @@ def open_launcher(
 
 
 def _ray(config: ClusterConfig, folder: Path, own_card: str | None, needs: Mapping[str, Any]) -> Launcher:
-    """needs: what `check_room` looks at."""
+    """The launcher of Ray's actors, on a cluster that has room for `needs`, the arguments of `check_room`."""
     from rlft.cluster.ray_actors import RayActors
     from rlft.cluster.ray_session import RaySession
 

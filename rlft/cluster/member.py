@@ -1,4 +1,4 @@
-"""The interface of a member: one process that does a part of a run's work, wherever it runs.
+"""The interface of a member: a process that does a part of a run's work, on any machine.
 
 A member holds one object, made by a factory in its own process. The run calls that object's methods and gets futures of
 Python's `concurrent.futures`, whether the member is a process of this machine or an actor of Ray.
@@ -21,13 +21,13 @@ class MemberError(RuntimeError):
 class MemberSpec:
     """What a member is.
 
-    Args:
-        name: as "engine-0", unique in the run; its log is `<run>/cluster/<name>.log`.
+    Attributes:
+        name: a name like "engine-0", unique in the run; the log is `<run>/cluster/<name>.log`.
         factory: `package.module:callable` that makes the object in the member's process.
-        arguments: its keyword arguments; they are pickled.
-        gpus: cards that the member has to itself; 0: none.
-        threads: of torch and of its libraries.
-        environment: variables that are set before Python starts.
+        arguments: keyword arguments of the factory; they are pickled.
+        gpus: number of cards that the member has to itself.
+        threads: number of threads of torch and of its libraries.
+        environment: environment variables that are set before Python starts.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Member(Protocol):
 
     @property
     def log(self) -> Path:
-        """What the process has written to stdout and stderr; on another machine a copy of it."""
+        """The file of what the process has written to stdout and stderr; for another machine, a copy of it."""
         ...
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -1,8 +1,8 @@
 """Members as processes of this machine.
 
-Each is a Python of its own that serves one connection (`serve.py`). Two threads a member send its calls and read its
-answers, so that no call waits for a member that is busy, stopped or dead. One thread of the launcher starts all of
-them: the kernel ends a member with the thread that started it, and that one lives as long as this process.
+Each is a Python process that serves one connection (`serve.py`). For each member, two threads send its calls and read
+its answers, so that no call waits for a member that is busy, stopped or dead. One thread of the launcher starts all
+members: the kernel ends a member with the thread that started it, and this thread lives as long as the process.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ sys.path[:] = connection.recv()
 from rlft.cluster.serve import serve
 serve(connection, connection.recv())
 """
-"""The program of a member. It is no child of multiprocessing's, which would import the run's main module again."""
+"""The program of a member. It is not started by multiprocessing, which would import the run's main module again."""
 LOGS = "cluster"
 END_S = 10.0
 """Seconds that the system may take to end a process that was killed."""
 POLL_S = 0.5
-"""Seconds between looks at a silent member, whose connection a process of its own may hold open after its death."""
+"""Seconds between checks whether a silent member lives: a child of it may hold the connection open after its death."""
 
 
 class Process(Protocol):
-    """What a member needs of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that a member needs."""
 
     @property
     def pid(self) -> int: ...
@@ -58,7 +58,7 @@ Spawn = Callable[[MemberSpec, int, int], Process]
 
 
 class RemoteTracebackError(Exception):
-    """Where in a member's process an exception was raised: the cause of the exception that comes back."""
+    """The cause of an exception that comes back from a member: the traceback there, as text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -68,8 +68,8 @@ class LocalProcesses:
     """A `Launcher` of processes on this machine.
 
     Args:
-        folder: of the run; logs are in `<folder>/cluster/`.
-        spawn: starts a process; None: a fresh Python.
+        folder: the run's folder; logs are in `<folder>/cluster/`.
+        spawn: starts a process; None: a new Python.
     """
 
     def __init__(self, folder: Path, spawn: Spawn | None = None) -> None:
@@ -109,23 +109,24 @@ class LocalProcesses:
 
 
 class ProcessMember:
-    """A `Member`. What its methods do is in that protocol."""
+    """A `Member`, whose protocol says what its methods do."""
 
     def __init__(self, spec: MemberSpec, log: Path, spawn: Spawn) -> None:
         self._name, self._log = spec.name, log
         begin = Begin(factory=spec.factory, arguments=spec.arguments, parent=os.getpid())
-        first = pickle.dumps(begin, pickle.HIGHEST_PROTOCOL)  # an argument that cannot be pickled starts no process
-        ours, theirs = socket.socketpair()
+        # Pickled first: an argument that cannot be pickled starts no process.
+        packed_begin = pickle.dumps(begin, pickle.HIGHEST_PROTOCOL)
+        own_end, member_end = socket.socketpair()
         # A signal to the whole job while Python starts would end it: the mask is inherited until it handles them.
-        with theirs, log.open("ab") as output, signals.blocked():
-            self._process = spawn(spec, theirs.fileno(), output.fileno())
-        self._connection = Connection(ours.detach())
+        with member_end, log.open("ab") as output, signals.blocked():
+            self._process = spawn(spec, member_end.fileno(), output.fileno())
+        self._connection = Connection(own_end.detach())
         self._lock = threading.Lock()
         self._ended: str | None = None
         self._waiting: deque[Future[Any]] = deque()
         self._calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._calls.put(pickle.dumps(sys.path))
-        self._calls.put(first)
+        self._calls.put(packed_begin)
         for work in (self._send, self._read):
             threading.Thread(target=work, name=f"rlft-{spec.name}", daemon=True).start()
 
@@ -161,7 +162,7 @@ class ProcessMember:
         return self._process.poll() is None
 
     def wait(self, seconds: float) -> None:
-        """Waits until a process that was killed has ended, at most so long."""
+        """Waits until a process that was killed has ended, at most `seconds`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
@@ -185,7 +186,7 @@ class ProcessMember:
             future = self._waiting.popleft()
         try:
             reply: Answer = pickle.loads(message)
-        except Exception as error:  # a reply that cannot be read fails its call, and not the thread that reads for all
+        except Exception as error:  # an unreadable reply must fail its call only, not this thread
             reply = Answer(error=error)
         with suppress(InvalidStateError):  # whoever waited has cancelled it
             if reply.error is None:
@@ -195,11 +196,11 @@ class ProcessMember:
                 future.set_exception(reply.error)
 
     def _bury(self) -> None:
-        """Gives every future that is left the error that says how the process ended."""
-        self.kill()  # it may live without its connection
+        """Gives every open future the error that says how the process ended."""
+        self.kill()  # the process may still live without its connection
         self.wait(END_S)
-        said = last_lines(self._log)
-        lines = f"; its last lines:\n{said}" if said else ""
+        tail = last_lines(self._log)
+        lines = f"; its last lines:\n{tail}" if tail else ""
         text = f"{self._name} {how_it_ended(self._process.poll())}; its log is {self._log}{lines}"
         with self._lock:
             self._ended = text
@@ -212,7 +213,7 @@ class ProcessMember:
 
 
 def start_python(spec: MemberSpec, connection: int, output: int) -> subprocess.Popen[bytes]:
-    """A Python that serves this connection, and writes to this file, both by their descriptors."""
+    """A Python process that serves a connection and writes its output to a file, both given by descriptors."""
     return subprocess.Popen(
         [sys.executable, "-c", BOOT, str(connection)],
         pass_fds=(connection,),
@@ -224,7 +225,7 @@ def start_python(spec: MemberSpec, connection: int, output: int) -> subprocess.P
 
 
 def environment(spec: MemberSpec) -> dict[str, str]:
-    """The variables that a member has besides those of this process."""
+    """The environment variables that a member has in addition to those of this process."""
     return {**_threads_of_libraries(spec.threads), **spec.environment}
 
 

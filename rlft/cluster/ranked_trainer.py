@@ -1,7 +1,7 @@
 """The trainer of several ranks: the run's own process is rank 0, the others are members that hold the same roles.
 
-Every rank gets the whole batch and does its lanes' part of each pass. A rank that dies, raises or is late costs no
-step: it is replaced, all ranks get the state that rank 0 has kept of the step's start, and the work is done again.
+Every rank gets the whole batch and does its lanes' part of each pass. No step is lost to a rank that dies, raises or is
+late: it is replaced, all ranks get rank 0's state from the start of the step, and the work is done again.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from rlft.trainer.ranks import Exchange, Meeting, RanksError, Share, open_store
 from rlft.types import Adapter, Batch, Rollouts, UserError
 
 MOST_FAILURES = 3
-"""In a row, without an answer of all ranks in between, before the run stops."""
+"""After this many failures in a row, without answers of all ranks in between, the run stops."""
 START_S = 900.0
 """The least time limit of a rank that starts: it imports torch and loads the base."""
 GRACE_S = 2.0
 """How long a rank may take to notice that another one has failed, before it is replaced, too."""
 OWN_ERROR_S = 5.0
-"""How long rank 0 goes on after another one has raised an error: it may come to the same one, and say so itself."""
+"""Seconds that rank 0 continues after another rank has raised an error, since it may meet and raise the same error."""
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class RankError(RuntimeError):
-    """The ranks cannot go on: one fails again and again, or they have come to differ."""
+    """The ranks cannot continue: one fails again and again, or their weights differ."""
 
 
 class RankedTrainer:
-    """A `Trainer`. What its methods do is in that protocol.
+    """A `Trainer`, whose protocol says what its methods do.
 
     Args:
         local: the trainer of rank 0.
         launcher: starts the other ranks; whoever opened it closes it.
-        specs: of ranks 1, 2, ..
-        members: those that have been started of these, in their order.
-        lanes: that the ranks share.
+        specs: what ranks 1, 2, .. are.
+        members: ranks 1, 2, .. as far as they have been started.
+        lanes: number of lanes that the ranks share.
         timeout: seconds that a rank may be behind the others.
-        host: of this machine, as the members can reach it.
-        note: says a sentence to the person watching.
+        host: this machine's address, as the members can reach it.
+        note: takes a sentence for the person watching.
     """
 
     def __init__(
@@ -75,36 +75,36 @@ class RankedTrainer:
         self._store: Any = None
         self._num_meetings = self._num_failures = 0
         self._first_error_at: float | None = None
-        self._limit = timeout  # seconds of what is waited for
+        self._limit = timeout  # seconds, for what is waited for now
         self._share = local.share = Share(lanes=lanes, rank=0, ranks=1 + len(specs))
 
     # -- what ranks do together ----------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
         local, share = self._local, self._share
-        sent = self._launcher.share(batch)
+        shared_batch = self._launcher.share(batch)
 
         def together() -> Batch:
-            self._call("annotate", sent, inert_B)
-            made = local.annotations(batch, inert_B)
+            self._call("annotate", shared_batch, inert_B)
+            fields = local.annotations(batch, inert_B)
             rows_of = local.rows_of_lanes(batch, inert_B)
             for rank, values in enumerate(self._answers("annotate"), start=1):
                 rows = torch.cat([rows_of[lane] for lane in range(share.lanes) if share.owner(lane) == rank])
                 for name, values_NT in values.items():
-                    made[name] = made[name].index_copy(0, rows, values_NT)
-            return replace(batch, **made)
+                    fields[name] = fields[name].index_copy(0, rows, values_NT)
+            return replace(batch, **fields)
 
         return self._without_losing_a_step(together)
 
     def update(self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
         local, texts = self._local, self._texts(algorithm, step)
-        sent, before = self._launcher.share(batch), local.state()
+        shared_batch, start_state = self._launcher.share(batch), local.state()
 
         def together() -> dict[str, float]:
-            self._call("update", algorithm, sent, inert_B, step, texts)
+            self._call("update", algorithm, shared_batch, inert_B, step, texts)
             records = local.update_lanes(algorithm, batch, inert_B, step, local.text)
             return metrics_of([records, *self._answers("update")])
 
-        return self._without_losing_a_step(together, before)
+        return self._without_losing_a_step(together, start_state)
 
     def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
         metrics = self._local.refresh(step, rollouts)
@@ -113,7 +113,7 @@ class RankedTrainer:
                 self._call("refresh", step)
                 self._answers("refresh")
         except RanksError as error:
-            self._recover(error)  # and when they meet again, all get what rank 0 has now
+            self._recover(error)  # when the ranks meet again, all get the state that rank 0 has now
         return metrics
 
     def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
@@ -125,13 +125,13 @@ class RankedTrainer:
         self._without_losing_a_step(together)
 
     def state(self) -> TrainerState:
-        """Raises RankError where the adapters or optimizers of the ranks differ."""
+        """The state of rank 0. Raises RankError if the adapters or optimizers of the ranks differ."""
 
         def together() -> None:
             self._call("digest")
-            own = self._local.digest()
-            for member, theirs in zip(self._members, self._answers("digest"), strict=True):
-                if theirs != own:
+            own_digest = self._local.digest()
+            for member, digest in zip(self._members, self._answers("digest"), strict=True):
+                if digest != own_digest:
                     assert member is not None, "it has answered"
                     raise RankError(
                         f"{member.name} has come to another adapter or optimizer than rank 0, so this step is not "
@@ -143,7 +143,7 @@ class RankedTrainer:
 
     def restore(self, state: TrainerState) -> None:
         self._local.restore(state)
-        self._leave()  # when the ranks meet again, all get it
+        self._leave()  # when the ranks meet again, all get this state
 
     # -- what rank 0 does alone ----------------------------------------------------------------------------------------
     def publish(self, version: int) -> Adapter:
@@ -159,15 +159,17 @@ class RankedTrainer:
         return self._local.policy_learns(step)
 
     # -- meeting, and meeting again ------------------------------------------------------------------------------------
-    def _without_losing_a_step(self, together: Callable[[], Made], before: TrainerState | None = None) -> Made:
-        """What the ranks do together, done again from the start after each failure of one of them.
+    def _without_losing_a_step(self, together: Callable[[], Result], before: TrainerState | None = None) -> Result:
+        """The result of work that the ranks do together; after each failure of a rank it is done again from the start.
 
-        before: what rank 0 goes back to first, where the work changes it.
+        Args:
+            together: does the work.
+            before: the state that rank 0 restores before it starts again, if the work changes it.
         """
         while True:
             try:
                 self._meet()
-                made = together()
+                result = together()
             except RanksError as error:
                 self._recover(error)
                 if before is not None:
@@ -176,14 +178,14 @@ class RankedTrainer:
                 for member in self._members:
                     if member is not None:
                         member.kill()
-                self._leave()  # after them: it takes until no other rank is connected
+                self._leave()  # after the kills, since it waits until no other rank is connected
                 raise
             else:
                 self._num_failures = 0
-                return made
+                return result
 
     def _meet(self) -> None:
-        """Connects the ranks, after those that are missing have been started, and gives all what rank 0 has."""
+        """Starts missing ranks, connects all of them, and gives all the state of rank 0."""
         if self._exchange is not None:
             return
         for i, spec in enumerate(self._specs):
@@ -233,15 +235,15 @@ class RankedTrainer:
 
     # -- calls and answers ---------------------------------------------------------------------------------------------
     def _call(self, method: str, *args: Any) -> None:
-        """Asks every member for this; `_answers` waits for all of them."""
-        assert not self._pending, "the answers to the call before have been taken"
+        """Calls this method of every member; `_answers` waits for the answers."""
+        assert not self._pending, "the answers to the last call have been taken"
         self._first_error_at, self._limit = None, self._timeout
         for member in self._members:
             assert member is not None, "the ranks have met"
             self._pending[member] = member.call(method, *args)
 
     def _answers(self, what: str, limit: float | None = None) -> list[Any]:
-        """The answers in the order of ranks. Raises RanksError where one has failed, or is later than the limit."""
+        """The answers in the order of ranks. Raises RanksError if a rank has failed or exceeds the limit."""
         self._limit = limit = self._timeout if limit is None else limit
         clock = RunningTime()
         while late := wait_for(self._pending.values(), TICK_S).not_done:
@@ -255,7 +257,7 @@ class RankedTrainer:
         return answers
 
     def _watch(self, patience: float = OWN_ERROR_S) -> None:
-        """Raises RanksError if a member has failed; if it raised an error of its own, only so many seconds later."""
+        """Raises RanksError if a member has failed; if the member raised an error, only after `patience` seconds."""
         errors = {m.name: e for m, f in self._pending.items() if f.done() and (e := f.exception()) is not None}
         for error in errors.values():
             if isinstance(error, UserError):
@@ -276,7 +278,7 @@ class RankedTrainer:
 
 
 def on_cpu(state: TrainerState) -> TrainerState:
-    """The state with all tensors in main memory, to be sent."""
+    """The state with all tensors in main memory, for sending."""
 
     def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -290,17 +292,17 @@ def on_cpu(state: TrainerState) -> TrainerState:
 
 
 def _has_only_lost_another(future: Future[Any]) -> bool:
-    """Whether a member is sound: it has answered, or has noticed that another rank is gone."""
+    """Whether a member itself is sound: it has answered, or has noticed that another rank is gone."""
     return future.done() and (future.exception() is None or isinstance(future.exception(), RanksError))
 
 
 def _cause(member: Member, future: Future[Any], limit: float) -> str:
-    """How a member failed. limit: seconds that it had."""
+    """How a member failed, which had `limit` seconds."""
     if future.done():
         error = future.exception()
         return (
             str(error) if isinstance(error, MemberError) else f"{member.name} failed: {type(error).__name__}: {error}"
         )
-    said = last_lines(member.log)
-    lines = f"; its last lines:\n{said}" if said else ""
+    tail = last_lines(member.log)
+    lines = f"; its last lines:\n{tail}" if tail else ""
     return f"{member.name} has not answered for {limit:g} s (cluster.timeout); its log is {member.log}{lines}"

@@ -1,4 +1,4 @@
-"""Members as actors of Ray, on any machine of a cluster; only bytes that Ray carries are shared with the run.
+"""Members as actors of Ray, on any machine of a cluster; they share nothing with the run but bytes that Ray carries.
 
 An actor is never restarted by Ray (`max_restarts=0`): a new one would have no adapter, and calls in between would fail
 without saying why. Whoever uses a member replaces it.
@@ -28,7 +28,7 @@ from rlft.system.children import kill_group
 LOG_S = 20.0
 """Seconds that another machine may take to hand over the end of a log."""
 COPY_EVERY_S = 5.0
-"""Seconds between copies of the logs of members on other machines, so that a machine that is lost leaves its own."""
+"""Seconds between copies of the logs of other machines' members, so that they survive the loss of a machine."""
 PART_BYTES = 2**20
 
 
@@ -36,7 +36,7 @@ class RayActors:
     """A `Launcher` of Ray's actors.
 
     Args:
-        folder: of the run; logs are in `<folder>/cluster/`.
+        folder: the run's folder; logs are in `<folder>/cluster/`.
         session: the Ray to use; `close` closes it.
     """
 
@@ -47,7 +47,7 @@ class RayActors:
         self._lock = threading.Lock()
         self._is_closed = False
         self._closing = threading.Event()
-        # What answers are made of may wait for another machine's log, and Ray's own thread must not.
+        # Making an answer may wait for another machine's log, for which Ray's own thread must not wait.
         self._answers = ThreadPoolExecutor(4, "rlft-ray-answers")
         threading.Thread(target=self._copy_logs, name="rlft-copy-logs", daemon=True).start()
 
@@ -87,14 +87,14 @@ class RayActors:
 
     # -- logs ----------------------------------------------------------------------------------------------------------
     def later(self, work: Any, *args: Any) -> None:
-        """Does it in a thread that may wait; at once if there is none any more."""
+        """Does the work in a thread that may wait, or at once after `close`."""
         try:
             self._answers.submit(work, *args)
         except RuntimeError:
             work(*args)
 
     def fetch_log(self, place: Place, copy: Path) -> None:
-        """Adds to the copy what a log on another machine has more than it; nothing if that machine does not answer."""
+        """Adds to the copy what it lacks of a log on another machine; nothing if that machine does not answer."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -114,10 +114,10 @@ class RayActors:
 
         with self._lock:
             if node not in self._readers:
-                there = NodeAffinitySchedulingStrategy(node, soft=False)
+                on_node = NodeAffinitySchedulingStrategy(node, soft=False)
                 actor: Any = ray.remote(LogReader)
                 self._readers[node] = actor.options(
-                    num_cpus=0, max_restarts=0, scheduling_strategy=there, runtime_env=_runtime_environment({})
+                    num_cpus=0, max_restarts=0, scheduling_strategy=on_node, runtime_env=_runtime_environment({})
                 ).remote()
             return self._readers[node]
 
@@ -130,7 +130,7 @@ class RayActors:
 
 
 class RayMember:
-    """A `Member`. What its methods do is in that protocol."""
+    """A `Member`, whose protocol says what its methods do."""
 
     def __init__(self, spec: MemberSpec, log: Path, launcher: RayActors, session: RaySession) -> None:
         import ray
@@ -144,7 +144,7 @@ class RayMember:
         if not spec.gpus:
             environment.setdefault("CUDA_VISIBLE_DEVICES", "")
         actor: Any = ray.remote(Host)
-        # On a Ray of this run's own nothing else wants its cores.
+        # On a Ray that this run has started, nothing else needs its cores.
         cpus = 0 if session.started_here else cores_of_a_member(spec.threads, on_cards=spec.gpus > 0)
         self._actor = actor.options(
             num_cpus=cpus,
@@ -195,7 +195,7 @@ class RayMember:
             ray.kill(self._actor, no_restart=True)
 
     def copy_log(self) -> None:
-        """Brings the copy of a log on another machine up to date."""
+        """Updates the copy of the log if the member is on another machine."""
         place = None if self._ended is not None else self._place
         if place is not None and place.node != self._session.node:
             with self._copying:
@@ -205,12 +205,12 @@ class RayMember:
         with suppress(Exception):
             self._place = Place(*done.result())
             if self._place.node != self._session.node:
-                self._log.write_bytes(b"")  # the copy begins with what the file there begins with
+                self._log.write_bytes(b"")  # from here on it is a copy of the file there
 
     def _resolve(self, done: Future[Any], future: Future[Any]) -> None:
         try:
             reply: Answer = pickle.loads(done.result())
-        except Exception as error:  # a reply that cannot be read, or what Ray says of an actor that has died
+        except Exception as error:  # an unreadable reply, or Ray's error about an actor that has died
             reply = Answer(error=MemberError(self._bury(error)) if _says_death(error) else error)
         with suppress(InvalidStateError):  # whoever waited has cancelled it
             if reply.error is None:
@@ -223,8 +223,8 @@ class RayMember:
         with self._lock:
             if self._ended is None:
                 how = "was killed" if self._was_killed else f"has died ({how_it_died(str(error))})"
-                said = last_lines(self.log)
-                lines = f"; its last lines:\n{said}" if said else ""
+                tail = last_lines(self.log)
+                lines = f"; its last lines:\n{tail}" if tail else ""
                 self._ended = f"{self._name} {how}; its log is {self._log}{lines}"
             return self._ended
 
@@ -256,7 +256,7 @@ def _says_death(error: Exception) -> bool:
 
 
 def _runtime_environment(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Variables are set before Python starts; the run's rlft is found where a machine has the same folders."""
+    """Sets variables before Python starts; this rlft is found if the machine has the same folders."""
     return {"env_vars": {"PYTHONPATH": python_path(), **variables}}
 
 

@@ -1,4 +1,4 @@
-"""What runs in an actor of Ray: the object of a member, and what serves the logs of one machine to another."""
+"""The classes that run in actors of Ray: one holds the object of a member, one serves a machine's logs to another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlft.cluster.serve import Answer, failure, named, packed
 
 
 class Place(NamedTuple):
-    """Where a member is. log: the file of its output on that machine."""
+    """Where a member is; `log` is the file of its output on that machine."""
 
     node: str
     host: str
@@ -25,10 +25,10 @@ class Place(NamedTuple):
 
 
 class Host:
-    """A member's process. Answers are bytes (`serve.packed`): exceptions of any class come through."""
+    """A member's process. Answers are bytes (`serve.packed`), so that exceptions of any class can be sent."""
 
     def __init__(self, name: str, log: str, node: str, paths: Sequence[str]) -> None:
-        """Sends the process's output to the log; where that is another machine's, to a file of this one."""
+        """Sends the process's output to the log, or to a file of this machine if the log is on another one."""
         import ray
 
         here: str = ray.get_runtime_context().get_node_id()
@@ -48,10 +48,10 @@ class Host:
         return self._place
 
     def make(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        """Makes the object; what goes wrong is the answer of every call."""
+        """Makes the object; an error in making it becomes the answer to every call."""
         try:
             self._held, self._failed = named(factory)(**arguments), None
-        except Exception as error:  # of whatever is made; it is the answer of every call
+        except Exception as error:  # raised by the factory; it becomes the answer to every call
             self._failed = failure(error)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> bytes:
@@ -59,15 +59,15 @@ class Host:
             return packed(self._failed)
         try:
             return packed(Answer(value=getattr(self._held, method)(*args, **kwargs)))
-        except Exception as error:  # of whatever is held; it is raised again in the process that calls
+        except Exception as error:  # raised by the object; it is raised again in the calling process
             return packed(failure(error))
 
 
 class LogReader:
-    """Reads files of its machine for the run's own."""
+    """Reads files of its machine for the run's own machine."""
 
     def read(self, file: str, start: int, most: int) -> bytes:
-        """What follows the first `start` bytes of a file, at most so many bytes; empty if there is no such file."""
+        """At most `most` bytes of a file after the first `start`; empty if there is no such file."""
         with suppress(OSError), Path(file).open("rb") as stream:
             stream.seek(start)
             return stream.read(most)

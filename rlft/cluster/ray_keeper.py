@@ -1,10 +1,10 @@
-"""The process that holds the Ray which a run has started, and ends all of it when that run has ended, however it did.
+"""The process that holds the Ray which a run has started, and ends all of Ray once the run has ended, in any way.
 
 `python -m rlft.cluster.ray_keeper` reads one line of JSON from stdin, the arguments of `ray.init`, starts Ray, and
 writes one line of JSON to the descriptor that its only argument names. The end of stdin is the end of the run. It leads
 a session (setsid) of its own, to which all of Ray's processes belong: neither Ctrl-C nor a closed terminal reaches
-them, and none is missed at the end. If it is killed itself, the kernel ends Ray's servers with it (Ray asks for that),
-and those end their workers.
+them, and none is missed at the end. If the keeper itself is killed, the kernel ends Ray's servers with it, as Ray has
+requested, and they end their workers.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def main() -> None:
 
         context: Any = ray.init(**options)
         address = context.address_info["gcs_address"]
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which Ray has set; the run may still be saving
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has set a handler, but the run may still be saving
         _say(report, {"address": address})
         os.close(report)
         while os.getppid() == parent:
             if select.select([0], [], [], POLL_S)[0]:  # the run has closed its end, or has ended
                 break
-    except Exception as error:  # Ray has no common type; the process that started this one says it
+    except Exception as error:  # Ray's errors have no common type; the run reports them
         _say(report, {"problem": f"{type(error).__name__}: {error}"})
     finally:
         end_session(os.getpid())
@@ -50,10 +50,10 @@ def main() -> None:
 
 
 def end_session(session: int, seconds: float = END_S) -> None:
-    """Kills the processes of a session but its leader, also those that they start meanwhile; waits for their end."""
-    until = time.monotonic() + seconds
-    while (left := members_of(session)) and time.monotonic() < until:
-        for pid in left:
+    """Kills all processes of a session except its leader, also those that start meanwhile; waits for their end."""
+    deadline = time.monotonic() + seconds
+    while (pids := members_of(session)) and time.monotonic() < deadline:
+        for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
@@ -63,14 +63,14 @@ def end_session(session: int, seconds: float = END_S) -> None:
 
 
 def members_of(session: int) -> list[int]:
-    """The ids of the live processes of a session but its leader."""
-    found = []
+    """The ids of the live processes of a session, except its leader's."""
+    pids = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
-            state, _, _, of_session = file.read_text().rpartition(") ")[2].split()[:4]
-            if int(of_session) == session and state not in "ZX" and (pid := int(file.parent.name)) != session:
-                found.append(pid)
-    return found
+            state, _, _, process_session = file.read_text().rpartition(") ")[2].split()[:4]
+            if int(process_session) == session and state not in "ZX" and (pid := int(file.parent.name)) != session:
+                pids.append(pid)
+    return pids
 
 
 def _say(descriptor: int, message: dict[str, Any]) -> None:

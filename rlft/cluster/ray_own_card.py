@@ -1,7 +1,7 @@
 """Reserves the card of the run's own process on a cluster that is joined, so that Ray gives it to nobody else.
 
-Ray chooses which card an actor gets. So actors that do nothing are started on this machine, a card each, until one has
-the card of this process; the others end.
+Ray chooses which card an actor gets. So actors that do nothing are started on this machine, each with a card, until one
+has the card of this process; the others are ended.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from rlft.types import UserError
 
 RESERVE_S = 60.0
-"""Seconds that Ray may take to give one card out."""
+"""Seconds that Ray may take to assign a card."""
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 SEES_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 KEY = "cluster.address"
 
 
 class Holder:
-    """Has a card, and does nothing with it."""
+    """An actor that has a card, and does nothing with it."""
 
     def card(self) -> str:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -38,14 +38,14 @@ def reserve(card: str, node: str, timeout_s: float = RESERVE_S) -> Any | None:
     Args:
         card: as CUDA_VISIBLE_DEVICES names it.
         node: Ray's id of this machine.
-        timeout_s: that Ray may take to give one card out.
+        timeout_s: seconds that Ray may take to assign a card.
 
     Raises:
-        UserError(cluster.address): others have the cards of this machine, or Ray names them in another way.
+        UserError: by cluster.address: others use the cards of this machine, or Ray names them in another way.
     """
     import ray
 
-    [gpus] = [int(known["Resources"].get("GPU", 0)) for known in ray.nodes() if known["NodeID"] == node]
+    [gpus] = [int(machine["Resources"].get("GPU", 0)) for machine in ray.nodes() if machine["NodeID"] == node]
     holders: list[Any] = []
     names: list[str] = []
     try:
@@ -69,19 +69,19 @@ def _holder_on(node: str) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(node, soft=False)
+    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
     actor: Any = ray.remote(Holder)
-    return actor.options(num_cpus=0, num_gpus=1, max_restarts=0, scheduling_strategy=here).remote()
+    return actor.options(num_cpus=0, num_gpus=1, max_restarts=0, scheduling_strategy=on_node).remote()
 
 
-def _card_of(holder: Any, card: str, before: list[str], timeout_s: float) -> str:
+def _card_of(holder: Any, card: str, others: list[str], timeout_s: float) -> str:
     import ray
     from ray.exceptions import GetTimeoutError
 
     try:
         return ray.get(holder.card.remote(), timeout=timeout_s)
     except GetTimeoutError:
-        free = f"only {', '.join(before)}" if before else "no card"
+        free = f"only {', '.join(others)}" if others else "no card"
         problem = f"card {card} of the run's own process is not free: in {timeout_s:g} s Ray has given out {free} here"
         remedy = "end what uses it, or submit the run as a Ray job with a card of its own (--entrypoint-num-gpus 1)"
         raise UserError(KEY, problem, got=card, remedy=remedy) from None

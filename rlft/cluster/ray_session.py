@@ -1,6 +1,6 @@
-"""The Ray that a run works with: started here for this run alone, or one that runs already and is joined.
+"""The Ray that a run uses: either started here for this run alone, or one that runs already and is joined.
 
-Ray is imported here and in `ray_actors.py`, late: nothing of `cluster=local` needs it.
+Ray is imported late, here and in `ray_actors.py`: `cluster=local` does not need it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ANSWER_S = 60.0
 CONNECT_S = 10.0
 """Seconds that its machine may take to accept a connection."""
 OBJECT_STORE_BYTES = 2**30
-"""Shared memory for adapters and completions on their way, of the Ray that is started here; taken as it is used."""
+"""Shared memory of a Ray that is started here, for adapters and completions that are sent; it is taken as needed."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_COLOR_PREFIX": "0",
 }
-"""Set before Ray is imported, unless the user has set them."""
+"""Environment variables that are set before Ray is imported, unless the user has set them."""
 KEY = "cluster.address"
 
 
@@ -52,7 +52,7 @@ def check_installed() -> None:
     """UserError where the extra `ray` is not installed."""
     try:
         missing = importlib.util.find_spec("ray") is None
-    except ValueError:  # a module that something has put there
+    except ValueError:  # a module without a spec has this name
         missing = True
     if missing:
         remedy = "pip install 'rlft[ray]', or use cluster=local"
@@ -64,10 +64,10 @@ class RaySession:
 
     Args:
         address: None starts Ray on this machine; else `auto` or `host:port` of a cluster, which stays up.
-        log: the file for what Ray says of its processes, which it would print.
+        log: the file for Ray's messages about its processes, which Ray would print.
 
     Raises:
-        UserError(cluster.address): there is no cluster, it does not answer, or has another Ray or Python.
+        UserError: by cluster.address: there is no cluster, it does not answer, or has another version of Ray or Python.
     """
 
     def __init__(self, address: str | None, *, log: Path) -> None:
@@ -79,11 +79,11 @@ class RaySession:
         self._holder: Any = None
         try:
             if self._keeper is not None:
-                connected_to = self._keeper.address
+                cluster_address = self._keeper.address
             else:
                 assert address is not None
-                connected_to = found(address)
-            _connect(connected_to, log)
+                cluster_address = found(address)
+            _connect(cluster_address, log)
             import ray
 
             self.node: str = ray.get_runtime_context().get_node_id()
@@ -106,7 +106,7 @@ class RaySession:
             Whether it is one of the cluster's.
 
         Raises:
-            UserError(cluster.address): others may have it.
+            UserError: by cluster.address: others may use it.
         """
         if is_of_a_job(os.environ):
             return True  # Ray has given it to this process
@@ -125,7 +125,7 @@ class RaySession:
 
 
 def check_address(address: str) -> None:
-    """Refuses what is no address of a cluster, and one where nothing listens."""
+    """Refuses what cannot be the address of a cluster, and an address at which nothing listens."""
     if address == "auto":
         return
     if address.startswith("ray://"):
@@ -143,9 +143,9 @@ def check_address(address: str) -> None:
 
 
 def found(address: str) -> str:
-    """The address (host:port) of the cluster, once a process of its own has connected to it.
+    """The address (host:port) of the cluster, which a process of its own has connected to.
 
-    In that process Ray may wait for minutes or abort; here it could not be stopped.
+    Ray may wait for minutes or abort. It can do so in that process; here it could not be stopped.
     """
     check_address(address)
     command = [sys.executable, "-c", _TRY_IT, address]
@@ -158,17 +158,17 @@ def found(address: str) -> str:
         raise UserError(KEY, problem, got=address, remedy=_START_ONE) from None
     answer = next((line for line in reversed(tried.stdout.splitlines()) if line.startswith("{")), None)
     if answer is None:
-        last = tried.stderr.strip().splitlines()[-1:] or [f"exit code {tried.returncode}"]
-        raise UserError(KEY, f"no Ray answers there ({last[0][:200]})", got=address, remedy=_START_ONE)
-    told: dict[str, str] = json.loads(answer)
-    if "problem" in told:
-        denied = [line for line in tried.stderr.splitlines() if "InvalidAuthToken" in line]
-        refuse(address, (denied or [told["problem"]])[-1])
-    return told["address"]
+        last_line = tried.stderr.strip().splitlines()[-1:] or [f"exit code {tried.returncode}"]
+        raise UserError(KEY, f"no Ray answers there ({last_line[0][:200]})", got=address, remedy=_START_ONE)
+    reply: dict[str, str] = json.loads(answer)
+    if "problem" in reply:
+        token_errors = [line for line in tried.stderr.splitlines() if "InvalidAuthToken" in line]
+        refuse(address, (token_errors or [reply["problem"]])[-1])
+    return reply["address"]
 
 
 def refuse(address: str, problem: str) -> NoReturn:
-    """The UserError for what Ray says about an address."""
+    """Raises the UserError for Ray's error about an address."""
     if "ersion mismatch" in problem:
         lines = [line.strip() for line in problem.splitlines() if "Ray:" in line or "Python:" in line]
         remedy = "install the cluster's versions here, or this machine's on the cluster"
@@ -188,15 +188,15 @@ import json, sys
 import ray
 try:
     context = ray.init(address=sys.argv[1], log_to_driver=False, logging_level=50)
-    told = {"address": context.address_info["gcs_address"]}
+    reply = {"address": context.address_info["gcs_address"]}
 except Exception as error:
-    told = {"problem": f"{type(error).__name__}: {error}"}
-print(json.dumps(told), flush=True)
+    reply = {"problem": f"{type(error).__name__}: {error}"}
+print(json.dumps(reply), flush=True)
 """
 
 
 def _connect(address: str, log: Path) -> None:
-    """Makes this process a driver of the cluster; its signal handlers stay what they were."""
+    """Makes this process a driver of the cluster, and keeps its signal handlers."""
     import ray
     import ray._private.worker
 
@@ -218,22 +218,22 @@ def _connect(address: str, log: Path) -> None:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Ray replaces the handler of SIGTERM."""
+    """Restores the handlers of signals afterwards, since Ray replaces that of SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _bounded(seconds: float) -> Iterator[None]:
-    """Says on stderr if what is inside, the end of a connection, takes longer; nothing can be saved any more then."""
+    """Prints a line to stderr if ending the connection inside takes longer; then nothing can be saved any more."""
     timer = threading.Timer(seconds, os.write, [2, b"rlft: Ray does not end its connection; still waiting\n"])
     timer.daemon = True
     timer.start()
@@ -244,7 +244,7 @@ def _bounded(seconds: float) -> Iterator[None]:
 
 
 def python_path() -> str:
-    """PYTHONPATH for processes that import this rlft: with the folder that it is in, unless it is installed there."""
+    """PYTHONPATH for processes that import this rlft: it includes rlft's folder, unless rlft is installed."""
     import rlft
 
     folder = str(Path(rlft.__file__).parents[1])
@@ -296,26 +296,26 @@ class _Keeper:
             os.close(reading)
 
     def _address(self, reading: int, log: Path) -> str:
-        until, said = time.monotonic() + START_S, b""
-        while not said.endswith(b"\n"):
-            ready = select.select([reading], [], [], max(0.0, until - time.monotonic()))[0]
+        deadline, output = time.monotonic() + START_S, b""
+        while not output.endswith(b"\n"):
+            ready = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]
             part = os.read(reading, 2**16) if ready else b""
             if not part:
                 how = "has ended" if ready else f"has not started in {START_S:g} s"
                 lines = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
                 raise UserError("cluster.kind", f"Ray {how} on this machine; its last lines:\n{lines}\n", got="ray",
                                 remedy="use cluster=local, or join a cluster (cluster.address)")  # fmt: skip
-            said += part
-        told: dict[str, str] = json.loads(said)
-        if "problem" in told:
-            raise UserError("cluster.kind", f"Ray does not start on this machine: {told['problem'][:500]}", got="ray",
+            output += part
+        reply: dict[str, str] = json.loads(output)
+        if "problem" in reply:
+            raise UserError("cluster.kind", f"Ray does not start on this machine: {reply['problem'][:500]}", got="ray",
                             remedy="use cluster=local, or join a cluster (cluster.address)")  # fmt: skip
-        return told["address"]
+        return reply["address"]
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
-            self._process.stdin.close()  # which tells it
+            self._process.stdin.close()  # which tells the keeper to end
         try:
             self._process.wait(2 * END_S)
         except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
 """Reward workers as members of the cluster (`cluster.scoring`).
 
-Each member holds a pool of one worker process on its own machine, so that the limits of time and memory, and what a
-failure is blamed on, are those of `scoring/pool.py`. What is here deals the tasks out, and replaces members that are
-lost with their machine; no reward is to blame for that.
+Each member holds a pool of one worker process on its own machine, so that the limits of time and memory, and how
+failures are attributed, are those of `scoring/pool.py`. This module deals out the tasks, and replaces members that are
+lost with their machine, for which no reward is to blame.
 """
 
 from __future__ import annotations
@@ -23,26 +23,34 @@ FACTORY = "rlft.cluster.reward_members:RewardHost"
 
 
 class RewardHost:
-    """The object of a member: a reward worker of its machine. Its methods are called in the thread that has made it."""
+    """The object of a member: a reward worker on its machine. Its methods are called in the thread that made it."""
 
     def __init__(self, *, specs: Sequence[RewardSpec], timeout_s: float) -> None:
         self._pool = WorkerPool(specs, 1, timeout_s)
 
     def answer(self, packed: bytes) -> tuple[Reply, bool]:
-        """(the reply to a task, whether programs that its rewards run have ended meanwhile)."""
+        """(the reply to a task, whether its rewards have run programs meanwhile)."""
         [(_, reply)] = self._pool.run([unpack(packed)], lambda reply: False)
         return reply, self._pool.ran_programs
 
 
 def reward_specs(rewards: Sequence[RewardSpec], workers: int, timeout_s: float) -> list[MemberSpec]:
-    """The members. timeout_s: seconds a group and reward."""
+    """What the members are; a reward may take `timeout_s` seconds for a group."""
     arguments = {"specs": tuple(rewards), "timeout_s": timeout_s}
     return [MemberSpec(name=f"scorer-{i}", factory=FACTORY, arguments=arguments) for i in range(workers)]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Scoring:
-    """A member that is at a task. left_s: seconds that it may still take."""
+    """A member's work on a task.
+
+    Attributes:
+        number: number of the member.
+        task: the task.
+        future: its answer.
+        limit_s: seconds that it may take.
+        left_s: seconds that it may still take.
+    """
 
     number: int
     task: Task
@@ -56,10 +64,10 @@ class RewardMembers:
 
     Args:
         launcher: starts them; whoever opened it closes it.
-        specs: what each is.
-        timeout_s: seconds that a reward may take for a group, which the member itself looks after.
-        answer_s: seconds more that a member may take before it is replaced.
-        note: takes a line for the person watching when one is replaced.
+        specs: what each member is.
+        timeout_s: seconds that a reward may take for a group; the member itself enforces it.
+        answer_s: further seconds that a member may take before it is replaced.
+        note: takes a line for the person watching when a member is replaced.
     """
 
     def __init__(
@@ -82,15 +90,15 @@ class RewardMembers:
         self.ran_programs = False
 
     def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
-        """As `WorkerPool.run`.
+        """Does what `WorkerPool.run` does.
 
         Raises:
             RewardError: workers cannot start, or members are lost again and again.
         """
-        for left in self._busy:  # by a call that was interrupted
-            self._replace(left.number)
+        for unfinished in self._busy:  # they were left by a call that was interrupted
+            self._replace(unfinished.number)
         self._busy, waiting = [], deque(tasks)
-        self._clock.since_last()  # nothing counts of the time before
+        self._clock.since_last()  # the time before is not counted
         while waiting or self._busy:
             if self._is_stopped:
                 raise RewardError("scoring was stopped: the run is ending")
@@ -107,17 +115,17 @@ class RewardMembers:
                 yield scoring.task, reply
 
     def stop(self) -> None:
-        """As `WorkerPool.stop`."""
+        """Does what `WorkerPool.stop` does."""
         self._is_stopped = True
 
     def close(self) -> None:
-        """Ends the members, whatever they are at. Safe to call twice."""
+        """Ends the members, whatever they are doing. Safe to call twice."""
         for member in self._members:
             member.kill()
 
     def _deal(self, waiting: deque[Task]) -> None:
-        at_work = {scoring.number for scoring in self._busy}
-        for number in [number for number in range(len(self._members)) if number not in at_work]:
+        busy_members = {scoring.number for scoring in self._busy}
+        for number in [number for number in range(len(self._members)) if number not in busy_members]:
             if not waiting:
                 return
             task, member = waiting.popleft(), self._members[number]
@@ -128,7 +136,7 @@ class RewardMembers:
             self._busy.append(Scoring(number=number, task=task, future=future, limit_s=limit_s, left_s=limit_s))
 
     def _over(self) -> list[Scoring]:
-        """Those that are answered or out of time; waits a moment for the first."""
+        """Tasks that are answered or out of time; waits a moment for the first."""
         wait([scoring.future for scoring in self._busy], timeout=TICK_S, return_when=FIRST_COMPLETED)
         passed = self._clock.since_last()
         for scoring in self._busy:
@@ -136,7 +144,7 @@ class RewardMembers:
         return [scoring for scoring in self._busy if scoring.future.done() or scoring.left_s <= 0]
 
     def _answer(self, scoring: Scoring) -> tuple[Reply, bool] | None:
-        """What the member said; None if it is lost, and another one has taken its place."""
+        """The member's answer; None if the member is lost, and another one has taken its place."""
         member = self._members[scoring.number]
         if scoring.future.done():
             try:
@@ -148,8 +156,8 @@ class RewardMembers:
                 self._failures_in_a_row = 0
                 return answer
         else:
-            said = last_lines(member.log)
-            lines = f"; its last lines:\n{said}" if said else ""
+            tail = last_lines(member.log)
+            lines = f"; its last lines:\n{tail}" if tail else ""
             late = f"has not answered for {scoring.limit_s:g} s (cluster.timeout)"
             problem = f"{member.name} {late}; its log is {member.log}{lines}"
         self._failures_in_a_row += 1

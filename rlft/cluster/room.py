@@ -1,4 +1,4 @@
-"""Whether a cluster has room for the members of a run or a sweep; Ray would let them wait for ever."""
+"""Checks whether a cluster has room for the members of a run or a sweep; Ray would let them wait for ever."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlft.types import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a cluster gives out.
+    """What a cluster can assign to members.
 
-    Args:
-        cpus: processor cores, all machines together.
-        gpus: cards of each machine.
+    Attributes:
+        cpus: number of processor cores of all machines together.
+        gpus: number of cards of each machine.
     """
 
     cpus: float
@@ -24,22 +24,25 @@ class Resources:
 
 
 def cores_of_a_member(threads: int, *, on_cards: bool) -> int:
-    """The cores that Ray counts for a member: on a card it computes there, and waits for it with one core."""
+    """The number of cores that Ray counts for a member, which on a card only waits, with one core."""
     return 1 if on_cards else threads
 
 
 def check_room(
     config: ClusterConfig, has: Resources, *, on_cards: bool, threads: int, scorers: int = 0, counts_own: bool = True
 ) -> None:
-    """Refuses what the cluster is too small for.
+    """Refuses a run or sweep that the cluster is too small for.
 
     Args:
-        threads: of each member.
-        scorers: reward workers, which have a core each and no card.
+        config: the section `cluster`.
+        has: what the cluster has.
+        on_cards: whether members need cards.
+        threads: number of threads of each member.
+        scorers: number of reward workers, each of which has a core and no card.
         counts_own: whether the card of the run's own process is one of the cluster's.
 
     Raises:
-        UserError: with the numbers.
+        UserError: the cluster is too small; the message has the numbers.
     """
     members = config.jobs if config.jobs > 1 else config.engines + config.ranks - 1
     key = "jobs" if config.jobs > 1 else "engines" if config.engines else "ranks"

@@ -1,7 +1,7 @@
 """The process of a member: makes its object, and answers the calls that come over one connection, in order.
 
-A reading thread takes the calls in, so that whoever calls never waits for a member that is busy. It ends the process as
-soon as the other end is closed: the process that started it has ended, or wants it to end.
+A thread reads the calls, so that a caller never waits for a member that is busy. It ends the process as soon as the
+other end is closed: the process that started it has ended, or wants it to end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """The first message to a member: what it makes its object of, and which process it must not outlive."""
+    """The first message to a member: how it makes its object, and which process it must not outlive."""
 
     factory: str
     arguments: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Answer:
 
 
 def serve(connection: Connection, begin: Begin) -> None:
-    """The life of the process. Never returns: it ends when the other end of the connection is closed."""
+    """Runs the process. Never returns: the process ends when the other end of the connection is closed."""
     detach(begin.parent)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, calls), daemon=True).start()
@@ -56,7 +56,7 @@ def serve(connection: Connection, begin: Begin) -> None:
     failed: Answer | None = None
     try:
         held = named(begin.factory)(**begin.arguments)
-    except Exception as error:  # of whatever is made; it is the answer of every call
+    except Exception as error:  # raised by the factory; it becomes the answer to every call
         failed = failure(error)
     while True:
         message = calls.get()
@@ -70,17 +70,17 @@ def answer(held: Any, message: bytes) -> Answer:
         args = [unpacked(value) for value in args]
         kwargs = {name: unpacked(value) for name, value in kwargs.items()}
         return Answer(value=getattr(held, method)(*args, **kwargs))
-    except Exception as error:  # of whatever is held; it is raised again in the process that calls
+    except Exception as error:  # raised by the object; it is raised again in the calling process
         return failure(error)
 
 
 def unpacked(value: Any) -> Any:
-    """The value itself, where it is shared between members."""
+    """The value; one that is shared between members is unpickled."""
     return pickle.loads(value.pickled) if isinstance(value, Shared) else value
 
 
 def failure(error: Exception) -> Answer:
-    """The answer of a call that raised; an exception that cannot be sent goes as a RuntimeError of the same words."""
+    """The answer to a call that raised; an exception that cannot be sent becomes a RuntimeError with the same text."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     try:

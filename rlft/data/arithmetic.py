@@ -16,7 +16,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": oper
 
 
 def split_of(a: int, operation: str, b: int) -> Split:
-    """The split a problem belongs to: a hash of the problem itself, so no seed or size can make the two overlap."""
+    """The split a problem belongs to, by a hash of the problem itself: no seed or size can make the two overlap."""
     digest = hashlib.sha256(f"{a}{operation}{b}".encode()).digest()
     return Split.held_out if digest[0] < 256 * HELD_OUT_SHARE else Split.train
 
@@ -29,11 +29,12 @@ def question(a: int, operation: str, b: int) -> str:
 class Arithmetic:
     """Problems such as "What is 47 + 85?", answer "132".
 
-    Args:
-        difficulty: digits of the numbers, 1 to 9. The embedded model was taught 1 and 2.
+    Attributes:
+        difficulty: number of digits of each number, 1 to 9. The embedded model was taught 1 and 2.
         operations: any of "+", "-" (a difference is never negative) and "*", which the embedded model was not taught.
-        size, held_out_size: prompts in each split; a split that has fewer distinct problems than asked is refused.
-        seed: order and choice of the problems, not their split.
+        size: number of training prompts. A split with fewer distinct problems than requested is refused.
+        held_out_size: number of held-out prompts.
+        seed: decides which problems are drawn and in which order, but not which split a problem belongs to.
     """
 
     difficulty: PositiveInt
@@ -66,7 +67,7 @@ class Arithmetic:
 
     @property
     def _num_problems(self) -> int:
-        """At most this many distinct problems exist, both splits together."""
+        """Upper bound on the number of distinct problems in both splits together."""
         return len(self.operations) * 10 ** (2 * self.difficulty)
 
     def _problems(self, split: Split) -> Iterator[tuple[int, str, int]]:
@@ -80,7 +81,7 @@ class Arithmetic:
             yield a, operation, b
 
     def check(self) -> None:
-        """Refuses keys that no problem fits. Raises UserError."""
+        """Refuses keys for which there is no problem. Raises UserError."""
         if not 1 <= self.difficulty <= 9:
             raise UserError(
                 "data.difficulty", "must be 1 to 9 digits", got=self.difficulty, remedy="try data.difficulty=2"

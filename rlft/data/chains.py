@@ -1,4 +1,4 @@
-"""Chains of small sums, each with the result of the one before: procedural, seeded, with disjoint splits by hash."""
+"""Chains of small sums, each of which uses the previous result: procedural, seeded, with disjoint splits by hash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Chain:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """The result of each step, the last one the answer."""
+        """The result of each step; the last one is the answer."""
         results, value = [], self.start
         for operation, number in self.steps:
             value = OPERATIONS[operation](value, number)
@@ -46,32 +46,32 @@ class Chain:
 
     @property
     def split(self) -> Split:
-        """By a hash of the chain itself, so that no seed or size can make the two splits overlap."""
+        """The split of the chain, by a hash of the chain itself: no seed or size can make the two splits overlap."""
         digest = hashlib.sha256(self.identity.encode()).digest()
         return Split.held_out if digest[0] < 256 * HELD_OUT_SHARE else Split.train
 
 
 def draw(rng: random.Random, steps: int, largest: int) -> Chain:
-    """A chain of so many steps in which every number is a whole one of 0 to `largest`.
+    """A random chain of `steps` steps in which every number and every result is an integer from 0 to `largest`.
 
-    Each step is a sum, a difference or a product with 2 to 9, drawn evenly among those that stay in the range.
+    Each step is a sum, a difference or a product with 2 to 9, drawn uniformly from those that stay in the range.
     """
     start = value = rng.randint(1, largest)
-    chain: list[tuple[str, int]] = []
+    drawn_steps: list[tuple[str, int]] = []
     for _ in range(steps):
-        operation = rng.choice(_possible(value, largest))
-        number = _second(rng, operation, value, largest)
-        chain.append((operation, number))
+        operation = rng.choice(_possible_operations(value, largest))
+        number = _draw_number(rng, operation, value, largest)
+        drawn_steps.append((operation, number))
         value = OPERATIONS[operation](value, number)
-    return Chain(start, tuple(chain))
+    return Chain(start, tuple(drawn_steps))
 
 
-def _possible(value: int, largest: int) -> Sequence[str]:
+def _possible_operations(value: int, largest: int) -> Sequence[str]:
     possible = {"+": value < largest, "-": value > 0, "*": 0 < 2 * value <= largest}
-    return [operation for operation, can_be in possible.items() if can_be]
+    return [operation for operation, is_possible in possible.items() if is_possible]
 
 
-def _second(rng: random.Random, operation: str, value: int, largest: int) -> int:
+def _draw_number(rng: random.Random, operation: str, value: int, largest: int) -> int:
     match operation:
         case "+":
             return rng.randint(1, largest - value)
@@ -83,13 +83,14 @@ def _second(rng: random.Random, operation: str, value: int, largest: int) -> int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """Problems such as "Take 7, then +8, -9, *3.", answer "18": each step goes on from the result of the one before.
+    """Problems such as "Take 7, then +8, -9, *3.", answer "18": each step continues from the last result.
 
-    Args:
-        steps: sums, differences and products in a chain, 1 to 20. The embedded model was taught 5.
-        largest: no number and no result is above it, 9 to 9999. The embedded model was taught 20.
-        size, held_out_size: prompts in each split; a split that has fewer distinct chains than asked is refused.
-        seed: order and choice of the chains, not their split.
+    Attributes:
+        steps: number of sums, differences and products in a chain, 1 to 20. The embedded model was taught 5.
+        largest: upper bound of all numbers and results, 9 to 9999. The embedded model was taught 20.
+        size: number of training prompts. A split with fewer distinct chains than requested is refused.
+        held_out_size: number of held-out prompts.
+        seed: decides which chains are drawn and in which order, but not which split a chain belongs to.
     """
 
     steps: PositiveInt
@@ -123,7 +124,7 @@ class Chains:
             yield draw(rng, self.steps, self.largest)
 
     def check(self) -> None:
-        """Refuses keys that no chain fits. Raises UserError."""
+        """Refuses keys for which there is no chain. Raises UserError."""
         if not 1 <= self.steps <= 20:
             raise UserError("data.steps", "must be 1 to 20", got=self.steps, remedy="try data.steps=5")
         if not 9 <= self.largest <= 9999:

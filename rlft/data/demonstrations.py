@@ -1,4 +1,4 @@
-"""Completions to learn from, of local JSONL files or of a hub set: chats, prompts with completions, and own samples."""
+"""Completions to learn from, in JSONL files or a hub set: chats, prompts with completions, and samples of rlft."""
 
 from __future__ import annotations
 
@@ -32,15 +32,22 @@ logger = logging.getLogger(__name__)
 class DemonstrationKeys:
     """The config keys that say how a row becomes demonstrations. A row has one of three shapes:
 
-    - a chat, a list of {"role", "content"} in messages_field. turns: `last`, its last assistant message is learned, or
-      `all`, each of its assistant messages after the turns before it. What follows the last one is not used.
-    - a prompt in prompt_field (a text, or a chat up to the user's last message), its completion in completion_field.
-    - a line of `rlft sample`, known by its keys (rlft/data/sampled.py); its prompt stays as it was sampled from.
-      token_ids: `sampled`, exactly the sampled tokens are learned, which needs their tokenizer: `sampled_with` finds
-      its fingerprint in the prompts; or `text`, the completion's text is tokenised anew, and completions that the
-      length limit cut are left out, as an end would be learned that they don't have.
+    - a chat, a list of {"role", "content"} in messages_field
+    - a prompt in prompt_field (a text, or a chat up to the user's last message) with its completion in completion_field
+    - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
 
-    system_prompt, prompt_template: as in RecordKeys; the template goes around the user's message that is answered.
+    Attributes:
+        prompt_field: field of the prompt.
+        completion_field: field of its completion.
+        messages_field: field of the chat.
+        turns: what is learned of a chat: `last`, its last assistant message; `all`, each assistant message, given the
+            turns before it. Messages after the last assistant message are not used.
+        system_prompt: as in RecordKeys.
+        prompt_template: as in RecordKeys; it is applied to the user message that is answered.
+        token_ids: what is learned of a sampled line: `sampled`, exactly the sampled tokens, which requires the
+            tokenizer they were sampled with (`sampled_with` returns its fingerprint); `text`, the completion's text,
+            tokenised again. With `text`, completions that the length limit cut are left out, because the model would
+            learn to end where they did not end.
     """
 
     prompt_field: str
@@ -57,46 +64,47 @@ class DemonstrationKeys:
     def demonstrations(self, read: Read[Demonstration | None], split: Split) -> list[Demonstration]:
         """The split's demonstrations in the order of the data."""
         rows = read(split, self.parse)
-        kept = [row.made for row in rows if row.made is not None]
-        if not kept:
+        demonstrations = [row.made for row in rows if row.made is not None]
+        if not demonstrations:
             problem = f"all {len(rows)} sampled completions of the {split} split are cut by the length limit"
             remedy = "sample with a higher generation.max_tokens, or learn them with demonstrations.token_ids=sampled"
             raise UserError("demonstrations.path", problem, remedy=remedy)
-        if len(kept) < len(rows):
+        if len(demonstrations) < len(rows):
             logger.warning(
-                "demonstrations: %d sampled completions, cut by the length limit, are left out", len(rows) - len(kept)
+                "demonstrations: %d sampled completions, cut by the length limit, are left out",
+                len(rows) - len(demonstrations),
             )
-        check_prompt_ids([demonstration.prompt for demonstration in kept], "demonstrations.path")
-        return kept
+        check_prompt_ids([demonstration.prompt for demonstration in demonstrations], "demonstrations.path")
+        return demonstrations
 
     def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Demonstration | None]]:
-        """The row's demonstrations, None where the length limit cut what would be learned. Raises RowError."""
+        """The row's demonstrations; None where the length limit cut the text to learn. Raises RowError."""
         if is_sampled(fields):
             return [self._sampled(fields)]
         if has(fields, self.messages_field):
             return self._chat(messages_of(fields, self.messages_field), row_id)
         if has(fields, self.prompt_field, self.completion_field):
             turns = turns_of(fields, self.prompt_field)
-            made = self._demonstration(turns, completion_of(fields, self.completion_field), row_id)
-            return [Row(identity=identity(turns), made=made)]
+            demonstration = self._demonstration(turns, completion_of(fields, self.completion_field), row_id)
+            return [Row(identity=identity(turns), made=demonstration)]
         raise RowError(
             f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
             f"{self.prompt_field!r}, {self.completion_field!r}) and not a line of rlft sample; it has {only(fields)}"
         )
 
     def _chat(self, turns: tuple[Message, ...], row_id: str) -> list[Row[Demonstration | None]]:
-        """With `turns: all` the chats that open alike share their identity: each opening is itself a question."""
+        """With `turns: all`, chats with the same opening share their identity: each opening is itself a question."""
         learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         if not learned:
             raise RowError(f"field {self.messages_field!r} holds no assistant message to learn")
-        end = learned[0] if self.turns == "all" else learned[-1]
+        first_turn_learned = learned[0] if self.turns == "all" else learned[-1]
         rows: list[Row[Demonstration | None]] = []
         for i in learned if self.turns == "all" else learned[-1:]:
             if i == 0 or turns[i - 1]["role"] != "user":
                 raise RowError(f"message {i} of field {self.messages_field!r} answers no user message")
-            name = row_id if i == learned[-1] else f"{row_id}:{i}"
-            made = self._demonstration(turns[:i], turns[i]["content"], name)
-            rows.append(Row(identity=identity(turns[:end]), made=made))
+            prompt_id = row_id if i == learned[-1] else f"{row_id}:{i}"
+            demonstration = self._demonstration(turns[:i], turns[i]["content"], prompt_id)
+            rows.append(Row(identity=identity(turns[:first_turn_learned]), made=demonstration))
         return rows
 
     def _demonstration(self, turns: tuple[Message, ...], completion: str, prompt_id: str) -> Demonstration:
@@ -107,20 +115,20 @@ class DemonstrationKeys:
 
     def _sampled(self, fields: Mapping[str, Any]) -> Row[Demonstration | None]:
         line = parse_sampled(fields, with_tokens=self.token_ids == "sampled")
-        made = None
+        demonstration = None
         if self.token_ids == "sampled":
-            made = Demonstration(prompt=line.prompt, completion=line.completion, completion_ids=line.token_ids)
+            demonstration = Demonstration(prompt=line.prompt, completion=line.completion, completion_ids=line.token_ids)
         elif line.finish_reason is FinishReason.stop:
-            made = Demonstration(prompt=line.prompt, completion=line.completion)
-        return Row(identity=identity(line.prompt.messages), made=made)
+            demonstration = Demonstration(prompt=line.prompt, completion=line.completion)
+        return Row(identity=identity(line.prompt.messages), made=demonstration)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonlDemonstrations(JsonlFiles, DemonstrationKeys):
-    """Demonstrations of JSONL files. The keys of DemonstrationKeys say which fields are what.
+    """Demonstrations in JSONL files. The keys of DemonstrationKeys say which field holds what.
 
-    A prompt's id is `<file>:<line>`; of an earlier turn of a chat `<file>:<line>:<number of the message>`, from 0; of a
-    sampled line its own prompt_id, so that completions of one prompt share it.
+    A prompt's id is `<file>:<line>`. For an earlier turn of a chat it is `<file>:<line>:<number of the message>`,
+    counted from 0. For a sampled line it is the line's prompt_id, so that completions of one prompt share it.
     """
 
     section: ClassVar[str] = "demonstrations"
@@ -132,7 +140,7 @@ class JsonlDemonstrations(JsonlFiles, DemonstrationKeys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubDemonstrations(HubSet, DemonstrationKeys):
-    """Demonstrations of a hub set, or of local files in its format. The keys of DemonstrationKeys say what is what."""
+    """Demonstrations in a hub set or local files in its format, with the keys of DemonstrationKeys."""
 
     section: ClassVar[str] = "demonstrations"
 

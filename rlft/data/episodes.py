@@ -1,4 +1,4 @@
-"""Prompts that differ in a seed alone, for environments that make the task when a conversation begins."""
+"""Prompts that differ only in a seed, for environments that make the task when a conversation begins."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rlft.types import Prompt, Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes:
-    """Each prompt is `text`, and its column `seed` what the environment draws from.
+    """Prompts with the same text. The metadata `seed` of each is what the environment derives the task from.
 
-    Args:
-        text: of every prompt.
-        size, held_out_size: prompts in each split; no seed is in both.
-        seed: what the seeds derive from.
+    Attributes:
+        text: text of every prompt.
+        size: number of training prompts.
+        held_out_size: number of held-out prompts; no seed is in both splits.
+        seed: the seed from which the prompts' seeds are derived.
     """
 
     text: str
@@ -26,7 +27,7 @@ class Episodes:
 
     def load(self, split: Split) -> list[Prompt]:
         count = self.size if split is Split.train else self.held_out_size
-        # 48 bits from the split's own hash, the lowest of which tells the splits apart.
+        # 48 bits that depend on the split; the lowest bit alone tells the splits apart, so that no seed is in both.
         seeds = (2 * (derive(self.seed, i, split) // 2) + (split is Split.held_out) for i in range(count))
         messages = ({"role": "user", "content": self.text},)
         return [

@@ -1,4 +1,4 @@
-"""Prompts from a set on the Hugging Face hub (through `datasets`), or from the same set lying in local files."""
+"""Prompts from a data set on the Hugging Face hub (through `datasets`), or from local copies of its files."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from rlft.types import Prompt, Split, UserError
 
 @dataclass(frozen=True, kw_only=True)
 class HubSet:
-    """The config keys that name a hub set, or local files in its format, of any component that reads one.
+    """The config keys with which a component names the hub set, or the local files in its format, that it reads.
 
-    Args:
-        section: of the config, that the keys belong to.
-        path: a hub id; or a folder with <train_split>.jsonl and <held_out_split>.jsonl (or the set's own parquet files,
-            as `hf download` leaves them); or one .jsonl file. What exists locally, or looks like a path (starts with /
-            . ~ or ends with .jsonl), is local.
-        subset: the set's configuration, None if it has one only.
+    Attributes:
+        section: the section of the config that the keys belong to.
+        path: a hub id; or a folder with <train_split>.jsonl and <held_out_split>.jsonl (or the set's parquet files, as
+            `hf download` leaves them); or one .jsonl file. A path that exists locally, or that looks like a path
+            (starts with / . ~ or ends with .jsonl), is local.
+        subset: the set's configuration; None if it has only one.
         revision: branch, tag or commit on the hub.
-        train_split, held_out_split: names of the set's splits; questions that are in both are left out of training.
-        held_out_fraction: share held out by a hash of the question where held_out_split is None, and of a single .jsonl
-            file.
+        train_split: name of the set's training split.
+        held_out_split: name of its held-out split, or None. Questions that are in both splits are left out of training.
+        held_out_fraction: the share that is held out, by a hash of the question, where held_out_split is None or path
+            is a single .jsonl file.
     """
 
-    __slots__ = ()  # the slots are the component's, which also inherits the keys of its rows
+    __slots__ = ()  # the component defines the slots, as it also inherits the keys of its rows
 
     section: ClassVar[str]
     path: str
@@ -42,25 +43,32 @@ class HubSet:
     held_out_fraction: PositiveFraction
 
     def check(self) -> None:
-        """A local file or folder that is named is there; a hub id is not looked up. Raises UserError."""
+        """Checks that a local path exists; a hub id is not looked up. Raises UserError."""
         local_path(self.path, f"{self.section}.path")
 
     def read(self, split: Split, parse: Parse[Made]) -> Sequence[Row[Made]]:
         """The split's rows, in the order of the set. Raises UserError."""
         key = f"{self.section}.path"
-        local = local_path(self.path, key)
-        if local is not None and local.is_file():
-            return hash_split(rows(local, parse, key), split, self.held_out_fraction, local, self.section)
+        path = local_path(self.path, key)
+        if path is not None and path.is_file():
+            return hash_split(rows(path, parse, key), split, self.held_out_fraction, path, self.section)
         if self.held_out_split is None:
-            train_rows = self._rows(self.train_split, "train_split", local, parse)
+            train_rows = self._rows(self.train_split, "train_split", path, parse)
             return hash_split(train_rows, split, self.held_out_fraction, self.path, self.section)
-        held_out = self._rows(self.held_out_split, "held_out_split", local, parse)
+        held_out = self._rows(self.held_out_split, "held_out_split", path, parse)
         if split is Split.held_out:
             return held_out
-        return training(self._rows(self.train_split, "train_split", local, parse), held_out, self.path, key)
+        return training(self._rows(self.train_split, "train_split", path, parse), held_out, self.path, key)
 
     def _rows(self, name: str, named_by: str, folder: Path | None, parse: Parse[Made]) -> Sequence[Row[Made]]:
-        """named_by: the key that gives the split its name."""
+        """The rows of one of the set's splits.
+
+        Args:
+            name: name of the split.
+            named_by: the config key that holds that name.
+            folder: the local folder of the set; None if it is on the hub.
+            parse: makes rows of a record.
+        """
         if folder is None:
             return self._parsed(self._download(name, f"{self.section}.{named_by}"), name, self.path, parse)
         file = folder / f"{name}.jsonl"
@@ -76,17 +84,17 @@ class HubSet:
             remedy=f"put {self._files()} there, or give a .jsonl file",
         )
 
-    def _parsed(self, records: Any, name: str, where: str, parse: Parse[Made]) -> Sequence[Row[Made]]:
+    def _parsed(self, records: Any, name: str, source: str, parse: Parse[Made]) -> Sequence[Row[Made]]:
         key, other_fields = f"{self.section}.path", f"name other fields ({self.section}.*_field)"
         rows: list[Row[Made]] = []
         for number, fields in enumerate(records):
             try:
                 rows += parse(fields, f"{name}:{number}")
             except RowError as error:
-                problem = f"{where}, {name}, row {number}: {error}"
+                problem = f"{source}, {name}, row {number}: {error}"
                 raise UserError(key, problem, remedy=error.remedy or other_fields) from None
         if not rows:
-            raise UserError(key, f"the split {name} is empty", got=where, remedy="choose another set or split")
+            raise UserError(key, f"the split {name} is empty", got=source, remedy="choose another set or split")
         return rows
 
     def _download(self, name: str, key: str) -> Any:
@@ -116,9 +124,11 @@ class HubSet:
                 raise self._unreachable() from error
             except ValueError as error:
                 # "BuilderConfig 'x' not found. ...", "Config name is missing. ..." or 'Unknown split "x". ...'
-                wrong, got = (f"{self.section}.subset", self.subset) if "onfig" in str(error) else (key, name)
+                wrong_key, got = (f"{self.section}.subset", self.subset) if "onfig" in str(error) else (key, name)
                 problem = " ".join(str(error).split())[:300]
-                raise UserError(wrong, f"does not fit the set ({problem})", got=got, remedy="choose another") from error
+                raise UserError(
+                    wrong_key, f"does not fit the set ({problem})", got=got, remedy="choose another"
+                ) from error
 
     def _unreachable(self) -> UserError:
         return UserError(
@@ -138,7 +148,7 @@ class HubSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub(HubSet, RecordKeys):
-    """Prompts of a hub set, or of local files in its format. The keys of RecordKeys say which fields are what."""
+    """Prompts in a hub set or local files in its format. The keys of RecordKeys say which field holds what."""
 
     section: ClassVar[str] = "data"
 
@@ -148,10 +158,14 @@ class Hub(HubSet, RecordKeys):
 
 
 def local_path(path: str, key: str) -> Path | None:
-    """The local file or folder that `path` means, None for a hub id; key: the config key that holds it.
+    """The local file or folder that `path` refers to; None for a hub id.
+
+    Args:
+        path: a local path or a hub id.
+        key: the config key that holds it.
 
     Raises:
-        UserError: a local path is missing.
+        UserError: a local path does not exist.
     """
     local = Path(path).expanduser()
     if local.exists():
@@ -167,7 +181,7 @@ def local_path(path: str, key: str) -> Path | None:
 
 
 def parquet_files(folder: Path, subset: str | None, split: str) -> list[Path]:
-    """A split's parquet files where hub repositories have them: <split>-*.parquet in <subset>/, data/ or at the top."""
+    """A split's parquet files where hub repositories keep them: <split>-*.parquet in <subset>/, data/ or the top."""
     for subfolder in (folder / (subset or "."), folder / "data", folder):
         files = sorted([*subfolder.glob(f"{split}-*.parquet"), *subfolder.glob(f"{split}.parquet")])
         if files:
@@ -177,15 +191,22 @@ def parquet_files(folder: Path, subset: str | None, split: str) -> list[Path]:
 
 @contextlib.contextmanager
 def offline_unless(online: bool) -> Iterator[bool]:
-    """Where the hub does not answer, `datasets` looks into its cache at once instead of retrying."""
+    """Makes `datasets` use only its cache, instead of retrying, where the hub does not answer.
+
+    Args:
+        online: whether the hub answers.
+
+    Yields:
+        Whether `datasets` may use the hub.
+    """
     import datasets.config
 
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or not online
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = was_offline or not online
     try:
         yield not datasets.config.HF_HUB_OFFLINE
     finally:
-        datasets.config.HF_HUB_OFFLINE = before
+        datasets.config.HF_HUB_OFFLINE = was_offline
 
 
 def _parquet_records(files: list[Path], key: str) -> Iterator[dict[str, Any]]:

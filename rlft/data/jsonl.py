@@ -1,4 +1,4 @@
-"""Prompts from a local JSONL file, one JSON object a line; and what all components read such files with."""
+"""Prompts from a local JSONL file with one JSON object per line, and the functions that read such files."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from rlft.types import Prompt, Split, UserError
 
 EMBEDDED = "embedded:"
 UNPACK = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
-"""{ending of a compressed file: the command that unpacks it}."""
+"""{suffix of a compressed file: command that unpacks it}."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlFiles:
-    """The config keys that name JSONL files, of any component that reads them; the ids of rows are `<file>:<line>`.
+    """The config keys with which a component names the JSONL files that it reads. A row's id is `<file>:<line>`.
 
-    Args:
-        section: of the config, that the keys belong to.
+    Attributes:
+        section: the section of the config that the keys belong to.
         path: the file.
-        held_out_path: a second file to evaluate on (questions it shares with `path` are left out of training), or None:
-            the share `held_out_fraction` of `path`, chosen by a hash of the question.
+        held_out_path: a second file to evaluate on. Questions that are also in it are left out of training. None: a
+            share of `path` is held out.
+        held_out_fraction: that share, chosen by a hash of the question.
     """
 
-    __slots__ = ()  # the slots are the component's, which also inherits the keys of its rows
+    __slots__ = ()  # the component defines the slots, as it also inherits the keys of its rows
 
     section: ClassVar[str]
     path: str
@@ -40,7 +41,7 @@ class JsonlFiles:
     held_out_fraction: PositiveFraction
 
     def check(self) -> None:
-        """The files that are named are there. Raises UserError."""
+        """Checks that the files exist. Raises UserError."""
         existing_file(self.path, f"{self.section}.path")
         if self.held_out_path is not None:
             existing_file(self.held_out_path, f"{self.section}.held_out_path")
@@ -67,7 +68,7 @@ class JsonlFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jsonl(JsonlFiles, RecordKeys):
-    """Prompts of a JSONL file. The keys of RecordKeys say which fields are what."""
+    """Prompts in a JSONL file. The keys of RecordKeys say which field holds what."""
 
     section: ClassVar[str] = "data"
 
@@ -77,7 +78,7 @@ class Jsonl(JsonlFiles, RecordKeys):
 
 
 def existing_file(path: str, key: str) -> Path:
-    """The JSONL file that config key `key` names; `embedded:<name>` ships with rlft."""
+    """The JSONL file `path`, where `embedded:<name>` is one that ships with rlft. Raises UserError naming `key`."""
     if path.startswith(EMBEDDED):
         return _embedded(path, key)
     file = Path(path).expanduser()
@@ -93,18 +94,18 @@ def existing_file(path: str, key: str) -> Path:
 
 
 def _embedded(path: str, key: str) -> Path:
-    known = {f"{EMBEDDED}{f.stem}": f for f in sorted((Path(rlft.__file__).parent / "assets").glob("*.jsonl"))}
-    if path not in known:
-        remedy = f"use {', '.join(known)}, or the path of a JSONL file"
+    embedded_files = {f"{EMBEDDED}{f.stem}": f for f in sorted((Path(rlft.__file__).parent / "assets").glob("*.jsonl"))}
+    if path not in embedded_files:
+        remedy = f"use {', '.join(embedded_files)}, or the path of a JSONL file"
         raise UserError(key, "there is no such embedded file", got=path, remedy=remedy)
-    return known[path]
+    return embedded_files[path]
 
 
 def rows(file: Path, parse: Parse[Made], key: str) -> Sequence[Row[Made]]:
     """Every row of the JSONL file that config key `key` names, streamed where it is large (rlft/data/streamed.py).
 
     Raises:
-        UserError: unreadable, empty, malformed.
+        UserError: the file is unreadable, empty or malformed.
     """
     parsed_rows: Sequence[Row[Made]]
     if file.stat().st_size > streamed.STREAMED_BYTES:
@@ -117,7 +118,7 @@ def rows(file: Path, parse: Parse[Made], key: str) -> Sequence[Row[Made]]:
 
 
 def held_rows(file: Path, parse: Parse[Made], key: str) -> list[Row[Made]]:
-    """Every row, held in memory. Raises UserError: unreadable or malformed."""
+    """Every row, held in memory. Raises UserError if the file is unreadable or malformed."""
     parsed_rows: list[Row[Made]] = []
     for number, fields in objects(file, key):
         try:
@@ -130,7 +131,15 @@ def held_rows(file: Path, parse: Parse[Made], key: str) -> list[Row[Made]]:
 def hash_split(
     rows: Sequence[Row[Made]], split: Split, held_out_fraction: float, where: object, section: str
 ) -> Sequence[Row[Made]]:
-    """The rows of one split by the hash of their question, so that the two are disjoint by construction."""
+    """The rows of one split, chosen by a hash of the question, so that the two splits are disjoint by construction.
+
+    Args:
+        rows: the rows of both splits.
+        split: the split to return.
+        held_out_fraction: share of the questions that is held out.
+        where: the file or data set, for the error message.
+        section: the section of the config that names the data.
+    """
     chosen: Sequence[Row[Made]]
     if isinstance(rows, StreamedRows):
         limit, held_out = held_out_fraction * 2**64, split is Split.held_out  # as in split_of
@@ -148,12 +157,19 @@ def hash_split(
 
 
 def training(rows: Sequence[Row[Made]], held_out: Sequence[Row[Made]], where: object, key: str) -> Sequence[Row[Made]]:
-    """The rows whose questions are not held out; key: the config key that names the data."""
+    """The rows whose questions are not held out.
+
+    Args:
+        rows: the rows of the training data.
+        held_out: the held-out rows.
+        where: the training file or data set, for messages.
+        key: the config key that names the data.
+    """
     kept: Sequence[Row[Made]]
     if isinstance(rows, StreamedRows) or isinstance(held_out, StreamedRows):
-        taken = set(streamed.identities_of(held_out))
-        keep = [identity not in taken for identity in streamed.identities_of(rows)]
-        kept = rows.where(keep) if isinstance(rows, StreamedRows) else list(compress(rows, keep))
+        held_out_identities = set(streamed.identities_of(held_out))
+        is_kept = [identity not in held_out_identities for identity in streamed.identities_of(rows)]
+        kept = rows.where(is_kept) if isinstance(rows, StreamedRows) else list(compress(rows, is_kept))
         warn_of_held_out(where, len(rows) - len(kept))
     else:
         kept = without(rows, held_out, where)

@@ -1,4 +1,4 @@
-"""Sequences whose items are made each time they are asked for, so that data larger than memory can be worked with."""
+"""Sequences whose items are made each time they are accessed, so that data can be larger than memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Made = TypeVar("Made")
 
 
 class Lazy(Sequence[Item], Generic[Item]):
-    """A sequence that holds none of its items. A slice of one is lazy, too.
+    """A sequence that holds none of its items. Its slices are lazy, too.
 
-    Subclasses give `__len__`, `at` and, where items in a row are cheaper than one by one, `between`.
+    Subclasses define `__len__` and `at`, and also `between` where consecutive items are cheaper than single ones.
     """
 
     @abstractmethod
     def at(self, index: int) -> Item:
-        """The item of an index from 0 to the length - 1."""
+        """The item at an index from 0 to the length - 1."""
 
     def between(self, start: int, stop: int) -> Iterator[Item]:
-        """The items from `start` to before `stop`, in order."""
+        """The items from `start` up to but not including `stop`, in order."""
         return map(self.at, range(start, stop))
 
     @overload
@@ -51,18 +51,18 @@ class Part(Lazy[Item]):
         return self._whole.at(self._indices[index])
 
     def between(self, start: int, stop: int) -> Iterator[Item]:
-        places = self._indices[start:stop]
-        if places.step == 1:
-            return self._whole.between(places.start, places.stop)
-        return map(self._whole.at, places)
+        indices = self._indices[start:stop]
+        if indices.step == 1:
+            return self._whole.between(indices.start, indices.stop)
+        return map(self._whole.at, indices)
 
 
 CHUNK = 1000
-"""Indices that are read at a time."""
+"""Number of indices that are read at a time."""
 
 
 class Chosen(Lazy[Item]):
-    """The items of a lazy sequence at these indices, in rising order."""
+    """The items of a lazy sequence at these ascending indices."""
 
     def __init__(self, items: Lazy[Item], indices: Sequence[int]) -> None:
         self._items, self._indices = items, indices
@@ -81,7 +81,7 @@ class Chosen(Lazy[Item]):
 
 
 class Mapped(Lazy[Item], Generic[Made, Item]):
-    """What a function makes of each item of another lazy sequence."""
+    """The results of a function for each item of another lazy sequence."""
 
     def __init__(self, items: Lazy[Made], make: Callable[[Made], Item]) -> None:
         self._items, self._make = items, make
@@ -113,14 +113,14 @@ class Chained(Lazy[Item]):
         raise IndexError(index)
 
     def between(self, start: int, stop: int) -> Iterator[Item]:
-        before = 0
+        part_start = 0
         for part in self._parts:
-            yield from part[max(0, start - before) : max(0, stop - before)]
-            before += len(part)
+            yield from part[max(0, start - part_start) : max(0, stop - part_start)]
+            part_start += len(part)
 
 
 def mapped(items: Sequence[Made], make: Callable[[Made], Item]) -> Sequence[Item]:
-    """What the function makes of each item: a list, or for lazy items a lazy sequence.
+    """The result of the function for each item: a list, or a lazy sequence if the items are lazy.
 
     >>> mapped([1, 2], str)
     ['1', '2']
@@ -129,7 +129,7 @@ def mapped(items: Sequence[Made], make: Callable[[Made], Item]) -> Sequence[Item
 
 
 def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
-    """The items of both: a list, or a lazy sequence where one of them is lazy.
+    """The items of both sequences: a list, or a lazy sequence if one of them is lazy.
 
     >>> joined([1], (2,))
     [1, 2]

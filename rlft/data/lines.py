@@ -1,4 +1,4 @@
-"""The lines of a JSONL file, and what is wrong with one."""
+"""The lines of a JSONL file, and the errors of those that cannot be used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Line(NamedTuple):
-    """A line that is not blank: its number from 1, the byte where it begins, and its content, line end included."""
+    """A line that is not blank.
+
+    Attributes:
+        number: number of the line, from 1.
+        start: offset of its first byte in the file.
+        content: its bytes, line end included.
+    """
 
     number: int
     start: int
@@ -28,7 +34,7 @@ def lines(file: Path, key: str) -> Iterator[Line]:
     """Every line that is not blank of the file that config key `key` names.
 
     Raises:
-        UserError: it cannot be read, or is an array instead of lines.
+        UserError: the file cannot be read, or is an array instead of lines.
     """
     try:
         with file.open("rb") as opened:
@@ -59,7 +65,11 @@ def objects(file: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parsed(line: Line, file: Path, key: str) -> dict[str, Any]:
-    """The line's object. Raises UserError naming `file:line`: no UTF-8, no JSON, no object, half a character."""
+    """The object on the line.
+
+    Raises:
+        UserError: the line is not UTF-8, not JSON, not an object, or holds a lone surrogate; it names `file:line`.
+    """
     number, _, content = line
     try:
         value = json.loads(content.decode("utf-8-sig" if number == 1 else "utf-8"))
@@ -76,7 +86,7 @@ def parsed(line: Line, file: Path, key: str) -> dict[str, Any]:
 
 
 def bad_row(file: Path, number: int, error: RowError, key: str) -> UserError:
-    """What is wrong with the row that a line holds."""
+    """The error of a line whose row cannot be used."""
     other_fields = f"{FIX}, or name other fields ({key.partition('.')[0]}.*_field)"
     return UserError(key, f"{file}:{number}: {error}", remedy=error.remedy or other_fields)
 

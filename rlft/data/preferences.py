@@ -1,4 +1,4 @@
-"""Completions ranked by preference, of local JSONL files or of a hub set: pairs, ranked lists, and own samples."""
+"""Completions ranked by preference, in JSONL files or a hub set: pairs, ranked lists, and samples of rlft."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
 from rlft.types import Message, Prompt, Ranking, Split, UserError
 
 Pair = tuple[tuple[Message, ...], str, str]
-"""A prompt's turns, the chosen completion, the rejected one."""
+"""(turns of the prompt, chosen completion, rejected completion)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One completion with its score; token_ids are empty where its text is to be tokenised."""
+    """One completion with its score; token_ids is empty where the text is to be tokenised."""
 
     completion: str
     score: float
@@ -41,7 +41,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Completions of one prompt as a row gives them; a sampled line gives one, and a prompt's are put together."""
+    """The completions of one prompt that a row holds. A sampled line holds one; a prompt's lines are combined later."""
 
     prompt: Prompt
     candidates: tuple[Candidate, ...]
@@ -49,11 +49,12 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingSet:
-    """The rankings of a split, and how many prompts are not among them because there is nothing to learn from them.
+    """The rankings of a split, and the numbers of prompts left out because there is nothing to learn from them.
 
-    Args:
-        num_identical: all completions are the same.
-        num_tied: none scores higher than another (or there is only one).
+    Attributes:
+        rankings: the rankings.
+        num_identical: number of prompts whose completions are all the same.
+        num_tied: number of prompts whose completions all have the same score (or that have only one completion).
     """
 
     rankings: list[Ranking]
@@ -62,7 +63,7 @@ class RankingSet:
 
     @property
     def note(self) -> str | None:
-        """A plain word for the person watching; None where nothing was left out."""
+        """A message for the user; None where nothing was left out."""
         left_out = self.num_identical + self.num_tied
         if not left_out:
             return None
@@ -76,17 +77,30 @@ class RankingSet:
 class PreferenceKeys:
     """The config keys that say how a row becomes a ranking. A row has one of three shapes:
 
-    - a pair in chosen_field and rejected_field: two texts (or one assistant message each) after a prompt, or two whole
-      chats that differ in their last message, whose common beginning is the prompt (a prompt beside them is not used).
-      The scores are 1 and 0. margin_field: the field of the difference instead, a number; None: there is none.
-    - a list of texts in completions_field after a prompt, with their scores in scores_field. ranked: where there are no
-      scores, the list is in order, best first, and n completions score n - 1, ..., 0; False: that is refused.
-    - a line of `rlft sample`, known by its keys (rlft/data/sampled.py). All lines of a prompt are ranked together by
-      rank_by: `reward` (the weighted total) or a reward's name. token_ids: `sampled`, exactly the sampled tokens,
-      which needs their tokenizer (`sampled_with` finds its fingerprint in the prompts); or `text`, tokenised anew.
+    - a pair in chosen_field and rejected_field: two texts (or one assistant message each) with a prompt, or two whole
+      chats that differ in their last message. The common beginning of the chats is the prompt; if the row has another
+      prompt, that is not used.
+    - a list of texts in completions_field with a prompt
+    - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged, and all
+      lines of a prompt are ranked together
 
-    A prompt stands in messages_field (a chat up to the user's last message) or prompt_field (a text or such a chat).
-    system_prompt, prompt_template: as in RecordKeys; sampled prompts stay as they were sampled from.
+    Attributes:
+        prompt_field: field of the prompt, a text or a chat up to the user's last message.
+        messages_field: another field of the prompt, a chat up to the user's last message; it takes precedence.
+        chosen_field: field of the better completion or chat of a pair.
+        rejected_field: field of the worse one.
+        margin_field: field with the difference in score of a pair, a number; None: the difference is 1. The rejected
+            completion scores 0.
+        completions_field: field of the list of completions.
+        scores_field: field of their scores.
+        ranked: whether a list without scores is in order, best first, so that n completions score n - 1, ..., 0;
+            False: such a list is refused.
+        rank_by: what sampled completions are ranked by: `reward` (the weighted total) or a reward's name.
+        token_ids: what is learned of a sampled line: `sampled`, exactly the sampled tokens, which requires the
+            tokenizer they were sampled with (`sampled_with` returns its fingerprint); `text`, the completion's text,
+            tokenised again.
+        system_prompt: as in RecordKeys.
+        prompt_template: as in RecordKeys.
     """
 
     prompt_field: str
@@ -112,12 +126,12 @@ class PreferenceKeys:
             UserError: no ranking has two different completions with different scores.
         """
         rows = [row.made for row in read(split, self.parse)]
-        check_prompt_ids([made.prompt for made in rows], "preferences.path")
-        together: dict[str, list[Candidate]] = {}
-        for made in rows:
-            together.setdefault(made.prompt.id, []).extend(made.candidates)
-        prompts = {made.prompt.id: made.prompt for made in rows}
-        rankings = ranking_set([(prompts[name], candidates) for name, candidates in together.items()])
+        check_prompt_ids([row.prompt for row in rows], "preferences.path")
+        candidates: dict[str, list[Candidate]] = {}
+        for row in rows:
+            candidates.setdefault(row.prompt.id, []).extend(row.candidates)
+        prompts = {row.prompt.id: row.prompt for row in rows}
+        rankings = ranking_set([(prompts[prompt_id], ranked) for prompt_id, ranked in candidates.items()])
         if not rankings.rankings:
             raise UserError(
                 "preferences.path",
@@ -191,12 +205,12 @@ class PreferenceKeys:
             raise RowError(f"{self.rank_by!r} is null", remedy="rank by another reward (preferences.rank_by)")
         tokens = line.token_ids if self.token_ids == "sampled" else ()
         candidate = Candidate(completion=line.completion, score=score, token_ids=tokens)
-        made = Candidates(prompt=line.prompt, candidates=(candidate,))
-        return Row(identity=identity(line.prompt.messages), made=made)
+        candidates = Candidates(prompt=line.prompt, candidates=(candidate,))
+        return Row(identity=identity(line.prompt.messages), made=candidates)
 
 
 def ranking_set(groups: Sequence[tuple[Prompt, Sequence[Candidate]]]) -> RankingSet:
-    """The rankings of these prompts, without those that teach nothing; equal scores keep their order."""
+    """The rankings of these prompts, without those from which nothing can be learned; equal scores keep their order."""
     rankings: list[Ranking] = []
     num_identical = num_tied = 0
     for prompt, candidates in groups:
@@ -218,11 +232,11 @@ def ranking_set(groups: Sequence[tuple[Prompt, Sequence[Candidate]]]) -> Ranking
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Each completion once, as it first occurs; equal are those of the same tokens, or of the same text without any."""
-    first: dict[tuple[int, ...] | str, Candidate] = {}
+    """The first of each group of equal completions: the same tokens, or the same text if there are no tokens."""
+    first_of_equals: dict[tuple[int, ...] | str, Candidate] = {}
     for candidate in candidates:
-        first.setdefault(candidate.token_ids or candidate.completion, candidate)
-    return list(first.values())
+        first_of_equals.setdefault(candidate.token_ids or candidate.completion, candidate)
+    return list(first_of_equals.values())
 
 
 def _margin(fields: Mapping[str, Any], name: str) -> float:
@@ -238,9 +252,9 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonlPreferences(JsonlFiles, PreferenceKeys):
-    """Rankings of JSONL files. The keys of PreferenceKeys say which fields are what.
+    """Rankings in JSONL files. The keys of PreferenceKeys say which field holds what.
 
-    A prompt's id is `<file>:<line>`, of sampled lines their own prompt_id.
+    A prompt's id is `<file>:<line>`; for sampled lines it is the prompt_id on the line.
     """
 
     section: ClassVar[str] = "preferences"
@@ -250,13 +264,13 @@ class JsonlPreferences(JsonlFiles, PreferenceKeys):
         return self.scan(split).rankings
 
     def scan(self, split: Split) -> RankingSet:
-        """As `load`, with the numbers of what is left out."""
+        """Like `load`, with the numbers of prompts left out."""
         return self.rank(self.read, split)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPreferences(HubSet, PreferenceKeys):
-    """Rankings of a hub set, or of local files in its format. The keys of PreferenceKeys say which fields are what."""
+    """Rankings in a hub set or local files in its format. The keys of PreferenceKeys say which field holds what."""
 
     section: ClassVar[str] = "preferences"
 
@@ -265,5 +279,5 @@ class HubPreferences(HubSet, PreferenceKeys):
         return self.scan(split).rankings
 
     def scan(self, split: Split) -> RankingSet:
-        """As `load`, with the numbers of what is left out."""
+        """Like `load`, with the numbers of prompts left out."""
         return self.rank(self.read, split)

@@ -1,9 +1,9 @@
-"""Questions of any task of the reasoning-gym library, to be scored by its own verifiers (rlft/reward/reasoning_gym.py).
+"""Questions of any task of the reasoning-gym library, scored by the library's verifiers (rlft/reward/reasoning_gym.py).
 
-Several of its generators walk over sets or draw from the global random state, so their questions change with Python's
-hash seed (measured in 0.1.x: isomorphic_strings, knight_swap, list_functions, polynomial_multiplication, ransom_note,
-word_ladder). A resumed run would meet other data. The questions are therefore made in a child process with a fixed hash
-seed, which also keeps the library's imports out of this one.
+Several of its generators iterate over sets or draw from the global random state, so their questions change with
+Python's hash seed (measured in 0.1.x: isomorphic_strings, knight_swap, list_functions, polynomial_multiplication,
+ransom_note, word_ladder). A resumed run would get different data. The questions are therefore made in a child process
+with a fixed hash seed, which also keeps the library's imports out of this one.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from rlft.types import Prompt, Split, UserError
 
 HELD_OUT_SHARE = 0.1
 CHUNK = 2000
-"""Questions made from one seed; a task such as acre makes that many at once, and its questions depend on the number."""
+"""Number of questions made from one seed. Some tasks, such as acre, make all at once, so the questions depend on it."""
 PATIENCE = 1000
-"""Draws in a row without a new question of the split after which a task is taken to have no more."""
+"""Number of consecutive draws without a usable question after which the task is assumed to have no more."""
 
 Entry = dict[str, Any]
-"""The library's own record: question, answer (a text, or None where only the verifier knows) and metadata."""
+"""A record of the library: question, answer (a text, or None where only the verifier knows it) and metadata."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym:
     """Questions of one task of reasoning-gym; `metadata["reasoning_gym"]` holds what its verifier needs.
 
-    Args:
-        task: the task's name; `composite` mixes several, listed in options.datasets as {name, weight, config}.
-        options: the task's own options, None for its defaults; `seed` and `size` are not among them.
-        size, held_out_size: prompts in each split; a task that has fewer distinct questions than asked is refused.
-        seed: choice and order of the questions, not their split: that is decided by the question's hash.
-        system_prompt: the first message, None for none.
-        prompt_template: the user's message, {question} is the task's text.
+    Attributes:
+        task: name of the task; `composite` mixes several, listed in options.datasets as {name, weight, config}.
+        options: options of the task, None for its defaults; `seed` and `size` are not among them.
+        size: number of training prompts. A task with fewer distinct questions than requested is refused.
+        held_out_size: number of held-out prompts.
+        seed: decides which questions are drawn and in which order, but not their split: the question's hash does.
+        system_prompt: the first message, or None.
+        prompt_template: the user's message, where {question} stands for the task's text.
     """
 
     task: str
@@ -65,8 +66,8 @@ class ReasoningGym:
         """The split's prompts; the first call makes both splits. Raises UserError."""
         check_installed("data", "reasoning_gym")
         options = json.dumps(self.options or {}, sort_keys=True)
-        made = make(self.task, options, self.size, self.held_out_size, self.seed)
-        return [self._prompt(number, entry) for number, entry in made[split]]
+        entries_of_split = make(self.task, options, self.size, self.held_out_size, self.seed)
+        return [self._prompt(draw_number, entry) for draw_number, entry in entries_of_split[split]]
 
     def _prompt(self, number: int, entry: Entry) -> Prompt:
         return Prompt(
@@ -86,59 +87,59 @@ def check_installed(key: str, name: str) -> None:
 
 @lru_cache(maxsize=4)
 def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> Mapping[Split, list[tuple[int, Entry]]]:
-    """(draw, entry) of each split in drawing order, made in a child process. `options` is JSON."""
+    """{split: (number of the draw, entry) in drawing order}, made in a child process. `options` is JSON."""
     request = {"task": task, "options": json.loads(options), "size": size, "held_out_size": held_out_size, "seed": seed}
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "rlft.data.reasoning_gym"]
-    made: dict[Split, list[tuple[int, Entry]]] = {Split.train: [], Split.held_out: []}
+    entries_of_split: dict[Split, list[tuple[int, Entry]]] = {Split.train: [], Split.held_out: []}
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # it died at once, which is reported below
+            with contextlib.suppress(BrokenPipeError):  # the child died at once, which is reported below
                 child.stdin.write(json.dumps(request).encode())
                 child.stdin.close()
-            for kind, value in _received(child.stdout):
-                if kind == "refused":
+            for split_or_refused, value in _received(child.stdout):
+                if split_or_refused == "refused":
                     raise UserError(value.pop("key"), value.pop("problem"), **value)
-                made[Split(kind)].append(value)
+                entries_of_split[Split(split_or_refused)].append(value)
         finally:
             child.kill()
-    if len(made[Split.train]) < size or len(made[Split.held_out]) < held_out_size:
+    if len(entries_of_split[Split.train]) < size or len(entries_of_split[Split.held_out]) < held_out_size:
         raise RuntimeError(f"the process that makes the questions of {task} ended early; its error stands above")
-    return made
+    return entries_of_split
 
 
 def draw(
     task: str, options: Mapping[str, Any], size: int, held_out_size: int, seed: int
 ) -> Iterator[tuple[Split, tuple[int, Entry]]]:
-    """(split, (draw, entry)) of every question that is new and still wanted, until both splits are full."""
+    """(split, (number of the draw, entry)) of every new question that its split has room for, until both are full."""
     sizes = {Split.train: size, Split.held_out: held_out_size}
     counts = dict.fromkeys(Split, 0)
-    seen: set[str] = set()
-    useless = 0
+    drawn_questions: set[str] = set()
+    useless_draws = 0
     for number, entry in entries(task, options, seed):
-        name = identity([{"role": "user", "content": entry["question"]}])
-        split = split_of(name, HELD_OUT_SHARE)
-        useless += 1
-        if name not in seen and counts[split] < sizes[split]:
-            seen.add(name)
+        question_hash = identity([{"role": "user", "content": entry["question"]}])
+        split = split_of(question_hash, HELD_OUT_SHARE)
+        useless_draws += 1
+        if question_hash not in drawn_questions and counts[split] < sizes[split]:
+            drawn_questions.add(question_hash)
             counts[split] += 1
-            useless = 0
+            useless_draws = 0
             yield split, (number, entry)
         if counts == sizes:
             return
-        if useless > PATIENCE:
+        if useless_draws > PATIENCE:
             raise _too_few(task, sizes, counts)
 
 
 def entries(task: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[int, Entry]]:
-    """(draw, entry) without end. Call it in a process with a fixed hash seed."""
+    """An endless sequence of (number of the draw, entry). Call it in a process with a fixed hash seed."""
     import numpy as np
 
     number = 0
     while True:
-        # Tasks use seed + index: chunks follow each other, neighbouring data seeds share nothing. numpy wants < 2**32.
+        # Tasks use seed + index, so consecutive chunks do not overlap, nor do adjacent data seeds. numpy needs < 2**32.
         chunk_seed = (seed * 1_000_003 + number) % 2**31
         questions = create(task, options, chunk_seed, CHUNK)
         for index in range(CHUNK):
@@ -149,19 +150,22 @@ def entries(task: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[
 
 
 def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
-    """The library's data set. Raises UserError for an unknown task and for options that it refuses."""
+    """The library's data set. Raises UserError for an unknown task and for options that the library refuses."""
     import reasoning_gym
     import reasoning_gym.composite
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        close = difflib.get_close_matches(task, DATASETS, n=3)
-        remedy = f"did you mean {', '.join(close)}?" if close else f"choose one of {', '.join(sorted(DATASETS))}"
+        similar = difflib.get_close_matches(task, DATASETS, n=3)
+        remedy = f"did you mean {', '.join(similar)}?" if similar else f"choose one of {', '.join(sorted(DATASETS))}"
         raise UserError("data.task", "is not a task of reasoning-gym", got=task, remedy=remedy)
-    ours = sorted({"seed", "size"} & set(options))
-    if ours:
+    reserved = sorted({"seed", "size"} & set(options))
+    if reserved:
         raise UserError(
-            f"data.options.{ours[0]}", "is not the task's to choose", got=options[ours[0]], remedy=f"set data.{ours[0]}"
+            f"data.options.{reserved[0]}",
+            "is not the task's to choose",
+            got=options[reserved[0]],
+            remedy=f"set data.{reserved[0]}",
         )
     try:
         if task == "composite":
@@ -170,16 +174,16 @@ def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
         return reasoning_gym.create_dataset(task, **options, seed=seed, size=size)
     except (AssertionError, TypeError, ValueError) as error:
         # The library checks options by assert; a misspelt one is a TypeError of its config class.
-        known = sorted(set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"})
+        option_names = sorted(set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"})
         problem = f"{task} refuses them ({str(error) or type(error).__name__})"
         raise UserError(
-            "data.options", problem, got=dict(options), remedy=f"its options are {', '.join(known) or 'none'}"
+            "data.options", problem, got=dict(options), remedy=f"its options are {', '.join(option_names) or 'none'}"
         ) from error
 
 
 def main() -> None:
     """Reads a request (JSON) from stdin, and writes pickled (split, (draw, entry)) or ("refused", error) to stdout."""
-    signals.outlive()  # they are the parent's to handle; it ends this process
+    signals.outlive()  # the parent handles them and ends this process
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the library's own output must not get between the pickles
@@ -193,7 +197,7 @@ def main() -> None:
 
 def _send(out: BinaryIO, kind: str, value: Any) -> None:
     pickle.dump((kind, value), out)
-    out.flush()  # a parent that was killed is noticed at the next question
+    out.flush()  # this fails at the next question if the parent was killed
 
 
 def _received(stream: Any) -> Iterator[tuple[str, Any]]:
@@ -207,8 +211,8 @@ def _received(stream: Any) -> Iterator[tuple[str, Any]]:
 def _too_few(task: str, sizes: Mapping[Split, int], counts: Mapping[Split, int]) -> UserError:
     split = Split.train if counts[Split.train] < sizes[Split.train] else Split.held_out
     key = "data.size" if split is Split.train else "data.held_out_size"
-    at_most = f"use at most {counts[split]}, or " if counts[split] else "use "
-    remedy = f"{at_most}options with more variety"
+    use_at_most = f"use at most {counts[split]}, or " if counts[split] else "use "
+    remedy = f"{use_at_most}options with more variety"
     return UserError(
         key, f"there are not that many distinct {split} questions of {task}", got=sizes[split], remedy=remedy
     )

@@ -1,4 +1,4 @@
-"""A row of somebody's data (a mapping of fields), and what is made of it: what all sources of rows have in common."""
+"""Rows of data (mappings of fields) and how prompts are made of them: the part that all sources of rows share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ logger = logging.getLogger(__name__)
 
 PLACEHOLDER = "{question}"
 ROLES = ("system", "user", "assistant")
-_SHOWN = re.compile(r"\{(answer|final)\}")
-"""What may stand in data.few_shot_template."""
+_FEW_SHOT_PLACEHOLDER = re.compile(r"\{(answer|final)\}")
+"""The placeholders of data.few_shot_template."""
 
 Made = TypeVar("Made")
 
 
 class RowError(Exception):
-    """What is wrong with one row, and what helps if that is not another field; its reader makes it a UserError."""
+    """An error in one row, which the reader of the rows turns into a UserError.
+
+    Args:
+        problem: what is wrong.
+        remedy: what to do; None: name another field.
+    """
 
     def __init__(self, problem: str, *, remedy: str | None = None) -> None:
         self.remedy = remedy
@@ -33,24 +38,34 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(Generic[Made]):
-    """What was made of a row and the identity of its question: equal for equal questions, whatever surrounds them."""
+    """An object made of a row.
+
+    Attributes:
+        identity: hash of the row's question, the same for equal questions whatever the rest of the row is.
+        made: the object.
+    """
 
     identity: str
     made: Made
 
 
 Parse = Callable[[Mapping[str, Any], str], Sequence[Row[Made]]]
-"""(fields, id) of a row to what is made of it, all with one identity. Raises RowError."""
+"""A function that maps (fields, id) of a row to the objects made of it, all with one identity. It raises RowError."""
 
 Read = Callable[[Split, Parse[Made]], Sequence[Row[Made]]]
-"""The rows of a split, in the order of the data. Raises UserError."""
+"""A function that returns the rows of a split in the order of the data. It raises UserError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A row as it is asked and answered: its turns up to the last user message, the whole answer, what counts of it.
+    """The question of a row and its answer.
 
-    metadata: its fields that go with the prompt.
+    Attributes:
+        id: id of the row.
+        turns: the chat up to the last user message.
+        worked_answer: the whole text of the answer.
+        answer: the part of it that rewards compare with.
+        metadata: {field: value} of the fields that go with the prompt.
     """
 
     id: str
@@ -64,19 +79,19 @@ class Question:
 class RecordKeys:
     """The config keys that say how a row becomes a prompt.
 
-    Args:
+    Attributes:
         prompt_field: the field of the question, a text; not used where messages_field is set.
-        messages_field: the field of a chat, a list of {"role", "content"}. The prompt ends before a last assistant
-            message.
+        messages_field: the field of a chat, a list of {"role", "content"}. If its last message is an assistant message,
+            the prompt ends before that.
         answer_field: the field of the answer, a text or number; None: the chat's last assistant message.
         answer_pattern: regular expression; its last match in the answer's text (the first group, if any) is the answer.
-        answer_remove: characters taken out of the answer, such as the commas of "1,000".
-        system_prompt: put first in a prompt that has no system message of its own.
-        prompt_template: the (last) user message, with {question} standing for the row's own text.
-        few_shot: worked examples before each question, as user and assistant turns: the training questions whose hashes
-            come first, never the question itself.
-        few_shot_template: an example's assistant turn, with {answer} standing for the whole text of the answer's field
-            and {final} for what answer_pattern takes of it.
+        answer_remove: characters removed from the answer, such as the commas of "1,000".
+        system_prompt: the first message of a prompt whose chat has no system message.
+        prompt_template: the (last) user message, where {question} stands for the text in the row.
+        few_shot: number of worked examples before each question, as user and assistant turns: the training questions
+            with the lowest hashes, never the question itself.
+        few_shot_template: an example's assistant turn, where {answer} stands for the whole text of the answer's field
+            and {final} for the part that answer_pattern matches.
         metadata_fields: fields that go with the prompt as they are, for rewards that read them.
     """
 
@@ -93,7 +108,7 @@ class RecordKeys:
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
-        if not _SHOWN.search(self.few_shot_template):
+        if not _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template):
             raise UserError(
                 "data.few_shot_template",
                 "has neither {answer} nor {final}",
@@ -122,9 +137,9 @@ class RecordKeys:
         if not self.few_shot:
             return mapped(rows, lambda row: self._prompt(row.made, ()))
         training = rows if split is Split.train else read(Split.train, self.parse)
-        # One more than is shown: a question that is among them is left out of its own examples.
-        first = first_by_identity(training, self.few_shot + 1)
-        return mapped(rows, lambda row: self._prompt(row.made, self._examples(row, first)))
+        # One more than is shown, because a question is never one of its own examples.
+        examples = first_by_identity(training, self.few_shot + 1)
+        return mapped(rows, lambda row: self._prompt(row.made, self._examples(row, examples)))
 
     def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Row[Question]]:
         """The row's question. Raises RowError."""
@@ -135,11 +150,11 @@ class RecordKeys:
         if not turns or turns[-1]["role"] != "user":
             raise RowError(f"field {self.messages_field!r} holds no user message for the model to answer")
         answer = self._answer(worked_answer)
-        if absent := [name for name in self.metadata_fields if name not in fields]:
-            raise RowError(f"there is no field {absent[0]!r} (data.metadata_fields), {only(fields)}")
-        kept = {name: fields[name] for name in self.metadata_fields}
-        made = Question(id=row_id, turns=turns, worked_answer=worked_answer, answer=answer, metadata=kept)
-        return [Row(identity=identity(turns), made=made)]
+        if missing := [name for name in self.metadata_fields if name not in fields]:
+            raise RowError(f"there is no field {missing[0]!r} (data.metadata_fields), {only(fields)}")
+        metadata = {name: fields[name] for name in self.metadata_fields}
+        question = Question(id=row_id, turns=turns, worked_answer=worked_answer, answer=answer, metadata=metadata)
+        return [Row(identity=identity(turns), made=question)]
 
     def _turns(self, fields: Mapping[str, Any]) -> tuple[Message, ...]:
         if self.messages_field is not None:
@@ -168,9 +183,9 @@ class RecordKeys:
         messages = chat(question.turns, self.system_prompt, self.prompt_template, examples)
         return Prompt(id=question.id, messages=messages, answer=question.answer, metadata=question.metadata)
 
-    def _examples(self, row: Row[Question], first: Sequence[Row[Question]]) -> list[Message]:
+    def _examples(self, row: Row[Question], candidates: Sequence[Row[Question]]) -> list[Message]:
         """The worked examples as turns, without system messages."""
-        others = [example.made for example in first if example.identity != row.identity][: self.few_shot]
+        others = [example.made for example in candidates if example.identity != row.identity][: self.few_shot]
         if len(others) < self.few_shot:
             raise UserError(
                 "data.few_shot",
@@ -181,18 +196,22 @@ class RecordKeys:
         return [turn for example in others for turn in self._example(example)]
 
     def _example(self, example: Question) -> tuple[Message, ...]:
-        words = {"answer": example.worked_answer, "final": example.answer}
-        shown = _SHOWN.sub(lambda match: words[match[1]], self.few_shot_template)
+        values = {"answer": example.worked_answer, "final": example.answer}
+        answer_turn = _FEW_SHOT_PLACEHOLDER.sub(lambda match: values[match[1]], self.few_shot_template)
         turns = [turn for turn in example.turns if turn["role"] != "system"]
-        return (*chat(turns, None, self.prompt_template), {"role": "assistant", "content": shown})
+        return (*chat(turns, None, self.prompt_template), {"role": "assistant", "content": answer_turn})
 
 
 def chat(
     turns: Sequence[Message], system_prompt: str | None, prompt_template: str, examples: Sequence[Message] = ()
 ) -> tuple[Message, ...]:
-    """The messages of a prompt: a system message (the turns' own goes before ours), examples, then the turns.
+    """The messages of a prompt: a system message, examples, then the turns.
 
-    The template goes around the last turn.
+    Args:
+        turns: the turns of the row. If the first is a system message, it takes the place of `system_prompt`.
+        system_prompt: the system message, or None.
+        prompt_template: the last message, where {question} stands for the last turn's text.
+        examples: turns of worked examples.
 
     >>> chat([{"role": "user", "content": "2 + 2?"}], None, "Q: {question}")
     ({'role': 'user', 'content': 'Q: 2 + 2?'},)
@@ -205,7 +224,7 @@ def chat(
 
 
 def check_template(prompt_template: str, section: str = "data") -> None:
-    """Refuses a template without {question}; section: of the config, that the key belongs to."""
+    """Raises UserError for a template without {question}; `section` is the section of the config with the template."""
     if PLACEHOLDER not in prompt_template:
         raise UserError(
             f"{section}.prompt_template",
@@ -216,7 +235,7 @@ def check_template(prompt_template: str, section: str = "data") -> None:
 
 
 def identity(turns: Sequence[Message]) -> str:
-    """A hash (sha256, hex) of what is asked; white space apart, equal for equal questions."""
+    """A hash (sha256, hex) of the question, which ignores differences in white space."""
     text = "\x1e".join(f"{turn['role']}\x1f{' '.join(turn['content'].split())}" for turn in turns)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -227,35 +246,48 @@ def split_of(question_identity: str, held_out_fraction: float) -> Split:
 
 
 def first_by_identity(rows: Iterable[Row[Made]], number: int) -> list[Row[Made]]:
-    """So many rows whose identities come first in order, of equal questions the last; no more are held at a time."""
+    """The `number` rows with the lowest identities, in order; memory holds no more than these.
+
+    Of several rows with the same question, the last is returned.
+    """
     first: dict[str, Row[Made]] = {}
-    last = ""  # the largest identity in `first`
+    largest = ""  # the largest identity in `first`
     for row in rows:
-        if len(first) < number or row.identity <= last:
+        if len(first) < number or row.identity <= largest:
             first[row.identity] = row
             if len(first) > number:
-                del first[last]
-            last = max(first)
+                del first[largest]
+            largest = max(first)
     return [first[identity] for identity in sorted(first)]
 
 
 def without(rows: Iterable[Row[Made]], held_out: Iterable[Row[Made]], where: object) -> list[Row[Made]]:
-    """The rows whose questions are not held out; a warning says how many were."""
-    taken = {row.identity for row in held_out}
+    """The rows whose questions are not held out, with a warning about the number of the others."""
+    held_out_identities = {row.identity for row in held_out}
     rows = list(rows)
-    kept = [row for row in rows if row.identity not in taken]
+    kept = [row for row in rows if row.identity not in held_out_identities]
     warn_of_held_out(where, len(rows) - len(kept))
     return kept
 
 
 def warn_of_held_out(where: object, number: int) -> None:
-    """Says how many training questions are left out, if any are."""
+    """Warns of the number of training questions that are left out, if there are any."""
     if number:
         logger.warning("%s: %d training questions are also held out; they are left out of training", where, number)
 
 
 def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blank: bool = False) -> str:
-    """The text (or number, as text) of a field. Raises RowError: not there, of another type, blank where it may not."""
+    """The text in a field.
+
+    Args:
+        fields: the row.
+        name: name of the field.
+        numbers: whether the field may hold a number, which is returned as text.
+        blank: whether the text may be blank.
+
+    Raises:
+        RowError: the field is missing, has another type, or is blank.
+    """
     value = _field(fields, name)
     if numbers and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
@@ -267,7 +299,7 @@ def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blan
 
 
 def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
-    """The chat of a field, a system message first or not at all. Raises RowError."""
+    """The chat in a field; only its first message may be a system message. Raises RowError."""
     value = _field(fields, name)
     if not isinstance(value, list | tuple) or not value:
         raise RowError(f"field {name!r} must be a list of messages, it is {kind(value)}")
@@ -284,7 +316,7 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
 
 
 def turns_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
-    """The turns of a prompt, given as a text or as a chat that ends with the user's message. Raises RowError."""
+    """The turns of a prompt, which is a text or a chat that ends with a user message. Raises RowError."""
     if not isinstance(fields.get(name), list | tuple):
         return ({"role": "user", "content": text_of(fields, name)},)
     turns = messages_of(fields, name)
@@ -294,7 +326,7 @@ def turns_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
 
 
 def completion_of(fields: Mapping[str, Any], name: str) -> str:
-    """A completion, given as a text, which may be empty, or as one assistant message. Raises RowError."""
+    """A completion, which is a text, possibly empty, or one assistant message. Raises RowError."""
     if not isinstance(fields.get(name), list | tuple):
         return text_of(fields, name, blank=True)
     turns = messages_of(fields, name)
@@ -304,12 +336,12 @@ def completion_of(fields: Mapping[str, Any], name: str) -> str:
 
 
 def has(fields: Mapping[str, Any], *names: str) -> bool:
-    """Whether a row has all these fields; tables have null where a row has none."""
+    """Whether a row has values in all these fields (in a table, null means that a row has no value)."""
     return all(fields.get(name) is not None for name in names)
 
 
 def kind(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """The type of a JSON value, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     if isinstance(value, list) and not value:
         return "an empty list"
@@ -317,7 +349,7 @@ def kind(value: Any) -> str:
 
 
 def only(fields: Mapping[str, Any]) -> str:
-    """The names of all fields, to say what a row has instead."""
+    """'only ' and the names of all fields, for messages about a missing field."""
     return f"only {', '.join(map(repr, fields)) or 'none at all'}"
 
 

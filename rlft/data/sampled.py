@@ -1,10 +1,11 @@
-"""A line of the files that `rlft sample` writes: one completion, its prompt and its rewards, as it is written and read.
+"""Reading and writing the lines of the files that `rlft sample` writes: one completion, its prompt and its rewards.
 
-Keys: prompt_id, index (among the completions of its prompt, from 0), prompt (its messages, as the model was asked),
+Keys: prompt_id, index (number of the completion within its prompt, from 0), prompt (the messages the model was given),
 answer (the reference, "" where there is none), completion (text), token_ids (as sampled, the end token included),
-finish_reason, rewards (each unweighted, by name), reward (their weighted total), model (what sampled it, in words),
-tokenizer (12 hex digits, `rlft.prepare.prompts.tokenizer_fingerprint`). Of a conversation also mask (1 for each token
-that was sampled, else 0) and turns; nothing is learned from such a line, since what an environment said would be, too.
+finish_reason, rewards ({name: unweighted reward}), reward (their weighted total), model (a description of the model
+that sampled it), tokenizer (12 hex digits, `rlft.prepare.prompts.tokenizer_fingerprint`). A conversation also has mask
+(1 for each token that was sampled, else 0) and turns. Such a line is refused as training data, because the
+environment's tokens would be learned, too.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from rlft.data.records import RowError, kind, messages_of
 from rlft.types import FinishReason, Prompt, Rollout, UserError
 
 TOKENIZER = "tokenizer"
-"""The key of the fingerprint, in a line and in the metadata of prompts whose completions are learned token by token."""
+"""Key of the tokenizer's fingerprint, in a line and in the metadata of prompts whose sampled token ids are learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What a line says of one completion. A reward is None where it was no finite number, or none was given."""
+    """The contents of a line. A reward is None where it was not a finite number or was not computed."""
 
     prompt: Prompt
     completion: str
@@ -42,7 +43,7 @@ def sampled_line(
     model: str,
     tokenizer: str,
 ) -> dict[str, Any]:
-    """The line of one completion, ready for strict JSON; see the top of this file for the arguments."""
+    """The line of one completion, without NaN or infinity; see the top of this file for its keys."""
     completion = rollout.completion
     conversation: dict[str, Any] = {}
     if completion.mask is not None:
@@ -67,12 +68,16 @@ def sampled_line(
 
 
 def is_sampled(fields: Mapping[str, Any]) -> bool:
-    """Whether a row is such a line: nothing else has a tokenizer, a prompt that is a list, and a completion."""
+    """Whether a row is such a line: only these have a tokenizer, a prompt that is a list, and a completion."""
     return TOKENIZER in fields and isinstance(fields.get("prompt"), list) and "completion" in fields
 
 
 def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool) -> Sampled:
-    """What the line says; with_tokens: its token ids are used, so the prompt's metadata name the tokenizer.
+    """The contents of a line.
+
+    Args:
+        fields: the line.
+        with_tokens: whether its token ids are used, so that the prompt's metadata must name the tokenizer.
 
     Raises:
         RowError: a key is missing or of another type, or there are no tokens to use.
@@ -80,7 +85,7 @@ def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool) -> Sampled:
     if "mask" in fields:
         raise RowError("it is a conversation, and what an environment said in it would be learned; leave it out")
     token_ids = _of(fields, "token_ids", list)
-    if not all(type(token) is int and token >= 0 for token in token_ids):
+    if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
         raise _foreign("field 'token_ids' must be whole numbers, not below 0")
     if with_tokens and not token_ids:
         raise _foreign("field 'token_ids' is empty")
@@ -104,12 +109,17 @@ def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool) -> Sampled:
 
 
 def sampled_with(prompts: Iterable[Prompt]) -> set[str]:
-    """Fingerprints of the tokenizers whose token ids are learned behind these prompts; none where all is text."""
+    """Fingerprints of the tokenizers whose sampled token ids are learned; empty where all completions are text."""
     return {prompt.metadata[TOKENIZER] for prompt in prompts if TOKENIZER in prompt.metadata}
 
 
 def check_tokenizer(fingerprints: Iterable[str], expected: str, key: str) -> None:
-    """Refuses token ids of another tokenizer than the model's; key: that names the files, such as demonstrations.path.
+    """Refuses token ids of another tokenizer than the model's.
+
+    Args:
+        fingerprints: fingerprints of the tokenizers with which the data were sampled.
+        expected: fingerprint of the model's tokenizer.
+        key: the config key that names the files, such as demonstrations.path.
 
     Raises:
         UserError: a fingerprint is not `expected`.
@@ -119,15 +129,15 @@ def check_tokenizer(fingerprints: Iterable[str], expected: str, key: str) -> Non
         raise UserError(
             key,
             f"was sampled with another tokenizer ({', '.join(others)}) than this model's ({expected})",
-            remedy=f"set {key.partition('.')[0]}.token_ids=text to tokenise its texts anew, or sample with this model",
+            remedy=f"set {key.partition('.')[0]}.token_ids=text to tokenise its texts again, or sample with this model",
         )
 
 
 def check_prompt_ids(prompts: Iterable[Prompt], key: str) -> None:
-    """Refuses an id that stands for different messages, as files of several samplings put together may have."""
-    known: dict[str, Prompt] = {}
+    """Refuses an id that several prompts have, as can happen where samples of different data share a file."""
+    prompt_of_id: dict[str, Prompt] = {}
     for prompt in prompts:
-        if known.setdefault(prompt.id, prompt).messages != prompt.messages:
+        if prompt_of_id.setdefault(prompt.id, prompt).messages != prompt.messages:
             raise UserError(
                 key,
                 "two different prompts have the same id",

@@ -1,7 +1,7 @@
-"""Rows of data that are larger than what memory should hold: each row is read again whenever it is used.
+"""Rows of data that are too large for memory: each row is read again whenever it is used.
 
-A first pass parses every row, so that a bad one is refused at the start as in small data. Memory holds where each row
-begins, the number of its line, 64 bits of its question's identity and a checksum: 26 bytes a row.
+A first pass parses every row, so that a bad one is refused at the start, as with small data. Memory holds the offset
+of each row, the number of its line, 64 bits of its question's identity and a checksum: 26 bytes per row.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rlft.system.progress import with_progress
 from rlft.types import UserError
 
 STREAMED_BYTES = 64 * 2**20
-"""Data up to this size are held in memory, where they take about ten times as much; larger ones are streamed."""
+"""Files up to this size are held in memory, where they take about ten times as much; larger ones are streamed."""
 
 IDENTITY_DIGITS = 16  # hexadecimal: 64 bits
 
 
 class Record(NamedTuple):
-    """A row's fields as its source has them.
+    """A record of a source, from which rows are parsed.
 
-    Args:
-        position: where the source finds it again.
-        number: what messages call it by.
-        fields: as the source has them.
-        check: a checksum of them.
+    Attributes:
+        position: its position, by which the source can read it again.
+        number: its number in messages, such as that of its line.
+        fields: its fields.
+        check: a checksum of its content.
     """
 
     position: int
@@ -43,12 +43,12 @@ class Record(NamedTuple):
 
 
 class Source(Protocol):
-    """Records in order, any of which can be read again by its position."""
+    """A sequence of records, any of which can be read again by its position."""
 
     def all(self) -> Iterator[Record]: ...
 
     def read(self, positions: Iterable[tuple[int, int]]) -> Iterator[Record]:
-        """The records of these (position, number)."""
+        """The records at these (position, number)."""
         ...
 
     def row_id(self, number: int) -> str: ...
@@ -59,14 +59,14 @@ class Source(Protocol):
 
 
 class JsonlSource:
-    """The lines of a file that config key `key` names."""
+    """The lines of the JSONL file that config key `key` names."""
 
     def __init__(self, file: Path, key: str) -> None:
         self.file, self.key = file, key
 
     def all(self) -> Iterator[Record]:
-        every, size = lines(self.file, self.key), self.file.stat().st_size
-        for line in with_progress(every, f"{self.key}: reading {self.file}", size, lambda line: len(line.content)):
+        all_lines, size = lines(self.file, self.key), self.file.stat().st_size
+        for line in with_progress(all_lines, f"{self.key}: reading {self.file}", size, lambda line: len(line.content)):
             yield Record(line.start, line.number, parsed(line, self.file, self.key), zlib.crc32(line.content))
 
     def read(self, positions: Iterable[tuple[int, int]]) -> Iterator[Record]:
@@ -77,7 +77,7 @@ class JsonlSource:
                     line = Line(number, start, opened.readline())
                     try:
                         fields = parsed(line, self.file, self.key)
-                    except UserError:  # it was sound when the run began
+                    except UserError:  # the line was valid when the run began
                         raise self.changed() from None
                     yield Record(start, number, fields, zlib.crc32(line.content))
         except OSError as error:
@@ -90,17 +90,19 @@ class JsonlSource:
         return bad_row(self.file, number, error, self.key)
 
     def changed(self) -> UserError:
-        remedy = "put it back as it was and go on with rlft resume, or start a new run; give a run a copy of its own"
+        remedy = "restore it and continue with rlft resume, or start a new run; give each run its own copy"
         return UserError(self.key, "has changed while it was in use", got=self.file, remedy=remedy)
 
 
 class Index(NamedTuple):
-    """Columns with an entry for each row.
+    """Columns with one entry per row.
 
-    Args:
-        positions, numbers, checks: those of its record.
-        identities: the first 64 bits of its identity.
-        parts: which row of its record it is.
+    Attributes:
+        positions: position of the row's record.
+        identities: first 64 bits of the row's identity.
+        numbers: number of the record.
+        checks: checksum of the record.
+        parts: index of the row within its record.
     """
 
     positions: array[int]
@@ -118,7 +120,7 @@ class Index(NamedTuple):
 
 
 class StreamedRows(Lazy[Row[Made]], Generic[Made]):
-    """What `parse` makes of the records of a source, in order; a record may become several rows, or none."""
+    """The rows that `parse` makes of a source's records, in order; a record may become several rows, or none."""
 
     def __init__(self, source: Source, parse: Parse[Made], index: Index) -> None:
         self._source, self._parse, self._index = source, parse, index
@@ -129,7 +131,7 @@ class StreamedRows(Lazy[Row[Made]], Generic[Made]):
         return self._index.identities
 
     def where(self, keep: Sequence[bool]) -> StreamedRows[Made]:
-        """The rows for which `keep`, a truth value for each row, is true."""
+        """The rows for which `keep`, which has an entry for each row, is true."""
         return StreamedRows(self._source, self._parse, self._index.where(keep))
 
     def __len__(self) -> int:
@@ -140,17 +142,17 @@ class StreamedRows(Lazy[Row[Made]], Generic[Made]):
 
     def between(self, start: int, stop: int) -> Iterator[Row[Made]]:
         for begin in range(start, stop, CHUNK):
-            part = slice(begin, min(stop, begin + CHUNK))
-            index = Index(*(column[part] for column in self._index))
+            chunk = slice(begin, min(stop, begin + CHUNK))
+            index = Index(*(column[chunk] for column in self._index))
             records = self._source.read(zip(index.positions, index.numbers, strict=True))
-            for record, check, number in zip(records, index.checks, index.parts, strict=True):
+            for record, check, part in zip(records, index.checks, index.parts, strict=True):
                 if record.check != check:
                     raise self._source.changed()
-                yield self._parse(record.fields, self._source.row_id(record.number))[number]
+                yield self._parse(record.fields, self._source.row_id(record.number))[part]
 
 
 def index_of(source: Source, parse: Parse[Any]) -> Index:
-    """Parses every record once. Raises UserError for the first that is bad."""
+    """The index of a source, for which every record is parsed once. Raises UserError for the first bad record."""
     index = Index.empty()
     for record in source.all():
         try:
@@ -167,10 +169,10 @@ def index_of(source: Source, parse: Parse[Any]) -> Index:
 
 
 def streamed_file(file: Path, parse: Parse[Made], key: str) -> StreamedRows[Made]:
-    """The rows of a JSONL file, parsed once for its two splits.
+    """The rows of a JSONL file, which is parsed only once for both splits.
 
     Raises:
-        UserError: a bad line, or a file that cannot be read.
+        UserError: a line is bad, or the file cannot be read.
     """
     try:
         status = file.stat()
@@ -182,12 +184,12 @@ def streamed_file(file: Path, parse: Parse[Made], key: str) -> StreamedRows[Made
 
 @lru_cache(maxsize=2)
 def _index_of_file(file: Path, stamp: tuple[int, int, int], parse: Callable[..., Any], key: str) -> Index:
-    """stamp: differs for another version of the file."""
+    """The index of a file; `stamp` differs between versions of the file, so that a changed file is parsed again."""
     return index_of(JsonlSource(file, key), parse)
 
 
 def identities_of(rows: Sequence[Row[Any]]) -> Sequence[int]:
-    """The first 64 bits of each row's identity, of rows that are streamed or not."""
+    """The first 64 bits of each row's identity, whether the rows are streamed or not."""
     return rows.identities if isinstance(rows, StreamedRows) else [number_of(row.identity) for row in rows]
 
 

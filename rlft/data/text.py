@@ -13,23 +13,23 @@ from rlft.types import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A text to learn, and its context: what stands before it and is not learned ("" where nothing does)."""
+    """A text to learn, and its context: the text before it that is not learned ("" where there is none)."""
 
     context: str
     text: str
 
 
 def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
-    """The texts of every line, in file order and as they stand, white space included.
+    """The texts of all lines, in file order and unchanged, white space included.
 
     Args:
         path: a JSONL file, or embedded:<name>, which ships with rlft.
         field: the key of the text.
-        given_field: the key of its context; None: it has none.
+        given_field: the key of its context; None: the texts have none.
 
     Raises:
-        UserError: the file is not there, cannot be read or is empty; a line is no JSON object, one of its two parts is
-            missing or of another type, or its text is empty; both keys are the same.
+        UserError: the file does not exist, cannot be read or is empty; a line is not a JSON object, one of its two
+            fields is missing or of another type, or its text is empty; both keys are the same.
     """
     file = existing_file(path, "pretrain.path")
     if given_field == field:
@@ -54,13 +54,13 @@ def load_texts(path: str, field: str, given_field: str | None) -> list[Text]:
 
 def _string(fields: Mapping[str, Any], key: str, field: str, where: str) -> str:
     """The text in `field`; key: the config key that names it."""
-    meant = "the text" if key == "pretrain.field" else "what stands before the text"
+    content = "the text" if key == "pretrain.field" else "what stands before the text"
     if field not in fields:
         raise UserError(
             key,
             f"{where}: there is no such field, only {', '.join(map(repr, fields)) or 'none at all'}",
             got=field,
-            remedy=f"name the field that holds {meant}",
+            remedy=f"name the field that holds {content}",
         )
     value = fields[field]
     if not isinstance(value, str):
@@ -68,6 +68,6 @@ def _string(fields: Mapping[str, Any], key: str, field: str, where: str) -> str:
             key,
             f"{where}: it must hold a string, it holds {type(value).__name__}",
             got=field,
-            remedy=f"name the field that holds {meant}, or fix that line",
+            remedy=f"name the field that holds {content}, or fix that line",
         )
     return value

@@ -21,7 +21,7 @@ OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
 }
 MAX_CHARACTERS = 200
-"""Of an expression: products of so many digits are computed at once."""
+"""The most characters of an expression: products of numbers this long are still computed in an instant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

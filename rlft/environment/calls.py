@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Syntax = Literal["template", "json", "xml"]
 
 MAX_DEPTH = 64
-"""Of JSON that the policy writes. Python's pickle and json end with an error some hundred levels down."""
+"""The deepest nesting of JSON that the policy may write. Python's pickle and json fail some hundred levels down."""
 SAID, ARGUMENT, MARK = "said", "argument", "mark"
 CALL_ID = "000000000"
 
@@ -38,19 +38,20 @@ class CallReader(Protocol):
     """Reads the calls in a turn of the policy."""
 
     def calls(self, text: str) -> list[Call]:
-        """The calls in order, those that cannot be made with their `problem`.
+        """The calls in order; those that cannot be made have a `problem`.
 
-        text: the turn with its special tokens, but without the one that ends it.
+        Args:
+            text: the turn with its special tokens, but without the one that ends it.
         """
         ...
 
     def before(self, text: str) -> str:
-        """What is said in such a turn before its first call."""
+        """The text of such a turn before its first call."""
         ...
 
 
 def preamble(syntax: Syntax, schemas: Sequence[Schema]) -> str:
-    """What a prompt says of the tools where the chat template does not."""
+    """What a prompt says about the tools where the chat template does not."""
     lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
     return {"json": AS_JSON, "xml": AS_XML}[syntax] + "\n".join(lines)
 
@@ -61,7 +62,7 @@ def reader_of(
     schemas: Sequence[Schema],
     opening: Sequence[Mapping[str, Any]],
 ) -> CallReader:
-    """Reads calls in this syntax; that of a template is found by having it write one.
+    """A reader of calls in this syntax; how a template writes calls is found out by having it write one.
 
     Raises:
         UserError: the template's calls cannot be read.
@@ -72,7 +73,7 @@ def reader_of(
         return XmlCalls(schemas)
     if getattr(tokenizer, "response_template", None) is not None:
         described = DescribedCalls(tokenizer, schemas)
-        if not described.calls(""):  # else the description itself cannot be used
+        if not described.calls(""):  # otherwise the description itself cannot be used
             return described
     form = _written_by(tokenizer, schemas, opening)
     if form is None:
@@ -88,12 +89,13 @@ def reader_of(
 # -- forms -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCalls:
-    """Calls as a chat template writes them: JSON objects behind a marker.
+    """Calls as a chat template writes them: JSON objects after a marker.
 
-    Args:
-        marker: what stands before them, as `<tool_call>` or `[TOOL_CALLS]`; "": a turn that is a call is nothing else.
-        name: the key of the tool's name.
-        arguments: the key of its arguments.
+    Attributes:
+        marker: what stands before them, such as `<tool_call>` or `[TOOL_CALLS]`; "": a turn with a call holds nothing
+            else.
+        name: key of the tool's name.
+        arguments: key of the tool's arguments.
     """
 
     marker: str
@@ -131,14 +133,14 @@ class JsonCalls:
 
     def calls(self, text: str) -> list[Call]:
         calls: list[Call] = []
-        at = 0
-        while match := self.START.search(text, at):
+        position = 0
+        while match := self.START.search(text, position):
             value, length, error = decoded(text[match.start() :])
             if error:
                 calls.append(unreadable(text[match.start() :], NOT_JSON.format(error, self.EXAMPLE)))
                 return calls
             calls.append(call_of(value, "name", "arguments", self.EXAMPLE))
-            at = match.start() + length
+            position = match.start() + length
         return calls
 
     def before(self, text: str) -> str:
@@ -146,7 +148,7 @@ class JsonCalls:
 
 
 class XmlCalls:
-    """Calls as `<call tool="name"><argument>value</argument></call>`; values that are no strings as JSON has them."""
+    """Calls as `<call tool="name"><argument>value</argument></call>`; values other than strings are JSON."""
 
     CALL = re.compile(r'<call(?:\s+tool="(?P<name>[^"]*)")?[^>]*>(?P<body>.*?)(?P<end></call>|$)', re.DOTALL)
     EXAMPLE = '<call tool="<tool>"><argument>value</argument></call>'
@@ -178,7 +180,7 @@ class XmlCalls:
 
 
 class DescribedCalls:
-    """Calls read by transformers, of a tokenizer that says by `response_template` how its model answers."""
+    """Calls that transformers reads, for a tokenizer whose `response_template` says how its model answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema]) -> None:
         self.tokenizer, self.schemas = tokenizer, [dict(schema) for schema in schemas]
@@ -188,9 +190,9 @@ class DescribedCalls:
         try:
             message = tokenizer.parse_response(text, prefix="", tools=self.schemas)
             calls = [each.get("function", each) for each in message.get("tool_calls") or []]
-        except Exception as error:  # of a parser that somebody has described: it may raise anything
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return [unreadable(text, f"this call cannot be read ({first[:200]})")]
+        except Exception as error:  # the parser follows a description, and may raise anything
+            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return [unreadable(text, f"this call cannot be read ({first_line[:200]})")]
         return [call_of(each, "name", "arguments", "the template does") for each in calls]
 
     def before(self, text: str) -> str:
@@ -210,7 +212,7 @@ def written(
     name: str,
     arguments: Mapping[str, Any],
 ) -> str:
-    """A turn with this call, as the policy has to write it; a template's with the tokens that end the turn."""
+    """A turn with this call, as the policy has to write it; a template's turn includes the tokens that end it."""
     if syntax == "json":
         return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     if syntax == "xml":
@@ -227,8 +229,8 @@ def written(
 def decoded(text: str) -> tuple[Any, int, str]:
     """(the JSON value that the text begins with, the characters that it takes, "") or (None, 0, what is wrong with it).
 
-    The policy may have written anything: line breaks in strings are taken as they are meant, and values that are nested
-    so deeply that they cannot be written or sent are refused.
+    The policy may have written anything: line breaks inside strings are accepted, and values that are nested too deeply
+    to be written or sent are refused.
 
     >>> decoded(' {"a": 1} and more'), decoded("[1,")[2]
     (({'a': 1}, 9, ''), 'Expecting value')
@@ -248,7 +250,7 @@ def decoded(text: str) -> tuple[Any, int, str]:
 
 
 def depth(value: Any) -> int:
-    """How deeply a JSON value is nested; 0 for one that is no list and no object.
+    """How deeply a JSON value is nested; 0 for one that is neither a list nor an object.
 
     >>> depth(5), depth([]), depth({"a": [1]})
     (0, 1, 2)
@@ -263,12 +265,12 @@ def depth(value: Any) -> int:
 
 
 def well_formed(text: str) -> str:
-    """The text with `?` for lone surrogates, which JSON may spell and which no tokenizer or file takes."""
+    """The text with `?` for lone surrogates, which JSON can express but no tokenizer or file accepts."""
     return text.encode("utf-8", "replace").decode()
 
 
 def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call:
-    """The call that a JSON value is."""
+    """The call that a JSON value describes."""
     if not isinstance(value, Mapping) or not isinstance(value.get(name_key), str):
         return unreadable(json.dumps(value, ensure_ascii=False), f"this call names no tool; write it as {example}")
     name, arguments = value[name_key], value.get(arguments_key, {})
@@ -282,7 +284,13 @@ def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call
 
 
 def unreadable(written: str, problem: str, name: str = "") -> Call:
-    """A call that cannot be made. problem: why, as a sentence for the policy."""
+    """A call that cannot be made.
+
+    Args:
+        written: the call as the policy wrote it.
+        problem: why it cannot be made, as a sentence for the policy.
+        name: name of the tool, if it can be read.
+    """
     return Call(name=well_formed(name), arguments={}, written=well_formed(written), problem=well_formed(problem))
 
 
@@ -294,7 +302,7 @@ def _json_or_text(text: str) -> Any:
 def _written_by(
     tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], opening: Sequence[Mapping[str, Any]]
 ) -> TemplateCalls | None:
-    """The form in which the tokenizer's template writes a call; None if it is none of JSON objects."""
+    """The form in which the tokenizer's template writes a call; None if it does not write JSON objects."""
     tool = schemas[0]["function"]["name"]
     for turn_text in _written_turns(tokenizer, schemas, opening, tool, {ARGUMENT: MARK}):
         for match in re.finditer(r"\{", turn_text):
@@ -312,16 +320,16 @@ def _written_turns(
     name: str,
     arguments: Mapping[str, Any],
 ) -> Iterator[str]:
-    """The turn of a call as the template writes it, given its arguments as an object and as text."""
-    for given in (dict(arguments), json.dumps(arguments)):
-        called = {"type": "function", "id": CALL_ID, "function": {"name": name, "arguments": given}}
-        turn = {"role": "assistant", "content": SAID, "tool_calls": [called]}
+    """The turn of a call as the template writes it: once for arguments given as an object, once as text."""
+    for form in (dict(arguments), json.dumps(arguments)):
+        call = {"type": "function", "id": CALL_ID, "function": {"name": name, "arguments": form}}
+        turn = {"role": "assistant", "content": SAID, "tool_calls": [call]}
         try:
-            before = _rendered(tokenizer, schemas, opening, start=True)
+            prompt_text = _rendered(tokenizer, schemas, opening, start=True)
             text = _rendered(tokenizer, schemas, [*opening, turn], start=False)
-        except Exception:  # a template may raise anything; how it wants arguments is tried
+        except Exception:  # a template may raise anything; both forms of arguments are tried
             continue
-        yield text[len(before) :] if text.startswith(before) else text[_common(before, text) :]
+        yield text[len(prompt_text) :] if text.startswith(prompt_text) else text[_common(prompt_text, text) :]
 
 
 def _keys(value: Any, tool: str) -> tuple[str, str] | None:

@@ -1,9 +1,9 @@
-"""Conversations over any engine: a `Generator` whose completions have as many turns as the environment lets them have.
+"""Conversations over any engine: a `Generator` whose completions have as many turns as the environment allows.
 
-The engine is asked a round at a time, for the next turn of all conversations that go on. Token ids are concatenated
-and never made again from text; what stands between turns is the chat template's suffix. The first round is that of a
-run without an environment, and the seed of each later turn derives from that of the first and the turn's number, so
-that a conversation is a function of (version of the policy, prompt, seed), as a completion is.
+In each round the engine samples the next turn of every unfinished conversation. Token ids are concatenated and never
+made from text again; what stands between turns is the chat template's suffix. The first round is the same as in a run
+without an environment, and the seed of each later turn derives from the first turn's and the turn's number, so that a
+conversation is a function of (version of the policy, prompt, seed), as a completion is.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """One conversation while it goes on.
+    """The state of a conversation.
 
-    Args:
-        key: names it to the workers.
-        data_prompt: the prompt as the data has it.
-        opening: what the policy reads first: the prompt, and what the environment has put behind it.
-        opened_with: that, as text.
-        transcript: the tokens behind the opening.
-        history: of each turn the token ids, and what it was answered.
-        limit: the most tokens behind the opening.
-        seed: of its first turn.
-        group_seed: of the first of its siblings.
+    Attributes:
+        key: identifies it to the workers.
+        data_prompt: the prompt as in the data.
+        opening: what the policy reads first: the prompt, and what the environment has added to it.
+        transcript: the tokens after the opening.
+        limit: the most tokens after the opening.
+        seed: seed of its first turn.
+        group_seed: seed of the first turn of the first conversation in its group.
         left_s: seconds that the environment may still take.
-        orders: so many orders there have been.
+        opened_with: the text that the environment has added to the prompt.
+        history: for each turn its token ids and the answers to it.
+        orders: number of orders so far.
     """
 
     key: int
@@ -74,22 +74,23 @@ class Conversation:
     end: FinishReason | None = None
 
     def order(self, kind: Kind, *, seed: int | None = None, **values: object) -> Order:
-        """The next order to its environment; random numbers derive from the conversation's seed and its number."""
+        """The next order to its environment, whose seed derives from the conversation's and the number of the order."""
         self.orders += 1
-        own = derive(self.seed, self.orders, "environment")
-        return Order(kind=kind, seed=own if seed is None else seed, **values)  # type: ignore[arg-type]
+        order_seed = derive(self.seed, self.orders, "environment")
+        return Order(kind=kind, seed=order_seed if seed is None else seed, **values)  # type: ignore[arg-type]
 
 
 class Conversations:
-    """A generator whose conversations go on over several turns. Make and use it in the thread that samples.
+    """A generator of conversations with several turns. Make and use it in the thread that samples.
 
     Args:
         generator: the engine's; whoever opened it closes it.
-        environment: which is acted in.
+        environment: the environment of the conversations.
         tokenizer: the model's.
-        at_once: completions that the engine computes together, where what they are depends on that
-            (`Engine.divisible`): whole groups of so many are then played one after the other. None: all together.
-        longest_row: the most tokens of a prompt, with what the environment has put behind it, and its completion.
+        at_once: the most completions that the engine computes together, if its results depend on that
+            (`Engine.divisible`): whole groups with that many completions are then played one after the other. None: all
+            groups are played together.
+        longest_row: the most tokens of a prompt, with what the environment has added to it, and its completion.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class Conversations:
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
         """n conversations for each prompt, as completions with `mask` and `turns`.
 
-        A prompt behind which the environment puts text has other tokens and messages in its group; where that text is
-        not the same for all siblings, what differs stands at the beginning of their completions, masked.
+        If the environment adds text to a prompt, the group's prompt includes it, in its tokens and messages; where that
+        text is not the same for all siblings, what differs stands at the beginning of their completions, masked.
 
         Raises:
             EnvironmentFailure: the environment cannot begin a conversation, or cannot say its reward.
@@ -146,16 +147,16 @@ class Conversations:
             [self._new(prompt, seed, i, sampling) for i in range(n)]
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        everyone = [conversation for group in groups for conversation in group]
+        conversations = [conversation for group in groups for conversation in group]
         try:
-            self._open(everyone)
+            self._open(conversations)
             self._first_round(groups, sampling)
-            while going := [conversation for conversation in everyone if conversation.end is None]:
-                self._round(going, sampling)
-            self._add_rewards(everyone)
-            self._write_texts(everyone)
+            while unfinished := [conversation for conversation in conversations if conversation.end is None]:
+                self._round(unfinished, sampling)
+            self._add_rewards(conversations)
+            self._write_texts(conversations)
         finally:
-            self._pool.forget(conversation.key for conversation in everyone)
+            self._pool.forget(conversation.key for conversation in conversations)
         return [group_of(group) for group in groups]
 
     def _new(self, prompt: Prompt, seed: int, index: int, sampling: Sampling) -> Conversation:
@@ -171,7 +172,7 @@ class Conversations:
         )
 
     def _open(self, conversations: Sequence[Conversation]) -> None:
-        """Begins each in its environment, and puts what that says behind the prompt."""
+        """Begins each conversation in its environment, and adds what the environment says to the prompt."""
         if not self.environment.keeps_state:
             return
         orders = [
@@ -195,7 +196,7 @@ class Conversations:
                     raise EnvironmentFailure(f"{problem}; raise prompts.max_tokens by {1 - conversation.limit} or more")
 
     def _first_round(self, groups: Sequence[Sequence[Conversation]], sampling: Sampling) -> None:
-        """As without an environment where all siblings read the same: each prompt is computed once for its group."""
+        """The first turns; where all siblings read the same, a prompt is computed once for its group, as usual."""
         alike, others = [], []
         for group in groups:
             same = all(c.opening.token_ids == group[0].opening.token_ids for c in group)
@@ -206,13 +207,13 @@ class Conversations:
             self._sample([[conversation] for group in others for conversation in group], sampling)
         self._answer([conversation for group in groups for conversation in group])
 
-    def _round(self, going: Sequence[Conversation], sampling: Sampling) -> None:
-        """The next turn of each, and what it is answered."""
-        self._sample([[conversation] for conversation in going], sampling)
-        self._answer(going)
+    def _round(self, conversations: Sequence[Conversation], sampling: Sampling) -> None:
+        """Samples the next turn of each conversation, and has it answered."""
+        self._sample([[conversation] for conversation in conversations], sampling)
+        self._answer(conversations)
 
     def _sample(self, groups: Sequence[Sequence[Conversation]], sampling: Sampling) -> None:
-        """A turn of each conversation; those of one group read the same."""
+        """Samples a turn of each conversation; those in one group read the same."""
         prompts, seeds = [], []
         for group in groups:
             first = group[0]
@@ -228,7 +229,7 @@ class Conversations:
                 say(conversation, rollout, sampling.tokens_of(prompt))
 
     def _answer(self, conversations: Sequence[Conversation]) -> None:
-        """What the environment answers to the turn that each has just had, and whether it goes on."""
+        """Has the environment answer the turn that each has just had, and decides whether it goes on."""
         if self.environment.plays_a_game:
             self._answer_moves(conversations)
         else:
@@ -238,18 +239,18 @@ class Conversations:
     def _answer_calls(self, conversations: Sequence[Conversation]) -> None:
         calls = [[] if c.end is FinishReason.length else self._dialect.calls(_turn_ids(c)) for c in conversations]
         orders: list[list[Order]] = []
-        most = self.environment.max_tool_calls
-        for conversation, made in zip(conversations, calls, strict=True):
-            if most is not None and conversation.calls + len(made) > most:
+        limit = self.environment.max_tool_calls
+        for conversation, turn_calls in zip(conversations, calls, strict=True):
+            if limit is not None and conversation.calls + len(turn_calls) > limit:
                 conversation.end = FinishReason.calls
-            elif not made:
+            elif not turn_calls:
                 conversation.end = conversation.end or FinishReason.stop
-            conversation.calls += len(made)
-            possible = [] if conversation.end else [call for call in made if not call.problem]
+            conversation.calls += len(turn_calls)
+            possible = [] if conversation.end else [call for call in turn_calls if not call.problem]
             orders.append([conversation.order(Kind.call, name=c.name, values=c.arguments) for c in possible])
         replies = self._replies(conversations, orders)
-        for conversation, made, given in zip(conversations, calls, replies, strict=True):
-            answered = list(_told(made, iter(given), ended=conversation.end))
+        for conversation, turn_calls, turn_replies in zip(conversations, calls, replies, strict=True):
+            answered = list(_answered_calls(turn_calls, iter(turn_replies), ended=conversation.end))
             conversation.turns[-1] = replace(
                 conversation.turns[-1], calls=tuple(answered), answer="\n".join(call.answer for call in answered)
             )
@@ -257,7 +258,7 @@ class Conversations:
 
     # -- games ---------------------------------------------------------------------------------------------------------
     def _answer_moves(self, conversations: Sequence[Conversation]) -> None:
-        """Also of a turn that the limit cut: it is a move, if only the last one."""
+        """A turn that the limit has cut is answered, too: it is a move, though the last one."""
         orders = [[c.order(Kind.step, text=c.turns[-1].text)] for c in conversations]
         for conversation, [reply] in zip(conversations, self._replies(conversations, orders), strict=True):
             if reply.done and not conversation.end:
@@ -276,7 +277,7 @@ class Conversations:
         return self._known_dialect
 
     def _go_on(self, conversation: Conversation, answers: Sequence[tuple[str, str]]) -> None:
-        """Puts the answers behind the turn, unless a limit ends the conversation here."""
+        """Adds the answers after the turn, unless a limit ends the conversation here."""
         if conversation.end is None and conversation.left_s <= 0:
             conversation.end = FinishReason.time
         if conversation.end is None and len(conversation.turns) == self.environment.max_turns:
@@ -286,29 +287,34 @@ class Conversations:
         transcript, turn = conversation.transcript, _turn_ids(conversation)
         conversation.history.append((turn, answers))
         if self._dialect.rewrites:
-            read = self._dialect.rewritten(
+            context = self._dialect.rewritten(
                 conversation.data_prompt.messages, conversation.opened_with, conversation.history
             )
         else:
-            read = (*transcript.context, *self._dialect.suffix(turn, answers))
-        if len(transcript.token_ids) + transcript.added_by(read) >= conversation.limit:  # none is left for the policy
+            context = (*transcript.context, *self._dialect.suffix(turn, answers))
+        # Whether no token is left for the policy's next turn.
+        if len(transcript.token_ids) + transcript.added_by(context) >= conversation.limit:
             conversation.end = FinishReason.length
             return
-        transcript.turn_to(read)
+        transcript.turn_to(context)
 
     def _replies(
         self, conversations: Sequence[Conversation], orders: Sequence[Sequence[Order]]
     ) -> Iterator[Sequence[Reply]]:
-        """What the environment answers to the orders of each conversation, whose time that takes."""
-        ordered = [(c, own) for c, own in zip(conversations, orders, strict=True) if own]
-        replies = iter(self._pool.run([Job(key=c.key, orders=own, left_s=c.left_s) for c, own in ordered]))
-        for conversation, own in zip(conversations, orders, strict=True):
-            own_replies = next(replies) if own else ()
-            conversation.left_s -= sum(reply.seconds for reply in own_replies)
-            yield own_replies
+        """The environment's replies to the orders of each conversation, which are counted in its time."""
+        jobs = [
+            Job(key=conversation.key, orders=conversation_orders, left_s=conversation.left_s)
+            for conversation, conversation_orders in zip(conversations, orders, strict=True)
+            if conversation_orders
+        ]
+        replies = iter(self._pool.run(jobs))
+        for conversation, conversation_orders in zip(conversations, orders, strict=True):
+            conversation_replies = next(replies) if conversation_orders else ()
+            conversation.left_s -= sum(reply.seconds for reply in conversation_replies)
+            yield conversation_replies
 
     def _add_rewards(self, conversations: Sequence[Conversation]) -> None:
-        """What the environment gives for each conversation as a whole is a reward of its last turn."""
+        """Gives the environment's reward for each conversation as a whole to its last turn."""
         if self.environment.plays_a_game or not self.environment.rewards_turns:
             return
         jobs = [
@@ -322,11 +328,11 @@ class Conversations:
                 conversation.turns[-1] = replace(conversation.turns[-1], reward=reply.reward)
 
     def _write_texts(self, conversations: Sequence[Conversation]) -> None:
-        """The text of each: of a single turn as the engine gave it, else of all that stands behind the opening."""
+        """Sets each text: that of a single turn as the engine gave it, else that of all tokens after the opening."""
         for conversation in conversations:
-            said = conversation.transcript
-            single = len(conversation.turns) == 1 and all(said.mask)
-            conversation.text = conversation.turns[0].text if single else self._dialect.text(said.token_ids)
+            transcript = conversation.transcript
+            single = len(conversation.turns) == 1 and all(transcript.mask)
+            conversation.text = conversation.turns[0].text if single else self._dialect.text(transcript.token_ids)
 
 
 def row_of(prompt: Prompt) -> dict[str, object]:
@@ -336,7 +342,7 @@ def row_of(prompt: Prompt) -> dict[str, object]:
 
 
 def say(conversation: Conversation, rollout: Rollout, limit: int) -> None:
-    """Adds a turn that was sampled; of an engine that does not know the limit, what is within it."""
+    """Adds a sampled turn, cut at the limit in case the engine does not know it."""
     completion = rollout.completion
     ids = [int(token) for token in completion.token_ids[:limit]]
     is_cut = len(completion.token_ids) > limit or completion.finish_reason.is_limit
@@ -348,13 +354,15 @@ def say(conversation: Conversation, rollout: Rollout, limit: int) -> None:
 
 def _turn_ids(conversation: Conversation) -> Sequence[int]:
     """The tokens of the last turn."""
-    said = conversation.transcript
-    before = said.mask[::-1].index(False) if False in said.mask else len(said.mask)
-    return said.token_ids[len(said.token_ids) - before :]
+    transcript = conversation.transcript
+    num_sampled = transcript.mask[::-1].index(False) if False in transcript.mask else len(transcript.mask)
+    return transcript.token_ids[len(transcript.token_ids) - num_sampled :]
 
 
-def _told(calls: Sequence[Call], replies: Iterator[Reply], *, ended: FinishReason | None) -> Iterator[ToolCall]:
-    """The calls with what they are answered; where the conversation has ended, none was made."""
+def _answered_calls(
+    calls: Sequence[Call], replies: Iterator[Reply], *, ended: FinishReason | None
+) -> Iterator[ToolCall]:
+    """The calls with their answers; where the conversation has ended, none was made."""
     for call in calls:
         if call.problem:
             text, cause = f"Error: {call.problem}", Cause.malformed
@@ -370,24 +378,24 @@ def _told(calls: Sequence[Call], replies: Iterator[Reply], *, ended: FinishReaso
 
 
 def group_of(conversations: Sequence[Conversation]) -> Group:
-    """The group of siblings; what is not the same in their openings becomes part of their completions."""
+    """The group of siblings; the parts of their openings that differ become parts of their completions."""
     openings = [conversation.opening for conversation in conversations]
     common = _common([opening.token_ids for opening in openings])
     first = openings[0]
     prompt = first if len(common) == len(first.token_ids) else replace(conversations[0].data_prompt, token_ids=common)
     rollouts = []
     for conversation in conversations:
-        rest = conversation.opening.token_ids[len(common) :]
-        said = conversation.transcript
-        mask = (*[False] * len(rest), *said.mask)
+        extra = conversation.opening.token_ids[len(common) :]
+        transcript = conversation.transcript
+        mask = (*[False] * len(extra), *transcript.mask)
         completion = Completion(
             text=conversation.text,
-            token_ids=(*rest, *said.token_ids),
-            logprobs=(*[0.0] * len(rest), *said.logprobs),
+            token_ids=(*extra, *transcript.token_ids),
+            logprobs=(*[0.0] * len(extra), *transcript.logprobs),
             finish_reason=conversation.end or FinishReason.stop,
             mask=None if all(mask) else mask,
-            turns=tuple(replace(turn, end=turn.end + len(rest)) for turn in conversation.turns),
-            branches=tuple(Branch(start=b.start + len(rest), after=b.after + len(rest)) for b in said.branches),
+            turns=tuple(replace(turn, end=turn.end + len(extra)) for turn in conversation.turns),
+            branches=tuple(Branch(start=b.start + len(extra), after=b.after + len(extra)) for b in transcript.branches),
         )
         rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=conversation.version))
     return Group(prompt=prompt, rollouts=tuple(rollouts))

@@ -27,7 +27,7 @@ class Dialect:
     """The chat template and the syntax of calls, for one environment.
 
     Args:
-        environment: which is acted in.
+        environment: the environment of the conversations.
         tokenizer: the model's.
         opening: messages like those that conversations begin with.
 
@@ -63,7 +63,7 @@ class Dialect:
             self._reader = reader_of(environment.syntax, tokenizer, schemas, shown_opening)
 
     def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
-        """(messages, tokens) of a prompt behind which the environment says this text."""
+        """(messages, tokens) of a prompt to which the environment adds this text."""
         return self.template.opened(self.shown.messages(messages), text)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -71,7 +71,7 @@ class Dialect:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def calls(self, sampled: Sequence[int]) -> list[Call]:
-        """The calls in a turn of the policy, in order; those that cannot be made with their `problem`."""
+        """The calls in a turn of the policy, in order; those that cannot be made have a `problem`."""
         return [] if self._reader is None else self._reader.calls(self.template.spoken(sampled))
 
     def written(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -83,13 +83,15 @@ class Dialect:
     def suffix(self, sampled: Sequence[int], answers: Sequence[tuple[str, str]]) -> tuple[int, ...]:
         """The tokens between this turn and the next: the answers, and the start of the policy's next turn.
 
-        answers: (name of the tool, what it answered) in the order of the calls; ("", observation) of a game.
+        Args:
+            sampled: token ids of the turn.
+            answers: (name of the tool, its answer) in the order of the calls, or ("", observation) of a game.
         """
         return self.template.suffix(sampled, self._messages(answers))
 
     @property
     def rewrites(self) -> bool:
-        """Whether the template writes earlier turns anew for each answer: there is no suffix then, but `rewritten`."""
+        """Whether the template rewrites earlier turns at each answer; then `rewritten` takes the place of `suffix`."""
         return bool(self.template.rewriting)
 
     def rewritten(
@@ -101,16 +103,16 @@ class Dialect:
         """The tokens of the whole conversation up to the start of the policy's next turn, as the template has it now.
 
         Args:
-            messages: of the prompt.
-            opened_with: what the environment has put behind it.
-            history: of each turn the token ids, and its answers as in `suffix`.
+            messages: messages of the prompt.
+            opened_with: what the environment has added to the prompt.
+            history: for each turn its token ids and its answers, as in `suffix`.
         """
-        said, trusted = with_opening(self.shown.messages(messages), opened_with)
+        conversation, trusted = with_opening(self.shown.messages(messages), opened_with)
         for sampled, answers in history:
             turn = [{"role": "assistant", "content": self.text(sampled)}, *self._messages(answers)]
-            said += turn
+            conversation += turn
             trusted += [0] * len(turn)
-        return self.template.prompt(said, trusted)
+        return self.template.prompt(conversation, trusted)
 
     def _messages(self, answers: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
         if self._as_messages_of_tools:

@@ -1,8 +1,8 @@
 """`environment=class`: classes as TRL's `environment_factory` takes them, unmodified.
 
 `reset(**row)` begins a conversation and may return text for the end of the prompt; every other public method is a tool,
-with types and a docstring; `get_reward()`, which may be missing, gives the reward of the conversation at its end, or an
-attribute does. Each of them may be a coroutine function.
+with types and a docstring. `get_reward()`, which may be missing, gives the reward of the conversation at its end; a
+method of another name or an attribute may do so instead. Each of the methods may be a coroutine function.
 """
 
 from __future__ import annotations
@@ -23,27 +23,32 @@ GET_REWARD = "get_reward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DuckType(Environment):
-    """factory: `module.Class`. reward: the method, or attribute, that says what a conversation is worth at its end."""
+    """The keys of `environment=class`.
+
+    Attributes:
+        factory: the class, as `module.Class`.
+        reward: name of the method or attribute that gives the reward of a conversation at its end.
+    """
 
     factory: str
     reward: str
 
     def check(self) -> None:
-        made = self._class()
-        if not callable(getattr(made, "reset", None)):
+        cls = self._class()
+        if not callable(getattr(cls, "reset", None)):
             remedy = "give it a method reset(self, **row), which begins a conversation"
             raise UserError(KEY, "is a class without reset", got=self.factory, remedy=remedy)
-        if not self._tools(made):
+        if not self._tools(cls):
             remedy = "give it a public method with types and a docstring, or use environment=game"
             raise UserError(KEY, "is a class without a tool", got=self.factory, remedy=remedy)
-        needed = [p.name for p in parameters_of(made) if p.default is p.empty]
+        needed = [p.name for p in parameters_of(cls) if p.default is p.empty]
         if needed:
             problem = f"needs the arguments {', '.join(needed)}, and it is made without any"
             raise UserError(KEY, problem, got=self.factory, remedy="give them defaults")
 
     def schemas(self) -> list[dict[str, Any]]:
-        made = self._class()
-        return [schema_of(getattr(made, name), KEY, f"{self.factory}.{name}") for name in self._tools(made)]
+        cls = self._class()
+        return [schema_of(getattr(cls, name), KEY, f"{self.factory}.{name}") for name in self._tools(cls)]
 
     @property
     def rewards_turns(self) -> bool:
@@ -55,8 +60,8 @@ class DuckType(Environment):
     def make(self) -> ObjectCalls:
         return ObjectCalls(self._class()(), self._tools(self._class()), self.reward if self.rewards_turns else None)
 
-    def _tools(self, made: Any) -> list[str]:
-        return [name for name in public_methods(made) if name not in ("reset", GET_REWARD, self.reward)]
+    def _tools(self, cls: Any) -> list[str]:
+        return [name for name in public_methods(cls) if name not in ("reset", GET_REWARD, self.reward)]
 
     def _class(self) -> Any:
         return locate(self.factory, KEY)
@@ -65,7 +70,10 @@ class DuckType(Environment):
 class ObjectCalls:
     """The tools and the reward of an object of such a class.
 
-    tools: names of methods. reward: what says it, a method or an attribute; None: nothing does.
+    Args:
+        held: the object.
+        tools: names of the methods that are tools.
+        reward: name of the method or attribute that gives the reward; None: nothing does.
     """
 
     def __init__(self, held: Any, tools: Sequence[str], reward: str | None) -> None:
@@ -81,22 +89,22 @@ class ObjectCalls:
     def reward(self) -> float | None:
         if self._reward is None:
             return None
-        said = getattr(self.held, self._reward)
-        return awaited(said()) if callable(said) else said
+        reward = getattr(self.held, self._reward)
+        return awaited(reward()) if callable(reward) else reward
 
 
-def public_methods(made: Any) -> list[str]:
-    """Those of a class, in the order of their names."""
-    public = (name for name in dir(made) if not name.startswith("_"))
-    return [name for name in public if callable(inspect.getattr_static(made, name)) or _is_wrapped(made, name)]
+def public_methods(cls: Any) -> list[str]:
+    """Names of a class's public methods, sorted."""
+    public = (name for name in dir(cls) if not name.startswith("_"))
+    return [name for name in public if callable(inspect.getattr_static(cls, name)) or _is_wrapped(cls, name)]
 
 
-def _is_wrapped(made: Any, name: str) -> bool:
-    return isinstance(inspect.getattr_static(made, name), staticmethod | classmethod)
+def _is_wrapped(cls: Any, name: str) -> bool:
+    return isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
 
 
 def accepted(function: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of the row that the function takes: all of them where it has `**kwargs`."""
+    """The columns of the row that the function takes: all of them if it has `**kwargs`."""
     parameters = parameters_of(function)
     if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
         return dict(row)
@@ -106,7 +114,7 @@ def accepted(function: Any, row: Mapping[str, Any]) -> dict[str, Any]:
 def parameters_of(function: Any) -> list[inspect.Parameter]:
     """The named parameters of a function, or of making an object of a class."""
     try:
-        all_of_them = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some that are written in C do not tell
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return []
-    return [p for p in all_of_them if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -1,4 +1,4 @@
-"""`environment=game`: a class that answers each turn of the policy as a whole, in Gymnasium's manner.
+"""`environment=game`: a class that answers each turn of the policy as a whole, like an environment of Gymnasium.
 
 `reset(**row)` begins and may return text for the end of the prompt; `step(text)` returns (observation, reward, done).
 """
@@ -19,7 +19,12 @@ KEY = "environment.factory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Game(Environment):
-    """factory: `module.Class`. arguments: with which it is made."""
+    """The keys of `environment=game`.
+
+    Attributes:
+        factory: the class, as `module.Class`.
+        arguments: keyword arguments with which an object of it is made.
+    """
 
     plays_a_game: ClassVar[bool] = True
 
@@ -27,12 +32,12 @@ class Game(Environment):
     arguments: Mapping[str, Any] | None
 
     def check(self) -> None:
-        made = locate(self.factory, KEY)
+        cls = locate(self.factory, KEY)
         for method, remedy in (
             ("reset", "give it a method reset(self, **row), which begins a game"),
             ("step", "give it a method step(self, text) that returns (observation, reward, done)"),
         ):
-            if not callable(getattr(made, method, None)):
+            if not callable(getattr(cls, method, None)):
                 raise UserError(KEY, f"is a class without {method}", got=self.factory, remedy=remedy)
 
     @property

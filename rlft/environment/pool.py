@@ -1,6 +1,6 @@
 """Where environments run: worker processes that may hang, crash or be killed, without harm to other conversations.
 
-As in `rlft.scoring.pool` there are no threads: the calling thread deals orders out over one pipe a worker and waits
+As in `rlft.scoring.pool` there are no threads: the calling thread sends orders over a pipe to each worker and waits
 with deadlines. A conversation whose environment keeps state stays with one worker. Where that worker has to be
 replaced, the conversation's earlier orders are repeated in the new one: an environment is a function of its orders and
 their seeds. Make and use a pool in the thread that samples.
@@ -30,12 +30,18 @@ SPENT = "Error: the time for all calls is used up"
 
 
 class EnvironmentFailure(RuntimeError):
-    """An environment cannot be used at all: which one, and what to do."""
+    """An environment cannot be used at all; the message says which one, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Orders of one conversation, done one after the other. left_s: seconds that they may take together."""
+    """Orders of one conversation, which are carried out one after the other.
+
+    Attributes:
+        key: the conversation.
+        orders: its orders.
+        left_s: seconds that they may take together.
+    """
 
     key: int
     orders: Sequence[Order]
@@ -43,20 +49,28 @@ class Job:
 
 
 class Beside(Protocol):
-    """What else the thread does while workers are at their orders."""
+    """What else the thread does while workers carry out their orders."""
 
     def fileno(self) -> int:
-        """Of what can be read when there is something to do."""
+        """A file descriptor that can be read when there is something to do."""
         ...
 
     def attend(self) -> None:
-        """Does it. The orders' time goes on."""
+        """Does it, while the time of the orders goes on."""
         ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Running:
-    """A job and how far it is: the earlier orders that are repeated first, and the replies so far."""
+    """The progress of a job.
+
+    Attributes:
+        index: number of the job in its run.
+        job: the job.
+        left_s: seconds that its orders may still take.
+        again: earlier orders of the conversation that a new worker has to repeat first.
+        replies: the replies so far.
+    """
 
     index: int
     job: Job
@@ -66,7 +80,7 @@ class Running:
 
     @property
     def order(self) -> Order | None:
-        """What is next; None at the end."""
+        """The next order; None at the end."""
         if self.again:
             return self.again[0]
         return self.job.orders[len(self.replies)] if len(self.replies) < len(self.job.orders) else None
@@ -74,14 +88,18 @@ class Running:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Seat:
-    """A worker process and the job that it is at.
+    """A worker process and its current job.
 
-    Args:
-        knows: the conversations whose state it has.
-        limit_s: seconds that the order may take.
+    Attributes:
+        process: the worker process.
+        pipe: the pipe to it.
         left_s: seconds until it is given up, counted while both processes run.
-        stopped_s: seconds that it was stopped alone.
-        is_busy: an order is on its way.
+        stopped_s: seconds for which only the worker has been stopped.
+        limit_s: seconds that the order may take.
+        ready: whether it has started.
+        is_busy: whether it has an order that it has not answered.
+        running: its job.
+        knows: the conversations whose state it has.
     """
 
     process: BaseProcess
@@ -97,9 +115,9 @@ class Seat:
 
 @contextlib.contextmanager
 def fixed_hash_seed() -> Iterator[None]:
-    """Processes that start inside walk sets of texts in the same order every time, or a resumed run would not replay.
+    """Inside, processes start with a fixed hash seed: sets of strings keep their order, so that a resumed run replays.
 
-    A PYTHONHASHSEED that the user has set stays.
+    A PYTHONHASHSEED that the user has set is kept.
     """
     if HASH_SEED in os.environ:
         yield
@@ -118,7 +136,7 @@ class EnvironmentPool:
         self._environment = environment
         self._failed_starts = 0
         self._clock = RunningTime()
-        self._past_orders: dict[int, list[Order]] = {}  # of each conversation the orders that its state comes from
+        self._past_orders: dict[int, list[Order]] = {}  # {conversation: the orders that its state comes from}
         self._seats = [self._started() for _ in range(environment.workers)]
         atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
 
@@ -133,7 +151,7 @@ class EnvironmentPool:
                 self._replace(number)
         waiting = deque(Running(index=index, job=job, left_s=job.left_s) for index, job in enumerate(jobs))
         finished: dict[int, list[Reply]] = {}
-        self._clock.since_last()  # nothing counts of the time before
+        self._clock.since_last()  # the time before is not counted
         while len(finished) < len(jobs):
             for number in range(len(self._seats)):
                 while self._has_begun(number, waiting):
@@ -143,7 +161,7 @@ class EnvironmentPool:
         return [finished[index] for index in range(len(jobs))]
 
     def forget(self, keys: Iterable[int]) -> None:
-        """These conversations are over."""
+        """Drops the state of these conversations, which are over."""
         keys = list(keys)
         for key in keys:
             self._past_orders.pop(key, None)
@@ -155,7 +173,7 @@ class EnvironmentPool:
                     seat.pipe.send(known)
 
     def close(self) -> None:
-        """Ends the workers, whatever they are at. Safe to call twice."""
+        """Ends the workers, whatever they are doing. Safe to call twice."""
         atexit.unregister(self.close)
         for seat in self._seats:
             kill(seat.process)
@@ -169,25 +187,25 @@ class EnvironmentPool:
         return Seat(process=process, pipe=pipe)
 
     def _has_begun(self, number: int, waiting: deque[Running]) -> bool:
-        """Whether the worker waits for an order of its job; one without a job gets the first that may be its."""
-        seat, size, keeps = self._seats[number], len(self._seats), self._environment.keeps_state
+        """Whether the worker waits for an order of its job; one without a job gets the first that it may take."""
+        seat, size, keeps_state = self._seats[number], len(self._seats), self._environment.keeps_state
         if not seat.ready or seat.is_busy:
             return False
         if seat.running is not None:
             return True
-        job = next((job for job in waiting if not keeps or job.job.key % size == number), None)
+        job = next((job for job in waiting if not keeps_state or job.job.key % size == number), None)
         if job is None:
             return False
         waiting.remove(job)
         seat.running = job
         key = job.job.key
-        if keeps and key not in seat.knows:
+        if keeps_state and key not in seat.knows:
             job.again = deque(self._past_orders.get(key, ()))
             seat.knows.add(key)
         return True
 
     def _send_next(self, number: int, finished: dict[int, list[Reply]]) -> None:
-        """Sends the next order of the worker's job; the job is finished where there is none."""
+        """Sends the next order of the worker's job, or finishes the job if there is none."""
         seat = self._seats[number]
         running = seat.running
         assert running is not None, "a worker without a job gets no order"
@@ -205,19 +223,19 @@ class EnvironmentPool:
         try:
             seat.pipe.send((running.job.key, order, seat.limit_s))
             seat.is_busy = True
-        except OSError:  # it died while idle, which is no order's fault: another one gets it
+        except OSError:  # it died while idle, not because of the order: another worker gets the order
             self._replace(number, running)
 
     def _awake(self, beside: Beside | None) -> list[int]:
-        """The workers that have something to say, have died, or are out of time; waits for the first."""
-        concerned = [n for n, seat in enumerate(self._seats) if seat.is_busy or not seat.ready]
-        if not concerned:
+        """Waits for workers that have sent a message, have died or are out of time; returns their numbers."""
+        active = [n for n, seat in enumerate(self._seats) if seat.is_busy or not seat.ready]
+        if not active:
             return []
-        seats = [self._seats[n] for n in concerned]
+        seats = [self._seats[n] for n in active]
         left_s = min(seat.left_s for seat in seats)
         waited: list[Any] = [*(seat.pipe for seat in seats), *(seat.process.sentinel for seat in seats)]
         waited += [] if beside is None else [beside]
-        heard = connection.wait(waited, timeout=max(0.0, min(left_s, TICK_S)))
+        readable = connection.wait(waited, timeout=max(0.0, min(left_s, TICK_S)))
         passed = self._clock.since_last()
         for seat in seats:
             if is_stopped(seat.process.pid or 0):
@@ -225,12 +243,15 @@ class EnvironmentPool:
             else:
                 seat.left_s -= passed
                 seat.stopped_s = 0.0
-        if beside is not None and beside in heard:
+        if beside is not None and beside in readable:
             beside.attend()
         return [
             n
-            for n, seat in zip(concerned, seats, strict=True)
-            if seat.pipe in heard or seat.left_s <= 0 or seat.stopped_s > STOPPED_LIMIT_S or not seat.process.is_alive()
+            for n, seat in zip(active, seats, strict=True)
+            if seat.pipe in readable
+            or seat.left_s <= 0
+            or seat.stopped_s > STOPPED_LIMIT_S
+            or not seat.process.is_alive()
         ]
 
     def _receive(self, number: int) -> None:
@@ -249,7 +270,7 @@ class EnvironmentPool:
         self._bury(number)
 
     def _take(self, seat: Seat, reply: Reply) -> None:
-        """Adds a reply to the worker's job; one to a repeated order is dropped."""
+        """Adds a reply to the worker's job; a reply to a repeated order is dropped."""
         running = seat.running
         assert running is not None, "a busy worker has a job"
         order = running.order
@@ -263,7 +284,7 @@ class EnvironmentPool:
         running.left_s -= reply.seconds
 
     def _bury(self, number: int) -> None:
-        """Replaces a worker that has died or is out of time; its order is answered with what has become of it."""
+        """Replaces a worker that has died or is out of time; the reply to its order says what happened."""
         seat = self._seats[number]
         late = seat.process.is_alive()
         running = seat.running
@@ -275,18 +296,18 @@ class EnvironmentPool:
                 what = "took too long to start" if late else f"{how_it_ended(seat.process.exitcode)} before they began"
                 raise EnvironmentFailure(f"environment: {MAX_FAILED_STARTS} workers in a row {what}; see their output")
             return
-        if late and seat.stopped_s > STOPPED_LIMIT_S:  # somebody has stopped it, which is no tool's fault
+        if late and seat.stopped_s > STOPPED_LIMIT_S:  # somebody has stopped it, so that no tool is to blame
             return
         text = out_of_time(seat.limit_s) if late else f"Error: the tool's process {how_it_ended(seat.process.exitcode)}"
         cause = Cause.time if late else Cause.died
-        if was_repeating:  # what was harmless before is not now: the conversation has lost its environment
+        if was_repeating:  # an order that succeeded before fails now: the state of the environment is lost
             running.again.clear()
             self._past_orders.pop(running.job.key, None)
         running.replies.append(Reply(text=text, cause=cause, seconds=seat.limit_s if late else 0.0))
         running.left_s -= running.replies[-1].seconds
 
     def _replace(self, number: int, running: Running | None = None) -> None:
-        """Puts a new worker in the place of this one, which goes on with the job."""
+        """Puts a new worker in the place of this one; it continues the job."""
         old = self._seats[number]
         kill(old.process)
         old.pipe.close()

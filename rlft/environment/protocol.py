@@ -32,9 +32,9 @@ class Cause(StrEnum):
 class Call:
     """A call as the policy wrote it.
 
-    Args:
-        name: of the tool; "" where it cannot be read.
-        arguments: by name.
+    Attributes:
+        name: name of the tool; "" where it cannot be read.
+        arguments: {name: value}.
         written: the arguments as text.
         problem: why it cannot be made, as a sentence for the policy; "" if it can.
     """
@@ -49,7 +49,7 @@ class Call:
 class Shown:
     """What a prompt shows of the environment beside its own messages.
 
-    Args:
+    Attributes:
         tools: schemas for the chat template.
         preamble: text before the first message of the user, for templates that cannot show tools; "" for none.
     """
@@ -75,7 +75,13 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a game answers to what the policy has said. reward: of this turn; None for none. done: the game is over."""
+    """A game's answer to a turn of the policy.
+
+    Attributes:
+        observation: what the policy reads next.
+        reward: reward of the turn; None for none.
+        done: whether the game is over.
+    """
 
     observation: Any
     reward: float | None = None
@@ -86,7 +92,7 @@ class Play(Protocol):
     """The environment's side of one conversation. It lives in a worker process, and may raise anything."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
-        """Begins; returns what stands behind the prompt's last message, None for nothing.
+        """Begins the conversation; returns text to add to the prompt's last message, None for nothing.
 
         Args:
             row: the prompt as a row of data: prompt (its messages), id, answer and its metadata.
@@ -96,10 +102,10 @@ class Play(Protocol):
 
 
 class Calls(Play, Protocol):
-    """The side of an environment that answers calls of tools."""
+    """The environment's side of a conversation with calls of tools."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What a tool answers. Malformed if there is none of that name, or its arguments are others."""
+        """A tool's answer. Raises Malformed if there is no tool of that name, or it has other arguments."""
         ...
 
     def reward(self) -> float | None:
@@ -108,10 +114,10 @@ class Calls(Play, Protocol):
 
 
 class Moves(Play, Protocol):
-    """The side of an environment that answers turns as a whole."""
+    """The environment's side of a game, which answers turns as a whole."""
 
     def step(self, text: str) -> Step:
-        """What it answers to the text of a turn."""
+        """The answer to the text of a turn."""
         ...
 
 
@@ -120,7 +126,7 @@ class Environment(ABC):
     """An environment. Subclasses are frozen dataclasses; meanings and defaults are in configs/environment/."""
 
     plays_a_game: ClassVar[bool] = False
-    """Whether it answers each turn as a whole, and not the calls of tools in it: `make` gives `Moves`, or `Calls`."""
+    """Whether it answers each turn as a whole (`make` gives `Moves`), or the calls of tools in it (`Calls`)."""
     plays_itself: ClassVar[bool] = False
     """Whether it holds whole conversations by itself, through an endpoint (`rlft.environment.endpoint`)."""
     keeps_state: ClassVar[bool] = True
@@ -137,10 +143,10 @@ class Environment(ABC):
     show_tools: bool
 
     def check(self) -> None:  # noqa: B027 (not every environment has something to refuse)
-        """Imports what is named and looks at it. UserError with the environment's own key."""
+        """Imports what the keys name and checks it. Raises UserError by the environment's own key."""
 
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools. UserError with the environment's own key for one without types or docstring."""
+        """The tools. Raises UserError by the environment's own key for one without types or docstring."""
         return []
 
     @property

@@ -16,7 +16,7 @@ from rlft.types import UserError
 
 SECTION = "environment"
 SPARE_S = 2.0
-"""Seconds that starting and ending a program's sandbox may take beside the program."""
+"""Seconds that starting and ending the sandbox may take, in addition to the program."""
 
 RUNNER = """
 import os, sys, traceback
@@ -37,7 +37,7 @@ except BaseException as error:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Python(Environment):
-    """The keys beside those of all environments are limits of a program (`sandbox.Limits`) and its isolation."""
+    """Its own keys are the limits of a program (`sandbox.Limits`) and its isolation."""
 
     keeps_state: ClassVar[bool] = False
 
@@ -64,7 +64,7 @@ class Python(Environment):
         return [schema_of(self._tool(), SECTION, "python")]
 
     def start(self) -> None:
-        bubblewrap.available()  # found out once: trying takes half a second
+        bubblewrap.available()  # cached: the first call takes half a second
 
     def make(self) -> FunctionCalls:
         return FunctionCalls({"python": self._tool()})

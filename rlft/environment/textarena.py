@@ -1,6 +1,6 @@
 """`environment=textarena`: a game of the TextArena library (0.7), of which the policy is one player.
 
-The policy reads what the game has told its player since its last turn. The other players are functions of the user's.
+The policy reads what the game has told its player since its last turn. The other players are the user's functions.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from rlft.keys.instantiate import locate
 from rlft.types import UserError
 
 Player = Callable[[str], str]
-"""(all that the game has told this player, the earlier turns too) -> what it does, as TextArena's agents."""
+"""(all that the game has told this player, also in earlier turns) -> its move, like an agent of TextArena."""
 
 GAME, OPPONENTS = "environment.game", "environment.opponents"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextArena(Environment):
-    """game, arguments: what `textarena.make` takes. opponents: importable players. player: the policy's place."""
+    """The keys of `environment=textarena`.
+
+    Attributes:
+        game: name of the game, for `textarena.make`.
+        arguments: further arguments of `textarena.make`.
+        opponents: importable players.
+        player: the policy's place.
+    """
 
     plays_a_game: ClassVar[bool] = True
 
@@ -89,15 +96,16 @@ class TextArena(Environment):
 
 
 def _player(path: str) -> Player:
-    found: Any = locate(path, OPPONENTS)
-    return cast(Player, found() if inspect.isclass(found) else found)
+    imported: Any = locate(path, OPPONENTS)
+    return cast(Player, imported() if inspect.isclass(imported) else imported)
 
 
 class Match:
     """One game with its other players.
 
     Args:
-        game, arguments: of `textarena.make`.
+        game: name of the game, for `textarena.make`.
+        arguments: further arguments of `textarena.make`.
         opponents: the other players, in the order of their places.
         player: the policy's place.
     """
@@ -123,15 +131,15 @@ class Match:
     def step(self, text: str) -> Step:
         if not self._is_over:
             self._is_over, _ = self._game.step(action=text)
-            news = self._after_the_others()
+            observation = self._after_the_others()
             if not self._is_over:
-                return Step(news)
+                return Step(observation)
         rewards, information = self._game.close()
         reason = information.get(self.player, {}).get("reason", "") if isinstance(information, dict) else ""
         return Step(reason, None if rewards is None else float(rewards.get(self.player, 0.0)), done=True)
 
     def _after_the_others(self) -> str:
-        """What the policy's player is told when it is its turn; "" where the game has ended before."""
+        """Lets the others move; returns what the policy's player is told at its turn, "" if the game has ended."""
         while not self._is_over:
             player, messages = self._rules.get_observation()
             if player == self.player:
@@ -141,7 +149,7 @@ class Match:
         return ""
 
     def _as_text(self, messages: Sequence[tuple[int, str, Any]], *, own_moves: bool = False) -> str:
-        """The messages as TextArena shows them to language models; the policy has said its own moves itself."""
+        """The messages as TextArena shows them to language models, without the policy's own moves."""
         names = self._rules.state.role_mapping
         return "".join(
             f"\n[{names.get(sender, f'Player {sender}')}] {text}"

@@ -1,4 +1,4 @@
-"""`environment=tools`: functions that the policy may call; each call stands for itself."""
+"""`environment=tools`: functions that the policy may call; the calls are independent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ KEY = "environment.tools"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools(Environment):
-    """tools: `module.function` of each."""
+    """The keys of `environment=tools`.
+
+    Attributes:
+        tools: `module.function` of each tool.
+    """
 
     keeps_state: ClassVar[bool] = False
 
@@ -26,13 +30,13 @@ class Tools(Environment):
         if not self.tools:
             remedy = "name importable functions, as environment.tools=[mine.search]"
             raise UserError(KEY, "is empty, so there is nothing to call", got="[]", remedy=remedy)
-        named: dict[str, str] = {}
+        path_by_name: dict[str, str] = {}
         for path in self.tools:
             name = getattr(locate(path, KEY), "__name__", path.rpartition(".")[2])
-            if name in named:
-                problem = f"two tools are called {name}: {named[name]} and {path}"
+            if name in path_by_name:
+                problem = f"two tools are called {name}: {path_by_name[name]} and {path}"
                 raise UserError(KEY, problem, got=path, remedy="rename one of the functions")
-            named[name] = path
+            path_by_name[name] = path
 
     def schemas(self) -> list[dict[str, Any]]:
         return [schema_of(locate(path, KEY), KEY, path) for path in self.tools]
@@ -46,7 +50,7 @@ class Tools(Environment):
 
 
 class FunctionCalls:
-    """Only calls functions, by their names."""
+    """Calls functions by their names."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.functions = functions
@@ -62,7 +66,7 @@ class FunctionCalls:
 
 
 def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]) -> Any:
-    """What the function of this name returns for these arguments; a coroutine function, once it is done.
+    """What the function of this name returns for these arguments; a coroutine is run to its end.
 
     Raises:
         Malformed: there is no such function, or it has other parameters.
@@ -79,7 +83,7 @@ def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Ma
 
 
 def awaited(value: Any) -> Any:
-    """The value; that of a coroutine, which is run to its end in a loop of its own."""
+    """The value, or the result of a coroutine, which is run to its end in a loop of its own."""
     if not inspect.iscoroutine(value):
         return value
     import asyncio  # workers start faster without it

@@ -1,7 +1,7 @@
-"""What a conversation has come to as tokens, while it goes on: what the policy read, and what it said.
+"""The tokens of a conversation so far: what the policy has read, and what it has said.
 
-Token ids are concatenated. Where the policy is to read something that does not continue what it has read and said so
-far, because an agent or the chat template has written history anew, a branch begins: only what differs is added.
+Token ids are concatenated. Where the next context does not continue what the policy has read and said so far, because
+an agent or the chat template has rewritten the history, a branch begins: only what differs is added.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlft.types import Branch
 
 
 class Transcript:
-    """The tokens behind a prompt.
+    """The tokens after a prompt.
 
     Args:
         prompt: token ids that the policy reads first, at least one.
@@ -21,8 +21,8 @@ class Transcript:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.context: list[int] = list(prompt)
-        """What the policy has read and said, in its order: a new turn is sampled behind it."""
-        self._places = list(range(-len(self.context), 0))  # of each of these among the completion's tokens
+        """What the policy has read and said, in this order: its next turn is sampled after this context."""
+        self._places = list(range(-len(self.context), 0))  # each token's index in the completion
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.mask: list[bool] = []
@@ -37,21 +37,21 @@ class Transcript:
         self._add(token_ids, [0.0] * len(token_ids), sampled=False)
 
     def added_by(self, context: Sequence[int]) -> int:
-        """Tokens that `turn_to` would add."""
+        """The number of tokens that `turn_to` would add."""
         return len(context) - self._shared(context)
 
     def turn_to(self, context: Sequence[int]) -> None:
-        """The policy reads this next, from its beginning; what is there already is not added again.
+        """Makes this the context of the policy's next turn; only what differs from the current context is added.
 
         Raises:
-            ValueError: not even the first token is the one that the policy has read first.
+            ValueError: not even the first token is the same.
         """
         shared = self._shared(context)
         if not shared:
             raise ValueError("a conversation goes on from none of its tokens")
         if shared < len(self.context):
             self.context, self._places = self.context[:shared], self._places[:shared]
-            if self.branches and self.branches[-1].start == len(self.token_ids):  # nothing stands in it
+            if self.branches and self.branches[-1].start == len(self.token_ids):  # the branch is empty
                 self.branches.pop()
             self.branches.append(Branch(start=len(self.token_ids), after=self._places[-1]))
         self.hear(context[shared:])

@@ -1,7 +1,7 @@
 """What a chat template puts between the turns of a conversation, as tokens.
 
-A conversation's tokens are concatenated and never made again from text: the prompt's, what was sampled, then a suffix
-with what the environment answers and the start of the policy's next turn. Where a template rewrites earlier turns when
+A conversation's tokens are concatenated and never made from text again: the prompt's, what was sampled, then a suffix
+with the environment's answer and the start of the policy's next turn. Where a template rewrites earlier turns when
 a user speaks again (Qwen3 drops their thinking), the policy reads the whole conversation as rewritten, in a branch of
 its row. A template that does so when a tool answers is refused by name.
 """
@@ -27,17 +27,17 @@ OPENING = ({"role": "user", "content": "question"},)
 THOUGHT = "<think>\nthought\n</think>\n\n"
 READING = "a reading"
 CALL_ID = "000000000"
-"""Nine letters or digits, which Mistral's templates ask for."""
+"""Nine letters or digits, as Mistral's templates require."""
 
 
 class TurnTemplate:
-    """A tokenizer's chat template, for conversations that go on.
+    """A tokenizer's chat template, for conversations of several turns.
 
     Args:
         tokenizer: the model's, with its chat template.
         roles: who answers the policy.
         tools: JSON schemas of tools, as `transformers.utils.get_json_schema` makes them, which the template shows.
-        opening: messages like those that conversations begin with; whether they have a system's matters.
+        opening: messages like those that conversations begin with; it matters whether they include a system message.
         may_rewrite: the roles at whose answers the template may rewrite earlier turns.
 
     Raises:
@@ -70,7 +70,7 @@ class TurnTemplate:
             self.rewriting: frozenset[Role] = frozenset(role for role in roles if self._rewrites(role, roles))
         except TemplateError as error:
             raise self._refused(f"chat template takes no second answer ({error})", "chat template that does") from error
-        """Those at whose answers earlier turns become others: conversations go on in branches then (`prompt`)."""
+        """The roles at whose answers earlier turns change: conversations then continue in branches (`prompt`)."""
         if not self.rewriting <= {*may_rewrite}:
             who = "a tool answers" if "tool" in self.rewriting else "a user speaks again"
             raise self._refused(
@@ -81,25 +81,27 @@ class TurnTemplate:
     def prompt(self, messages: Sequence[Mapping[str, Any]], trusted: Sequence[int]) -> tuple[int, ...]:
         """The tokens of a conversation up to the start of the policy's next turn.
 
-        trusted: of each message, so many characters from its beginning may write special tokens; what is written like
-            one behind them stays text.
+        Args:
+            messages: the messages.
+            trusted: for each message the number of characters at its beginning that may write special tokens; later
+                text that looks like a special token stays text.
         """
         contents = [message["content"].encode("utf-8", "replace").decode() for message in messages]
         gap = _unused(contents)
         cut = [
-            {**message, "content": content[:own] + gap.join(self._cut(content[own:]))}
-            for message, content, own in zip(messages, contents, trusted, strict=True)
+            {**message, "content": content[:num_trusted] + gap.join(self._cut(content[num_trusted:]))}
+            for message, content, num_trusted in zip(messages, contents, trusted, strict=True)
         ]
         parts = self._rendered(cut, start=True).split(gap)
         ids = self._ids(parts[0])
-        for part in parts[1:]:  # behind a special token, where no tokenizer takes it for the beginning of a text
+        for part in parts[1:]:  # after a special token, where no tokenizer takes it for the beginning of a text
             ids += self._ids(self._some_special + part)[1:]
         return tuple(ids)
 
     def opened(self, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
-        """(the messages, their tokens) with this text of an environment behind the last one.
+        """(the messages, their tokens) with this text of an environment added to the last message.
 
-        What is written in the text like a special token stays text.
+        What looks like a special token in that text stays text.
         """
         joined, trusted = with_opening(messages, text)
         return joined, self.prompt(joined, trusted)
@@ -118,51 +120,51 @@ class TurnTemplate:
         """The tokens that follow a turn of the policy: the answers, and the start of its next turn.
 
         They begin with the token that ends a turn if the policy did not sample it, because a limit or a stop string
-        ended the turn. What is written in an answer like a special token stays text.
+        ended the turn. What looks like a special token in an answer stays text.
 
         Args:
             sampled: the turn's token ids.
-            answers: messages of one role, for which earlier turns stay as they are; those of tools in the order of the
-                calls.
+            answers: messages of one role at whose answers earlier turns stay as they are; those of tools in the order
+                of the calls.
         """
         roles = {answer["role"] for answer in answers}
         if len(roles) != 1 or roles & self.rewriting:
             raise ValueError(f"answers of the roles {sorted(roles)} have no suffix")
         end, rest, gap = self._between(roles.pop(), answers)
-        # Each part is tokenised behind a special token, where no tokenizer takes it for the beginning of a text.
+        # Each part is tokenised after a special token, where no tokenizer takes it for the beginning of a text.
         parts = [self._ids(end + part) for part in (rest.split(gap) if gap else [rest])]
         ids = [*parts[0][:1], *(token for part in parts for token in part[1:])]
         return tuple(ids[1:] if len(sampled) and sampled[-1] == ids[0] else ids)
 
     # -- text ----------------------------------------------------------------------------------------------------------
     def _between(self, role: Role, answers: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-        """(the token that ends a turn, the text behind it up to the next turn, a character at which that is cut).
+        """(the token that ends a turn, the text from there to the next turn, a character at which that text is cut).
 
-        The character stands inside of what is written like a special token; "" if nothing is.
+        The character stands inside everything that looks like a special token; it is "" if nothing does.
         """
         contents = [answer["content"].encode("utf-8", "replace").decode() for answer in answers]
         gap = _unused(contents)
         cut = [gap.join(self._cut(content)) for content in contents]
         number = next(n for n in range(10**6) if not any(_mark(n) in content for content in contents))
-        said = [
+        numbered = [
             {**answer, "content": content} | ({} if role == "user" else {"tool_call_id": _call_id(answer, k)})
             for k, (answer, content) in enumerate(zip(answers, cut, strict=True))
         ]
-        first_id = said[0].get("tool_call_id", CALL_ID)
-        text = self._rendered([*self._opening, self._turn(role, _mark(number), first_id), *said], start=True)
+        first_id = numbered[0].get("tool_call_id", CALL_ID)
+        text = self._rendered([*self._opening, self._turn(role, _mark(number), first_id), *numbered], start=True)
         end, rest = self._after(text, _mark(number))
         return end, rest, gap if cut != contents else ""
 
     def _cut(self, content: str) -> Iterator[str]:
-        """The content in parts, cut behind the first character of each special token in it."""
-        at = 0
+        """The content in parts, cut after the first character of each special token in it."""
+        start = 0
         for match in self._starts_special.finditer(content):
-            yield content[at : match.start() + 1]
-            at = match.start() + 1
-        yield content[at:]
+            yield content[start : match.start() + 1]
+            start = match.start() + 1
+        yield content[start:]
 
     def _after(self, text: str, mark: str) -> tuple[str, str]:
-        """(the special token that ends the turn with the mark, the text behind it). UserError if there is none."""
+        """(the special token that ends the turn with the mark, the text after it). UserError if there is none."""
         tail = text[text.rindex(mark) + len(mark) :]
         match = self._special.search(tail)
         if match is None:
@@ -172,13 +174,13 @@ class TurnTemplate:
         return match[0], tail[match.end() :]
 
     def _turn(self, role: Role, mark: str, call_id: str = CALL_ID) -> dict[str, Any]:
-        """A turn of the policy that `role` can answer; the mark is the last thing said in it."""
+        """A turn of the policy that `role` can answer; the turn ends with the mark."""
         if role == "user":
             return {"role": "assistant", "content": THOUGHT + mark}
         name = self._tools[0]["function"]["name"] if self._tools else "tool"
         arguments = {"argument": mark}
-        called = {"name": name, "arguments": json.dumps(arguments) if self._calls_as_text else arguments}
-        calls = [{"type": "function", "id": call_id, "function": called}]
+        function = {"name": name, "arguments": json.dumps(arguments) if self._calls_as_text else arguments}
+        calls = [{"type": "function", "id": call_id, "function": function}]
         return {"role": "assistant", "content": THOUGHT + mark, "tool_calls": calls}
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], *, start: bool) -> str:
@@ -194,15 +196,15 @@ class TurnTemplate:
     def _check_shows_tools(self) -> None:
         if self._tools:
             try:
-                shown = self._rendered(self._opening, start=True)
+                text = self._rendered(self._opening, start=True)
             except Exception as error:
                 raise self._no_tools(f"({error})") from error
             for tool in self._tools:
-                if tool["function"]["name"] not in shown:
+                if tool["function"]["name"] not in text:
                     raise self._no_tools(f"({tool['function']['name']} is not shown)")
 
     def _check_takes(self, role: Role) -> None:
-        """UserError if the role cannot answer; finds out how calls are written."""
+        """Finds out how calls are written. Raises UserError if the role cannot answer."""
         errors: list[Exception] = []
         for self._calls_as_text in (False, True):
             try:
@@ -219,14 +221,14 @@ class TurnTemplate:
         raise self._refused(f"chat template takes no user's turn after an assistant's {why}", "chat template that does")
 
     def _rewrites(self, role: Role, roles: Collection[Role]) -> bool:
-        """Whether an earlier turn, or the prompt, is another text once `role` has answered, and somebody before it."""
+        """Whether the prompt or an earlier turn, whoever has answered it, changes once `role` has answered."""
         histories = [[*self._opening], *([*self._opening, self._turn(r, _mark(0)), _answer(r)] for r in roles)]
         for history in histories:
-            before = self._rendered(history, start=True)
-            said = self._rendered([*history, self._turn(role, _mark(1))], start=False)
-            said = said.removesuffix(self._after(said, _mark(1))[1])
-            after = self._rendered([*history, self._turn(role, _mark(1)), _answer(role)], start=True)
-            if not said.startswith(before) or not after.startswith(said):
+            prompt = self._rendered(history, start=True)
+            with_turn = self._rendered([*history, self._turn(role, _mark(1))], start=False)
+            with_turn = with_turn.removesuffix(self._after(with_turn, _mark(1))[1])
+            with_answer = self._rendered([*history, self._turn(role, _mark(1)), _answer(role)], start=True)
+            if not with_turn.startswith(prompt) or not with_answer.startswith(with_turn):
                 return True
         return False
 
@@ -235,20 +237,20 @@ class TurnTemplate:
             f"chat template cannot show tools and their answers {why}", "chat template that does, as Qwen2.5's"
         )
 
-    def _refused(self, problem: str, wanted: str) -> UserError:
+    def _refused(self, problem: str, needed: str) -> UserError:
         name = self._tokenizer.name_or_path or None
-        remedy = f"use a model with a {wanted}, or put one into the model's folder as chat_template.jinja"
+        remedy = f"use a model with a {needed}, or put one into the model's folder as chat_template.jinja"
         return UserError("model.path", f"its {problem}", got=name, remedy=remedy)
 
 
 def with_opening(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """(the messages with this text behind the last one, of each the characters that are not of that text)."""
-    *before, last = (dict(message) for message in messages)
-    own = [len(message["content"]) for message in before]
+    """(the messages with this text added to the last one, for each the number of its own characters before it)."""
+    *earlier, last = (dict(message) for message in messages)
+    num_own = [len(message["content"]) for message in earlier]
     if not text:
-        return [*before, last], [*own, len(last["content"])]
+        return [*earlier, last], [*num_own, len(last["content"])]
     joined = f"{last['content']}\n\n"
-    return [*before, {**last, "content": joined + text}], [*own, len(joined)]
+    return [*earlier, {**last, "content": joined + text}], [*num_own, len(joined)]
 
 
 def _unused(texts: Sequence[str]) -> str:

@@ -21,13 +21,13 @@ _ANSWER = re.compile(r"<answer>(-?[0-9]+)</answer>")
 
 
 class WhomToAsk:
-    """`<ask>A</ask>` asks; the turn behind it is the answer, as `<answer>132</answer>`. A first turn may be it, too."""
+    """The first turn asks by `<ask>A</ask>`, and the next answers by `<answer>132</answer>`; so may the first."""
 
     def reset(self, prompt: list[dict[str, str]], answer: str, **row: object) -> str:
         """Begins with a question of `data=arithmetic`; returns what the policy may do.
 
         Raises:
-            ValueError: the question is another.
+            ValueError: the question is not one of `data=arithmetic`.
         """
         question = _QUESTION.search(prompt[-1]["content"])
         if question is None:

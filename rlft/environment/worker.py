@@ -1,6 +1,6 @@
-"""What runs in a worker of an environment: its side of conversations, each order under a time limit.
+"""What runs in a worker process: the environment's side of conversations, with a time limit for each order.
 
-A worker imports no torch. It dies with its parent, whatever ends the parent, and takes along what tools have started.
+A worker does not import torch. It dies with its parent, whatever ends the parent, and so does what tools have started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlft.system.children import detach
 
 READY = "ready"
 MAX_ERROR = 500
-"""Characters of an error that the policy reads."""
+"""The most characters of an error that the policy reads."""
 
 
 class Kind(StrEnum):
@@ -31,18 +31,19 @@ class Kind(StrEnum):
     call = "call"
     step = "step"
     reward = "reward"
-    play = "play"  # a whole conversation, of an agent that holds it by itself
+    play = "play"  # a whole conversation, which an agent holds by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a conversation asks of its environment.
+    """What a conversation needs from its environment.
 
-    Args:
-        name: of the tool that is called.
+    Attributes:
+        kind: what to do.
+        seed: seed of `random` (and of numpy, where it is loaded) meanwhile.
+        name: name of the tool that is called.
         values: the tool's arguments, the row of a reset, or what an agent plays with.
-        text: of the turn that a game answers.
-        seed: what `random` (and numpy's, where it is loaded) draws from meanwhile.
+        text: text of the turn that a game answers.
     """
 
     kind: Kind
@@ -54,14 +55,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an order was answered.
+    """The reply to an order.
 
-    Args:
-        text: for the policy; of an error, where there is a cause.
-        cause: why it failed; None if it did not.
-        reward: of a turn or of the conversation.
-        done: the game is over.
-        seconds: that it took.
+    Attributes:
+        text: text for the policy; if there is a cause, that of an error.
+        cause: why the order failed; None if it did not.
+        reward: reward of a turn or of the conversation.
+        done: whether the game is over.
+        seconds: how long it took.
     """
 
     text: str = ""
@@ -72,17 +73,17 @@ class Reply:
 
 
 def serve(connection: Connection, environment: Environment, parent: int) -> None:
-    """The life of a worker process: obeys until the parent closes its end, or dies.
+    """Runs a worker process, which obeys orders until the parent closes its end of the connection or dies.
 
-    A message is (conversation, order, seconds), or a list of conversations that are over, which is not answered.
+    A message is (conversation, order, seconds), or a list of conversations that are over, which gets no reply.
     """
     detach(parent)
-    own = os.getpid()
+    own_pid = os.getpid()
     plays: dict[int, Play] = {}
     try:
         environment.start()
         connection.send(READY)
-    except Exception as error:  # of the user's own modules; the pool says it, and the worker must live to tell it
+    except Exception as error:  # raised by the user's modules: the pool reports it, so the worker must not die of it
         connection.send(f"{type(error).__name__}: {error}{place_of(error)}")
     try:
         while True:
@@ -93,7 +94,7 @@ def serve(connection: Connection, environment: Environment, parent: int) -> None
                 continue
             key, order, limit_s = message
             reply = obeyed(plays, key, order, environment, limit_s)
-            if os.getpid() != own:  # a tool has forked, and its child has come back from the call, too
+            if os.getpid() != own_pid:  # a tool has forked, and this is its child
                 os._exit(0)
             connection.send(reply)
     except (EOFError, ConnectionError):
@@ -101,8 +102,8 @@ def serve(connection: Connection, environment: Environment, parent: int) -> None
 
 
 def obeyed(plays: dict[int, Play], key: int, order: Order, environment: Environment, limit_s: float) -> Reply:
-    """The reply to one order; whatever the environment's code does becomes a text for the policy."""
-    began, alarm = time.monotonic(), Alarm()
+    """The reply to an order; whatever the environment's code does, the reply has a text for the policy."""
+    start, alarm = time.monotonic(), Alarm()
     reply: Reply | None = None
     try:
         with alarm.set(limit_s):
@@ -115,7 +116,7 @@ def obeyed(plays: dict[int, Play], key: int, order: Order, environment: Environm
     except Malformed as error:
         reply = Reply(text=f"Error: {error}"[:MAX_ERROR], cause=Cause.malformed)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt, which a tool may raise
-        reply = Reply(text=_said(error), cause=Cause.raised)
+        reply = Reply(text=_error_text(error), cause=Cause.raised)
     if alarm.rang or reply is None:
         reply = Reply(text=out_of_time(limit_s), cause=Cause.time)
     return Reply(
@@ -123,7 +124,7 @@ def obeyed(plays: dict[int, Play], key: int, order: Order, environment: Environm
         cause=reply.cause,
         reward=reply.reward,
         done=reply.done,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - start,
     )
 
 
@@ -146,7 +147,7 @@ def _done(play: Play, order: Order, max_answer: int) -> Reply:
 
 
 def answered(value: Any, max_answer: int) -> str:
-    """What a tool returned, as text of at most so many characters, and a note where it was cut.
+    """What a tool returned, as text of at most `max_answer` characters, with a note if it was cut.
 
     >>> answered({"sum": 5}, 100), answered("abcdef", 4), answered(None, 4)
     ('{"sum": 5}', 'abcd [cut: 2 more characters]', '')
@@ -163,7 +164,7 @@ def finite(reward: Any) -> float | None:
     """The reward as a float.
 
     Raises:
-        ValueError: it is no finite number.
+        ValueError: it is not a finite number.
     """
     if reward is None:
         return None
@@ -174,7 +175,7 @@ def finite(reward: Any) -> float | None:
 
 
 def seeded(seed: int) -> None:
-    """Makes the global generators of random numbers draw from this seed, as far as they are loaded."""
+    """Seeds the global generators of random numbers, those of numpy only if it is loaded."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -184,9 +185,9 @@ def out_of_time(limit_s: float) -> str:
     return f"Error: no answer within {limit_s:.3g} s"
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception:  # of an exception that cannot say what it is
+    except Exception:  # an exception whose text cannot be made
         text = ""
     return f"Error: {type(error).__name__}: {text}"[:MAX_ERROR].encode("utf-8", "replace").decode()

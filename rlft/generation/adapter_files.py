@@ -1,4 +1,4 @@
-"""Published adapters as folders, for engines that read files: a fresh folder a version, in memory where possible.
+"""Published adapters as folders, for engines that read files: a new folder for each version, in memory if possible.
 
 A folder is never written twice: an engine that has seen a path may answer from what it has cached.
 """
@@ -24,9 +24,12 @@ LOCK = "in-use"
 class AdapterFiles:
     """Writes adapter versions into one private folder and removes it on close, at exit, or (after a crash) next time.
 
-    parent: where the private folder is made. None: `/dev/shm` where it is a writable memory file system, else the
-    system's temporary folder. The folder's name holds the process id, for people. A file lock tells
-    whether its owner is alive: the kernel drops it with the process, `kill -9` included, and no reused id can fool it.
+    The folder's name holds the process id, for people. A file lock tells whether its owner is alive: the kernel drops
+    it with the process, `kill -9` included, and no reused id can fool it.
+
+    Args:
+        parent: where the private folder is made. None: `/dev/shm` where it is a writable memory file system, else the
+            system's temporary folder.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -45,7 +48,7 @@ class AdapterFiles:
 
         self._count += 1
         folder = self.root / f"{self._count}-v{adapter.version}"
-        # A clone each: the file format refuses tensors that share storage, and the trainer's may be views.
+        # Each is cloned: the file format refuses tensors that share storage, and the trainer's may be views.
         weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in adapter.weights.items()}
         config = json.dumps(dict(adapter.config), default=_plain)
         with writing(folder, sum(w.numel() * w.element_size() for w in weights.values()) + 3 * BLOCK):
@@ -75,7 +78,7 @@ def remove_abandoned(parent: Path) -> list[Path]:
     """Folders under `parent` that a killed process of this user left behind; they are deleted."""
     removed = []
     for folder in parent.glob(f"{PREFIX}*"):
-        # No lock file yet: its owner is just making it.
+        # There is no lock file yet: its owner is still making the folder.
         if not (folder / LOCK).exists() or folder.stat().st_uid != os.getuid():
             continue
         lock, taken = _lock(folder)

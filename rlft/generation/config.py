@@ -22,20 +22,22 @@ BUILT_IN: Mapping[str, str] = {
     "vllm": "rlft.generation.vllm.VLLM",
     "scripted": "rlft.generation.scripted.Scripted",
 }
-"""{engine: its class}, of the engines in the tree."""
+"""{engine: its class} for the engines in the tree."""
 ON_A_GPU, ANYWHERE = "vllm", "transformers"
-"""What `auto` is on a GPU, where it can run and serves the adapters, and else."""
+"""What `auto` chooses on a GPU, if that engine can run and serves the adapters, and what it chooses otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """engine: auto, the name of an engine's section, or `module.Class` of an engine outside the tree.
+    """The `generation` section of a config.
 
-    engines: {section: engine}, of the engines in the tree and of the one that is chosen.
+    Attributes:
+        engine: auto, the name of an engine's section, or `module.Class` of an engine outside the tree.
+        engines: {section: engine} for the engines in the tree and the one that is chosen.
     """
 
     READ_FROM: ClassVar[Mapping[str, Mapping[str, str]]] = {"engines": BUILT_IN}
-    """{field: the sections, each with its class, that it is read from}."""
+    """{field: {section that it is read from: class of the section}}."""
 
     engine: str
     max_tokens: PositiveInt
@@ -58,30 +60,30 @@ class GenerationConfig:
 
     @classmethod
     def with_sections_read(cls, values: Mapping[str, Any], prefix: str, verb: str) -> dict[str, Any]:
-        """The plain section with its engines' sections made engines, as `engines`.
+        """The plain section, in which the sections of engines are replaced by `engines`, the engines made of them.
 
         Raises:
-            UserError: for an engine's class that is none, and for its keys.
+            UserError: a class that is not an engine's, or a wrong key of an engine.
         """
         chosen = str(values.get("engine"))
         targets = {**BUILT_IN, **_outside(chosen, values)}
-        own = [field.name for field in fields(cls) if field.name != "engines"]
-        for name in (name for name in values if name not in own and name not in targets):
+        shared_keys = [field.name for field in fields(cls) if field.name != "engines"]
+        for name in (name for name in values if name not in shared_keys and name not in targets):
             section = values[name]
             if name == chosen and isinstance(section, Mapping) and "_target_" not in section:
                 remedy = f"name the engine's class, as in {prefix}.{name}._target_=mine.Engine"
                 raise UserError(f"{prefix}.{name}", "has no _target_", remedy=remedy)
             if not (isinstance(section, Mapping) and "_target_" in section):  # else an engine that is not chosen
-                raise unknown_key(name, section, [*own, *targets], prefix, verb)
+                raise unknown_key(name, section, [*shared_keys, *targets], prefix, verb)
         engines = {}
         for name, target in targets.items():
             if name in BUILT_IN and name not in values:
                 raise UserError(f"{prefix}.{name}", "is missing", remedy="give it a value")
             engines[name] = _engine(target, values.get(name, {}), f"{prefix}.{name}", chosen == target, verb)
-        return {**{name: value for name, value in values.items() if name in own}, "engines": engines}
+        return {**{name: value for name, value in values.items() if name in shared_keys}, "engines": engines}
 
     def named(self, engine: str) -> Engine:
-        """The engine of this name; `auto` is none."""
+        """The engine of this name, which must not be `auto`."""
         return self.engines[section_of(engine)]
 
     @property
@@ -108,19 +110,19 @@ def section_of(engine: str) -> str:
 
 
 def free_keys(section: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of a plain `generation` section that change no number, so that a run may go on with other values."""
+    """Keys of a plain `generation` section that change no number, so that a run may be resumed with other values."""
     for name, target in {**BUILT_IN, **_outside(str(section.get("engine")), section)}.items():
         yield from (f"generation.{name}.{key}" for key in _class(target, f"generation.{name}").may_change)
 
 
 def packages(section: Mapping[str, Any]) -> Iterator[str]:
-    """Distributions that the engines of a plain `generation` section stand on, beside rlft's own."""
+    """Distributions that the engines of a plain `generation` section need, besides those that rlft needs itself."""
     for name, target in {**BUILT_IN, **_outside(str(section.get("engine")), section)}.items():
         yield from _class(target, f"generation.{name}").packages
 
 
 def _outside(chosen: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """{section: class} of the engine that is chosen, if it is from outside the tree."""
+    """{section: class} of the chosen engine if it is from outside the tree, else {}."""
     if "." in chosen:
         return {section_of(chosen): chosen}
     section = values.get(chosen)

@@ -52,7 +52,7 @@ class Opening:
         tokenizer: transformers' tokenizer of the base.
         device: the trainer's torch.device.
         model_path: folder or hub name of the base.
-        dtype: of the base's weights, as "bfloat16".
+        dtype: data type of the base's weights, such as "bfloat16".
         lora_rank: the largest rank of the adapters that the engine will load.
         max_sequence_tokens: the most tokens that a prompt and its completion have together.
         seed: the run's seed; what is sampled depends on the seeds given to `sample` alone.
@@ -72,7 +72,7 @@ class Opening:
 
     @property
     def of_the_engine(self) -> tuple[object, ...]:
-        """All that a live engine of another job must have been opened with to serve this one, too."""
+        """What must be equal in the openings of two jobs for them to share one live engine."""
         model = (self.model_path, self.revision, self.dtype, self.quantization, self.trust_remote_code)
         return (*model, str(self.device), self.lora_rank, self.max_sequence_tokens)
 
@@ -93,30 +93,34 @@ class Engine(ABC):
     """Whether it can follow a model that is trained whole (`rlft sft lora=null`), which has no adapters to load."""
     serves_dora: ClassVar[bool] = True
     largest_rank: ClassVar[int | None] = None
-    """Of the adapters that it serves; None: any."""
+    """The largest rank of adapters that it serves; None: any."""
     shared: ClassVar[bool] = False
     """Whether all jobs of a sweep with the same settings share one live engine, since starting it takes long."""
     may_change: ClassVar[tuple[str, ...]] = ()
-    """Its keys that change no number, so that a run may go on with other values."""
+    """Its keys that change no number, so that a run may be resumed with other values."""
     divisible: ClassVar[bool] = True
     """Whether a completion's tokens and log-probs do not depend on which prompts are sampled in the same call."""
     at_once_key: ClassVar[str | None] = None
-    """Its key that says `at_once`, if there is one."""
+    """Its key that sets `at_once`, if there is one."""
     rewards_turns: ClassVar[bool] = False
     """Whether the turns of its completions may have rewards (`Turn.reward`), which count as rewards of steps."""
     packages: ClassVar[tuple[str, ...]] = ()
-    """Distributions whose versions a run of it writes down."""
+    """Distributions whose versions are recorded in a run that uses it."""
     grows: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """{"sample" or "publish": (what of the engine's is largest then, its key to lower)}, for memory errors."""
+    """{"sample" or "publish": (what takes most of its memory then, its key to lower)}, for memory errors."""
 
     def missing(self) -> Missing | None:
         """What it needs and this machine lacks, found without starting it; None where it can run."""
         return None
 
     def check(self, *, plain_kernels: bool) -> None:  # noqa: B027 (most engines have nothing to refuse)
-        """Looks at the keys together. UserError with the engine's own key, as `answers`.
+        """Checks the keys together.
 
-        plain_kernels: the trainer's base is computed as transformers and PEFT do it (model.kernels=plain).
+        Args:
+            plain_kernels: whether the trainer's base is computed as transformers and PEFT do it (model.kernels=plain).
+
+        Raises:
+            UserError: by the engine's own key, such as `answers`.
         """
 
     @property
@@ -130,32 +134,35 @@ class Engine(ABC):
         An engine that shares is `shared`, and its generator has `adopt` (`BaseLender`).
 
         Args:
-            device: the trainer's, as "cuda" or "cuda:1".
+            device: the trainer's, such as "cuda" or "cuda:1".
             itemsize: bytes of a weight.
             quantized: whether the trainer's base is quantised.
         """
         return ""
 
     def check_device(self, *, device: str, itemsize: int, quantized: bool) -> None:  # noqa: B027
-        """Looks at the keys again, with what the trainer's base is held in; before any weight is loaded.
+        """Checks the keys again, knowing the trainer's device and weights, before any weight is loaded.
 
-        Arguments are those of `why_two_bases`. UserError with the engine's own key, as `share_base`.
+        The arguments are those of `why_two_bases`.
+
+        Raises:
+            UserError: by the engine's own key, such as `share_base`.
         """
 
     @property
     def at_once(self) -> int:
-        """Completions that it computes together at most: what one of several engines gets in one call (`EnginePool`).
+        """The most completions that it computes together: what one of several engines gets in a call (`EnginePool`).
 
-        One that is not `divisible` cuts what it gets into such parts itself, so that both ways give the same.
+        An engine that is not `divisible` cuts what it gets into such parts itself, so that both ways give the same.
         """
         return 1
 
     def apart(self) -> Self:
-        """The engine in a process without the trainer's base. UserError with the engine's own key if it cannot."""
+        """The engine for a process without the trainer's base. UserError by its own key if it cannot run there."""
         return self
 
     def on_cards(self, cards: int) -> Self:
-        """The engine that computes on so many cards together, in a process of its own. UserError if it cannot."""
+        """The engine for a process of its own in which it computes on `cards` cards. UserError if it cannot."""
         if cards > 1:
             problem, remedy = f"{self.title} computes on one card", "set it to 1, or use generation=vllm"
             raise UserError("cluster.gpus_per_engine", problem, got=cards, remedy=remedy)
@@ -166,7 +173,13 @@ class Engine(ABC):
         return EngineMemory()
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
-        """The same engine with one key changed so that it fits; room: bytes that the rest of the run leaves."""
+        """The same engine with one key changed so that it fits.
+
+        Args:
+            model: sizes of the base.
+            load: what the run has the engine do.
+            room: bytes that the rest of the run leaves.
+        """
         yield from ()
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a run's memory is counted in: parts of a device, sizes of a base, and what an engine decodes at a time."""
+"""The terms in which a run's memory is counted: parts of a device, sizes of a base, what an engine decodes at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 class When(StrEnum):
     """When a part is in use; `sampling`, `annotating` and `updating` are never at the same time.
 
-    annotating: in the passes without gradient over a step's rows, before its updates.
+    Attributes:
+        annotating: during the passes without gradient over a step's rows, before its updates.
     """
 
     always = "always"
@@ -22,7 +23,11 @@ class When(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Bytes on one device. key: what to lower for less of it, None where nothing helps."""
+    """Bytes on one device.
+
+    Attributes:
+        key: the key to lower if the part is too large; None where nothing helps.
+    """
 
     name: str
     bytes: int
@@ -31,19 +36,19 @@ class Part:
 
 
 def peak(parts: Sequence[Part]) -> int:
-    """The most bytes that are in use at a time."""
+    """The most bytes that are in use at the same time."""
     by_time = bytes_by_time(parts)
     return by_time[When.always] + by_time[busiest(parts)]
 
 
 def busiest(parts: Sequence[Part]) -> When:
-    """When the most bytes are in use beside those that always are."""
+    """When the most bytes are in use, besides those that always are."""
     by_time = bytes_by_time(parts)
     return max((when for when in When if when is not When.always), key=lambda when: by_time[when])
 
 
 def bytes_by_time(parts: Sequence[Part]) -> dict[When, int]:
-    """{when: bytes of the parts that are in use then alone}"""
+    """{when: bytes of the parts that are in use only then}"""
     return {when: sum(part.bytes for part in parts if part.when is when) for when in When}
 
 
@@ -52,18 +57,18 @@ class ModelSizes:
     """What is known of a base, and of an adapter on it, from its config.json.
 
     Args:
-        parameters: how many the base has.
-        base_bytes: of its weights as they are held.
+        parameters: number of the base's parameters.
+        base_bytes: bytes of its weights as they are held.
         itemsize: bytes of a weight and of an activation.
-        lora: parameters of one adapter.
-        adapted: weights of the linear layers that the adapter lies on.
+        lora: number of one adapter's parameters.
+        adapted: number of weights in the linear layers that the adapter lies on.
         adapter: what these layers keep of a token (rlft.model.activations.AdapterLayers).
         key_size: elements of one token's keys and values in all layers.
         config: transformers' config of the text model.
         packed: whether prompts are shared and nothing is padded.
         kernels: what it will be computed with (rlft.model.kernels.selection.Decision).
-        linear: weights of its linear layers without the output head.
-        layers: weights of each decoder layer that ranks can divide; empty where they cannot.
+        linear: number of weights in its linear layers without the output head.
+        layers: number of weights in each decoder layer, if ranks can divide the layers; else empty.
     """
 
     parameters: int
@@ -80,12 +85,12 @@ class ModelSizes:
     layers: tuple[int, ...] = ()
 
     def divided_bytes(self, ranks: int) -> int:
-        """Of the base on rank 0's device, where so many ranks divide the layers (rlft.trainer.sharded_base).
+        """Bytes of the base on rank 0's device where `ranks` ranks divide its layers (rlft.trainer.sharded_base).
 
-        These are all that is no layer, its own layers, and two buffers in which the others take turns.
+        Rank 0 holds all weights outside layers, its own layers, and two buffers in which the other layers take turns.
         """
-        own = self.layers[::ranks] if ranks > 1 else ()
-        return self.base_bytes + self.itemsize * (sum(own) + 2 * max(self.layers) - sum(self.layers))
+        own_layers = self.layers[::ranks] if ranks > 1 else ()
+        return self.base_bytes + self.itemsize * (sum(own_layers) + 2 * max(self.layers) - sum(self.layers))
 
     @property
     def quantized(self) -> bool:
@@ -110,13 +115,17 @@ class ModelSizes:
 
     @property
     def layer_width(self) -> int:
-        """Elements a token that are alive at once inside one layer: its gated MLP's, and the hidden states around."""
+        """Elements per token that are alive at once in a layer: its gated MLP's, and the hidden states around it."""
         return 3 * self.mlp_width + 3 * self.hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """`samples` completions of each of `num_prompts` prompts. longest: the token ids of the longest of them."""
+    """The decoding of `samples` completions for each of `num_prompts` prompts.
+
+    Attributes:
+        longest: token ids of the longest prompt.
+    """
 
     num_prompts: int
     samples: int
@@ -128,11 +137,11 @@ class Load:
     """What a run has its engine do, and where.
 
     Args:
-        decodings: of a step and of an evaluation, one after the other.
-        max_tokens: of a completion.
-        max_sequence_tokens: of prompt and completion together.
+        decodings: that of a step and that of an evaluation, which happen one after the other.
+        max_tokens: the most tokens of a completion.
+        max_sequence_tokens: the most tokens of a prompt and its completion together.
         device: the trainer's, "cpu" or "cuda".
-        device_memory: its bytes on a GPU, 0 where they are not known.
+        device_memory: bytes of a GPU's memory, 0 where they are not known.
     """
 
     decodings: tuple[Decoding, ...]
@@ -147,9 +156,9 @@ class EngineMemory:
     """What an engine takes of the trainer's device.
 
     Args:
-        parts: with the engine's own keys, as `batch_size`.
-        freed_block: bytes of the largest tensors that are freed in the trainer's process when a sampling ends: an
-            update that makes larger ones cannot use that room.
+        parts: parts whose keys are the engine's own, such as `batch_size`.
+        freed_block: bytes of the largest tensor that is freed in the trainer's process when sampling ends: an update
+            that makes larger tensors cannot use that room.
         lacks: bytes by which the engine's own share of the device is too small for it to start.
     """
 

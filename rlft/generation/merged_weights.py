@@ -1,8 +1,8 @@
 """Adds an adapter to a base that trainer and engine share while the engine samples, and takes it back exactly.
 
 For every adapted matrix W the engine multiplies with M = round(W + s B A). Taking it back gives round(M - s B A), which
-is W but for a few elements, whose bits are kept. Nothing is trusted: whether a matrix is W or M is read from its
-checksum, so that an interruption at any point is made good by taking back again, and no change goes unnoticed.
+equals W except in a few elements, whose bits are kept. Nothing is taken on trust: a checksum tells whether a matrix is
+W or M, so that after an interruption at any point taking back again repairs it, and no change goes unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlft.types import Adapter, UserError
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 BLOCK = 2**23
-"""Elements of a matrix that are added up at a time, in float32."""
+"""Number of a matrix's elements that are added up at a time, in float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,19 +43,19 @@ class Added:
     """A matrix to which a delta is about to be added, or has been.
 
     Args:
-        name: the trainer's.
+        name: the trainer's name of the matrix.
         weight: the shared matrix `[out, in]`.
-        before: its checksum without the delta.
-        after: its checksum with it.
-        index: positions in the flat matrix whose bits do not come back by subtraction, int32 in main memory.
+        base_checksum: its checksum without the delta.
+        merged_checksum: its checksum with the delta.
+        index: positions in the flat matrix whose bits subtraction does not restore, int32 in main memory.
         bits: their bits, in main memory.
     """
 
     name: str
     weight: Tensor
     delta: Delta
-    before: str
-    after: str
+    base_checksum: str
+    merged_checksum: str
     index: Tensor
     bits: Tensor
 
@@ -65,13 +65,13 @@ class MergedWeights:
 
     Args:
         shared: the base.
-        model: the trainer's model on that base. It can compute only while nothing is added.
+        model: the trainer's model on that base, which can compute only while nothing is added.
     """
 
     def __init__(self, shared: SharedBase, model: nn.Module) -> None:
         self.shared = shared
         self._deltas: Mapping[str, Delta] = {}
-        self._before: dict[str, str] = {}
+        self._base_checksums: dict[str, str] = {}
         self._added: list[Added] = []
         self._is_sampling = False
         shared.before_check = self.take_back
@@ -82,7 +82,7 @@ class MergedWeights:
         """Samples with this adapter from now on.
 
         Raises:
-            UserError: it lies on a matrix that is not shared.
+            UserError: the adapter lies on a matrix that is not shared.
         """
         self.take_back()
         deltas = deltas_of(adapter)
@@ -96,38 +96,38 @@ class MergedWeights:
         for name, delta in deltas.items():
             weight = self.shared.shared[name].own
             on_device[name] = Delta(delta.scale, delta.up.to(weight.device), delta.down.to(weight.device))
-            if name not in self._before:
-                self._before[name] = checksum(weight.data)
+            if name not in self._base_checksums:
+                self._base_checksums[name] = checksum(weight.data)
         self._deltas = on_device
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Inside, the shared weights are those of the adapter; afterwards they are the base's, bit for bit."""
+        """Inside, the shared weights include the adapter; afterwards they are the base's again, bit for bit."""
         self.take_back()
         self._is_sampling = True
         try:
             for name, delta in self._deltas.items():
                 self._add(name, delta)
-            _finish(self._added)
+            _wait_for_device(self._added)
             yield
         finally:
             self.take_back()
 
     @property
     def num_kept(self) -> int:
-        """Elements whose bits are kept now, because subtraction does not bring them back."""
+        """Number of elements whose bits are kept now, because subtraction does not restore them."""
         return sum(added.index.numel() for added in self._added)
 
     def take_back(self) -> None:
-        """Makes the shared weights the base's again, wherever they were interrupted. It finishes before Ctrl-C counts.
+        """Makes the shared weights the base's again, wherever merging was interrupted. Ctrl-C waits until it is done.
 
         Raises:
-            SharedBaseError: a matrix is neither what it was before nor what was made of it.
+            SharedBaseError: a matrix is neither the base's nor the merged one.
         """
         interruption: KeyboardInterrupt | None = None
         while self._added:
             try:
-                _finish(self._added)
+                _wait_for_device(self._added)
                 _restore(self._added[-1])
                 self._added.pop()
             except KeyboardInterrupt as error:
@@ -137,7 +137,7 @@ class MergedWeights:
             raise interruption
 
     def close(self) -> None:
-        """Takes the adapter back and lets the trainer's model go. Safe to call twice."""
+        """Takes the adapter back and stops guarding the trainer's model. Safe to call twice."""
         self.take_back()
         self._guard.remove()
         self.shared.before_check = None
@@ -145,8 +145,8 @@ class MergedWeights:
     def _add(self, name: str, delta: Delta) -> None:
         weight = self.shared.shared[name].own.data
         merged, index, bits = added_up(weight, delta)
-        # First written down, then done.
-        self._added.append(Added(name, weight, delta, self._before[name], checksum(merged), index, bits))
+        # It is recorded before it is done, so that an interruption can be undone.
+        self._added.append(Added(name, weight, delta, self._base_checksums[name], checksum(merged), index, bits))
         weight.copy_(merged)
 
     def _refuse_or_take_back(self, *_: Any) -> None:
@@ -159,7 +159,7 @@ def deltas_of(adapter: Adapter) -> dict[str, Delta]:
     """{name of the base's matrix: what the adapter adds to it}.
 
     Raises:
-        ValueError: the adapter is none that adds up matrices, as DoRA.
+        ValueError: the adapter does more than add a product of matrices, as DoRA does.
     """
     config = adapter.config
     if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
@@ -171,49 +171,49 @@ def deltas_of(adapter: Adapter) -> dict[str, Delta]:
         rank, stem = down.shape[0], name.removesuffix(DOWN)
         scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
         up = adapter.weights[stem + UP]
-        deltas[f"{stem.removeprefix(PREFIX)}.weight"] = Delta(scale, _own(up), _own(down))
+        deltas[f"{stem.removeprefix(PREFIX)}.weight"] = Delta(scale, _float32_copy(up), _float32_copy(down))
     return deltas
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _float32_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32, copy=True)
 
 
 @torch.no_grad()
 def added_up(weight: Tensor, delta: Delta) -> tuple[Tensor, Tensor, Tensor]:
-    """(weight and delta added up, positions that subtraction does not bring back, their bits in the weight).
+    """(sum of weight and delta, positions that subtraction does not restore, their bits in the weight).
 
     The last two are in main memory, because large adapters have many of them. Sums are rounded once, from float32.
     """
     integers = INTEGERS[weight.element_size()]
     merged, indices, bits = torch.empty_like(weight), [], []
     for block in _blocks(weight):
-        own, added = weight[block], delta.rows(block)
-        merged[block] = (own.float() + added).to(weight.dtype)
-        back = (merged[block].float() - added).to(weight.dtype)
-        flat = own.reshape(-1).view(integers)
-        differs = (back.reshape(-1).view(integers) != flat).nonzero()[:, 0]
-        indices.append((differs + block.start * weight.shape[1]).to("cpu", torch.int32))
-        bits.append(flat[differs].cpu())
+        base_rows, delta_rows = weight[block], delta.rows(block)
+        merged[block] = (base_rows.float() + delta_rows).to(weight.dtype)
+        restored = (merged[block].float() - delta_rows).to(weight.dtype)
+        base_bits = base_rows.reshape(-1).view(integers)
+        lost = (restored.reshape(-1).view(integers) != base_bits).nonzero()[:, 0]
+        indices.append((lost + block.start * weight.shape[1]).to("cpu", torch.int32))
+        bits.append(base_bits[lost].cpu())
     return merged, torch.cat(indices), torch.cat(bits)
 
 
 @torch.no_grad()
 def _restore(added: Added) -> None:
-    """Makes the matrix what it was, unless it is that already."""
-    weight, now = added.weight, checksum(added.weight)
-    if now == added.before:
+    """Makes the matrix the base's again, unless it is that already."""
+    weight, current = added.weight, checksum(added.weight)
+    if current == added.base_checksum:
         return
-    if now != added.after:
-        raise SharedBaseError(_damaged(added, f"it was changed while the policy's weights were in it ({now})"))
-    back = torch.empty_like(weight)
+    if current != added.merged_checksum:
+        raise SharedBaseError(_damaged(added, f"it was changed while the policy's weights were in it ({current})"))
+    restored = torch.empty_like(weight)
     for block in _blocks(weight):
-        back[block] = (weight[block].float() - added.delta.rows(block)).to(weight.dtype)
+        restored[block] = (weight[block].float() - added.delta.rows(block)).to(weight.dtype)
     index, bits = added.index.to(weight.device, torch.int64), added.bits.to(weight.device)
-    back.reshape(-1).view(INTEGERS[weight.element_size()])[index] = bits
-    if checksum(back) != added.before:
+    restored.reshape(-1).view(INTEGERS[weight.element_size()])[index] = bits
+    if checksum(restored) != added.base_checksum:
         raise SharedBaseError(_damaged(added, "the product of the adapter's matrices is not the same twice"))
-    weight.copy_(back)
+    weight.copy_(restored)
 
 
 def _damaged(added: Added, why: str) -> str:
@@ -227,7 +227,7 @@ def _blocks(weight: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + rows, weight.shape[0]))
 
 
-def _finish(added: list[Added]) -> None:
-    """Waits for what runs on the device: an engine may compute on a stream of its own."""
+def _wait_for_device(added: list[Added]) -> None:
+    """Waits for what runs on the matrices' device: an engine may compute on a stream of its own."""
     if added and added[-1].weight.is_cuda:
         torch.cuda.synchronize(added[-1].weight.device)

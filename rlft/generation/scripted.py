@@ -1,4 +1,4 @@
-"""Canned answers instead of a model's: for tests of everything behind the generator."""
+"""An engine that gives canned answers instead of a model's, for tests of everything behind the generator."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ class Scripted(Engine):
 
 
 class ScriptedGenerator:
-    """answers: {prompt id, or "*" for every other prompt: texts}.
+    """The live generator of the scripted engine.
 
-    Completion i is the text number (seed + i) modulo their number. In a text, `{answer}` stands for the
-    prompt's reference answer. In place of a text there may be a list: of the turns of a conversation, the last of which
+    Completion i of a prompt with n texts is text number (seed + i) modulo n. In a text, `{answer}` stands for the
+    prompt's reference answer. In place of a text there may be a list of the turns of a conversation, the last of which
     is repeated. Log-probs are 0: nothing is sampled.
+
+    Args:
+        answers: {prompt id, or "*" for every other prompt: texts}.
     """
 
     def __init__(self, answers: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -64,17 +67,17 @@ class ScriptedGenerator:
         return groups
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Nothing: there are no weights that could be stale."""
+        """Returns nothing: there are no weights that could be stale."""
         return []
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        """Nothing: it takes no memory."""
+        """Does nothing: it takes no memory."""
 
     def sleep(self) -> None:
-        """Nothing to free."""
+        """Does nothing: there is nothing to free."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there is nothing to end."""
 
     def _rollout(self, prompt: Prompt, seed: int, sampling: Sampling) -> Rollout:
         texts = self.answers.get(prompt.id) or self.answers.get("*")
@@ -94,8 +97,8 @@ class ScriptedGenerator:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
         finish = FinishReason.stop
         ids, text = self._stopped(ids, text, prompt, sampling)
-        if len(ids) > (most := sampling.tokens_of(prompt)):
-            finish, ids = FinishReason.length, ids[:most]
+        if len(ids) > (limit := sampling.tokens_of(prompt)):
+            finish, ids = FinishReason.length, ids[:limit]
             text = self.tokenizer.batch_decode([ids], skip_special_tokens=True)[0]
         completion = Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=finish)
         return Rollout(prompt=prompt, completion=completion, policy_version=self.version)

@@ -1,9 +1,9 @@
 """One copy of the base for trainer and engine: the trainer's parameters become views of the engine's storage.
 
-Engines of vLLM's kind keep linear layers as plain `[out, in]` matrices, but some of them row-concatenated (q, k and v;
-gate and up), embeddings padded by rows, and layers with adapters inside `.base_layer`. A parameter is shared only where
-it equals the engine's rows bit for bit; everything else stays apart, with a reason. The engine's storage is never
-reallocated, because CUDA graphs hold its addresses.
+Engines such as vLLM keep linear layers as plain `[out, in]` matrices, but concatenate the rows of some (q, k and v;
+gate and up), pad embeddings by rows, and keep layers with adapters inside `.base_layer`. A parameter is shared only
+where it equals the engine's rows bit for bit; every other one is kept apart, with a reason. The engine's storage is
+never reallocated, because CUDA graphs hold its addresses.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch.nn import Parameter
 Shape = tuple[int, ...]
 
 NUM_CHECKED = 8
-"""Shared tensors whose content is checked at every checkpoint."""
+"""Number of shared tensors whose content is checked at every checkpoint."""
 
 DIFFERENT = "different"
 
 CHUNK = 2**22
-"""Elements of a tensor that a checksum reads at a time."""
+"""Number of a tensor's elements that a checksum reads at a time."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""{bytes of an element: the integers that its bits are read as}."""
+"""{bytes of an element: integer type that its bits are read as}."""
 
 PACKED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""{an engine's layer: the trainer's layers whose rows it holds, in this order}, of Llama, Mistral, Qwen2 and Qwen3."""
+"""{an engine's layer: the trainer's layers whose rows it holds, in this order} for Llama, Mistral, Qwen2 and Qwen3."""
 
 
 class SharedBaseError(RuntimeError):
@@ -50,7 +50,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedTensor:
-    """A parameter of the trainer's and the engine's parameter that holds its rows from `rows.start` on."""
+    """A parameter of the trainer, and the engine's parameter that holds it.
+
+    Attributes:
+        own: the trainer's parameter.
+        engine: the engine's parameter.
+        rows: the rows of the engine's parameter that are the trainer's.
+        address: where these rows were when they were shared.
+    """
 
     own: Parameter
     engine: Parameter
@@ -59,7 +66,7 @@ class SharedTensor:
 
     @property
     def view(self) -> Tensor:
-        """The rows of the engine's tensor, as it stands now."""
+        """The rows of the engine's tensor, wherever it is now."""
         return self.engine.data[self.rows.start : self.rows.start + self.rows.count]
 
 
@@ -83,13 +90,13 @@ def rows_of(
         packed: {an engine's layer: the trainer's layers that it row-concatenates}.
     """
     names = {engine_name(name): name for name in engine}
-    found: dict[str, Rows | str] = {}
+    places: dict[str, Rows | str] = {}
     for name, shape in own.items():
         if name in names:
-            found[name] = _whole(names[name], shape, engine[names[name]])
+            places[name] = _whole(names[name], shape, engine[names[name]])
         else:
-            found[name] = _part(name, own, engine, names, packed)
-    return found
+            places[name] = _part(name, own, engine, names, packed)
+    return places
 
 
 def _whole(name: str, own: Shape, engine: Shape) -> Rows | str:
@@ -134,27 +141,27 @@ def share(model: nn.Module, engine: nn.Module, device: torch.device) -> SharedBa
 
     Args:
         model: the trainer's frozen base without adapters, on any device.
-        engine: the engine's model. What of it is packed is told by its `packed_modules_mapping` where it has one.
+        engine: the engine's model. Its `packed_modules_mapping`, if it has one, says which layers are concatenated.
         device: the trainer's.
     """
-    theirs = dict(engine.named_parameters(remove_duplicate=False))
-    own = dict(model.named_parameters())
+    engine_parameters = dict(engine.named_parameters(remove_duplicate=False))
+    trainer_parameters = dict(model.named_parameters())
     packed = {**PACKED, **(getattr(engine, "packed_modules_mapping", None) or {})}
-    found = rows_of(_shapes(own.items()), _shapes(theirs.items()), packed)
+    places = rows_of(_shapes(trainer_parameters.items()), _shapes(engine_parameters.items()), packed)
     shared, apart = {}, {}
-    for name, parameter in own.items():
-        rows = found[name]
+    for name, parameter in trainer_parameters.items():
+        rows = places[name]
         if isinstance(rows, str):
             apart[name] = rows
             continue
-        held = theirs[rows.name]
-        view = held.data[rows.start : rows.start + rows.count]
+        engine_parameter = engine_parameters[rows.name]
+        view = engine_parameter.data[rows.start : rows.start + rows.count]
         if (reason := _why_apart(parameter.data, view, device)) is not None:
-            is_padded = rows.count < len(held) and engine_name(rows.name) == name
+            is_padded = rows.count < len(engine_parameter) and engine_name(rows.name) == name
             apart[name] = f"padded and {reason}" if is_padded and reason == DIFFERENT else reason
             continue
         parameter.data = view
-        shared[name] = SharedTensor(parameter, held, rows, view.data_ptr())
+        shared[name] = SharedTensor(parameter, engine_parameter, rows, view.data_ptr())
     model.to(device)
     return SharedBase(shared=shared, apart=apart)
 
@@ -185,9 +192,9 @@ class SharedBase:
 
     Args:
         shared: {the trainer's name: tensor}.
-        apart: {the trainer's name: why each has its own}.
-        checksums: of a few shared tensors, as they were when they were shared.
-        before_check: called before content is looked at, by whoever writes to the storage for a while.
+        apart: {the trainer's name: why trainer and engine have a tensor each}.
+        checksums: {the trainer's name: checksum} of a few shared tensors, from when they were shared.
+        before_check: called before content is checked; set by whoever writes to the storage for a while.
     """
 
     shared: Mapping[str, SharedTensor]
@@ -202,7 +209,7 @@ class SharedBase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the shared tensors, each of which one of the two would otherwise hold again."""
+        """Bytes of the shared tensors, which would otherwise be held twice."""
         return sum(tensor.own.numel() * tensor.own.element_size() for tensor in self.shared.values())
 
     @property
@@ -217,7 +224,7 @@ class SharedBase:
         return f"{text}; kept apart: {', '.join(named[:3])}{more}"
 
     def check_addresses(self) -> None:
-        """Checks that every shared tensor still lies where the engine's does; it takes no time.
+        """Checks that every shared tensor is still where the engine's is; it takes no time.
 
         Raises:
             SharedBaseError: one of them has moved.
@@ -231,10 +238,10 @@ class SharedBase:
                 )
 
     def check_content(self, before: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Checks that a few shared tensors hold what they held; returns their checksums by name.
+        """Checks that a few shared tensors have not changed; returns their checksums by name.
 
         Args:
-            before: their checksums in a checkpoint; None for those from the time when they were shared.
+            before: their checksums in a checkpoint; None for those from when they were shared.
 
         Raises:
             SharedBaseError: one of them has changed.
@@ -253,7 +260,7 @@ class SharedBase:
         return now
 
     def release(self) -> None:
-        """Takes the engine's storage from the trainer's model, which can no longer be used. Safe to call twice."""
+        """Detaches the trainer's model, which can no longer be used, from the engine's storage. Safe to call twice."""
         for tensor in self.shared.values():
             tensor.own.data = tensor.own.data.new_empty(0)
         self.shared = {}

@@ -1,4 +1,4 @@
-"""Stop strings and stop tokens: the token with which a completion ends, and its text.
+"""Stop strings and stop tokens: with which token a completion ends, and what its text is.
 
 A stop string is searched in the completion's own text as it grows, as vLLM does: it may begin inside one token and
 end inside another, and the bytes of one character may come in several tokens. The completion ends with the token that
@@ -27,8 +27,8 @@ PROMPT_TAIL = 8
 class GrowingText:
     """The text of one completion, token by token.
 
-    A token that ends inside a character is held back until the character is whole, also what stands before it in the
-    token: vLLM does so, and both engines are to stop at the same token.
+    A token that ends inside a character is held back as a whole until the character is complete: vLLM does so, and both
+    engines have to stop at the same token.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class GrowingText:
     def add(self, token: int) -> str:
         """The characters that this token completes.
 
-        A few tokens before it are decoded with it and taken off again: alone it may be written in another way.
+        It is decoded together with a few tokens before it, whose text is removed: alone it may be decoded differently.
         """
         self._ids.append(token)
         text = self._decode(self._ids)
@@ -59,21 +59,24 @@ class ShownText:
         self._num_held = 0 if sampling.include_stop_str_in_output else max(map(len, sampling.stop), default=1) - 1
 
     def add(self, token: int) -> str:
-        """The characters that are certain with this token; "" if there are none."""
+        """The characters that this token makes certain to be shown; "" if there are none."""
         if token in self._sampling.stop_token_ids:
             return ""
         self._all += self._text.add(token)
         text = cut(self._all, self._sampling)
-        certain = text if len(text) < len(self._all) else text[: len(text) - min(len(text), self._num_held)]
-        new = certain[self._num_shown :]
+        shown = text if len(text) < len(self._all) else text[: len(text) - min(len(text), self._num_held)]
+        new = shown[self._num_shown :]
         self._num_shown += len(new)
         return new
 
 
 class StopStrings:
-    """Watches the completions of a batch for stop strings. rows: the prompt of each completion, as token ids.
+    """Watches the completions of a batch for stop strings; `stopped` holds the rows whose text contains one.
 
-    stopped: the rows whose text contains one.
+    Args:
+        strings: the stop strings.
+        decode: how token ids are decoded.
+        rows: the prompt of each completion, as token ids.
     """
 
     def __init__(self, strings: Sequence[str], decode: Decode, rows: Sequence[Sequence[int]]) -> None:
@@ -81,7 +84,7 @@ class StopStrings:
         self.stopped: set[int] = set()
         self._texts = [GrowingText(decode, prompt) for prompt in rows]
         self._tails = [""] * len(self._texts)
-        self._num_kept = max(map(len, self.strings)) - 1  # of a tail: what may be the beginning of a stop string
+        self._num_kept = max(map(len, self.strings)) - 1  # characters that may begin a stop string
 
     def completes(self, row: int, token: int) -> bool:
         """Adds the row's next token; returns whether its text now contains a stop string, which ends the row."""
@@ -106,7 +109,14 @@ def plain_decoder(tokenizer: Any) -> Decode:
 def shown_texts(
     tokenizer: Any, rows: Sequence[Sequence[int]], stopped: Sequence[bool], sampling: Sampling
 ) -> list[str]:
-    """The text of each completion as rewards and people see it. stopped: not by the length limit."""
+    """The text of each completion as rewards and people see it.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        rows: token ids of each completion.
+        stopped: whether each completion ended otherwise than by the length limit.
+        sampling: its stop strings and stop tokens are cut off.
+    """
     hidden = () if sampling.include_stop_str_in_output else sampling.stop_token_ids
     shown = [row[:-1] if row and row[-1] in hidden else row for row in rows]
     texts = tokenizer.batch_decode(shown, skip_special_tokens=True)
@@ -114,7 +124,7 @@ def shown_texts(
 
 
 def cut(text: str, sampling: Sampling) -> str:
-    """The text up to its first stop string, which stays only with include_stop_str_in_output.
+    """The text up to its first stop string, which is kept only with include_stop_str_in_output.
 
     >>> cut("a;b.", Sampling(max_tokens=9, temperature=1.0, stop=(".", ";")))
     'a'
@@ -128,7 +138,12 @@ def cut(text: str, sampling: Sampling) -> str:
 
 
 def check_stops(generation: GenerationConfig, tokenizer: Any, vocabulary: int) -> None:
-    """Every stop can happen with this tokenizer. vocabulary: number of tokens that the model can produce.
+    """Checks that every stop can happen with this tokenizer.
+
+    Args:
+        generation: whose stops are checked.
+        tokenizer: the model's tokenizer.
+        vocabulary: number of tokens that the model can produce.
 
     Raises:
         UserError: a token id that the model never produces, or a string that no completion contains.

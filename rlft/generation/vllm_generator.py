@@ -2,8 +2,8 @@
 
 Adapters reach the engine as folders (`adapter_files`), each under a name, an id and a path never used before. vLLM
 finds weights by id and its prefix cache by name and path; reuse of either means stale answers. With merged weights
-(`merged_weights`) they reach it through the base that it shares with the trainer. What it does to the process it lives
-in is undone by `vllm_guest`. Read in vLLM 0.32.
+(`merged_weights`) they reach it through the base that it shares with the trainer. What vLLM does to the process that it
+lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from rlft.generation.shared_base import SharedBase
 
 MIN_TEMPERATURE = 0.01
-"""vLLM quietly samples at 0.01 when asked for less (but not 0), and its log-probs would not be the trainer's."""
+"""vLLM quietly samples at 0.01 for temperatures between 0 and this, and its log-probs would not be the trainer's."""
 
 CPU_BATCHED_TOKENS = 8192
-"""Tokens of one forward pass on a CPU, as far as one sequence and one token of every sequence fit in."""
+"""Tokens of one forward pass on a CPU, unless a sequence or one token of every sequence needs more."""
 
 
 class VLLMGenerator:
@@ -50,20 +50,21 @@ class VLLMGenerator:
 
     Args:
         model_path: folder or hub name of the base.
-        dtype: as for the trainer's base ("float32", "bfloat16", ..., "auto").
+        dtype: data type of the trainer's base ("float32", "bfloat16", ..., "auto").
         quantization: None or "4bit" (bitsandbytes, CUDA only).
-        max_lora_rank: of the adapters to come, rounded up by `engine_rank`.
-        max_sequence_tokens: prompt and completion together, at most.
-        max_num_seqs: completions decoded together.
+        max_lora_rank: the largest rank of adapters that will be loaded, rounded up by `engine_rank`.
+        max_sequence_tokens: the most tokens of a prompt and its completion together.
+        max_num_seqs: number of completions that are decoded together.
         gpu_memory_utilization: share of the device's memory for the engine; on a CPU see CPU_CACHE_BYTES.
-        sleep: `sleep()` moves the base to host memory and drops the KV cache (level 1, CUDA; on a CPU it does nothing).
-        enforce_eager: no CUDA graphs.
-        seed: vLLM's own; sampling depends on the seeds given to `sample` alone.
+        sleep: whether `sleep()` moves the base to host memory and drops the KV cache (level 1; nothing on a CPU).
+        enforce_eager: whether it works without CUDA graphs.
+        seed: vLLM's own seed; sampling depends on the seeds given to `sample` alone.
         further: arguments of vLLM's engine that are passed through.
-        merges: adapters are added to the base that the trainer shares (`adopt`), instead of lying beside it.
-        batch_invariant: results do not depend on what is computed together.
+        merges: whether adapters are added to the base that the trainer shares (`adopt`), instead of lying beside it.
+        batch_invariant: whether results must not depend on what is computed together.
 
-    Raises UserError("generation.engine") when vLLM cannot start.
+    Raises:
+        UserError: by the key generation.engine: vLLM cannot start.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class VLLMGenerator:
             "seed": seed % 2**32,  # NumPy takes no more
         }
         if not merges:
-            # One slot: a version that is loaded pushes out the one before. Base and adapter rows are never mixed, which
-            # gives wrong base rows on a CPU when all slots are taken.
+            # With one slot, a version that is loaded replaces the one before. Rows of base and adapter are never mixed,
+            # which would give wrong base rows on a CPU when all slots are taken.
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(max_lora_rank)}
         with guest_while_starting(batch_invariant):
             on_cpu = runs_on_cpu()
@@ -162,7 +163,7 @@ class VLLMGenerator:
     def load(self, adapter: Adapter) -> None:
         """Ships this version to the engine; all sampling and scoring from now on uses it.
 
-        The id counts loads, not versions, so a version number that comes again (another job of a sweep) is no reuse.
+        The id counts loads, not versions, so that the same version number in another job of a sweep has another id.
         """
         engine = self._awake().llm_engine
         if self._merges:
@@ -189,7 +190,7 @@ class VLLMGenerator:
                 remedy="change the adapter's settings, or choose generation=transformers",
             ) from error
         assert engine.list_loras() == {self._num_loads}, "the engine holds exactly the version just loaded"
-        # No block of an older version could be found again; they only take room.
+        # Cached blocks of older versions could never be found again; they only take room.
         engine.reset_prefix_cache()
         old, self._folder, self._lora, self.version = self._folder, folder, request, adapter.version
         if old is not None:
@@ -200,7 +201,9 @@ class VLLMGenerator:
         """Draws n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.
 
         At temperature 0 all n are the same, drawn once, with log-probs at temperature 1.
-        Raises ValueError for temperatures between 0 and 0.01 and for requests longer than `max_sequence_tokens`.
+
+        Raises:
+            ValueError: a temperature between 0 and 0.01, or a request longer than `max_sequence_tokens`.
         """
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
@@ -216,13 +219,13 @@ class VLLMGenerator:
             "stop_token_ids": list(sampling.stop_token_ids),
             "logprobs": 0,  # the sampled token's only
             "flat_logprobs": True,
-            "detokenize": bool(sampling.stop),  # else once at the end, not at every token
+            "detokenize": bool(sampling.stop),  # without stop strings once at the end is enough
         }
         params = [
             SamplingParams(seed=int(seed), max_tokens=sampling.tokens_of(prompt), **settings)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        # Completions that are all the same are drawn once, and then nothing of them is told.
+        # Completions that are all the same are drawn once, and their tokens are not reported.
         heard = self.heard if copies == 1 else None
         outputs = self._generate([prompt.token_ids for prompt in prompts], params, heard)
         return [self._group(prompt, output, copies, sampling) for prompt, output in zip(prompts, outputs, strict=True)]
@@ -230,7 +233,7 @@ class VLLMGenerator:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (temperature 1) of every token but the first.
 
-        Computed afresh: vLLM reads no prefix cache for such requests. A sequence must be shorter than
+        They are always computed, since vLLM reads no prefix cache for such requests. A sequence must be shorter than
         `max_sequence_tokens`, since vLLM insists on sampling a token after it.
         """
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
@@ -244,12 +247,12 @@ class VLLMGenerator:
         return [_flat(output.prompt_logprobs, len(ids) - 1) for output, ids in zip(outputs, sequences, strict=True)]
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        """Nothing: it has taken its memory when it started."""
+        """Does nothing: it took its memory when it started."""
 
     def sleep(self) -> None:
-        """Frees the device's memory until the next call; adapters stay. On a CPU, or without `sleep: true`, a no-op.
+        """Frees the device's memory until the next call; adapters stay. Does nothing on a CPU or with `sleep: false`.
 
-        A base that the trainer shares stays where it is: only the KV cache is freed.
+        A base that is shared with the trainer stays where it is: only the KV cache is freed.
         """
         if not self._can_sleep or self._asleep:
             return
@@ -262,7 +265,7 @@ class VLLMGenerator:
         self._check_addresses()
 
     def wake(self) -> None:
-        """Takes the memory back; `load`, `sample` and `score` do so themselves."""
+        """Takes the memory again; `load`, `sample` and `score` do so themselves."""
         if not self._asleep:
             return
         if self._shared_base is None:
@@ -315,10 +318,10 @@ class VLLMGenerator:
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise ValueError(f"vLLM samples at 0 or at {MIN_TEMPERATURE} and above, not at {sampling.temperature}")
         for prompt in prompts:
-            to_come = sampling.tokens_of(prompt)
-            if not prompt.token_ids or len(prompt.token_ids) + to_come > self.max_sequence_tokens:
+            limit = sampling.tokens_of(prompt)
+            if not prompt.token_ids or len(prompt.token_ids) + limit > self.max_sequence_tokens:
                 raise ValueError(
-                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens and {to_come} to come; "
+                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens and {limit} to come; "
                     f"the engine was made for 1 or more, and {self.max_sequence_tokens} together"
                 )
 
@@ -345,7 +348,7 @@ def _itself(model: nn.Module) -> nn.Module:
 
 def _start(options: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
     for name, value in further.items():
-        # The base may be in 4 bits in the trainer and in other ones in the engine.
+        # The trainer may hold the base in 4 bits and the engine hold it otherwise.
         if options.get(name) is not None and name != "quantization":
             problem = f"is set to {options[name]} on this machine"
             raise UserError(f"generation.vllm.options.{name}", problem, got=value, remedy="leave it out")
@@ -360,7 +363,7 @@ def _start(options: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
 
 
 def _flat(logprobs: Any, expected: int) -> list[float]:
-    """The chosen tokens' log-probs out of vLLM's FlatLogprobs: one a position, none for a prompt's first token."""
+    """The chosen tokens' log-probs from vLLM's FlatLogprobs: one a position, none for a prompt's first token."""
     values = list(logprobs.logprobs)
     assert len(values) == expected, f"{len(values)} log-probs for {expected} tokens"
     return values

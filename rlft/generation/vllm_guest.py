@@ -1,8 +1,8 @@
-"""vLLM as a guest in the trainer's process: what it does to the process is undone. Read in vLLM 0.32.
+"""vLLM as a guest in the trainer's process: what it does to the process is undone. This relies on vLLM 0.32's source.
 
 It replaces `torch.set_num_threads`, reseeds and draws from the global random streams, sets LD_PRELOAD and
-sys.excepthook, binds memory to one NUMA node. The trainer lives in the same process, so all of that is put back.
-Two engines may live in it, the policy's and a teacher's: what ends one leaves the other what they have in common.
+sys.excepthook, and binds memory to one NUMA node. The trainer lives in the same process, so all of that is undone.
+Two engines may live in it, the policy's and a teacher's: ending one leaves the other what they have in common.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ START_ERRORS = (ValueError, RuntimeError, OSError, TypeError)
 """What vLLM raises where it cannot start."""
 
 _running: list[Any] = []
-"""vLLM's engines (`LLM`) that were started in this process and have not been ended."""
+"""Instances of vLLM's `LLM` that were started in this process and have not been ended."""
 
 
 def start(options: Mapping[str, Any]) -> Any:
-    """A new engine (vLLM's `LLM`) in this process, inside of `guest_while_starting`; `end` ends it."""
+    """A new engine (vLLM's `LLM`) in this process. Call it inside `guest_while_starting`; `end` ends the engine."""
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     llm = LLM(**options)
@@ -47,8 +47,8 @@ def start(options: Mapping[str, Any]) -> Any:
 def end(llm: Any, on_cpu: bool) -> None:
     """Ends an engine.
 
-    vLLM would take its groups of processes away, which are the process's and not the engine's: another one that runs
-    would fail at its next step. The last one takes them.
+    vLLM would destroy its process groups, which belong to the process and not to the engine: another running engine
+    would fail at its next step. So only the last engine destroys them.
     """
     _running[:] = [other for other in _running if other is not llm]
     with guest(on_cpu), _groups_kept() if _running else nullcontext():
@@ -57,7 +57,7 @@ def end(llm: Any, on_cpu: bool) -> None:
 
 @contextmanager
 def _groups_kept() -> Iterator[None]:
-    """Inside, an engine that ends frees its memory, and leaves the groups of processes to the others."""
+    """Inside, an engine that ends frees its memory and leaves vLLM's process groups to the other engines."""
     from vllm.v1.engine import core  # pyright: ignore[reportMissingImports]
 
     module: Any = core
@@ -70,7 +70,7 @@ def _groups_kept() -> Iterator[None]:
 
 
 def free_memory() -> None:
-    """Gives back what nothing refers to any more, also on the device."""
+    """Frees what nothing refers to any more, also on the device."""
     import torch
 
     gc.unfreeze()
@@ -86,7 +86,9 @@ def answers(
 
     Args:
         llm: the engine.
-        params: vLLM's SamplingParams of each.
+        sequences: token ids of each request.
+        params: vLLM's SamplingParams of each request.
+        on_cpu: whether the engine computes on a CPU.
         settings: further arguments of `LLM.generate`.
     """
     requests = [{"prompt_token_ids": list(map(int, ids))} for ids in sequences]
@@ -94,7 +96,7 @@ def answers(
         with guest(on_cpu), interrupted_between_steps(llm.llm_engine):
             return llm.generate(requests, list(params), use_tqdm=False, **settings)
     except BaseException:
-        # Also on Ctrl-C: what is left in the engine would come back among the next call's answers.
+        # Also on Ctrl-C: requests left in the engine would come back among the next call's answers.
         engine = llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         raise
@@ -109,7 +111,7 @@ def runs_on_cpu() -> bool:
 
 @contextmanager
 def guest(on_cpu: bool) -> Iterator[None]:
-    """Inside, vLLM may work; the trainer's random streams are where they were after it.
+    """Inside, vLLM may work; afterwards the trainer's random streams are where they were before.
 
     On a CPU vLLM draws from torch's global stream at every token, even though each request has a seed. There, too, its
     small `torch.compile` functions run eagerly: compiling them takes 15 s and a C++ compiler, and gains nothing.
@@ -150,27 +152,27 @@ def interrupted_between_steps(engine: Any) -> Iterator[None]:
 def telling_tokens(engine: Any, heard: Heard | None) -> Iterator[None]:
     """Inside, `heard` is called with the tokens of each step of the engine (vLLM's `LLMEngine`), after the step.
 
-    `LLM.generate` asks for whole outputs only; the tokens so far are in the states of the requests, which are in the
-    order of the prompts, and of the completions of each.
+    `LLM.generate` returns whole outputs only; the tokens so far are in the states of the requests, which are in the
+    order of the prompts and, for each prompt, of its completions.
     """
     if heard is None:
         yield
         return
-    step, states, num_said = engine.step, [], []
+    step, states, num_reported = engine.step, [], []
 
-    def step_then_say() -> Any:
-        if not states:  # all requests are there before the first step, and none of them has ended
+    def step_then_report() -> Any:
+        if not states:  # all requests exist before the first step, and none of them has ended
             states.extend(engine.output_processor.request_states.values())
-            num_said.extend([0] * len(states))
+            num_reported.extend([0] * len(states))
         outputs = step()
         for row, state in enumerate(states):
             tokens = state.detokenizer.output_token_ids
-            for token in tokens[num_said[row] :]:
+            for token in tokens[num_reported[row] :]:
                 heard(row, int(token))
-            num_said[row] = len(tokens)
+            num_reported[row] = len(tokens)
         return outputs
 
-    engine.step = step_then_say
+    engine.step = step_then_report
     try:
         yield
     finally:
@@ -182,23 +184,26 @@ def _random_state_kept() -> Iterator[None]:
     import numpy
     import torch
 
-    python, arrays, tensors = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
-        torch.set_rng_state(tensors)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
 
 
 INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def set_batch_invariant(wanted: bool) -> None:
-    """Sets vLLM's variable before it is imported: its kernels read it then, and never again. False leaves it as it is.
+    """Sets vLLM's environment variable before vLLM is imported: its kernels read it then, and never again.
+
+    Args:
+        wanted: whether results must not depend on the batch. False leaves the variable as it is.
 
     Raises:
         UserError: this process has imported vLLM with the other value, for another job of a sweep.
@@ -214,7 +219,7 @@ def set_batch_invariant(wanted: bool) -> None:
 
 @contextmanager
 def guest_while_starting(batch_invariant: bool = False) -> Iterator[None]:
-    """Inside, vLLM may be imported and started; afterwards the process is fit for training, whatever happened."""
+    """Inside, vLLM may be imported and started; afterwards the process is fit for training, even after an error."""
     import torch
 
     set_batch_invariant(batch_invariant)
@@ -225,7 +230,7 @@ def guest_while_starting(batch_invariant: bool = False) -> Iterator[None]:
     try:
         with _random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # It also speaks before it has set its own level.
+            # It also logs before it has set its own level.
             logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
             import vllm  # noqa: F401  # pyright: ignore[reportMissingImports]
 
@@ -239,7 +244,7 @@ def guest_while_starting(batch_invariant: bool = False) -> Iterator[None]:
 
 
 def _restore_environment(before: dict[str, str]) -> None:
-    """LD_PRELOAD and others would reach every process started later. vLLM reads its own variables again: they stay."""
+    """Resets all variables but vLLM's own, which it reads again: LD_PRELOAD and others would reach later processes."""
     for name in set(os.environ) - set(before):
         if not name.startswith("VLLM_"):
             del os.environ[name]
@@ -248,13 +253,13 @@ def _restore_environment(before: dict[str, str]) -> None:
 
 @contextmanager
 def _memory_not_bound() -> Iterator[None]:
-    """On a CPU vLLM would bind all memory of the process, the trainer's too, to the NUMA node of its first core."""
+    """Keeps vLLM on a CPU from binding all memory of the process, also the trainer's, to one NUMA node."""
     import torch
 
     if not runs_on_cpu():
         yield
         return
-    # The attribute hides the operation of that name, which need not be registered yet.
+    # The attribute hides vLLM's operation of that name, which may not be registered yet.
     operations: Any = torch.ops._C
     operations.init_cpu_memory_env = lambda nodes: None
     try:

@@ -1,4 +1,4 @@
-"""What vLLM takes of the trainer's device, counted from shapes. On a GPU none of it has been measured yet."""
+"""How much of the trainer's device vLLM takes, counted from shapes. On a GPU none of it has been measured yet."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CPU_LIBRARIES = 300 * 2**20
 """Bytes of vLLM's libraries and what it compiles on a CPU, beside base and cache: 240 to 400 MiB were measured."""
 
 LEAST_SHARE = 0.1
-"""Of a GPU's memory, in which vLLM can still do something."""
+"""The smallest share of a GPU's memory in which vLLM can do something."""
 
 MOST_SHARE = 0.95
-"""Of a GPU's memory, beside the CUDA context."""
+"""The largest share of a GPU's memory for vLLM, beside the CUDA context."""
 
 BATCHED_TOKENS, LARGE_BATCHED_TOKENS, LARGE_DEVICE = 8192, 16384, 70 * 2**30
 """Tokens of one forward pass on a GPU, and on one with more memory, unless max_num_batched_tokens says otherwise."""
@@ -30,9 +30,9 @@ GRAPHS = 2**29
 """An allowance for CUDA graphs, which stay while the KV cache is released; not measured."""
 
 TEACHER_SEQS, TEACHER_BATCHED_TOKENS = 32, 1024
-"""Rows that a teacher reads together, and their tokens of one forward pass on a GPU.
+"""Number of rows that a teacher reads together, and of their tokens in one forward pass on a GPU.
 
-Few tokens: vLLM makes log-probs of the whole vocabulary for each, outside of its share of the memory.
+These are few tokens, since for each of them vLLM makes log-probs of the whole vocabulary, outside its share of memory.
 """
 
 FLOAT32 = 4
@@ -58,26 +58,30 @@ def on_a_gpu(
     graphs: bool,
     shares_base: bool,
 ) -> EngineMemory:
-    """Its share of a GPU's memory, or what it needs at least where that is more.
+    """vLLM's share of a GPU's memory, or the least that it needs where that is more.
 
     Args:
-        share: of the device's memory (generation.vllm.gpu_memory_utilization).
+        model: sizes of the base.
+        load: what the run has the engine do.
+        options: further arguments of vLLM's engine.
+        share: share of the device's memory (generation.vllm.gpu_memory_utilization).
+        max_num_seqs: number of completions that are decoded together.
         sleep: whether it frees memory between samplings.
         graphs: whether it captures CUDA graphs.
         shares_base: whether its base is the trainer's, which is a part of its own.
     """
     least = least_bytes(model, load, options, max_num_seqs)
-    given = int(share * load.device_memory)
-    lacks = max(0, least - given) if load.device_memory else 0
-    when, size = When.sampling if sleep else When.always, given + lacks
+    share_bytes = int(share * load.device_memory)
+    lacks = max(0, least - share_bytes) if load.device_memory else 0
+    when, size = When.sampling if sleep else When.always, share_bytes + lacks
     if not shares_base:
         parts = (Part(name="vLLM, its base and KV cache", bytes=size, when=when, key=SHARE_KEY),)
         return EngineMemory(parts=parts, lacks=lacks)
     size = max(0, size - model.base_bytes)
-    stays = min(GRAPHS, size) if sleep and graphs else 0
-    parts = (Part(name="vLLM, its KV cache (it shares the base)", bytes=size - stays, when=when, key=SHARE_KEY),)
-    if stays:
-        parts += (Part(name="vLLM's CUDA graphs", bytes=stays, when=When.always, key="enforce_eager"),)
+    graph_bytes = min(GRAPHS, size) if sleep and graphs else 0
+    parts = (Part(name="vLLM, its KV cache (it shares the base)", bytes=size - graph_bytes, when=when, key=SHARE_KEY),)
+    if graph_bytes:
+        parts += (Part(name="vLLM's CUDA graphs", bytes=graph_bytes, when=When.always, key="enforce_eager"),)
     return EngineMemory(parts=parts, lacks=lacks)
 
 
@@ -90,26 +94,35 @@ def least_bytes(model: ModelSizes, load: Load, options: Mapping[str, Any], max_n
 
 
 def teacher_on_a_cpu(model: ModelSizes, row_tokens: int, *, libraries: bool) -> EngineMemory:
-    """A teacher's weights and KV cache. libraries: whether vLLM's are counted here, not with the policy's engine."""
+    """A teacher's weights and KV cache.
+
+    Args:
+        model: sizes of the teacher.
+        row_tokens: the most tokens of a row.
+        libraries: whether vLLM's libraries are counted here and not with the policy's engine.
+    """
     cache = cpu_cache_bytes(model.key_size * model.itemsize, row_tokens + 1, TEACHER_SEQS)
     size = model.base_bytes + cache + libraries * CPU_LIBRARIES
     return EngineMemory(parts=(Part(name="teacher in vLLM", bytes=size, when=When.always, key="snapshot.teacher"),))
 
 
 def teacher_on_a_gpu(model: ModelSizes, row_tokens: int, device_memory: int, share: float) -> EngineMemory:
-    """A teacher's share of a GPU's memory, or what it needs at least where that is more, and its log-probs beside it.
+    """A teacher's share of a GPU's memory, or the least that it needs where that is more, and its log-probs beside it.
 
     Args:
-        share: of the device's memory (snapshot.teacher_gpu_memory_utilization).
+        model: sizes of the teacher.
+        row_tokens: the most tokens of a row.
+        device_memory: bytes of the device's memory; 0 where they are not known.
+        share: share of the device's memory (snapshot.teacher_gpu_memory_utilization).
     """
     least = teacher_least_bytes(model, row_tokens, device_memory)
-    given = int(share * device_memory)
-    lacks = max(0, least - given) if device_memory else 0
+    share_bytes = int(share * device_memory)
+    lacks = max(0, least - share_bytes) if device_memory else 0
     tokens = min(TEACHER_BATCHED_TOKENS, row_tokens)
-    # The logits of a forward's tokens, their log-probs, and room to sort those.
+    # The logits of a forward pass's tokens, their log-probs, and room to sort these.
     vocabulary = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
     parts = (
-        Part(name="teacher in vLLM", bytes=given + lacks, when=When.always, key=TEACHER_SHARE_KEY),
+        Part(name="teacher in vLLM", bytes=share_bytes + lacks, when=When.always, key=TEACHER_SHARE_KEY),
         Part(name="teacher's log-probs", bytes=vocabulary, when=When.updating, key="snapshot.teacher"),
     )
     return EngineMemory(parts=parts, lacks=lacks)
@@ -141,9 +154,12 @@ def share_of(size: int, device_memory: int) -> float:
 
 
 def cpu_cache_bytes(token: int, max_sequence_tokens: int, max_num_seqs: int) -> int:
-    """KV cache for `max_num_seqs` full sequences, capped; vLLM writes to all of it at once, so it is real memory.
+    """Bytes of the KV cache for `max_num_seqs` full sequences, capped; vLLM writes to all of it, so it is real memory.
 
-    token: bytes of one token's keys and values.
+    Args:
+        token: bytes of one token's keys and values.
+        max_sequence_tokens: the most tokens of a sequence.
+        max_num_seqs: number of sequences that are decoded together.
     """
     sequence = token * (max_sequence_tokens + CPU_BLOCK_SIZE)  # the last block is rarely full
     return max(sequence, min(CPU_CACHE_BYTES, sequence * max_num_seqs))
@@ -153,8 +169,8 @@ def cpu_cache_of(options: Mapping[str, Any]) -> int:
     """Bytes of the KV cache of a CPU engine with these arguments of vLLM's; reads the model's config."""
     from transformers import AutoConfig
 
-    names = {"trust_remote_code": options["trust_remote_code"], "revision": options["revision"]}
-    config = AutoConfig.from_pretrained(options["model"], **names).get_text_config()
+    loading = {"trust_remote_code": options["trust_remote_code"], "revision": options["revision"]}
+    config = AutoConfig.from_pretrained(options["model"], **loading).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     element = 2 if options["dtype"] in ("bfloat16", "float16", "half") else 4

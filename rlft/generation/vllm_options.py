@@ -1,6 +1,7 @@
 """Further arguments of vLLM's engine, as `generation.vllm.options` gives them.
 
-Refused are those that vLLM does not have and those that rlft sets itself. Read in vLLM 0.32; nothing of it is imported.
+Arguments that vLLM does not have and those that rlft sets itself are refused. The lists are those of vLLM 0.32, which
+is not imported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ KEYS: Mapping[str, str] = {
     "enable_sleep_mode": "generation.vllm.sleep",
     "enforce_eager": "generation.vllm.enforce_eager",
 }
-"""{argument: the key of rlft's that sets it}."""
+"""{argument: rlft's key that sets it}."""
 
 ONE_PROCESS = "would start processes that can outlive the run"
 OTHER_MODEL = "would make the engine another model than the one that is trained"
@@ -75,9 +76,10 @@ def engine_rank(rank: int) -> int:
 
 
 def tensor_parallel(cards: int) -> dict[str, Any]:
-    """Arguments for an engine that divides each layer among so many cards of its machine.
+    """Arguments for an engine that divides each layer among `cards` cards of its machine.
 
-    Inside of an actor vLLM would ask Ray for further actors, with cards that the engine's own holds already.
+    It uses processes of its own, because inside a Ray actor vLLM would ask Ray for further actors with cards, which the
+    engine's actor holds already.
     """
     return {"tensor_parallel_size": cards, "distributed_executor_backend": "mp"}
 

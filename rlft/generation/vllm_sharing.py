@@ -1,4 +1,4 @@
-"""Where trainer and vLLM can hold one copy of the base, known without importing vLLM. Read in vLLM 0.32."""
+"""Where trainer and vLLM can share one copy of the base, by the source of vLLM 0.32, which is not imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INVARIANT_FROM = (8, 0)
 """The first compute capability with which vLLM computes independently of the batch, by its documentation."""
 
 OTHER_WEIGHTS = ("quantization", "quantization_config", "cpu_offload_gb", "offload_backend")
-"""Arguments of vLLM's engine with which it does not hold the base's weights as they are, or not on the device."""
+"""Arguments with which vLLM's engine does not hold the base's weights as they are, or not on the device."""
 
 
 def why_two_bases(
@@ -26,10 +26,10 @@ def why_two_bases(
     """Why engine and trainer hold a base each; None where they share one.
 
     Args:
-        share_base: the key.
+        share_base: value of the key `generation.vllm.share_base`.
         options: `generation.vllm.options`.
         sleep: whether the engine frees memory between samplings.
-        device: the trainer's, as "cuda" or "cuda:1".
+        device: the trainer's, such as "cuda" or "cuda:1".
         itemsize: bytes of a weight.
         quantized: whether the trainer's base is quantised.
     """
@@ -56,14 +56,14 @@ def why_two_bases(
 
 
 def why_not_invariant(device: str) -> str | None:
-    """Why vLLM cannot compute independently of the batch on this device, as "cuda:0"; None where it can."""
+    """Why vLLM cannot compute independently of the batch on this device, such as "cuda:0"; None where it can."""
     if device.partition(":")[0] != "cuda":
         return f"vLLM computes independently of the batch on CUDA only, and model.device is {device}"
     import torch
 
     if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < INVARIANT_FROM:
-        found, needed = (".".join(map(str, numbers)) for numbers in (capability, INVARIANT_FROM))
-        return f"vLLM computes independently of the batch from compute capability {needed} on, and this GPU has {found}"
+        here, needed = (".".join(map(str, numbers)) for numbers in (capability, INVARIANT_FROM))
+        return f"vLLM computes independently of the batch from compute capability {needed} on, and this GPU has {here}"
     return None
 
 

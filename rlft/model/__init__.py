@@ -1,1 +1,1 @@
-"""The base and what stands on it: adapters in roles, the forward pass, critics, reward models."""
+"""The base and what is built on it: adapters in roles, the forward pass, critics, reward models."""

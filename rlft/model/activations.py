@@ -11,14 +11,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 LOGIT_CHUNK = {"cpu": 2**21, "cuda": 2**26}
-"""Logits alive at a time, in elements: 8 MiB in float32 stay near a CPU, 256 MiB keep a GPU busy."""
+"""Number of logits alive at a time: 8 MiB in float32 fit into a CPU's cache, 256 MiB keep a GPU busy."""
 
 ADAPTER_ITEM = 4
-"""Bytes of an adapter's weights, which are float32 whatever the base's are, and of what is computed with them."""
+"""Bytes of an adapter's weight, which is float32 whatever the base's are, and of a number computed with it."""
 
 
 def set_checkpointing(model: PreTrainedModel, on: bool) -> None:
-    """Turns gradient checkpointing on or off. It acts in training mode only."""
+    """Turns gradient checkpointing on or off. It has an effect in training mode only."""
     if on:
         _method(model, "enable")({"use_reentrant": False})
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
@@ -37,7 +37,7 @@ def peft_reads_the_old_name() -> Iterator[None]:
 
     The line is `if getattr(model, "is_gradient_checkpointing", True)` in PeftModel.__init__ (peft/peft_model.py, PEFT
     0.21); transformers 5.23 deprecates the name, a property of PreTrainedModel that no attribute of a model can hide.
-    Only this message of that module is left out; every other warning stays.
+    Only this message of that module is suppressed; every other warning is shown.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -51,15 +51,15 @@ def peft_reads_the_old_name() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLayers:
-    """The linear layers that an adapter lies on, and what PEFT's layers keep of a token beside the base's own.
+    """The linear layers that an adapter lies on, and what PEFT's layers keep of a token in addition to the base's.
 
-    The joint functions of the fast kernels, which take an adapter without dropout and DoRA on a base that is not
-    quantised, keep a few numbers only.
+    The joint functions of the fast kernels keep only a few numbers. They serve adapters without dropout and DoRA, on a
+    base that is not quantised.
 
-    Args:
-        inputs: input sizes of all these layers, summed.
-        shared_inputs: the same with what several layers of a module read counted once (queries, keys and values).
-        outputs: output sizes, summed.
+    Attributes:
+        inputs: sum of these layers' input sizes.
+        shared_inputs: the same sum, with an input that several layers of a module share (queries, keys, values) once.
+        outputs: sum of their output sizes.
         largest: (input size, output size) of the largest of them.
         dropout: whether inputs are dropped at random.
         dora: whether outputs are scaled by learned magnitudes (DoRA, arXiv 2402.09353).
@@ -78,7 +78,7 @@ class AdapterLayers:
     def of(
         cls, shapes: Mapping[str, tuple[int, ...]], *, dropout: bool, dora: bool, quantized: bool = False
     ) -> AdapterLayers:
-        """shapes: of the adapter's tensors, by PEFT's names."""
+        """The layers of an adapter whose tensors have these shapes, by PEFT's names."""
         inputs = {name.partition(".lora_A")[0]: shape[1] for name, shape in shapes.items() if ".lora_A" in name}
         outputs = {name.partition(".lora_B")[0]: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
         shared = {(name.rpartition(".")[0], size) for name, size in inputs.items()}
@@ -94,22 +94,28 @@ class AdapterLayers:
         )
 
     def bytes_of_a_token(self, itemsize: int, device: str, *, plain: bool) -> int:
-        """Kept in all layers for the backward. itemsize: bytes of the base's activations; device: "cpu" or "cuda"."""
+        """Bytes of a token that all layers keep for the backward.
+
+        Args:
+            itemsize: bytes of one of the base's activations.
+            device: "cpu" or "cuda".
+            plain: whether layers are computed as PEFT does it.
+        """
         if not (plain or self.dropout or self.dora or self.quantized):
             return 0
         kept = 0
         if self.dropout or itemsize != ADAPTER_ITEM:
-            # Each layer keeps its own input, dropped or in float32, in place of the one that the base's layers share.
+            # Each layer keeps an input of its own, dropped or in float32, instead of the one that layers share.
             kept = ADAPTER_ITEM * self.inputs - itemsize * self.shared_inputs
         if self.dropout:
             kept += (ADAPTER_ITEM if device == "cpu" else 1) * self.inputs  # the noise; on a GPU a mask of booleans
-        if self.dora:  # the outputs of base and adapter apart; with dropout the base's are of the adapter's input
+        if self.dora:  # separate outputs of base and adapter; with dropout the base gets the adapter's input
             kept += (ADAPTER_ITEM + (ADAPTER_ITEM if self.dropout else itemsize)) * self.outputs
         return kept
 
     def bytes_of_a_norm(self, itemsize: int) -> int:
-        """Alive while PEFT takes the norm of the largest layer's weight with DoRA: an identity, and its weight thrice,
-        and once more where the base's is not float32."""
+        """Bytes alive while PEFT computes the norm of the largest layer's weight for DoRA: an identity matrix, and
+        three copies of the weight, or four if the base's weights are not float32."""
         rows, columns = self.largest
         weights = 3 + (itemsize != ADAPTER_ITEM)
         return ADAPTER_ITEM * (rows * rows + weights * rows * columns) if self.dora else 0
@@ -121,18 +127,19 @@ NO_ADAPTER = AdapterLayers()
 def activation_bytes(
     config: Any, tokens: int, itemsize: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
 ) -> int:
-    """Bytes that a forward of so many tokens keeps for its backward, in all layers.
+    """Bytes that a forward of `tokens` tokens keeps for its backward, in all layers.
 
     A layer keeps the inputs and outputs of its two norms, queries, keys, values and attention output, and of its gated
-    MLP gate, up and their product. In 16 bits the norms' inputs are kept in float32, but by the kernels of a CUDA card.
-    Low-rank products and normalisers are left out (a few per cent), and so are logits, which are alive for a chunk of
-    tokens only. The last layer is counted as any other, though its MLP keeps fewer.
+    MLP the gate, up and their product. In 16 bits the norms' inputs are kept in float32, except by the kernels of a
+    CUDA card. Low-rank products and normalisers are left out (a few per cent), and so are logits, which are alive for a
+    chunk of tokens only. The last layer is counted like the others, though its MLP keeps less.
 
     Args:
         config: transformers' config.
+        tokens: number of tokens.
         itemsize: bytes of an activation.
         device: "cpu" or "cuda".
-        plain: transformers' own MLP keeps the gate's activation besides.
+        plain: whether layers are transformers' own, whose MLP also keeps the gate's activation.
         adapter: what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`).
     """
     text = config.get_text_config()
@@ -149,7 +156,7 @@ def activation_bytes(
 def checkpointed_bytes(
     config: Any, tokens: int, itemsize: int, *, device: str = "cpu", plain: bool = False, adapter: int = 0
 ) -> int:
-    """The same with gradient checkpointing: every layer's input, and one layer's activations at a time."""
+    """Like `activation_bytes`, with gradient checkpointing: all layers' inputs, and one layer's activations."""
     text = config.get_text_config()
     whole = activation_bytes(config, tokens, itemsize, device=device, plain=plain, adapter=adapter)
     return tokens * text.hidden_size * text.num_hidden_layers * itemsize + whole // text.num_hidden_layers

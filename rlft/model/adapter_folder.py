@@ -70,7 +70,7 @@ def head_shapes(path: str | Path, key: str) -> Shapes:
 
 
 def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
-    """The fields of adapter_config.json; refuses a folder that lacks PEFT's two files, or holds no LoRA."""
+    """The fields of adapter_config.json. Refuses a folder that lacks one of PEFT's two files, or is not LoRA."""
     for name in (CONFIG, WEIGHTS):
         if not (Path(path).expanduser() / name).is_file():
             raise UserError(
@@ -84,24 +84,24 @@ def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
 
 
 def is_adapter(path: str | None) -> bool:
-    """Whether a learned reward is an adapter on the base (None: a fresh one) and not a network of its own."""
+    """Whether a learned reward is an adapter on the base (None: a new one) and not a network of its own."""
     return path is None or (Path(path).expanduser() / CONFIG).is_file()
 
 
 def has_head(path: str | Path) -> bool:
-    """Whether a scalar head lies in the folder: it is a critic's or a reward's."""
+    """Whether the folder has a scalar head, so that it is a critic's or a reward's."""
     return (Path(path).expanduser() / HEAD).is_file()
 
 
 def check_head(path: str | Path, key: str) -> None:
-    """Refuses a folder without head.safetensors: it is no critic's or reward's."""
+    """Refuses a folder without head.safetensors, which cannot be a critic's or a reward's."""
     if not has_head(path):
         problem = f"there is no {HEAD} in that folder"
         raise UserError(key, problem, got=path, remedy="point it at the folder of a reward or a critic")
 
 
 def content_fingerprint(path: str | Path) -> str:
-    """sha256 (hex) over the files that make an adapter what it is: its config, its weights and its head."""
+    """sha256 (hex) of the files that define an adapter: its config, its weights and its head."""
     digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS, HEAD):
         file = Path(path).expanduser() / name
@@ -111,7 +111,7 @@ def content_fingerprint(path: str | Path) -> str:
 
 
 def read_record(path: str | Path, key: str) -> dict[str, Any]:
-    """The fields of rlft.json; none where rlft did not make the folder."""
+    """The fields of rlft.json; {} if rlft did not make the folder."""
     return _read_json(RECORD, path, key) if (Path(path).expanduser() / RECORD).is_file() else {}
 
 

@@ -57,9 +57,9 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def source(config: ModelConfig) -> dict[str, Any]:
-    """transformers' keyword arguments for loading config, tokenizer and weights: path, revision, rights.
+    """transformers' keyword arguments for loading config, tokenizer and weights.
 
-    Without a hub that answers, only its cache on this machine is looked at, instead of half a minute of retries.
+    If the hub does not answer, only its cache on this machine is used, instead of half a minute of retries.
     """
     path = resolve_path(config.path)
     return {
@@ -71,7 +71,7 @@ def source(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_config(config: ModelConfig) -> Any:
-    """The model's config.json as a transformers config; cheap, no weights. An unreachable model is a UserError."""
+    """The model's config.json as a transformers config, without weights. UserError if it cannot be read."""
     check_local(config.path)
     try:
         return AutoConfig.from_pretrained(**source(config))
@@ -100,7 +100,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backbone:
-    """A loaded model. path: the config's model.path, as the user wrote it. kernels: what the model is computed with."""
+    """A loaded model.
+
+    Attributes:
+        model: the model.
+        tokenizer: its tokenizer.
+        device: where the model is.
+        path: the config's model.path, as the user wrote it.
+        kernels: what the model is computed with.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -123,14 +131,16 @@ Adopt = Callable[[PreTrainedModel, torch.device], None]
 
 @functools.lru_cache(maxsize=1)  # a sweep over models must not hold them all
 def load_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
-    """The base, never to be written to; jobs of a sweep with the same one share it."""
+    """The base, which must not be written to: jobs of a sweep with the same base share it."""
     return read_backbone(config, adopt)
 
 
 def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     """Loads a base that nobody else uses.
 
-    adopt: called in the place of `model.to(device)`, as by an engine on whose storage the weights can lie.
+    Args:
+        config: the model's settings.
+        adopt: called instead of `model.to(device)`, for instance to put the weights on an engine's storage.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -172,11 +182,11 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers in their order; empty where they are not one list of as many modules as the config says, or
-    have weights in common."""
+    """The decoder layers in their order; empty if they are not a single list of as many modules as the config says, or
+    share weights."""
     number = cast(Any, model).config.get_text_config().num_hidden_layers
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == number]
-    inside = {id(module) for found in lists[:1] for module in found.modules()}  # as lists of experts are
+    inside = {id(module) for layers in lists[:1] for module in layers.modules()}  # such as lists of experts
     if not lists or any(id(other) not in inside for other in lists):
         return []
     layers = list(lists[0])
@@ -185,27 +195,27 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def layer_weights(layer: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a decoder layer that are matrices, or more, of the dtype of the first: not norms and biases."""
+    """A decoder layer's parameters with two or more dimensions and the dtype of the first: no norms, no biases."""
     weights = [parameter for parameter in layer.parameters() if parameter.dim() > 1]
     return [weight for weight in weights if weight.dtype == weights[0].dtype]
 
 
 def _silence_dropout(model: PreTrainedModel) -> None:
-    """The base's own dropout would make the policy's log-probs differ from those it sampled with."""
+    """Turns off the base's own dropout, with which the policy's log-probs would differ from the sampled ones."""
     if hasattr(model.config, "attention_dropout"):
         model.config.attention_dropout = 0.0
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):  # of some it is a module
+        elif isinstance(getattr(module, "attention_dropout", None), float):  # in some models it is a module
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def fingerprint(config: ModelConfig) -> str:
-    """16 hex digits that identify the base: its config and, for a folder, what is in its weight files.
+    """16 hex digits that identify the base: its config and, for a folder, the content of its weight files.
 
-    Of each file its size and 64 places of 64 KiB, evenly spread: a model that was trained on differs in all of them,
-    and gigabytes need not be read.
+    Of each file the size and 64 evenly spread blocks of 64 KiB are read, instead of gigabytes: further training would
+    change all of them.
     """
     fields = {
         k: v for k, v in read_config(config).to_dict().items() if k not in ("_name_or_path", "transformers_version")

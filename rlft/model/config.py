@@ -17,10 +17,10 @@ ALL_LINEAR = "all-linear"
 """The default of lora.target_modules."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""What model.dtype may be beside auto."""
+"""The values of model.dtype besides auto."""
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
-"""What model.device may begin with; torch says which of them there are."""
+"""What model.device may begin with; torch knows which of these exist here."""
 
 
 class Old(StrEnum):
@@ -31,7 +31,7 @@ class Old(StrEnum):
 
 
 class KernelChoice(StrEnum):
-    """What a model is computed with: rlft's functions where they are tested, or transformers and PEFT as they come."""
+    """What a model is computed with: rlft's functions where they are tested, or unchanged transformers and PEFT."""
 
     auto = "auto"
     plain = "plain"
@@ -81,7 +81,7 @@ class LoraSettings:
 
     @property
     def keys_of_shape(self) -> dict[str, object]:
-        """{key: value} with which another run's adapter has the shape and the scale of this run's."""
+        """{key: value} that give another run's adapter the shape and the scale of this run's."""
         keys: dict[str, object] = {"lora.rank": self.rank, "lora.alpha": f"{self.alpha:g}"}
         if self.target_modules != ALL_LINEAR:
             keys["lora.target_modules"] = self.target_modules
@@ -90,11 +90,13 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotConfig:
-    """reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter.
+    """The `snapshot` section.
 
-    teacher: `none`, `base`, the folder of a PEFT adapter, or another model's (a folder, a hub id, `embedded:<name>`).
-    teacher_engine: what computes a teacher that is a model of its own.
-    teacher_gpu_memory_utilization: share of a GPU's memory that vLLM gets for it.
+    Attributes:
+        reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter.
+        teacher: `none`, `base`, the folder of a PEFT adapter, or another model (a folder, a hub id, `embedded:<name>`).
+        teacher_engine: what computes a teacher that is a model of its own.
+        teacher_gpu_memory_utilization: share of a GPU's memory that vLLM gets for the teacher.
     """
 
     reference: str
@@ -108,12 +110,12 @@ class SnapshotConfig:
 
     @property
     def teacher_adapter(self) -> str | None:
-        """The folder of the teacher's adapter on the base; None where the teacher is none of these."""
+        """The folder of the teacher's adapter on the base; None if the teacher is not an adapter."""
         return self.teacher if self._has_teacher_folder and is_adapter(self.teacher) else None
 
     @property
     def teacher_model(self) -> str | None:
-        """The path of the teacher that is a model of its own; None where it is none."""
+        """The path of a teacher that is a model of its own; None if the teacher is not one."""
         return self.teacher if self._has_teacher_folder and not is_adapter(self.teacher) else None
 
     @property
@@ -122,7 +124,7 @@ class SnapshotConfig:
 
 
 def teacher_settings(snapshot: SnapshotConfig, model: ModelConfig) -> ModelConfig | None:
-    """With which a teacher that is a model of its own is loaded: as the base, but for its path; None: there is none."""
+    """The settings of a teacher that is a model of its own: the base's, except for the path; None without one."""
     if snapshot.teacher_model is None:
         return None
     return replace(model, path=snapshot.teacher_model, revision=None, gradient_checkpointing=False)
@@ -137,7 +139,11 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
-    """init: `base`, `reward` (the learned reward's adapter), or the folder of a reward or critic adapter."""
+    """The `critic` section.
+
+    Attributes:
+        init: `base`, `reward` (the learned reward's adapter), or the folder of a reward or critic adapter.
+    """
 
     kind: CriticKind
     init: str
@@ -148,7 +154,11 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig:
-    """The training of the learned reward's adapter between steps. labels: the rule reward that ranks siblings."""
+    """The training of the learned reward's adapter between steps.
+
+    Attributes:
+        labels: name of the rule reward that ranks siblings.
+    """
 
     refresh_every: NonNegativeInt
     labels: str | None

@@ -1,4 +1,4 @@
-"""The critic: a value head, on an adapter of its own or on the policy's features, and the unit its values are in."""
+"""The critic: a value head, on an adapter of its own or on the policy's features, and the unit of its values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlft.model.scalar_head import ScalarHead
 
 CRITIC = "critic"
 MEMORY = 0.99
-"""Weight of the earlier returns in the running statistics, once more than 1 / (1 - MEMORY) steps have been seen."""
+"""Weight of the earlier returns in the running statistics, after the first 1 / (1 - MEMORY) steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class ReturnStatistics:
         return max(self.variance, 1e-8) ** 0.5
 
     def seen(self, returns: Tensor, mask: Tensor) -> ReturnStatistics:
-        """With one more step's returns `[B, T]` under the mask: a plain average at first, later a moving one."""
+        """The statistics with the masked returns `[B, T]` of another step: a plain average at first, later moving."""
         values = returns[mask].double()
         if not len(values):
             return self
@@ -43,7 +43,7 @@ class ReturnStatistics:
 class Critic:
     """A head with the statistics that normalise it. `role` is the adapter whose features it reads.
 
-    Values are in units of reward everywhere outside: value = mean + std x head(features). When the statistics move, the
+    Outside this class values are in units of reward: value = mean + std x head(features). When the statistics move, the
     head is rescaled so that no value changes (PopArt, arXiv 1602.07714); without normalisation mean = 0 and std = 1.
     """
 
@@ -57,7 +57,7 @@ class Critic:
 
     @property
     def value_scale(self) -> float:
-        """What errors of values are divided by in the loss."""
+        """The number by which errors of values are divided in the loss."""
         return self.statistics.std if self.normalize else 1.0
 
     def observe(self, returns: Tensor, mask: Tensor) -> None:
@@ -66,14 +66,14 @@ class Critic:
             self._rescale(self.statistics.seen(returns, mask))
 
     def forget_statistics(self) -> None:
-        """Resets the statistics, for a run that starts from this head; no value changes."""
+        """Resets the statistics, for a run that starts with this head; no value changes."""
         self._rescale(ReturnStatistics())
 
     @torch.no_grad()
-    def _rescale(self, after: ReturnStatistics) -> None:
-        before, self.statistics = self.statistics, after
-        self.head.weight.mul_(before.std / after.std)
-        self.head.bias.mul_(before.std).add_(before.mean - after.mean).div_(after.std)
+    def _rescale(self, new: ReturnStatistics) -> None:
+        old, self.statistics = self.statistics, new
+        self.head.weight.mul_(old.std / new.std)
+        self.head.bias.mul_(old.std).add_(old.mean - new.mean).div_(new.std)
 
     def state(self) -> dict[str, float]:
         statistics = self.statistics

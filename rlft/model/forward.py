@@ -1,8 +1,8 @@
 """Log-probs, entropy and values of a Batch under whichever adapter is active.
 
-Two forwards that give the same numbers: `packed` (prompts once per group, no padding, the LM head on completion
-positions only, in chunks) and `padded` (the model's own forward on padded rows). A model that the packed one cannot
-serve uses the padded one; `choose` says which and why.
+There are two forwards, which give the same numbers: `packed` (prompts once per group, no padding, the LM head on
+completion positions only, in chunks) and `padded` (the model's own forward on padded rows). A model that the packed one
+cannot serve uses the padded one; `choose` says which, and why.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Forward:
     reason: str
 
     def layout(self, batch: Batch) -> PackedRows | None:
-        """The batch as a packed row, to be given to every pass over the same batch; None where rows are padded."""
+        """The batch as a packed row, which every pass over the same batch can use; None where rows are padded."""
         return pack(batch) if self.packed else None
 
     def __call__(
@@ -46,12 +46,15 @@ class Forward:
     ) -> Outputs:
         """Outputs `[B, T]`, 0 outside the completions; logits are divided by `temperature` as in sampling.
 
-        They are float32 whatever the model's dtype is, but float64 when that is.
+        They are float64 if the model is, and float32 otherwise.
 
         Args:
-            head: adds the values it reads off the same hidden states that predict the tokens.
-            layout: of this batch, where it exists already.
-            top_k: adds the log-probs of `batch.teacher_top_k_ids`.
+            batch: the rows.
+            temperature: the temperature.
+            entropy: whether to compute entropies.
+            head: computes values, from the hidden states that predict the tokens; None for no values.
+            layout: the packed form of this batch, if it exists already.
+            top_k: whether to compute the log-probs of `batch.teacher_top_k_ids`.
         """
         if self.packed:
             return packed_forward(self.model, batch, temperature, entropy, head, layout, top_k)
@@ -60,9 +63,15 @@ class Forward:
     def likeliest(
         self, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probs `[B, T]`, the k likeliest tokens in the place of each `[B, T, K]`, theirs `[B, T, K]`), no grad.
+        """(log-probs `[B, T]`, the k likeliest tokens at each place `[B, T, K]`, their log-probs `[B, T, K]`), no grad.
 
-        At temperature 1; 0 outside the completions. vocabulary: tokens from this one on are not among the likeliest.
+        They are at temperature 1, and 0 outside the completions.
+
+        Args:
+            batch: the rows.
+            k: number of likeliest tokens.
+            vocabulary: only token ids below this are among the likeliest.
+            layout: the packed form of this batch, if it exists already.
         """
         with torch.no_grad():
             if self.packed:
@@ -72,7 +81,7 @@ class Forward:
     def values(self, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
         """`[B, T]`, 0 outside the completions: the head on the hidden state that precedes each completion token.
 
-        So values[b, t] is of the state in which token t was chosen. The LM head is not run.
+        So values[b, t] is the value of the state in which token t was chosen. The LM head is not run.
         """
         if self.packed:
             return packed_values(self.model, batch, head, layout).where(batch.loss_mask, 0.0)
@@ -84,11 +93,11 @@ class Forward:
         return split(batch, rows, token_budget)
 
     def real_tokens(self, batch: Batch) -> int:
-        """Tokens the network had to see for this batch: a shared prompt counts once where it is shared."""
+        """Tokens that the network has to see for this batch; a prompt counts once where its group shares it."""
         return num_packed_tokens(batch) if self.packed else int(batch.attention_mask.sum())
 
     def network_tokens(self, batch: Batch) -> int:
-        """Tokens that enter the network for this batch, padding included where there is any."""
+        """Tokens that enter the network for this batch, including padding."""
         if self.packed:
             return num_packed_tokens(batch)
         rows_B, lengths_B = padded_sizes(batch)
@@ -121,9 +130,9 @@ def packed_likeliest(
     model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = layout or pack(batch)
-    made = likeliest(_head(model), _predicting(model, packed), packed.target, k, 1.0, vocabulary)
-    logprobs_BT, ids_BTK, of_ids_BTK = (_placed(values, packed, batch) for values in made)
-    return logprobs_BT, ids_BTK, of_ids_BTK
+    results = likeliest(_head(model), _predicting(model, packed), packed.target, k, 1.0, vocabulary)
+    logprobs_BT, ids_BTK, ids_logprobs_BTK = (_placed(values, packed, batch) for values in results)
+    return logprobs_BT, ids_BTK, ids_logprobs_BTK
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
@@ -145,8 +154,8 @@ def _placed(values_M: Tensor, packed: PackedRows, batch: Batch) -> Tensor:
 
 def _predicting(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """`[M, hidden]` of the positions that predict the completion tokens, after the final norm."""
-    # A 4-D mask is handed through untouched by every model; ours is never read, it only stops transformers from
-    # building the N x N mask that restarting positions would call for.
+    # Every model passes a 4-D mask on as it is; this one is never read, and only keeps transformers from building the
+    # N x N mask that positions which start again would need.
     unread_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.token_ids.device)
     output = model.base_model(
         input_ids=packed.token_ids,
@@ -169,17 +178,17 @@ def padded_forward(
 ) -> Outputs:
     """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two.
 
-    Of a row with branches each path is a row.
+    Each path of a row with branches becomes a row.
     """
     if batch.previous is not None:
         paths = paths_of(batch)
-        of_paths = padded_forward(model, paths.batch, temperature, entropy, value_head, top_k)
+        path_outputs = padded_forward(model, paths.batch, temperature, entropy, value_head, top_k)
         return _masked(
-            paths.fold(of_paths.logprobs),
-            None if of_paths.entropy is None else paths.fold(of_paths.entropy),
-            None if of_paths.values is None else paths.fold(of_paths.values),
+            paths.fold(path_outputs.logprobs),
+            None if path_outputs.entropy is None else paths.fold(path_outputs.entropy),
+            None if path_outputs.values is None else paths.fold(path_outputs.values),
             batch,
-            None if of_paths.top_k_logprobs is None else paths.fold(of_paths.top_k_logprobs),
+            None if path_outputs.top_k_logprobs is None else paths.fold(path_outputs.top_k_logprobs),
         )
     ids_BT, mask_BT = _narrowed(batch)
     with_values = value_head is not None
@@ -195,24 +204,24 @@ def padded_forward(
     top_k_BTK = None
     if top_k:
         assert batch.teacher_top_k_ids is not None, "a teacher has said which tokens"
-        of_ids_BTK = logits_BTV.gather(-1, batch.teacher_top_k_ids[:, 1 : ids_BT.shape[1]])
-        top_k_BTK = _shifted(of_ids_BTK - normaliser_BT.unsqueeze(-1), batch)
+        ids_logits_BTK = logits_BTV.gather(-1, batch.teacher_top_k_ids[:, 1 : ids_BT.shape[1]])
+        top_k_BTK = _shifted(ids_logits_BTK - normaliser_BT.unsqueeze(-1), batch)
     return _masked(_shifted(logprobs_BT, batch), entropy_BT, values_BT, batch, top_k_BTK)
 
 
 def padded_likeliest(model: PreTrainedModel, batch: Batch, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     if batch.previous is not None:
         paths = paths_of(batch)
-        logprobs, ids, of_ids = map(paths.fold, padded_likeliest(model, paths.batch, k, vocabulary))
+        logprobs, ids, ids_logprobs = map(paths.fold, padded_likeliest(model, paths.batch, k, vocabulary))
     else:
         ids_BT, mask_BT = _narrowed(batch)
         logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False).logits[:, :-1]
         logp_BTV = widened(logits_BTV).log_softmax(-1)
         best = logp_BTV[..., :vocabulary].topk(k, -1)
-        made = logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
-        logprobs, ids, of_ids = (_shifted(values, batch) for values in made)
+        results = logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0], best.indices, best.values
+        logprobs, ids, ids_logprobs = (_shifted(values, batch) for values in results)
     mask_BTK = batch.loss_mask.unsqueeze(-1)
-    return logprobs.where(batch.loss_mask, 0.0), ids.where(mask_BTK, 0), of_ids.where(mask_BTK, 0.0)
+    return logprobs.where(batch.loss_mask, 0.0), ids.where(mask_BTK, 0), ids_logprobs.where(mask_BTK, 0.0)
 
 
 def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Tensor:
@@ -225,16 +234,16 @@ def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead) -> Ten
 
 
 def _narrowed(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Token ids and mask up to the longest row. Padding becomes token 0, whatever the caller left there."""
+    """Token ids and mask up to the longest row. Padding becomes token 0, whatever it was."""
     width = int(batch.attention_mask.sum(1).max())
     mask_BT = batch.attention_mask[:, :width]
     return batch.token_ids[:, :width].where(mask_BT, 0), mask_BT
 
 
 def _shifted(values: Tensor, batch: Batch) -> Tensor:
-    """Values of positions 0 .. n - 2, moved to the tokens that these predict, 1 .. n - 1, in the batch's width."""
-    before_the_last = (0, 0) * (values.dim() - 2)
-    return nn.functional.pad(values, (*before_the_last, 1, batch.token_ids.shape[1] - values.shape[1] - 1))
+    """Values of positions 0 .. n - 2, moved to the tokens 1 .. n - 1 that these predict, in the batch's width."""
+    other_dims = (0, 0) * (values.dim() - 2)
+    return nn.functional.pad(values, (*other_dims, 1, batch.token_ids.shape[1] - values.shape[1] - 1))
 
 
 def _masked(
@@ -257,12 +266,12 @@ def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
     """The packed forward where this model gives the same log-probs with it, else the padded one with the reason.
 
     Known obstacles are recognised by name. For every other model the two are compared on a small batch, since scaled
-    logits, layers that drop what they do not know, or a new architecture may change the numbers. The comparison is
-    with the model's own modules; kernels that give other log-probs in padded rows too are removed.
+    logits, layers that ignore unknown arguments, or a new architecture may change the numbers. The comparison is with
+    the model's own modules; kernels that give other log-probs also in padded rows are removed.
 
     Args:
-        model: with its kernels installed.
-        kernels: what it is computed with; None where nothing but its attention was replaced.
+        model: the model, with its kernels installed.
+        kernels: its kernels; None if nothing but its attention was replaced.
     """
     kernels = kernels or Kernels()
     if kernels.are_plain:
@@ -288,7 +297,7 @@ def _padded(model: PreTrainedModel, reason: str) -> Forward:
 
 
 def _agree(model: PreTrainedModel, gap: Tensor) -> bool:
-    """Whether two computations of the same log-probs agree as closely as the model's dtype allows; gap `[]` in nats."""
+    """Whether a gap of log-probs (`[]`, in nats) is within what the model's dtype allows."""
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.25
     return bool(gap.isfinite() and gap <= tolerance)
 
@@ -301,11 +310,11 @@ def _refusal(model: PreTrainedModel) -> str | None:
 
 
 def known_refusal(model: PreTrainedModel) -> str | None:
-    """Why this kind of model cannot be packed, as far as its config and class tell without a weight; None: it can."""
+    """Why this kind of model cannot be packed, as far as config and class tell; None if they tell no reason."""
     config = model.config.get_text_config()
-    known = obstacle(model)
-    if known is not None:
-        return known
+    problem = obstacle(model)
+    if problem is not None:
+        return problem
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return f"{type(model).__name__} mixes attention kinds (sliding window or linear layers)"
     # Llama-like configs carry the window without layer types (Mistral); Qwen2's window is off unless it says so.
@@ -315,15 +324,15 @@ def known_refusal(model: PreTrainedModel) -> str | None:
 
 
 def _probe(model: PreTrainedModel) -> Batch:
-    """Two groups of two short rows with unlike lengths, of tokens every vocabulary has."""
+    """Two groups of two short rows with different lengths, of tokens that every vocabulary has."""
     lengths = [(5, 4), (5, 2), (3, 6), (3, 1)]
     width = max(p + c for p, c in lengths)
     columns = torch.arange(width)
     attention = torch.stack([columns < p + c for p, c in lengths])
     completion = torch.stack([(columns >= p) & (columns < p + c) for p, c in lengths])
-    known = min(97, model.config.get_text_config().vocab_size - 1)
+    num_tokens = min(97, model.config.get_text_config().vocab_size - 1)
     ids = torch.stack(
-        [(columns * (7 if i < 2 else 5) + (columns >= p) * i) % known + 1 for i, (p, _) in enumerate(lengths)]
+        [(columns * (7 if i < 2 else 5) + (columns >= p) * i) % num_tokens + 1 for i, (p, _) in enumerate(lengths)]
     )
     device = model.device
     zeros = torch.zeros(4, width, device=device)

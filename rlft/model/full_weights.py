@@ -24,9 +24,9 @@ MODEL = "model"
 
 
 class WholeModel:
-    """What supervised fine-tuning needs of `Roles`, for a backbone that nobody else uses: its weights change.
+    """The part of `Roles` that supervised fine-tuning needs, for a backbone whose weights change.
 
-    An engine on it samples from the weights as they are: publishing copies nothing.
+    Nobody else may use that backbone. An engine on it samples from the current weights: publishing copies nothing.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -35,12 +35,12 @@ class WholeModel:
         self.forward: Forward = choose(self.model, backbone.kernels)
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """Every weight once, tied ones too, in a fixed order."""
+        """Every weight in a fixed order, tied ones only once."""
         return list(self.model.named_parameters())
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Gradient checkpointing is on inside, where it is set; the model's own dropout is off at all times."""
+        """Inside, gradient checkpointing is on if it is configured; the model's own dropout is always off."""
         self.model.train()
         try:
             yield
@@ -55,7 +55,7 @@ class WholeModel:
         return to_device(batch, self.backbone.device)
 
     def write(self, folder: Path) -> None:
-        """A model folder that transformers and vLLM load: weights, config, tokenizer."""
+        """Writes a model folder that transformers and vLLM can load: weights, config, tokenizer."""
         self.model.save_pretrained(folder)
         self.backbone.tokenizer.save_pretrained(folder)
 
@@ -64,18 +64,18 @@ class WholeModel:
         weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
         report = self.model.load_state_dict(weights, strict=False)
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
-        odd = [*(name for name in report.missing_keys if name not in tied), *report.unexpected_keys]
-        assert not odd, f"these weights are another model's: {odd[:3]}"
+        mismatched = [*(name for name in report.missing_keys if name not in tied), *report.unexpected_keys]
+        assert not mismatched, f"these weights are another model's: {mismatched[:3]}"
 
     # -- what an engine on the trainer's own model needs ------------------------------------------------------------
     def publish(self, version: int) -> Adapter:
         return Adapter(version=version, weights={}, config={})
 
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
-        """Nothing to copy: the engine's model is the trainer's."""
+        """Does nothing: the engine's model is the trainer's."""
 
     def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
-        """For decoding these prompts with the weights as they are; None where the model cannot be decoded so."""
+        """A cache for decoding these prompts with the current weights; None if the model cannot use one."""
         return open_prefix_cache(self.forward, prompts, max_tokens)
 
     @contextmanager

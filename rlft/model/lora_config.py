@@ -1,4 +1,4 @@
-"""PEFT's config of the adapters that a run makes, from the `lora` section of the run's config."""
+"""PEFT's config for the adapters that a run makes, from the `lora` section of the run's config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlft.model.config import LoraSettings
 
 
 def lora_config(settings: LoraSettings) -> LoraConfig:
-    """A config of its own for each call: PEFT writes into those that it is given."""
+    """A new config for each call, since PEFT writes into the configs that it gets."""
     targets = settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
     return LoraConfig(
         r=settings.rank,

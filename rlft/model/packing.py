@@ -1,10 +1,10 @@
-"""Rows of a Batch -> one packed row in which every group's prompt stands once and nothing is padded.
+"""Packs the rows of a Batch into one row in which every group's prompt stands once and nothing is padded.
 
 Layout of the packed row, N tokens: prompt_1 completion_11 .. completion_1G prompt_2 completion_21 .., or, for CUDA's
 kernel, prompt_1 prompt_2 .. completion_11 .. completion_1G completion_21 ..
-Positions of each completion go on from the end of its prompt. A completion's first token is predicted from the last
-prompt position, which all siblings share. Where rows have branches, these come last: each stands once and reads the
-earlier parts of its row, so that the packed row is a tree.
+Positions of each completion continue those of its prompt. A completion's first token is predicted from the last prompt
+position, which all siblings share. If rows have branches, these come last: each stands once and reads the earlier parts
+of its row, so that the packed row is a tree.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from rlft.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """U distinct prompts, R completions, N packed tokens, M of them sampled: what an environment put in is only read.
+    """U distinct prompts, R completions, N packed tokens, M of them sampled (an environment's tokens are only read).
 
-    Args:
-        token_ids, position_ids: int64 `[1, N]`.
-        prompts, completions: the span of each in the packed row; of a completion with branches that of its trunk.
+    Attributes:
+        token_ids: int64 `[1, N]`.
+        position_ids: int64 `[1, N]`.
+        prompts: span of each prompt in the packed row.
+        completions: span of each completion, or of its trunk if it has branches.
         owner: index of each completion's prompt.
-        predictor: int64 `[M]`, the packed position whose hidden state predicts the token.
-        target: int64 `[M]`, that token.
-        rows, columns: int64 `[M]`, where the token stands in the Batch.
+        predictor: int64 `[M]`, the packed position whose hidden state predicts the sampled token.
+        target: int64 `[M]`, the sampled token.
+        rows: int64 `[M]`, the row of the sampled token in the Batch.
+        columns: int64 `[M]`, its column.
         branches: the span of each branch, and the spans that it reads.
     """
 
@@ -53,19 +56,19 @@ class PackedRows:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """For `split_attention`; made once for all layers, forward and backward."""
+        """The blocks for `split_attention`, which are made once for all layers, forward and backward."""
         return make_blocks(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
 
     @cached_property
     def lengths(self) -> RowLengths | None:
-        """For `flash_attention`; None where it cannot take this row."""
+        """The lengths for `flash_attention`; None if it cannot take this row."""
         if self.branches:
             return None
         return row_lengths(self.prompts, self.completions, self.owner, self.token_ids.device)
 
     @cached_property
     def padded(self) -> PaddedRows:
-        """For attention through a mask."""
+        """The padded rows for attention through a mask."""
         return pad_rows(self.prompts, self.completions, self.owner, self.token_ids.device, self.branches)
 
 
@@ -73,15 +76,14 @@ class PackedRows:
 class PaddedRows:
     """Prompts and completions of a packed row as rows of their own.
 
-    Args:
+    Attributes:
         prompt_index: int64 `[U, Pmax]`, positions in the packed row, 0 where padded.
         prompt_mask: bool of the same shape, True on real tokens.
         completion_index: int64 `[R, Cmax]`, positions in the packed row, 0 where padded.
         completion_mask: bool of the same shape, True on real tokens.
         owner: int64 `[R]`, index of each completion's prompt.
-        unpack: int64 `[N]`, where each packed token stands in (prompts flattened, then completions flattened, then
-            branches).
-        branches: of each branch, in the order of the packed row, the places that it reads and its own.
+        unpack: int64 `[N]`, where each packed token is in (flattened prompts, flattened completions, branches).
+        branches: (the places that it reads, its own places) of each branch, in the order of the packed row.
     """
 
     prompt_index: Tensor
@@ -94,16 +96,17 @@ class PaddedRows:
 
 
 def prompt_lengths(batch: Batch) -> Tensor:
-    """int64 `[B]`: tokens before the first completion token (the whole row where there is no completion)."""
+    """int64 `[B]`: number of tokens before the first completion token (all tokens if there is no completion)."""
     lengths_B = batch.attention_mask.sum(1)
     first_B = batch.loss_mask.int().argmax(1)
     return torch.where(batch.loss_mask.any(1), first_B, lengths_B)
 
 
 def micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
-    """Splits rows into micro-batches of at most `token_budget` packed tokens, whole groups together where they fit.
+    """Splits rows (int64 `[N]`) into micro-batches of at most `token_budget` packed tokens.
 
-    rows: int64 `[N]`. Groups come in the order of their first row. A row that exceeds the budget stands by itself.
+    A group stays together if it fits. Groups come in the order of their first row. A row that exceeds the budget is a
+    micro-batch by itself.
     """
     prompts_B = prompt_lengths(batch).tolist()
     lengths_B = batch.attention_mask.sum(1).tolist()
@@ -136,7 +139,7 @@ def micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]
 
 
 def padded_micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
-    """The same for padded rows, which all cost as much as the longest of their micro-batch: rows stay in order."""
+    """Splits padded rows, each of which costs as much as the longest in its micro-batch; rows keep their order."""
     rows_B, lengths_B = padded_sizes(batch)
     result: list[list[int]] = []
     longest = height = 0
@@ -152,15 +155,17 @@ def padded_micro_batches(batch: Batch, rows: Tensor, token_budget: int) -> list[
 
 
 def padded_sizes(batch: Batch) -> tuple[list[int], list[int]]:
-    """(how many padded rows each row becomes, one without branches and else one a path; tokens of the longest)."""
+    """(number of padded rows that each row becomes, which is its number of paths; tokens of the longest of them)."""
     parts_B = parts_of(batch)
     return list(map(len, parts_B)), [max(part.depth + part.columns[1] for part in parts) for parts in parts_B]
 
 
 def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
-    """The packed form of every row of the batch. Siblings share a prompt when the tokens are really the same.
+    """The packed form of a batch. Siblings share a prompt only if its tokens are the same.
 
-    prompts_first: all prompts stand before all completions; None: on a CUDA card.
+    Args:
+        batch: the rows.
+        prompts_first: whether all prompts stand before all completions; None: only on a CUDA card.
     """
     if prompts_first is None:
         prompts_first = batch.token_ids.device.type == "cuda"
@@ -174,22 +179,24 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
     completions: list[Span] = []
     owner: list[int] = []
     branches: list[BranchSpans] = []
-    placed: list[list[tuple[Span, int]]] = [[] for _ in parts_B]  # by row (columns, their place in the packed row)
+    placed: list[list[tuple[Span, int]]] = [
+        [] for _ in parts_B
+    ]  # for each row (columns, their place in the packed row)
     offset = 0
 
     def add(b: int, columns_of: Span, position: int, before: int) -> None:
-        """Puts these columns of a row next, as its tokens from this position on, behind the token at `before`."""
+        """Appends these columns of row b, whose positions begin with `position`, and which follow token `before`."""
         nonlocal offset
         first, size = columns_of
         placed[b].append((columns_of, offset))
         if size:
-            own = torch.arange(first, first + size)
-            ids.append(tokens[b, own])
-            positions.append(own + (position - first))
+            added = torch.arange(first, first + size)
+            ids.append(tokens[b, added])
+            positions.append(added + (position - first))
             predicted_from = torch.arange(offset - 1, offset + size - 1)
             predicted_from[0] = before
-            sampled = sampled_BT[b, own]
-            columns.append(own[sampled])
+            sampled = sampled_BT[b, added]
+            columns.append(added[sampled])
             predictor.append(predicted_from[sampled])
             target.append(ids[-1][sampled])
             rows.append(torch.full((len(target[-1]),), b))
@@ -234,7 +241,7 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
 
 
 def _spans(run: Span, placed: Sequence[tuple[Span, int]]) -> list[Span]:
-    """Where a run of a row's columns stands in the packed row."""
+    """The spans of the packed row that hold a run of a row's columns."""
     first, end = run[0], sum(run)
     spans = []
     for (start, length), place in placed:
@@ -245,7 +252,7 @@ def _spans(run: Span, placed: Sequence[tuple[Span, int]]) -> list[Span]:
 
 
 def num_packed_tokens(batch: Batch) -> int:
-    """The length of `pack(batch)`, without making it."""
+    """The number of tokens of `pack(batch)`, without packing."""
     prompts_B = prompt_lengths(batch).tolist()
     members = _sharing(batch.token_ids.cpu(), prompts_B, batch.group_ids.tolist())
     repeated = sum(prompts_B[siblings[0]] * (len(siblings) - 1) for siblings in members)
@@ -253,7 +260,7 @@ def num_packed_tokens(batch: Batch) -> int:
 
 
 def _sharing(tokens_BT: Tensor, prompts_B: list[int], groups_B: list[int]) -> list[list[int]]:
-    """Rows that share one prompt, in the order of their first row."""
+    """Lists of the rows that share a prompt, in the order of their first rows."""
     members: dict[tuple[int, bytes], list[int]] = {}
     for b, prefix in enumerate(_prefixes(tokens_BT, prompts_B)):
         members.setdefault((groups_B[b], prefix), []).append(b)
@@ -276,8 +283,8 @@ def pad_rows(
     """Prompts and completions of a packed row as padded rows."""
     prompt_index, prompt_mask = padded_places(prompts)
     completion_index, completion_mask = padded_places(completions)
-    places = [(torch.cat([_range(span) for span in read]), _range(own)) for own, read in branches]
-    own_places = [own for _, own in places]
+    branch_places = [(torch.cat([_range(span) for span in read]), _range(own)) for own, read in branches]
+    own_places = [own for _, own in branch_places]
     flat = torch.cat([prompt_index.flatten(), completion_index.flatten(), *own_places])
     real = torch.cat([prompt_mask.flatten(), completion_mask.flatten(), *map(torch.ones_like, own_places)]).bool()
     unpack = torch.empty(int(real.sum()), dtype=torch.int64)
@@ -289,7 +296,7 @@ def pad_rows(
         completion_mask=completion_mask.to(device),
         owner=torch.tensor(owner, device=device),
         unpack=unpack.to(device),
-        branches=tuple((read.to(device), own.to(device)) for read, own in places),
+        branches=tuple((read.to(device), own.to(device)) for read, own in branch_places),
     )
 
 

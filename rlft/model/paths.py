@@ -1,4 +1,4 @@
-"""What model.path stands for: a folder, a hub id, or a model that ships with rlft."""
+"""Resolves model.path: a folder, a hub id, or a model that ships with rlft."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def resolve_path(path: str) -> str:
 
 
 def looks_local(path: str) -> bool:
-    """Whether the path is a folder here, or written like one, and not a hub id."""
+    """Whether the path is an existing folder, or looks like one, and not a hub id."""
     return path.startswith(("/", ".", "~")) or Path(path).exists()
 
 
 def check_local(path: str) -> None:
-    """A local path is a model's folder; a hub id is not looked up.
+    """Checks that a local path is a model's folder; a hub id is not looked up.
 
     Raises:
         UserError: model.path is empty, names no embedded model, or a folder without config.json.

@@ -1,7 +1,7 @@
 """Learned rewards: completions scored by an adapter with a scalar head on the shared base, or by a network of its own.
 
-A score is scale x (the head's output - center). Both kinds put their rows through the network in micro-batches by
-token budget, and give a completion the same score whatever else is in the step.
+A score is scale x (the head's output - center). Both kinds forward their rows in micro-batches by token budget, and
+give a completion the same score whatever else is in the step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from rlft.system.hub import hub_answers
 from rlft.types import Batch, Completion, Group, Prompt, UserError
 
 LearnedReward = Callable[[Sequence[Group]], list[list[float]]]
-"""Scores of P groups, `[P, G]`. It runs in the trainer's process, beside the models, and takes a whole step at once."""
+"""Scores P groups, `[P, G]`. It runs in the trainer's process, with the models, and takes a whole step at once."""
 
 ENDING = 0
-"""The token added after each row, since a head is read before a token; nothing attends to it."""
+"""The token that is added after each row, because a head is read before a token; nothing attends to it."""
 
 
 def reward_role(name: str) -> str:
@@ -55,11 +55,12 @@ def open_learned(
     """The learned reward of this name: an adapter folder becomes a role on the base, anything else is a classifier.
 
     Args:
-        name: of the reward.
-        path: an adapter folder, or a classifier's; None: a fresh adapter with a head of zeros, which the run trains.
+        name: name of the reward.
+        path: an adapter folder, or a classifier's; None: a new adapter with a head of zeros, which the run trains.
         roles: the adapters on the base.
-        token_budget: tokens in one forward.
-        center, scale: a score is scale x (the head's output - center).
+        token_budget: the most tokens in one forward.
+        center: number that is subtracted from the head's output.
+        scale: factor of the difference.
         learns: whether the run trains it.
 
     Raises:
@@ -77,7 +78,7 @@ def open_learned(
 # -- an adapter on the base ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReward:
-    """The head of `role` at the last token of prompt and completion, whose ids are those that were sampled.
+    """Reads the head of `role` at the last token of prompt and completion, with the token ids that were sampled.
 
     An empty completion is scored at the end of its prompt.
     """
@@ -99,7 +100,7 @@ class AdapterReward:
 
 
 def scoring_batch(rows: Sequence[Row]) -> Batch:
-    """The Batch of these rows, each one token (`ENDING`) longer than it is; on the CPU."""
+    """The Batch of these rows, each with one more token (`ENDING`); on the CPU."""
     return batch_of_rows([(group, prompt, (*completion, ENDING)) for group, prompt, completion in rows])
 
 
@@ -116,10 +117,11 @@ def score_rows(roles: Roles, role: str, rows: Sequence[Row], token_budget: int) 
 
 # -- a network of its own --------------------------------------------------------------------------------------------
 class ClassifierReward:
-    """The one logit of a sequence classifier, on the conversation as its own tokenizer writes it.
+    """The only logit of a sequence classifier, for the conversation as its own tokenizer writes it.
 
-    With a chat template: the prompt's messages and the completion as the assistant's turn. Without: their texts, a
-    line break between them. A text longer than the network can take loses its beginning; num_cut counts such texts.
+    With a chat template, the text is that of the prompt's messages and the completion as the assistant's turn; without
+    one, their texts joined by line breaks. A text that is too long for the network loses its beginning; `num_cut`
+    counts such texts.
     """
 
     def __init__(
@@ -136,8 +138,8 @@ class ClassifierReward:
         self.num_cut = 0
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._max_tokens = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
-        own = _padding(model)
-        self._own_padding = None if own is None or own < 0 else own
+        padding = _padding(model)
+        self._own_padding = None if padding is None or padding < 0 else padding
 
     def __call__(self, groups: Sequence[Group]) -> list[list[float]]:
         rows = [self._encode(group.prompt, r.completion) for group in groups for r in group.rollouts]
@@ -157,7 +159,7 @@ class ClassifierReward:
     def _tokenize(self, messages: list[dict[str, str]], **limits: Any) -> list[int]:
         if self.tokenizer.chat_template is None:
             text = "\n".join(message["content"] for message in messages)
-            return self.tokenizer(text, **limits)["input_ids"]  # type: ignore[return-value]  # of one text: a list
+            return self.tokenizer(text, **limits)["input_ids"]  # type: ignore[return-value]  # for one text it is a list
         return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **limits)  # type: ignore[return-value]
 
     @torch.no_grad()
@@ -174,10 +176,11 @@ class ClassifierReward:
         return logits_B1[:, 0].double().cpu()
 
     def _padding_for(self, rows: Sequence[Sequence[int]]) -> int:
-        """The token id under the padding: the model's own, else one that ends no row.
+        """The token id of padding: the model's own, or else one that ends no row.
 
-        Decoders read their score off the last token that is not the padding token, and refuse batches where the config
-        names none. Such a model was trained to be read at the last token: so its padding must not be one of those.
+        Decoders read their score at the last token that is not the padding token, and refuse batches if the config
+        names none. Such a model was trained to be read at the last token, which must therefore not be the padding
+        token.
         """
         if self._own_padding is not None:
             return self._own_padding
@@ -188,7 +191,7 @@ class ClassifierReward:
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Row indices by length, as many at a time as fit the budget when padded to the longest; a longer row stands alone.
+    """Row indices by length, as many at a time as fit the budget when padded; a row that exceeds it stands alone.
 
     >>> micro_batches([5, 2, 9, 3], token_budget=6)
     [[1, 3], [0], [2]]
@@ -205,7 +208,7 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 def load_classifier(
     path: str, key: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A frozen sequence classifier with one label, and its tokenizer, from a folder or the hub. Runs no code of theirs.
+    """A frozen sequence classifier with one label, and its tokenizer, from a folder or the hub; runs none of its code.
 
     Raises:
         UserError: it cannot be read, has another number of labels, or no weights for its score.
@@ -260,7 +263,7 @@ def read_classifier(path: str, key: str) -> Any:
 
 
 def _source(path: str) -> dict[str, Any]:
-    """transformers' keyword arguments for loading a classifier, without code of its own."""
+    """transformers' keyword arguments for loading a classifier without running its code."""
     folder = str(Path(path).expanduser()) if looks_local(path) else path
     return {
         "pretrained_model_name_or_path": folder,

@@ -1,8 +1,9 @@
 """Adapters in roles on one frozen base: policy, old, reference, teacher, critic, reward; each a few MB beside the base.
 
-The algorithm never sees adapters, only the tensors they produce: `annotate` makes the no-grad ones, `outputs` and
-`values` those with grad. Switching adapters between a forward and its backward silently drops gradients (PEFT), so a
-forward with grad is followed by its backward before any switch, and `check_gradients` looks after the first backward.
+The algorithm never sees adapters, only the tensors that they produce: `annotate` makes those without grad, `outputs`
+and `values` those with grad. Switching adapters between a forward and its backward silently drops gradients (PEFT), so
+a forward with grad is followed by its backward before any switch, and `check_gradients` checks after the first
+backward.
 """
 
 from __future__ import annotations
@@ -46,16 +47,23 @@ from rlft.ops.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
 Part = tuple[Tensor, Batch, PackedRows | None]
-"""A micro-batch: its rows in the batch, those rows, and their packed form."""
+"""A micro-batch: indices of its rows in the batch, these rows, and their packed form."""
 
 
 class Roles:
-    """The base with its adapters. `close` takes them off again and leaves the base as it was, for the next job.
+    """The base with its adapters. `close` removes them and leaves the base as it was, for the next job.
 
-    critic: where values come from, None where there is none. heads: scalar heads by role (critic, rewards).
+    `critic` is where values come from, or None; `heads` is {role: scalar head} of critic and rewards.
 
     Args:
-        teacher: of a teacher that is a model of its own the forward, or the engine that computes it; else None.
+        backbone: the base, without adapters.
+        lora: the section `lora`, settings of the adapters.
+        snapshot: the section `snapshot`, which chooses reference, old policy and teacher.
+        critic: the section `critic`.
+        temperature: temperature at which log-probs are taken.
+        token_budget: the most tokens in a forward.
+        seed: the run's seed.
+        teacher: the forward of a teacher that is a model of its own, or the engine that computes it; otherwise None.
     """
 
     def __init__(
@@ -86,9 +94,9 @@ class Roles:
             torch.manual_seed(seed)
             self.model = PeftModel(backbone.model, self.lora, adapter_name=POLICY)
         self.tuner = cast(LoraModel, self.model.base_model)
-        backbone.model.disable_input_require_grads()  # PEFT's hook, for a kind of checkpointing that is not used here
+        backbone.model.disable_input_require_grads()  # only re-entrant checkpointing needs PEFT's hook
         with ExitStack() as undo:
-            undo.callback(self.close)  # a refused adapter must not leave its wrapping on a base that others use
+            undo.callback(self.close)  # after a refusal the base, which others use, must not stay wrapped
             if lora.path is not None:
                 self._warm_start(POLICY, lora.path, "lora.path")
             for role in (REFERENCE, OLD):
@@ -102,18 +110,18 @@ class Roles:
             if critic.kind is not CriticKind.none:
                 self._add_critic(critic)
             self._activate(POLICY)
-            self.model.eval()  # PEFT's new modules come in training mode, with dropout
+            self.model.eval()  # PEFT's new modules are in training mode, with dropout
             undo.pop_all()
 
     @property
     def critic_adapter(self) -> str | None:
-        """The critic's own adapter; None where it has none, or there is no critic."""
+        """The critic's own adapter; None if it has none, or there is no critic."""
         return CRITIC if self.critic is not None and self.critic.role == CRITIC else None
 
-    # -- what the checkpoint keeps -----------------------------------------------------------------------------------
+    # -- what checkpoints keep ---------------------------------------------------------------------------------------
     @property
     def reference_role(self) -> str | None:
-        """The role of the reference; None: the bare base, which stands in where there is none, too."""
+        """The role of the reference; None: the bare base, also if there is no reference."""
         return None if self.snapshot.reference in ("none", "base") else REFERENCE
 
     @property
@@ -122,7 +130,7 @@ class Roles:
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """Adapters that change during a run, and so belong in every checkpoint."""
+        """Adapters that change during a run, so that every checkpoint includes them."""
         roles = [POLICY]
         if self.snapshot.reference in ("copy", "ema"):
             roles.append(REFERENCE)
@@ -166,8 +174,8 @@ class Roles:
     # -- what learns -------------------------------------------------------------------------------------------------
     def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
         """The role's trainable parameters in a fixed order: its adapter, if it has one, and its head."""
-        # An adapter is never replaced, only written into, as the optimizer needs it: a search through all modules after
-        # each micro-batch would take longer than the check of its gradients.
+        # They are cached: adapters are never replaced, only written into, and a search through all modules after each
+        # micro-batch would take longer than the check of its gradients.
         parameters = self._adapters.get(role)
         if not parameters:
             parameters = [(name, p) for name, p in self.model.named_parameters() if f".{role}." in name]
@@ -177,9 +185,13 @@ class Roles:
         return list(parameters)
 
     def outputs(self, batch: Batch, entropy: bool, layout: PackedRows | None = None, *, top_k: bool = False) -> Outputs:
-        """The current policy on these rows, with grad; with values where the critic reads the policy's features.
+        """The current policy on these rows, with grad; with values if the critic reads the policy's features.
 
-        top_k: with the log-probs of the teacher's likeliest tokens.
+        Args:
+            batch: the rows.
+            entropy: whether to compute entropies.
+            layout: the packed form of these rows, if it exists already.
+            top_k: whether to compute the log-probs of the teacher's likeliest tokens.
         """
         critic = self.critic
         if critic is None or critic.role != POLICY:
@@ -189,13 +201,13 @@ class Roles:
         return replace(outputs, values=critic.values(outputs.values, batch.loss_mask))
 
     def values(self, batch: Batch, layout: PackedRows | None = None) -> Tensor:
-        """The critic's values of these rows `[B, T]` in units of reward, by the adapter that is active."""
+        """The critic's values `[B, T]` for these rows in units of reward, with the active adapter."""
         assert self.critic is not None, "checks/rules.py refuses algorithms that need values without a critic"
         return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """LoRA dropout is on inside; log-probs for old and reference are always taken without it."""
+        """Inside, LoRA dropout is on; log-probs of old policy and reference are always taken without it."""
         self.model.train()
         try:
             yield
@@ -204,7 +216,7 @@ class Roles:
 
     @contextmanager
     def learning(self, role: str) -> Iterator[None]:
-        """Inside, forwards with grad are this role's. Its backward must happen inside, too."""
+        """Inside, forwards with grad use this role's adapter. The backward must happen inside, too."""
         self._activate(role)
         try:
             yield
@@ -212,7 +224,7 @@ class Roles:
             self._activate(POLICY)
 
     def check_gradients(self, role: str = POLICY) -> None:
-        """Every parameter of the role must have a gradient after the first backward (see the module's docstring)."""
+        """Checks that every parameter of the role has a gradient, after a backward (see the module's docstring)."""
         missing = [name for name, p in self.named_parameters(role) if p.grad is None]
         assert not missing, f"no gradient reached {len(missing)} parameters of {role}, e.g. {missing[0]}"
 
@@ -221,7 +233,7 @@ class Roles:
 
     # -- snapshots in time -------------------------------------------------------------------------------------------
     def refresh(self, step: int) -> tuple[str, ...]:
-        """After `step` steps: moves the snapshots that are due, and names them.
+        """After `step` steps, moves the snapshots that are due, and returns their roles.
 
         old becomes the policy that samples next. A `copy` reference becomes the policy every `refresh_every` steps; an
         `ema` reference moves towards it each step: reference <- decay x reference + (1 - decay) x policy, by tensor.
@@ -243,36 +255,36 @@ class Roles:
         return tuple(due)
 
     def copy(self, source: str, target: str) -> None:
-        """target's adapter becomes source's, exactly; source's tensors are not shared."""
+        """Copies source's adapter exactly to target's; they share no tensors."""
         self.restore_role(target, self.weights(source))
 
     # -- passes without gradient -------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, inert_B: Tensor, *, needs_old: bool, teacher_top_k: int = 0) -> Batch:
-        """Adds old, reference and teacher log-probs and old values, one pass for each role, whatever is needed of it.
-
-        Rows that are inert (bool `[B]`) teach nothing and stay 0: no forward.
+        """Adds old, reference and teacher log-probs and old values as far as needed, with one pass for each role.
 
         Args:
-            needs_old: whether `snapshot.old: auto` has to recompute; else old is the current policy, detached, at no
-                cost.
-            teacher_top_k: of how many of its likeliest tokens the teacher is asked besides; 0: of none.
+            batch: the rows.
+            inert_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
+            needs_old: whether `snapshot.old: auto` has to recompute old log-probs; otherwise the loss takes those of
+                the current policy, detached, at no cost.
+            teacher_top_k: number of the teacher's likeliest tokens whose log-probs are added, too.
         """
         parts = self.forward.micro_batches(batch, (~inert_B).nonzero()[:, 0], self.token_budget)
-        made = self.annotations(batch, parts, needs_old=needs_old, teacher_top_k=teacher_top_k)
-        return replace(batch, **made) if made else batch
+        fields = self.annotations(batch, parts, needs_old=needs_old, teacher_top_k=teacher_top_k)
+        return replace(batch, **fields) if fields else batch
 
     def annotations(
         self, batch: Batch, micro_batches: Sequence[Tensor], *, needs_old: bool, teacher_top_k: int = 0
     ) -> dict[str, Tensor]:
-        """What `annotate` adds, {field: `[B, T, ..]`}, with these micro-batches forwarded and 0 in other rows.
+        """The fields that `annotate` adds, {field: `[B, T, ..]`}, for rows of these micro-batches; other rows are 0.
 
-        micro_batches: int64 indices of rows.
+        Each micro-batch is given by the int64 indices of its rows.
         """
-        made: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         fields_by_role: dict[str | None, set[str]] = defaultdict(set)
         old, reference = self.snapshot.old, self.snapshot.reference
         if old is Old.sampled:
-            made["old_logprobs"] = batch.sampled_logprobs
+            results["old_logprobs"] = batch.sampled_logprobs
         elif old is Old.copy:
             fields_by_role[OLD].add("old_logprobs")
         elif old is Old.recompute or needs_old:
@@ -282,23 +294,23 @@ class Roles:
         if self.critic is not None:
             fields_by_role[self.critic.role].add("old_values")
         engine, has_teacher = self._teacher_engine, self.snapshot.teacher != "none"
-        passes = bool(fields_by_role) or (has_teacher and engine is None)
-        parts = list(self._parts(batch, micro_batches)) if passes else []
+        needs_forward = bool(fields_by_role) or (has_teacher and engine is None)
+        parts = list(self._parts(batch, micro_batches)) if needs_forward else []
         for role, fields in fields_by_role.items():
-            made |= self._without_gradient(batch, parts, role, fields)
+            results |= self._without_gradient(batch, parts, role, fields)
         if engine is not None:
-            made |= self._teacher_logprobs_by_engine(engine, batch, micro_batches, teacher_top_k)
+            results |= self._teacher_logprobs_by_engine(engine, batch, micro_batches, teacher_top_k)
         elif has_teacher:
-            made |= self._teacher_logprobs(batch, parts, teacher_top_k)
-        return made
+            results |= self._teacher_logprobs(batch, parts, teacher_top_k)
+        return results
 
     def _teacher_logprobs(self, batch: Batch, parts: Sequence[Part], top_k: int) -> dict[str, Tensor]:
-        """{field: `[B, T, ..]` on the batch's device}: the teacher's log-probs, and those of its top k tokens."""
+        """{field: `[B, T, ..]` on the batch's device} of the teacher's log-probs, and those of its top k tokens."""
         result = _no_logprobs(batch, top_k)
         role = TEACHER if self.snapshot.teacher_adapter is not None else None
         with torch.no_grad(), self.using(role) if self._teacher is None else nullcontext():
             for part, micro, layout in parts:
-                made = teacher_logprobs(
+                fields = teacher_logprobs(
                     self._teacher or self.forward,
                     micro,
                     layout,
@@ -306,19 +318,19 @@ class Roles:
                     vocabulary=self._vocabulary,
                     token_budget=self.token_budget,
                 )
-                for name, values in made.items():
+                for name, values in fields.items():
                     result[name][part] = values.to(result[name])
         return result
 
     def _teacher_logprobs_by_engine(
         self, engine: TeacherEngine, batch: Batch, micro_batches: Sequence[Tensor], top_k: int
     ) -> dict[str, Tensor]:
-        """As `_teacher_logprobs`, all rows in one call and in their order: no token budget may move a number."""
+        """Like `_teacher_logprobs`, with all rows in order in one call, so that no number depends on the budget."""
         result = _no_logprobs(batch, top_k)
         if micro_batches:
             rows = torch.cat(list(micro_batches)).sort().values
-            made = teacher_logprobs_by_engine(engine, select(batch, rows), top_k=top_k, vocabulary=self._vocabulary)
-            for name, values in made.items():
+            fields = teacher_logprobs_by_engine(engine, select(batch, rows), top_k=top_k, vocabulary=self._vocabulary)
+            for name, values in fields.items():
                 result[name][rows] = values.to(result[name])
         return result
 
@@ -327,7 +339,7 @@ class Roles:
         return self.backbone.model.config.get_text_config().vocab_size
 
     def _parts(self, batch: Batch, micro_batches: Sequence[Tensor]) -> Iterator[Part]:
-        """These micro-batches, packed once for every role that passes over them."""
+        """These micro-batches, packed once for the passes of all roles."""
         for part in micro_batches:
             micro = self.to_device(select(batch, part))
             yield part, micro, self.forward.layout(micro)
@@ -335,7 +347,7 @@ class Roles:
     def _without_gradient(
         self, batch: Batch, parts: Sequence[Part], role: str | None, fields: set[str]
     ) -> dict[str, Tensor]:
-        """{field: float32 `[B, T]` on the batch's device}: log-probs and values by this role, without dropout."""
+        """{field: float32 `[B, T]` on the batch's device} of log-probs and values by this role, without dropout."""
         result = {field: torch.zeros_like(batch.sampled_logprobs) for field in fields}
         with torch.no_grad(), self.using(role):
             for part, micro, layout in parts:
@@ -346,15 +358,15 @@ class Roles:
                 else:
                     outputs = self.forward(micro, self.temperature, layout=layout)
                 for field, values in result.items():
-                    made = outputs.values if field == "old_values" else outputs.logprobs
-                    assert made is not None, "the pass computes what is requested"
-                    values[part] = made.to(values)
+                    computed = outputs.values if field == "old_values" else outputs.logprobs
+                    assert computed is not None, "the pass computes what is requested"
+                    values[part] = computed.to(values)
         return result
 
     def logprobs(self, batch: Batch, role: str | None) -> Tensor:
         """float32 `[B, T]` of every row by this role (None: the bare base), without gradient or dropout."""
-        every = torch.arange(len(batch.rewards))
-        parts = list(self._parts(batch, self.forward.micro_batches(batch, every, self.token_budget)))
+        all_rows = torch.arange(len(batch.rewards))
+        parts = list(self._parts(batch, self.forward.micro_batches(batch, all_rows, self.token_budget)))
         return self._without_gradient(batch, parts, role, {"old_logprobs"})["old_logprobs"]
 
     def scalars(self, role: str, batch: Batch) -> Tensor:
@@ -371,10 +383,12 @@ class Roles:
 
     # -- the sampler's slot, for an engine that shares this base -------------------------------------------------------
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
-        """Copies a published version into the engine's own slot: what it samples with is what was published.
+        """Copies a published version into the engine's own slot, so that the engine samples with what was published.
 
-        weights: `merged` or `merged_bfloat16` also add it up with a copy of the base's linear weights, for faster
-        decoding (`LoraLinear.add_up`); `apart` does not, and nothing does with plain kernels.
+        Args:
+            adapter: the published adapter.
+            weights: `merged` or `merged_bfloat16` also adds it to a copy of the base's linear weights, for faster
+                decoding (`LoraLinear.add_up`), unless kernels are plain; `apart` does not.
         """
         if SAMPLER not in self.model.peft_config:
             self.model.add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
@@ -385,15 +399,15 @@ class Roles:
             selection.add_up(self.model, SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
 
     def lend_sums(self) -> None:
-        """The policy learns on the sampler's sums while its weights are those of the sampler (`LoraLinear.lend`).
+        """Lets the policy learn with the sampler's sums while their weights are the same (`LoraLinear.lend`).
 
-        Only after the freshness check, whose passes by the policy must not depend on what the sampler has.
+        Call it only after the freshness check, in which the policy's passes must not depend on the sampler's weights.
         """
         if SAMPLER in self.model.peft_config:
             selection.lend(self.model, SAMPLER, POLICY)
 
     def prefix_cache(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
-        """For decoding these prompts by the role that is active; None where the model cannot be decoded so."""
+        """A cache for decoding these prompts with the active role; None if the model cannot use one."""
         return open_prefix_cache(self.forward, prompts, max_tokens)
 
     @contextmanager
@@ -412,16 +426,18 @@ class Roles:
             self._activate(POLICY)
 
     def close(self) -> None:
-        """Removes every adapter; the base is as it was before. Safe to call twice."""
+        """Removes every adapter, which leaves the base as it was before. Safe to call twice."""
         self.tuner.unload()
 
     # -- roles with a head -------------------------------------------------------------------------------------------
     def add_scalar_role(self, role: str, path: str | None, key: str, *, learns: bool) -> None:
-        """An adapter with a scalar head: from a folder (that of a reward or critic), or fresh with a head of zeros.
+        """Adds an adapter with a scalar head, from the folder of a reward or critic, or a new one with a head of zeros.
 
         Args:
-            key: the config key that names the folder, for refusals.
-            learns: its parameters are trained in this run.
+            role: the role.
+            path: the folder; None for a new adapter.
+            key: the config's key of the folder, for refusals.
+            learns: whether its parameters are trained in this run.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.seed, 0, role))
@@ -461,14 +477,14 @@ class Roles:
         self.model.load_adapter(str(Path(path).expanduser()), role, is_trainable=False)
 
     def _warm_start(self, role: str, path: str, key: str) -> None:
-        """The role starts from this adapter: the same tensors, or a refusal. PEFT would leave out what is missing."""
-        weights, fresh = load_adapter(path, key), self.weights(role)
-        odd = sorted(n for n in weights.keys() | fresh.keys() if _shape(weights, n) != _shape(fresh, n))
-        if odd:
+        """Copies this adapter to the role; refuses one with other tensors, where PEFT would skip what is missing."""
+        weights, initial = load_adapter(path, key), self.weights(role)
+        mismatched = sorted(n for n in weights.keys() | initial.keys() if _shape(weights, n) != _shape(initial, n))
+        if mismatched:
             raise UserError(
                 key,
-                f"{len(odd)} of its tensors do not fit lora.rank and lora.target_modules, e.g. {odd[0]}: "
-                f"{_shape(weights, odd[0])} there, {_shape(fresh, odd[0])} here",
+                f"{len(mismatched)} of its tensors do not fit lora.rank and lora.target_modules, e.g. {mismatched[0]}: "
+                f"{_shape(weights, mismatched[0])} there, {_shape(initial, mismatched[0])} here",
                 got=path,
                 remedy="set both as in its adapter_config.json",
             )
@@ -505,7 +521,7 @@ def policy_alone(
     temperature: float = 1.0,
     reference: str = "none",
 ) -> Roles:
-    """The policy's adapter on the base, without old policy or critic; with a reference's, if that is a folder."""
+    """The policy's adapter on the base, without old policy or critic, and the reference's if that is a folder."""
     snapshot = SnapshotConfig(reference=reference, refresh_every=0, ema_decay=None, old=Old.auto)
     critic = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
     return Roles(backbone, lora, snapshot, critic, temperature=temperature, token_budget=token_budget, seed=seed)

@@ -1,4 +1,4 @@
-"""Texts of token ids as rows of a Batch, in micro-batches, and one number of each by a role."""
+"""Makes rows of a Batch from token ids, divides them into micro-batches, and has a role compute a number for each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlft.model.roles import Roles
 from rlft.types import Batch
 
 Row = tuple[int, Sequence[int], Sequence[int]]
-"""(group, prompt ids, completion ids). Rows of one group that have the same prompt share its pass where they can."""
+"""(group, prompt ids, completion ids). Rows of a group with the same prompt share its forward where possible."""
 
 Tokens = tuple[int, ...]
 Item = TypeVar("Item")
 
 
 def batch_of_rows(rows: Sequence[Row]) -> Batch:
-    """The Batch of these rows, on the CPU; they were not sampled and have no reward, which are 0."""
+    """The Batch of these rows, on the CPU; sampled log-probs and rewards, which they do not have, are 0."""
     shape = len(rows), max(len(prompt) + len(completion) for _, prompt, completion in rows)
     token_ids_BT = torch.zeros(shape, dtype=torch.int64)
     attention_mask_BT = torch.zeros(shape, dtype=torch.bool)
@@ -50,31 +50,31 @@ def parts_within(
 ) -> list[list[Item]]:
     """The items in order, as many at a time as fit the token budget; one that exceeds it stands by itself.
 
-    Each item is measured once.
-
     Args:
-        texts_of: the (prompt, completion) of an item's rows.
-        packed: a prompt counts once among the items of a part; otherwise every row counts as much as the longest.
-        ending: tokens by which each row is longer than its text.
+        items: the items.
+        texts_of: gives the (prompt, completion) of each of an item's rows; called once for each item.
+        token_budget: the most tokens of a part.
+        packed: whether a prompt counts once in a part; otherwise every row counts as much as the longest.
+        ending: number of tokens that are added to each row.
     """
     parts: list[list[Item]] = []
     prompts: set[Tokens] = set()
     tokens = longest = num_rows = 0
     for item in items:
         texts = texts_of(item)
-        own = {prompt for prompt, _ in texts}
+        item_prompts = {prompt for prompt, _ in texts}
         completions = sum(len(completion) + ending for _, completion in texts)
         length = max(len(prompt) + len(completion) + ending for prompt, completion in texts)
-        together = tokens + completions + sum(map(len, own - prompts))
+        total = tokens + completions + sum(map(len, item_prompts - prompts))
         if not packed:
-            together = max(longest, length) * (num_rows + len(texts))
-        if parts and together <= token_budget:
+            total = max(longest, length) * (num_rows + len(texts))
+        if parts and total <= token_budget:
             parts[-1].append(item)
         else:
             parts.append([item])
             prompts, tokens, longest, num_rows = set(), 0, 0, 0
-        tokens += completions + sum(map(len, own - prompts))
-        prompts |= own
+        tokens += completions + sum(map(len, item_prompts - prompts))
+        prompts |= item_prompts
         longest, num_rows = max(longest, length), num_rows + len(texts)
     return parts
 
@@ -82,9 +82,14 @@ def parts_within(
 def numbers_of_rows(
     roles: Roles, role: str | None, batch: Batch, token_budget: int, of_rows: Callable[[Batch], Tensor]
 ) -> Tensor:
-    """float64 `[B]` on the CPU: what `of_rows` makes of micro-batches by this role (None: the bare base).
+    """float64 `[B]` on the CPU: a number for each row, computed with this role without gradient or dropout.
 
-    Without gradient or dropout. of_rows: a micro-batch on the device -> `[rows]`.
+    Args:
+        roles: the adapters on their base.
+        role: the role; None: the bare base.
+        batch: the rows.
+        token_budget: the most tokens in a forward.
+        of_rows: computes the numbers `[rows]` of a micro-batch on the device.
     """
     numbers_B = torch.zeros(len(batch.rewards), dtype=torch.float64)
     with torch.no_grad(), roles.using(role):

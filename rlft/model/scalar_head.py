@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class ScalarHead(nn.Module):
     """`weight [1, H]` x hidden + `bias [1]`, both 0 at first, so that a new critic predicts 0 everywhere.
 
-    At least float32 whatever the base's dtype is: a head is small, and it learns by small steps.
+    It is at least float32 whatever the base's dtype is, because it is small and learns by small steps.
     """
 
     def __init__(self, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -21,11 +21,11 @@ class ScalarHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[...]` from hidden states `[..., H]`."""
+        """Numbers `[...]` from hidden states `[..., H]`."""
         return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)[..., 0]
 
     def weights(self) -> dict[str, Tensor]:
-        """Detached copies, by name."""
+        """{name: detached copy}."""
         return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
-"""The answer inside a completion, and numbers inside an answer: one place for every reward that compares answers.
+"""Finds the answer in a completion, and numbers in an answer, for every reward that compares answers.
 
 Completions are hostile text: an optimiser writes them. So everything here is linear in the length of the text
-(str.find, and patterns without nested repetition), digits are ASCII digits, and a completion that commits to several
-answers has none unless the config says which one counts.
+(str.find, and patterns without nested repetition), digits are ASCII digits, and a completion that gives several answers
+has none unless the config says which one counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AnswerIn(StrEnum):
 
 
 class Which(StrEnum):
-    """What several answers in one completion are worth: none of them counts, or the last one does."""
+    """Which of several answers in one completion counts: none of them, or the last one."""
 
     only = "only"
     last = "last"
@@ -60,7 +60,7 @@ class AnswerKeys:
             _check_pattern(self.pattern)
 
     def extract(self, text: str) -> str | None:
-        """The answer, stripped, or None where the completion gives none (or several, or an absurdly long one)."""
+        """The answer, stripped, or None if the completion gives none (or several, or an absurdly long one)."""
         if self.which == Which.only and self.answer_in == AnswerIn.tag and not _each_once(text, self.tag):
             return None
         answers = list(self._answers(text))
@@ -84,7 +84,7 @@ class AnswerKeys:
 
 
 def tagged(text: str, tag: str) -> Iterator[str]:
-    """What stands in each `<tag>...</tag>`; an opening tag inside a block starts the block anew.
+    """The content of each `<tag>...</tag>`; a further opening tag inside a block restarts the block.
 
     >>> list(tagged("<answer>17</answer> no, <answer> 18 </answer>", "answer"))
     ['17', ' 18 ']
@@ -101,7 +101,7 @@ def tagged(text: str, tag: str) -> Iterator[str]:
 
 
 def boxed(text: str) -> Iterator[str]:
-    r"""What stands in each `\boxed{...}`, with balanced braces; a box that is never closed is none.
+    r"""The content of each `\boxed{...}`, with balanced braces; a box that is never closed does not count.
 
     >>> list(boxed(r"so \boxed{\frac{1}{2}} and \boxed{3"))
     ['\\frac{1}{2}']
@@ -117,15 +117,15 @@ def boxed(text: str) -> Iterator[str]:
 
 
 def hashed(text: str) -> Iterator[str]:
-    """What follows each `####` on its line, as in GSM8K's own solutions.
+    """The text after each `####` on its line, as in GSM8K's own solutions.
 
     >>> list(hashed("48 + 24 = 72" + chr(10) + "#### 72"))
     ['72']
     """
     for line in text.splitlines():
-        before, marker, after = line.partition("####")
-        if marker and not before.strip():
-            yield after.strip()
+        prefix, marker, answer = line.partition("####")
+        if marker and not prefix.strip():
+            yield answer.strip()
 
 
 def plain_number(text: str) -> Decimal | None:
@@ -142,7 +142,7 @@ def plain_number(text: str) -> Decimal | None:
 
 
 def reference_answer(answer: str, prompt_id: str) -> str:
-    """The prompt's reference answer, stripped. ValueError where there is none: nothing could be scored rightly."""
+    """The prompt's reference answer, stripped. ValueError if there is none: nothing could be scored correctly."""
     if not answer.strip():
         raise ValueError(f"prompt {prompt_id!r} has no reference answer to compare with")
     return answer.strip()

@@ -1,4 +1,4 @@
-"""A process reward for conversations: each turn that calls tools is a step, scored by whether they answered."""
+"""A process reward for conversations: each turn that calls tools is a step, scored by whether the tools answered."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from rlft.types import Completion, Group, StepScores, Turn
 class Calls:
     """Step scores of each completion: 1.0 for a turn all of whose calls were answered, 0.0 for one with a failed call.
 
-    A turn without calls is no step. What is called, and what for, is not looked at: combine it with a reward of what
-    the conversation comes to.
+    A turn without calls is no step. Which tools are called, and why, does not matter: combine it with a reward for the
+    result of the conversation.
 
-    max_turns: further turns with calls are no steps.
+    Attributes:
+        max_turns: the most turns with calls that are steps.
     """
 
     scores_steps: ClassVar[bool] = True
@@ -36,16 +37,17 @@ class Calls:
 def turns_in_text(completion: Completion) -> Iterator[tuple[Turn, int]]:
     """Each turn with the offset into the completion's text at which it ends, exclusive.
 
-    What the environment said stands between turns, and may repeat them: it is passed over before the next is sought.
+    The environment's answers stand between turns, and may repeat them, so an answer is skipped before the next turn is
+    searched.
     """
-    at = 0
+    offset = 0
     for turn in completion.turns:
-        at = _behind(completion.text, turn.text, at)
-        yield turn, at
-        at = _behind(completion.text, turn.answer, at)
+        offset = _end_of(turn.text, completion.text, offset)
+        yield turn, offset
+        offset = _end_of(turn.answer, completion.text, offset)
 
 
-def _behind(text: str, part: str, at: int) -> int:
-    """The offset behind the first such part from `at` on; `at` if there is none, as where the text was cut."""
-    found = text.find(part, at)
-    return at if found < 0 else found + len(part)
+def _end_of(part: str, text: str, start: int) -> int:
+    """The offset at which the first such part from `start` on ends; `start` if there is none, as in a cut text."""
+    position = text.find(part, start)
+    return start if position < 0 else position + len(part)

@@ -1,8 +1,8 @@
-r"""1 where the answer names the right choice of a multiple-choice question, else 0.
+r"""1 if the answer names the right choice of a multiple-choice question, else 0.
 
-What names a choice: its letter as people and models write it (B, (B), B), B., **B**, \text{B}); where the prompt's
-metadata hold the choices, also a choice's own text, alone or after its own letter (B. Paris). The whole answer has to
-name it: prose around a letter, or a second letter, is no answer. So nothing is gained by naming several.
+A choice is named by its letter as people and models write it (B, (B), B), B., **B**, \text{B}) or, if the prompt's
+metadata hold the choices, by its text, alone or after its letter (B. Paris). The whole answer has to name it: prose
+around a letter, or a second letter, is no answer, so that nothing is gained by naming several.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ _WRAPPERS = (("**", "**"), ("$", "$"), (r"\text{", "}"), (r"\textbf{", "}"), (r"
 
 
 def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str | None:
-    """The letter of the one choice that an answer names, else None. Without choices, any capital letter is one.
+    """The letter of the only choice that an answer names, else None. An answer that is letter and text is a letter.
 
-    choices: texts by letter. An answer that is one of the letters means that letter, even where it is also a text.
+    Args:
+        answer: the answer.
+        choices: {letter: text}; empty: any capital letter is a choice.
+        ignore_case: whether letters and texts are compared without case.
 
     >>> [named(text, {}, ignore_case=True) for text in ("B", "(B)", "b.", "A or B", "AB", "Option B")]
     ['B', 'B', 'B', None, None, None]
@@ -40,12 +43,12 @@ def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str 
         text = choices.get(label)
         if text is not None and matches(match[3], text, numeric=True, ignore_case=ignore_case):
             return label
-    fitting = [k for k, text in choices.items() if matches(answer, text, numeric=True, ignore_case=ignore_case)]
-    return fitting[0] if len(fitting) == 1 else None
+    matching = [k for k, text in choices.items() if matches(answer, text, numeric=True, ignore_case=ignore_case)]
+    return matching[0] if len(matching) == 1 else None
 
 
 def unwrapped(answer: str) -> str:
-    r"""The answer without what sets it in bold or as text of a formula around all of it.
+    r"""The answer without markup around all of it that makes it bold or the text of a formula.
 
     >>> unwrapped(r"**(B)**"), unwrapped(r"$\textbf{B}$")
     ('(B)', 'B')
@@ -58,9 +61,9 @@ def unwrapped(answer: str) -> str:
 
 
 def choices_of(value: Any) -> dict[str, str]:
-    """Texts by letter, from the shapes in which data sets hold them. ValueError for any other.
+    """{letter: text}, from any of the forms that data sets use. ValueError for other values.
 
-    A list of texts (lettered A, B, ..), {"A": text, "B": text}, or {"label": ["A", "B"], "text": [text, text]}.
+    The forms are a list of texts (lettered A, B, ..), {"A": text, "B": text}, and {"label": ["A", "B"], "text": [..]}.
 
     >>> choices_of(["Rome", "Paris"]) == choices_of({"label": ["A", "B"], "text": ["Rome", "Paris"]})
     True
@@ -83,12 +86,12 @@ def choices_of(value: Any) -> dict[str, str]:
 class Choice(AnswerKeys):
     """1.0 for each completion whose answer names the choice that the reference answer names, else 0.0.
 
-    The other keys say where the answer stands (AnswerKeys).
+    The other keys say where the answer is (AnswerKeys).
 
-    Args:
-        ignore_case: letters and texts are compared without case.
-        choices_field: the key of the prompt's metadata that holds the choices (`choices_of`): then only their letters
-            count, and their texts do too. None: any letter, and no texts.
+    Attributes:
+        ignore_case: whether letters and texts are compared without case.
+        choices_field: key of the prompt's metadata that holds the choices (`choices_of`): their letters and texts
+            count. None: any letter counts, and no text.
     """
 
     metadata_keys: ClassVar[tuple[str, ...]] = ("choices_field",)
@@ -111,7 +114,7 @@ class Choice(AnswerKeys):
 
 
 def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | None:
-    """The label as the choices write it, None where it is none of theirs."""
+    """The label as the choices write it; None if it is not one of theirs."""
     labels = tuple(choices) or tuple(string.ascii_uppercase)
     if label in labels:
         return label

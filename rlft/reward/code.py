@@ -1,11 +1,11 @@
 """The share of tests that the program in a completion passes, or whether it passes all; the program is untrusted.
 
-Two kinds of tests, from a field of the prompt's metadata or from its answer:
+There are two kinds of tests, which are in a field of the prompt's metadata or in its answer:
 
     [{"input": "2 3", "output": "5"}, ...]        the program reads stdin and prints; its lines are compared out here
     ["assert add(2, 3) == 5", ...] or one text    Python code that calls the program (as in MBPP and HumanEval)
 
-Neither kind shares a process with the program, and what is expected never enters its sandbox: there is nothing that
+Neither kind shares a process with the program, and expected results never enter its sandbox: there is nothing that
 it could end, patch, print, overload or read to pass (sandbox/protocol.py). HumanEval's `test` only defines a function:
 append `check(<entry point>)` to it.
 """
@@ -36,16 +36,16 @@ from rlft.sandbox.required import Required, check_isolation
 from rlft.system.running_time import RunningTime
 from rlft.types import Group, Prompt, UserError
 
-SPARE_S = 1.0  # of the scorer's time limit, for what is not the programs' own time
+SPARE_S = 1.0  # part of the scorer's time limit that is not for the programs themselves
 
 _FENCE = re.compile(r"(?m)^```[ \t]*([A-Za-z0-9]*)[^\n]*$")
 _PYTHON = ("python", "python3", "py")
-MAX_CHECKED = 65536  # tests whose reading is remembered
+MAX_CHECKED = 65536  # tests whose doubts are cached
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 
 Judge = Callable[[str], int]
-"""Gives the number of tests that a program passes."""
+"""Returns the number of tests that a program passes."""
 
 
 class ProgramIn(StrEnum):
@@ -65,7 +65,7 @@ class Score(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A test by stdin and stdout."""
+    """A test that compares a program's stdout for a given stdin."""
 
     input: str
     output: str
@@ -78,23 +78,24 @@ Tests = list[Pair] | list[str]
 class Code:
     """1.0 (or the share of tests passed) for each completion whose program passes its tests, else 0.0.
 
-    Args:
+    The limits `cpu_seconds` to `file_bytes` are those of `sandbox.Limits`, for each test by stdin, or for all other
+    tests together.
+
+    Attributes:
         program_in: `fence` for the last ```python block, `tag` for the last <tag> block, `text` for the whole
             completion.
-        tag: its name.
-        tests_field: field of the prompt's metadata that holds the tests; None: the prompt's answer does.
+        tag: name of the tag.
+        tests_field: field of the prompt's metadata that holds the tests; None: the prompt's answer holds them.
         score: `all` or `fraction`.
-        workers: programs that run at the same time for one group.
-        seconds: wall time of one program with all its tests; less where a group is so large that its programs could not
-            all take as long within `group_timeout`, the scorer's limit for a group (seconds): then each has an equal
-            share.
-        cpu_seconds, memory_bytes, output_bytes, processes, file_bytes: see sandbox.Limits. Of each test by stdin, or of
-            all other tests together.
-        isolation: `strict` also refuses where memory is not bounded, and goes before `allow_unsafe`.
-        allow_unsafe: run programs unisolated where no isolation works, with this user's rights.
+        workers: number of programs that run at the same time for one group.
+        group_timeout: the scorer's time limit for a group, in seconds.
+        seconds: wall time of one program with all its tests. If a group is so large that not all of its programs could
+            take as long within `group_timeout`, each gets an equal share instead.
+        isolation: `strict` also refuses if memory is not bounded, and has priority over `allow_unsafe`.
+        allow_unsafe: whether programs may run unisolated, with this user's rights, if no isolation works.
 
     Raises:
-        UserError: no isolation works here, and `allow_unsafe` is false; or less than `isolation` asks for.
+        UserError: no isolation works here and `allow_unsafe` is false, or the isolation is less than `isolation`.
         ValueError: when called, for tests that no program could pass.
     """
 
@@ -122,7 +123,7 @@ class Code:
         check_isolation(self.isolation, allow_unsafe=self.allow_unsafe)
 
     def note(self) -> str:
-        """Which isolation is active and what bounds memory, for the start of a run."""
+        """Which isolation is active and what bounds memory, reported when a run starts."""
         isolation, what = bubblewrap.available()
         if isolation is Isolation.none:
             return f"programs are {isolation.sentence} ({what})"
@@ -137,10 +138,10 @@ class Code:
             return list(threads.map(scores, programs))
 
     def examine(self, prompts: Sequence[Prompt]) -> str | None:
-        """What may be wrong with the tests of these prompts, with counts; None: nothing.
+        """What may be wrong with the tests of these prompts, with counts; None if nothing is.
 
         Raises:
-            UserError: tests that no program could pass, or that pay for nothing.
+            UserError: tests that no program could pass, or that any program passes.
         """
         refused: list[str] = []
         doubtful: dict[Doubt, list[str]] = {}
@@ -161,7 +162,7 @@ class Code:
         return f"of {len(prompts)} prompts with tests, {'; '.join(notes)}" if notes else None
 
     def extract(self, text: str) -> str | None:
-        """The program in a completion, or None where there is none."""
+        """The program in a completion, or None if there is none."""
         match self.program_in:
             case ProgramIn.fence:
                 program = fenced(text)
@@ -172,7 +173,7 @@ class Code:
         return program if program and program.strip() else None
 
     def limits(self, num_programs: int) -> Limits:
-        """The limits of each of so many programs."""
+        """The limits of each program of a group with `num_programs` programs."""
         share = (self.group_timeout - SPARE_S) / math.ceil(num_programs / self.workers)
         return Limits(
             seconds=min(self.seconds, share),
@@ -189,9 +190,9 @@ class Code:
 
 
 def fenced(text: str) -> str | None:
-    """What stands in the last closed block of Python, fenced by three backticks at the start of a line; else None.
+    """The content of the last closed block of Python, fenced by three backticks at the start of a line; else None.
 
-    A fence that names a language always opens a block, inside another one too.
+    A fence that names a language always opens a block, even inside another one.
 
     >>> fenced("So:\\n```python\\nprint(17)\\n```\\nNo:\\n```python\\nprint(18)\\n```\\nIt prints\\n```\\n18\\n```")
     'print(18)\\n'
@@ -208,7 +209,7 @@ def fenced(text: str) -> str | None:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    r"""Whether two outputs have the same lines; white space at the end of lines and empty lines at the end don't count.
+    r"""Whether two outputs have the same lines, except for white space at the end of lines and empty lines at the end.
 
     >>> same_output("1 2 \n3\n\n", "1 2\n3"), same_output("1  2", "1 2")
     (True, False)
@@ -217,7 +218,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def prompt_tests(prompt: Prompt, field: str | None) -> Tests:
-    """The prompt's tests. ValueError, with the prompt's id, where there are none or no program could pass them."""
+    """The prompt's tests. ValueError, with the prompt's id, if there are none or no program could pass them."""
     where = "answer" if field is None else f"metadata field {field!r}"
     tests = prompt.answer if field is None else prompt.metadata.get(field)
     try:
@@ -249,7 +250,7 @@ def parse_tests(value: Any) -> Tests:
 
 
 def num_passed(program: str, tests: Tests, limits: Limits, isolation: Isolation) -> int:
-    """How many tests the program passes within its limits."""
+    """The number of tests that the program passes within its limits."""
     clock = RunningTime()
     texts = [test for test in tests if isinstance(test, str)]
     if texts:
@@ -268,28 +269,30 @@ def _prints(program: str, pair: Pair, limits: Limits, isolation: Isolation, cloc
 
 
 def _num_calls_passed(program: str, tests: Sequence[str], limits: Limits, isolation: Isolation) -> int:
-    """Program and tests in a sandbox each, joined by two pipes; the tests' stdout has the verdicts."""
+    """Runs program and tests in a sandbox each, connected by two pipes; the verdicts are in the tests' stdout."""
     source = Path(protocol.__file__).read_text(encoding="utf-8")
-    theirs = {"protocol.py": source, "program.py": program}
-    ours = {"protocol.py": source, "tests.json": json.dumps(tests)}
-    requests, asking = os.pipe()
-    answers, answering = os.pipe()
-    open_here = [requests, asking, answers, answering]
+    program_files = {"protocol.py": source, "program.py": program}
+    test_files = {"protocol.py": source, "tests.json": json.dumps(tests)}
+    request_reader, request_writer = os.pipe()
+    answer_reader, answer_writer = os.pipe()
+    open_here = [request_reader, request_writer, answer_reader, answer_writer]
 
     def hand_over(*descriptors: int) -> None:
-        """Only the processes hold them from now on, so that each hears when the other has ended."""
+        """Closes descriptors that only the processes need now, so that each notices when the other has ended."""
         for descriptor in descriptors:
             open_here.remove(descriptor)
             os.close(descriptor)
 
     try:
         arguments = ["protocol.py", "program", "program.py"]
-        with bubblewrap.running(theirs, arguments, limits, isolation, stdin=requests, stdout=answering):
-            hand_over(requests, answering)
-            arguments = ["protocol.py", "tests", "tests.json", str(asking)]
-            streams: dict[str, Any] = {"stdin": answers, "stdout": subprocess.PIPE, "pass_fds": [asking]}
-            with bubblewrap.running(ours, arguments, limits, isolation, **streams) as process:
-                hand_over(answers, asking)
+        with bubblewrap.running(
+            program_files, arguments, limits, isolation, stdin=request_reader, stdout=answer_writer
+        ):
+            hand_over(request_reader, answer_writer)
+            arguments = ["protocol.py", "tests", "tests.json", str(request_writer)]
+            streams: dict[str, Any] = {"stdin": answer_reader, "stdout": subprocess.PIPE, "pass_fds": [request_writer]}
+            with bubblewrap.running(test_files, arguments, limits, isolation, **streams) as process:
+                hand_over(answer_reader, request_writer)
                 verdicts = bubblewrap.collect(process, limits).stdout
     finally:
         hand_over(*open_here)
@@ -301,7 +304,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _check_python(test: str) -> None:
-    """ValueError for a test that is no Python, that only defines things, or that pays for nothing."""
+    """ValueError for a test that is not Python, that only defines things, or that any program passes."""
     try:
         statements = ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

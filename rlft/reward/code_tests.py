@@ -1,10 +1,10 @@
-"""What is wrong with tests of programs, read from their source: some pay for nothing, some no program can pass.
+"""Finds what is wrong with tests of programs from their source: any program passes some, and no program others.
 
-A test shares only plain data with the program (protocol.py). So it pays for nothing where the program judges itself:
-where what decides an `assert` is a function of the program's that is handed the program's own answer, as in
-`assert isclose(area(2), 12.566)` without an import of `isclose`. And no program can pass it where it needs an operator
-on one of the program's objects, hands the program a function, or looks for a change in place. Read without being run,
-the source does not say all: what is named here is there, and what is not named may still be.
+A test shares only plain data with the program (protocol.py). So it proves nothing if the program judges itself: if an
+`assert` is decided by a function of the program that gets the program's own answer, as in
+`assert isclose(area(2), 12.566)` without an import of `isclose`. And no program can pass a test that needs an operator
+on one of the program's objects, passes a function to the program, or looks for a change in place. As tests are not run,
+only some faults are found: those that are reported exist, and there may be others.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PLAIN_ATTRIBUTES = frozenset(name for kind in PLAIN for name in dir(kind))
 MEASURES = frozenset(
     {"len", "list", "tuple", "set", "sorted", "sum", "min", "max", "str", "repr", "abs", "bool", "iter"}
 )
-TRIVIAL = (0, 1, "", None)  # True and False are 1 and 0: what a helper says where all is well
+TRIVIAL = (0, 1, "", None)  # includes True and False, which helpers return if all is well
 
 
 class Doubt(StrEnum):
-    """What may be wrong with a test, in words that go on from the number of such tests."""
+    """What may be wrong with tests, in words that follow the number of such tests."""
 
     nothing = "use no name that a program could define"
     own_judge = "have the program judge its own answer, by a helper that they neither define nor import"
@@ -39,11 +39,11 @@ REFUSED = {
     Doubt.nothing: "call the program there",
     Doubt.own_judge: "import the helper there, as in from math import isclose",
 }
-"""What makes a test worthless, and what to do."""
+"""{doubt that makes a test worthless: what to do}."""
 
 
 def doubts(source: str) -> set[Doubt]:
-    """What may be wrong with a test in Python; SyntaxError where it is none.
+    """What may be wrong with a test in Python. SyntaxError if it is not Python.
 
     >>> [doubt.name for doubt in doubts("assert isclose(area(2), 12.566)")]
     ['own_judge']
@@ -61,7 +61,7 @@ def doubts(source: str) -> set[Doubt]:
 
 
 def decisions(tree: ast.AST) -> Iterator[ast.expr]:
-    """What decides whether a test is passed: its asserts, and conditions under which it raises."""
+    """The expressions that decide whether a test is passed: its asserts, and conditions under which it raises."""
     for node in ast.walk(tree):
         match node:
             case ast.Assert(test=test):
@@ -72,13 +72,13 @@ def decisions(tree: ast.AST) -> Iterator[ast.expr]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """What is known of a test's names.
+    """What is known about a test's names.
 
-    Args:
-        callables: names of the program's, and of parameters that are called, which may hold one.
+    Attributes:
+        callables: names that belong to the program, and parameters that are called, which may hold such a name.
         functions: names of functions that the test defines.
-        answers: variables that hold what the program answered, with the names of the callables it came from.
-        objects: variables that hold an object of the program's.
+        answers: {variable that holds an answer of the program: names of the callables from which it comes}.
+        objects: variables that hold an object of the program.
     """
 
     callables: frozenset[str]
@@ -94,7 +94,7 @@ class Reader:
         parameters &= {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         functions = {f.name for f in defined if not isinstance(f, ast.Lambda)}
         reader = cls(callables=frozenset(names | parameters), functions=frozenset(functions), answers={}, objects=set())
-        for _ in range(2):  # a loop may use below what it sets above
+        for _ in range(2):  # twice, since a loop may use a variable before the line that sets it
             for node in nodes:
                 reader._read(node)
         return reader
@@ -121,9 +121,9 @@ class Reader:
                 yield Doubt.in_place
 
     def judges_itself(self, verdict: ast.expr) -> bool:
-        """Whether a program's function decides that is handed the program's own answer, often with the expected one.
+        """Whether the verdict comes from a program's function that gets the program's own answer.
 
-        It does not where what it returns is compared with something that it cannot guess.
+        It does not if the function's result is compared with something that the program cannot guess.
         """
         if isinstance(verdict, ast.UnaryOp) and isinstance(verdict.op, ast.Not):
             return self.judges_itself(verdict.operand)
@@ -138,7 +138,7 @@ class Reader:
         return any(self._is_own_judge(node) for node in ast.walk(verdict) if isinstance(node, ast.Call))
 
     def sources(self, expression: ast.AST) -> frozenset[str]:
-        """The program's names that an expression's value depends on; none where the test knows it by itself."""
+        """The program's names on which an expression's value depends; none if the test itself knows the value."""
         names: set[str] = set()
         for node in ast.walk(expression):
             if isinstance(node, ast.Call):
@@ -149,7 +149,7 @@ class Reader:
         return frozenset(names)
 
     def callee(self, call: ast.Call) -> str | None:
-        """The name of what a call calls, where that is the program's: a function, a class or a method."""
+        """The name of the called function, class or method if it belongs to the program, else None."""
         match call.func:
             case ast.Name(id=name):
                 return name if name in self.callables else None
@@ -187,7 +187,7 @@ class Reader:
         return name is not None and any(self.sources(argument) - {name} for argument in arguments(call))
 
     def _changes_arguments(self, call: ast.Call) -> bool:
-        """A function called for what it does to a variable, with nothing that it returns."""
+        """Whether a function is called only for what it does to a variable."""
         plain = isinstance(call.func, ast.Name) and self.callee(call) is not None
         variables = [a.id for a in arguments(call) if isinstance(a, ast.Name)]
         return plain and any(name not in self.answers and name not in self.callables for name in variables)

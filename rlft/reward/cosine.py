@@ -1,8 +1,8 @@
 """A right or wrong answer's reward by the completion's length, along a cosine (arXiv 2502.03373, section 4.2).
 
-Short right answers earn more than long ones, and short wrong answers lose more than long ones: who isn't sure had
-better think longer. How this differs from the paper: what exceeds the limit is a completion that was cut off, or has
-more than max_tokens tokens; one that ends with the last token allowed is judged by its answer.
+Short right answers earn more than long ones, and short wrong answers lose more than long ones, so that thinking longer
+pays if the answer is uncertain. This differs from the paper: a completion exceeds the limit if it was cut off, or has
+more than max_tokens tokens; one that ends with the last allowed token is judged by its answer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class Cosine(ExactMatch):
 
     The other keys are exact_match's and say which answers are right; a completion without an answer is wrong.
 
-    Args:
+    Attributes:
         max_tokens: L_max.
-        right_at_0, right_at_max, wrong_at_0, wrong_at_max: the values of right and wrong answers at no tokens and at
-            max_tokens (r_0^c, r_L^c, r_0^w, r_L^w).
-        exceeded: the value of a completion that exceeds the limit, right or wrong (r_e).
+        right_at_0: value of a right answer at no tokens (r_0^c).
+        right_at_max: value of a right answer at max_tokens (r_L^c).
+        wrong_at_0: value of a wrong answer at no tokens (r_0^w).
+        wrong_at_max: value of a wrong answer at max_tokens (r_L^w).
+        exceeded: value of a completion that exceeds the limit, right or wrong (r_e).
     """
 
     max_tokens: PositiveInt

@@ -16,7 +16,7 @@ from rlft.types import Group, StepScores
 
 MAX_EQUATION_CHARS = 100
 
-# What operators hold together, as long as it goes, from the start of a word: `x+3=4` is no equation `3=4`. Words end at
+# The longest run joined by operators, from the start of a word: `x+3=4` does not hold the equation `3=4`. Words end at
 # white space, commas, semicolons and tags. A run begins only where a word does, so a text is read once.
 _RUN = re.compile(r"(?<![^\s,;<>])[^\s,;<>+*/=-]*(?: ?[+*/=-] ?[^\s,;<>+*/=-]*)+")
 _EQUATION = re.compile(r"(?:[+*-] )?(-?[0-9]+(?: ?[+*-] ?[0-9]+)+) ?= ?(-?[0-9]+)\.?")
@@ -24,11 +24,12 @@ _PART = re.compile(r"([+-]?)([0-9]+(?:\*[0-9]+)*)")
 
 
 def equations(text: str) -> Iterator[tuple[int, bool]]:
-    """Of each equation in the text: the offset at which it ends, exclusive, and whether it holds.
+    """(the offset at which it ends, exclusive; whether it holds) for each equation in the text.
 
     An equation is a sum, difference or product of plain whole numbers with at least one operator, `=`, and one number:
-    `4+8+1=13`, `12 - 17 = -5`. Digits only (no 1,000 and no 1.5), and nothing may be attached to it (`x+1+2=3`,
-    `1+2=3+0`) but white space, commas, semicolons, tags, the full stop of a sentence, or the bullet of a list.
+    `4+8+1=13`, `12 - 17 = -5`. Numbers are digits only (not 1,000 or 1.5), and nothing may be attached to the equation
+    (`x+1+2=3`, `1+2=3+0`) but white space, commas, semicolons, tags, the full stop of a sentence, or the bullet of a
+    list.
 
     >>> list(equations("<think>7+5=12,4+8+1=14</think>"))
     [(13, True), (22, False)]
@@ -54,12 +55,16 @@ class Equations(AnswerKeys):
     """Step scores of each completion: `equation_weight` for an equation that holds, `answer_weight` for a right answer.
 
     Wrong ones are steps of score 0. The answer's step ends with the text; a text without an answer has no such step,
-    and one with neither equations nor an answer has no steps at all. That is a total of 0, as if all were wrong, but
-    with process supervision it is no advantage either way: combine it with a reward of completions as a whole
+    and one with neither equations nor an answer has no steps at all. Its total is 0, as if everything were wrong, but
+    with process supervision it has no advantage at all: combine it with a reward of completions as a whole
     (exact_match, format), so that saying nothing is not better than saying something wrong.
 
-    max_equations: further ones are no steps, so that writing true equations without end pays no more.
-    The other keys say where the answer stands (AnswerKeys); plain numbers are compared by value.
+    The other keys say where the answer is (AnswerKeys); plain numbers are compared by value.
+
+    Attributes:
+        equation_weight: score of an equation that holds.
+        answer_weight: score of a right answer.
+        max_equations: the most equations that are steps, so that endless true equations do not pay.
     """
 
     scores_steps: ClassVar[bool] = True
@@ -78,6 +83,6 @@ class Equations(AnswerKeys):
         answer = self.extract(text)
         if answer is not None:
             right = matches(answer, reference, numeric=True, ignore_case=False)
-            # Where the text ends with an equation, both are the same step.
+            # If the text ends with an equation, both are the same step.
             by_end[len(text)] = by_end.get(len(text), 0.0) + self.answer_weight * right
         return StepScores(values=tuple(by_end.values()), ends=tuple(by_end))

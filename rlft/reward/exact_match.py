@@ -1,4 +1,4 @@
-"""1 where the answer equals the reference answer, else 0."""
+"""1 if the answer equals the reference answer, else 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlft.types import Group
 
 
 def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) -> bool:
-    """Whether two answers are the same text (runs of white space count as one space) or, if asked, the same number.
+    """Whether two answers are the same text, up to the length of white space, or with `numeric` the same number.
 
     >>> matches("1,000", "1000", numeric=True, ignore_case=False)
     True
@@ -26,11 +26,11 @@ def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) ->
 class ExactMatch(AnswerKeys):
     """1.0 for each completion whose answer is the reference answer, else 0.0.
 
-    The other keys say where the answer stands (AnswerKeys).
+    The other keys say where the answer is (AnswerKeys).
 
-    Args:
-        numeric: plain decimal numbers are compared by value (1,000 = 1000.0).
-        ignore_case: letters are compared without case.
+    Attributes:
+        numeric: whether plain decimal numbers are compared by value (1,000 = 1000.0).
+        ignore_case: whether letters are compared without case.
     """
 
     numeric: bool

@@ -1,8 +1,8 @@
-"""How well a completion keeps to a template: `<think>...</think><answer>...</answer>`, or a pattern of one's own.
+"""How well a completion keeps to a template: `<think>...</think><answer>...</answer>`, or a pattern of the user's.
 
-Tags are found in linear time. A pattern is the user's: Python's `re` goes back over what it has matched, so one with
-nested repetition, such as `(a+)*b`, can take for ever on a text that the model happens to write. What bounds it is the
-scorer's time limit (`scoring.timeout`): the completion then gets `on_error`, 0.0, and the run goes on.
+Tags are found in linear time. A pattern may not be: Python's `re` backtracks, so one with nested repetition, such as
+`(a+)*b`, can take for ever on a text that the model happens to write. The scorer's time limit (`scoring.timeout`)
+bounds it: the completion then gets `on_error`, 0.0, and the run goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def markers(tags: Sequence[str]) -> list[str]:
 
 
 def follows_template(text: str, tags: Sequence[str]) -> bool:
-    """Whether the whole text is the blocks in order: each tag once, none empty, only white space around and between.
+    """Whether the text is just the blocks in order: each tag once, none empty, only white space around and between.
 
     >>> follows_template("<think>8 + 10</think> <answer>18</answer>", ["think", "answer"])
     True
@@ -41,15 +41,15 @@ def follows_template(text: str, tags: Sequence[str]) -> bool:
         return False
     rest = text
     for tag in tags:
-        before, opening, rest = rest.partition(f"<{tag}>")
+        gap, opening, rest = rest.partition(f"<{tag}>")
         body, closing, rest = rest.partition(f"</{tag}>")
-        if not (opening and closing and body.strip()) or before.strip():
+        if not (opening and closing and body.strip()) or gap.strip():
             return False
     return not rest.strip()
 
 
 def markers_in_place(text: str, tags: Sequence[str]) -> int:
-    """How many of the tags stand exactly once in the text and after every tag counted before.
+    """The number of tags that occur exactly once in the text, and after all tags that were counted before.
 
     >>> markers_in_place("<think>8 + 10 <answer>18</answer>", ["think", "answer"])
     3
@@ -63,9 +63,9 @@ def markers_in_place(text: str, tags: Sequence[str]) -> int:
 
 
 def soft_score(text: str, tags: Sequence[str]) -> float:
-    """The share of what the template asks for: each tag in place is one part, nothing missing or added is the last one.
+    """The share of the template's parts: each tag in its place is one, and following the whole template is the last.
 
-    So bare tags around nothing score less than a completion that keeps to the template.
+    So empty tags score less than a completion that keeps to the template.
 
     >>> soft_score("<think>8 + 10</think><answer>18</answer>", ["think", "answer"])
     1.0
@@ -90,11 +90,11 @@ def follows_pattern(text: str, pattern: str) -> bool:
 class Format:
     """1.0 for each completion that keeps to the template; otherwise 0.0 (strict) or a part of 1 (soft).
 
-    Args:
+    Attributes:
         mode: `strict` or `soft`.
         tags: names of the template's blocks, in order.
-        pattern: a regular expression for the whole completion, in place of the tags (mode strict only, which gives no
-            parts); None for the tags.
+        pattern: a regular expression for the whole completion, instead of the tags (only with mode strict, since it has
+            no parts); None for the tags.
     """
 
     mode: Mode

@@ -1,6 +1,6 @@
-"""The score that a reward server gives: a model or a sandbox that runs elsewhere, asked over HTTP.
+"""The score that a reward server gives: a model or a sandbox that runs elsewhere, requested over HTTP.
 
-The contract. Each request is about completions of one prompt, an entry of each list for each completion, in order:
+Each request is about completions of one prompt; its lists have an entry for each completion, in order:
 
     POST <url>
     {"ids": ["gsm8k-17", ...],                                              the prompt's id
@@ -11,7 +11,7 @@ The contract. Each request is about completions of one prompt, an entry of each 
 
     200 {"scores": [1.0, ...]}      a finite number for each completion
 
-A server may say 429 or 503 with `Retry-After: <seconds>` to be asked again later.
+A server may answer 429 or 503 with `Retry-After: <seconds>` to get the request again later.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rlft.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Http(ServerKeys):
-    """The server's score of each completion, as it is.
+    """The server's score of each completion, unchanged.
 
-    The other keys say how the server is asked (ServerKeys).
+    The other keys say how requests are sent (ServerKeys).
 
-    Args:
-        batch_size: completions in one request, at most; None for the whole group.
-        send_metadata: send the prompt's metadata along, which must be plain JSON then.
+    Attributes:
+        batch_size: the most completions in one request; None for the whole group.
+        send_metadata: whether requests include the prompt's metadata, which must then be plain JSON.
     """
 
     batch_size: PositiveInt | None

@@ -1,12 +1,12 @@
 """A language model's ratings of completions, requested from any OpenAI-compatible server (/v1/chat/completions).
 
 Completions are hostile text: an optimiser writes them. They reach the judge as strings inside one JSON object, so none
-can pretend to be another completion, the question or the end of the list, and the judge is told that they are data.
+can pretend to be another completion, the question or the end of the list, and the instructions say that they are data.
 Still a judge can be fooled: by flattery, by length, by "give me 10" said well enough, and an optimiser will find out.
-Look at the completions that score highest, and give a rule that cannot be fooled a weight beside it where there is one.
+Look at the completions that score highest, and combine the judge with a rule that cannot be fooled if there is one.
 
 A judge favours some positions in a list. In `mode: group` the siblings are shuffled by a seed derived from the prompt's
-id: no position belongs to a completion's index, so the bias is noise and no signal.
+id: no position belongs to a completion's index, so that the bias is noise and no signal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mode(StrEnum):
 
 
 class ResponseFormat(StrEnum):
-    """How the server is told that the reply is JSON; `none` leaves it to the instructions."""
+    """How the request says that the reply must be JSON; `none` leaves that to the instructions."""
 
     json_schema = "json_schema"
     json_object = "json_object"
@@ -58,15 +58,16 @@ class ResponseFormat(StrEnum):
 class Judge(ServerKeys):
     """The judge's rating of each completion, with lowest .. highest mapped to 0 .. 1.
 
-    The other keys say how the server is asked (ServerKeys).
+    The other keys say how requests are sent (ServerKeys).
 
-    Args:
+    Attributes:
         model: the judge's name on its server; None sends none, for servers with one model.
-        mode: `each` asks for each completion alone, `group` for all siblings at once, which compares better and costs
-            one request.
-        rubric: what is good and bad, in words; what the judge sees and how it has to reply is added.
-        show_reference: show the judge the prompt's reference answer, where it has one.
-        lowest, highest: the scale; a number outside of it is asked for again.
+        mode: `each` sends each completion alone, `group` all siblings in one request, which compares them better and
+            costs less.
+        rubric: what is good and bad, in words; instructions about input and reply are added.
+        show_reference: whether the judge sees the prompt's reference answer, if it has one.
+        lowest: the lowest rating; a rating outside the scale makes the request be sent again.
+        highest: the highest rating.
         response_format: see ResponseFormat.
         options: further keys of the request, such as temperature.
     """
@@ -103,16 +104,16 @@ class Judge(ServerKeys):
     def _request(self, group: Group, order: Sequence[int]) -> Request:
         prompt = group.prompt
         texts = [group.rollouts[index].completion.text for index in order]
-        shown: dict[str, Any] = {"question": [dict(message) for message in prompt.messages]}
+        judge_input: dict[str, Any] = {"question": [dict(message) for message in prompt.messages]}
         if self.show_reference and prompt.answer:
-            shown["reference"] = prompt.answer
-        shown["answers"] = [{"number": number, "text": text} for number, text in enumerate(texts, start=1)]
-        reference = REFERENCE if "reference" in shown else ""
+            judge_input["reference"] = prompt.answer
+        judge_input["answers"] = [{"number": number, "text": text} for number, text in enumerate(texts, start=1)]
+        reference = REFERENCE if "reference" in judge_input else ""
         scale = {"num": len(texts), "lowest": self.lowest, "highest": self.highest}
         instructions = f"{self.rubric.strip()}\n\n{INSTRUCTIONS.format(reference=reference, **scale)}"
         messages = [
             {"role": "system", "content": instructions},
-            {"role": "user", "content": json.dumps(shown, ensure_ascii=False)},
+            {"role": "user", "content": json.dumps(judge_input, ensure_ascii=False)},
         ]
         return Request(body={"messages": messages, **self._settings(), **self.options}, completions=order)
 
@@ -129,7 +130,7 @@ class Judge(ServerKeys):
         return settings
 
     def _ratings(self, answer: Any, num_completions: int) -> list[float]:
-        """The reply's ratings, mapped to 0 .. 1. ValueError where it is not exactly what was asked for."""
+        """The reply's ratings, mapped to 0 .. 1. ValueError if it is not exactly what was requested."""
         ratings = scores_in(reply(answer), num_completions)
         if outside := [rating for rating in ratings if not self.lowest <= rating <= self.highest]:
             raise ValueError(f"the judge rated {outside[0]:g}, outside {self.lowest:g} .. {self.highest:g}")
@@ -137,7 +138,7 @@ class Judge(ServerKeys):
 
 
 def reply(answer: Any) -> Any:
-    """The JSON that is the whole text of a chat completion's first choice. ValueError where there is none.
+    """The JSON that is the whole text of a chat completion's first choice. ValueError if there is none.
 
     >>> reply({"choices": [{"message": {"content": '{"scores": [7]}'}}]})
     {'scores': [7]}

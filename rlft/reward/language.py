@@ -1,12 +1,12 @@
-"""The share of a completion's words that are in the language asked for (DeepSeek-R1, arXiv 2501.12948, section 2.3.2).
+"""The share of a completion's words that are in the target language (DeepSeek-R1, arXiv 2501.12948, section 2.3.2).
 
-How this differs from the paper, which doesn't say how it knows the language of a word: words are judged in runs of
-`window` words of one script, each by a language detector, because a single word often belongs to several languages.
-What is no language is left out: tags, code, formulas, numbers, single letters. Text doesn't become a formula by
-standing between dollars: two words of three letters side by side are judged wherever they stand, except in fenced code.
+The paper doesn't say how it finds the language of a word. Here a language detector judges runs of `window` words of one
+script, because a single word often belongs to several languages. Tags, code, formulas, numbers and single letters,
+which are no language, are left out. Text doesn't become a formula by standing between dollars: two adjacent words of
+three letters are judged wherever they stand, except in fenced code.
 
 Names in another script count as words of another language; as this is a share, a few of them cost little.
-The detector is py3langid: deterministic, 114 languages with a two-letter code, a tenth of a millisecond a window.
+The detector is py3langid: deterministic, 114 languages with a two-letter code, a tenth of a millisecond for a window.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlft.types import Group, Prompt, UserError
 
 PROMPT = "prompt"
 MIN_CONFIDENCE = 0.02
-"""Twice what each of the detector's languages has where it finds nothing in a text to go by."""
+"""Twice the confidence in each language when the detector finds no evidence in a text."""
 
 # Thai, Lao, Burmese, Khmer, Japanese, Chinese: written without spaces, so each character counts as a word.
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff"
@@ -61,7 +61,7 @@ def prose(text: str) -> str:
 
 
 def words(text: str) -> Iterator[tuple[str, str]]:
-    """(script, word) of each word of a text, in order; what has digits, signs of a formula or one letter is none.
+    """(script, word) of each word of a text, in order, without words with digits, formula signs or just one letter.
 
     >>> list(words("So **we** add 2x + 1: 首先"))
     [('LATIN', 'So'), ('LATIN', 'we'), ('LATIN', 'add'), ('CJK', '首'), ('CJK', '先')]
@@ -74,7 +74,7 @@ def words(text: str) -> Iterator[tuple[str, str]]:
 
 
 def windows(text: str, size: int) -> list[tuple[str, int]]:
-    """(text, number of words) of runs of `size` words of one script; a short rest joins the run before it.
+    """(text, number of words) of runs of `size` words of one script; a short remainder joins the run before it.
 
     >>> windows("eins zwei drei vier fünf sechs sieben", size=3)
     [('eins zwei drei', 3), ('vier fünf sechs sieben', 4)]
@@ -90,7 +90,7 @@ def windows(text: str, size: int) -> list[tuple[str, int]]:
 
 
 def counts(text: str, detect: Callable[[str], str], size: int) -> Counter[str]:
-    """Number of words by language, of which `detect` tells that of a run of words.
+    """{language: number of words}, where `detect` returns the language of a run of words.
 
     >>> counts("one two three ein zwei", lambda run: "de" if "ein" in run else "en", size=3)["en"]
     3
@@ -116,12 +116,14 @@ def script(letter: str) -> str:
 class Language:
     """The share, 0 to 1, of each completion's words that are in the target language.
 
-    Args:
+    Attributes:
         target: an ISO 639-1 code such as `de`, or `prompt` for the language of most words of the prompt's last user
             message (an instruction in another language around the question counts too: then name the language).
-        window: words judged together; fewer notice a change of language sooner, and are judged wrong more often.
-        min_words: with fewer words than these there is too little to judge, in a completion or in the prompt.
-        too_little: the score then. Not above what a right language earns, so that saying nothing gains nothing.
+        window: number of words that are judged together; fewer notice a change of language sooner, and are misjudged
+            more often.
+        min_words: the fewest words that can be judged, in a completion or in the prompt.
+        too_little: the score for fewer words. It should not exceed that of the right language, so that saying nothing
+            gains nothing.
     """
 
     target: str
@@ -142,7 +144,7 @@ class Language:
         _detector()
 
     def __call__(self, group: Group) -> list[float]:
-        target = self._of_prompt(group.prompt) if self.target == PROMPT else self.target
+        target = self._prompt_language(group.prompt) if self.target == PROMPT else self.target
         return [self._score(rollout.completion.text, target) for rollout in group.rollouts]
 
     def _score(self, text: str, target: str | None) -> float:
@@ -151,15 +153,15 @@ class Language:
             return self.too_little
         return by_language[target] / by_language.total()
 
-    def _of_prompt(self, prompt: Prompt) -> str | None:
-        """The language of most words of the last user message, None where there are too few to judge."""
+    def _prompt_language(self, prompt: Prompt) -> str | None:
+        """The language of most words of the last user message; None if there are too few words to judge."""
         question = next((m["content"] for m in reversed(prompt.messages) if m["role"] == "user"), "")
         by_language = counts(question, _detect, self.window)
         return by_language.most_common(1)[0][0] if by_language.total() >= self.min_words else None
 
 
 def _runs(texts: list[str], size: int) -> Iterator[list[str]]:
-    """The words in runs of `size`; a rest of less than half of that joins the last run."""
+    """The words in runs of `size`; a remainder of less than half of that joins the last run."""
     num_runs = max(1, (len(texts) + (size - 1) // 2) // size)
     for index in range(num_runs):
         yield texts[index * size : (index + 1) * size if index + 1 < num_runs else None]
@@ -172,7 +174,7 @@ def _detect(text: str) -> str:
 
 @functools.cache
 def _detector() -> Any:
-    """py3langid's model, with the languages that have a two-letter code: its others are mostly their dialects."""
+    """py3langid's model with the languages that have a two-letter code; the others are mostly dialects of these."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     detector = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True, min_confidence=MIN_CONFIDENCE)

@@ -16,12 +16,12 @@ from rlft.types import Group
 class Learned:
     """What the trainer needs to compute `scale * (score - center)` of each completion.
 
-    Args:
+    Attributes:
         path: folder of a reward adapter made for this base, or folder or hub id of a sequence-classification model;
-            None for a fresh adapter whose head is zero, which scores everything 0 until it is trained.
-        token_budget: tokens in one forward.
-        center: subtracted from each score.
-        scale: multiplied with the difference.
+            None for a new adapter whose head is zero, which scores everything 0 until it is trained.
+        token_budget: the most tokens in one forward.
+        center: number that is subtracted from each score.
+        scale: factor of the difference.
     """
 
     runs_in_trainer: ClassVar[bool] = True
@@ -32,5 +32,5 @@ class Learned:
     scale: float
 
     def __call__(self, group: Group) -> list[float]:
-        """RuntimeError: a worker has no model to score with."""
+        """Raises RuntimeError, since a worker has no model to score with."""
         raise RuntimeError("a learned reward has no scores of its own: the trainer computes them (Scorer's `resident`)")

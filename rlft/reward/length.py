@@ -1,4 +1,4 @@
-"""A reward for short completions: among siblings (Kimi k1.5), near a wished length, or below a limit."""
+"""A reward for short completions: among siblings (Kimi k1.5), near a target length, or below a limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def among_siblings(lengths: Sequence[int], right: Sequence[bool]) -> list[float]
     """Kimi k1.5's length reward of each completion of a group (arXiv 2501.12599, section 2.3.3).
 
     lambda = 0.5 - (length - shortest) / (longest - shortest); a right answer gets lambda, a wrong one min(0, lambda):
-    being short makes no wrong answer better than 0. Where all are equally long, everyone gets 0.
+    being short makes no wrong answer better than 0. If all are equally long, each gets 0.
 
     >>> among_siblings([10, 20, 30, 10], right=[True, True, True, False])
     [0.5, 0.0, -0.5, 0.0]
@@ -35,7 +35,7 @@ def among_siblings(lengths: Sequence[int], right: Sequence[bool]) -> list[float]
 
 
 def near_target(num_tokens: int, target: int) -> float:
-    """0 at the wished length, falling linearly to -1 at no tokens and at twice as many, and -1 beyond.
+    """0 at the target length, falling linearly to -1 at no tokens and at twice the target, and -1 beyond.
 
     >>> [near_target(n, target=100) for n in (100, 75, 125, 200, 500)]
     [0.0, -0.25, -0.25, -1.0, -1.0]
@@ -56,13 +56,14 @@ def below_limit(num_tokens: int, limit: int, penalty: float) -> float:
 class Length(ExactMatch):
     """The length reward of each completion by its number of tokens, its end token included.
 
-    The other keys are exact_match's and say which answers are right, which only `kimi` asks; the other modes judge
+    The other keys are exact_match's and say which answers are right. Only mode `kimi` uses them; the other modes judge
     right and wrong answers alike and need no reference answer. A completion without an answer is wrong.
 
-    Args:
+    Attributes:
         mode: `kimi` (among_siblings), `target` (near_target) or `limit` (below_limit).
-        target: the wished length in tokens (mode target).
-        limit, penalty: tokens, and what each one over them costs (mode limit).
+        target: the target length in tokens (mode target).
+        limit: the most tokens without a penalty (mode limit).
+        penalty: what each token over the limit costs (mode limit).
     """
 
     mode: Mode

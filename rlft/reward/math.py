@@ -1,9 +1,9 @@
-"""1 where the answer equals the reference answer as mathematics (the math-verify library), else 0.
+"""1 if the answer is mathematically equal to the reference answer (by the math-verify library), else 0.
 
-How this differs from calling the library on the whole completion: the answer is taken from one place (AnswerKeys), so
-scattering guesses over a completion earns nothing; a number asked for must be given as a number, so copying the
-question's own sum is no answer; and expressions that would take for ever to evaluate are wrong before they are tried.
-The library's own time-outs are off: it sets them by the same alarm as the scorer.
+This differs from calling the library on the whole completion: the answer is taken from one place (AnswerKeys), so that
+scattering guesses over a completion earns nothing; if the reference is a number, the answer must be one, so that
+copying the question's own sum is no answer; and expressions that would take for ever to evaluate are wrong without
+evaluation. The library's own time-outs are off, since it sets them by the same alarm as the scorer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def is_costly(answer: str) -> bool:
 
 
 def is_finished(answer: str, *, whole: bool) -> bool:
-    r"""Whether an answer is one number, no list, no sum still to be done; a fraction is one unless an integer is due.
+    r"""Whether an answer is a single number, not a list or an unevaluated sum. Fractions are numbers unless `whole`.
 
     >>> [is_finished(text, whole=True) for text in ("x = -5", r"\boxed{18}", "36/2", "10^3", "20 - 2")]
     [True, True, False, False, False]
@@ -76,7 +76,7 @@ def is_finished(answer: str, *, whole: bool) -> bool:
 
 
 def digits(expression: Any) -> float:
-    """About how many digits the largest number has that evaluating a sympy expression would meet, without doing it.
+    """About how many digits the largest number would have that evaluating a sympy expression would produce.
 
     Symbols and functions count as small.
 
@@ -100,11 +100,11 @@ def digits(expression: Any) -> float:
 class Math(AnswerKeys):
     r"""1.0 for each completion whose answer is mathematically equal to the reference answer, else 0.0.
 
-    The other keys say where the answer stands (AnswerKeys).
+    The other keys say where the answer is (AnswerKeys).
 
-    Args:
-        unevaluated: accept a sum still to be done, such as 6*3, where the reference is a number.
-        max_chars: a longer answer is wrong; bounds the parser's work.
+    Attributes:
+        unevaluated: whether an unevaluated sum or product, such as 6*3, is accepted if the reference is a number.
+        max_chars: the most characters of an answer; longer ones are wrong. It bounds the parser's work.
     """
 
     unevaluated: bool
@@ -133,7 +133,7 @@ def _equal_expressions(answer: str, reference: str) -> bool:
 
 
 def _parse(text: str) -> list[Any]:
-    """The library's reading of one expression. Dollar signs go, so that there is one expression and not several."""
+    """The expression as the library parses it. Dollar signs are removed, so that it is one expression, not several."""
     library = _library()
     bare = text.replace("\\$", " ").replace("$", " ")
     return library.parse(f"${bare}$", [library.LatexExtractionConfig()], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
@@ -154,7 +154,7 @@ def _library() -> Any:
 
 
 def _log10(number: Any) -> float:
-    """log10 of a sympy number's size, or of a fraction's larger half; at least 0."""
+    """log10 of a sympy number's absolute value, or of a fraction's larger part; at least 0."""
     if number.is_Rational:
         return math.log10(max(1, abs(number.p), number.q))
     return _log10(number.ceiling()) if number.is_finite else math.inf

@@ -22,10 +22,10 @@ def penalty(num_tokens: int, max_tokens: int, cache: int) -> float:
 class Overlong:
     """The penalty of each completion by its length in tokens, its end token included.
 
-    Args:
+    Attributes:
         max_tokens: L_max, the limit of generation.
-        cache: L_cache, the last tokens before it, over which the penalty grows; None is the paper's share of L_max, a
-            fifth.
+        cache: L_cache, the number of tokens before the limit over which the penalty grows; None for a fifth of L_max,
+            as in the paper.
     """
 
     max_tokens: PositiveInt

@@ -1,7 +1,7 @@
 """The score that reasoning-gym's own verifier gives, for prompts made by `data=reasoning_gym`.
 
-Verifiers grade as the library does: mostly 0 to 1, some give a little for any answer. A few read lists by `eval`
-(binary_matrix, spiral_matrix, string_insertion in 0.1.x): there completions run as code, so use a sandbox.
+Verifiers mostly give 0 to 1; some give a little for any answer. A few parse lists with `eval` (binary_matrix,
+spiral_matrix, string_insertion in 0.1.x): then completions run as code, so use a sandbox.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlft.types import Group, Prompt, UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym(AnswerKeys):
-    """The verifier's score of each completion; 0.0 without an answer. The keys say where it stands (AnswerKeys)."""
+    """The verifier's score of each completion; 0.0 without an answer. The keys say where the answer is (AnswerKeys)."""
 
     needs_metadata: ClassVar[str] = "reasoning_gym"
     """The key that every prompt's metadata must hold, so that other data can be refused before the run starts."""
@@ -34,14 +34,14 @@ class ReasoningGym(AnswerKeys):
 
 
 def score(verifier: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
-    """The verifier's score. Where it raises although it accepts the reference answer, the answer is malformed: 0.0."""
+    """The verifier's score; 0.0 if the verifier raises for this answer but not for the reference answer."""
     if answer is None:
         return 0.0
     try:
         return float(verifier.score_answer(answer, entry))
     except Exception:
-        # Verifiers parse what the model wrote and fail in their own ways. If the reference answer fails too, the fault
-        # is not the completion's, and that error is raised.
+        # Verifiers parse what the model wrote and fail in their own ways. If the reference answer fails, too, the
+        # completion is not to blame, and that error is raised.
         verifier.score_answer(entry["answer"], entry)
         return 0.0
 

@@ -1,8 +1,8 @@
-"""Asking a server for scores: what the rewards `http` and `judge` share.
+"""Requests scores from a server, for the rewards `http` and `judge`.
 
-Requests run on an event loop in a thread of its own, one loop a process. So time limits hold to the moment whatever the
-server does (a library's own limits are for each read, and a server that drips never meets them), connections are kept
-from group to group, and the scorer's alarm, which rings in the main thread, interrupts nobody but the one that waits.
+Requests run on an event loop in a thread of its own, one loop in a process. So time limits hold exactly, whatever the
+server does (a library's own limits are for each read, and a slowly sending server never exceeds them), connections are
+kept from group to group, and the scorer's alarm, which rings in the main thread, interrupts only the waiting caller.
 """
 
 from __future__ import annotations
@@ -28,24 +28,35 @@ if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
 
 SHARE_FOR_REQUESTS = 0.9
-"""Of a group's time. The rest is for saying what happened, before the scorer's limit cuts the reward off."""
+"""The share of a group's time; the rest is for reporting what happened before the scorer's limit ends the reward."""
 MAX_SHOWN_CHARS = 200
 TRY_AGAIN = (408, 429)
 
 Read = Callable[[Any, int], list[float]]
-"""The scores in a server's answer (as JSON) about so many completions; ValueError says what is wrong with it."""
+"""(a server's answer as JSON, number of completions) -> scores; ValueError says what is wrong with the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is posted, and which completions (by index in their group) the answer's scores belong to, in order."""
+    """A request.
+
+    Attributes:
+        body: what is posted.
+        completions: index, in their group, of the completions to which the answer's scores belong, in order.
+    """
 
     body: Mapping[str, Any]
     completions: Sequence[int]
 
 
 class NoScores(Exception):
-    """An attempt failed. final: another one would fail too. wait_s: seconds that the server asked to be left alone."""
+    """An attempt failed.
+
+    Args:
+        problem: why.
+        final: whether another attempt would fail, too.
+        wait_s: seconds that the server wants to pass before another attempt.
+    """
 
     def __init__(self, problem: str, *, final: bool = False, wait_s: float = 0.0) -> None:
         self.final, self.wait_s = final, wait_s
@@ -54,21 +65,21 @@ class NoScores(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKeys:
-    """The config keys of every reward that asks a server.
+    """The config keys of every reward that sends requests to a server.
 
-    Args:
-        url: what requests are posted to.
-        token_variable: name of the environment variable whose value goes along as a bearer token; None for no token.
+    Attributes:
+        url: address to which requests are posted.
+        token_variable: name of the environment variable whose value is sent as a bearer token; None for no token.
         headers: further headers of each request.
         timeout: seconds for one attempt.
-        group_timeout: the scorer's limit for a group in seconds, of which nine tenths are for requests, retries and
-            pauses included.
-        retries: further attempts where the server cannot be reached, says 408, 429 or 5xx, is too slow, or answers what
-            it should not.
-        backoff: seconds before the first further attempt, doubled for each one after it, and shortened by up to a half
-            at random; a server's Retry-After goes before it.
-        concurrency: requests under way at once, in each worker.
-        try_first: whether the server is asked once before the run loads its model.
+        group_timeout: the scorer's limit for a group in seconds, of which nine tenths are for requests, including
+            retries and pauses.
+        retries: number of further attempts if the server cannot be reached, answers 408, 429 or 5xx, is too slow, or
+            gives an invalid answer.
+        backoff: seconds before the first further attempt, doubled for each later one, and shortened by up to a half at
+            random; a longer Retry-After of the server has priority.
+        concurrency: the most requests under way at once, in each worker.
+        try_first: whether a request is sent once before the run loads its model.
     """
 
     url: str
@@ -97,7 +108,7 @@ class ServerKeys:
 
     @property
     def deadline_s(self) -> float:
-        """Seconds after which the group's scores are there, or given up."""
+        """Seconds after which the group's scores have come or are given up."""
         return SHARE_FOR_REQUESTS * self.group_timeout
 
     def start(self) -> None:
@@ -105,10 +116,10 @@ class ServerKeys:
         self._client()
 
     def ask(self, requests: Sequence[Request], read: Read) -> list[float]:
-        """The scores of the group's completions, which the requests ask about, each in one of them.
+        """The scores of the group's completions, each of which is in one of the requests.
 
         Raises:
-            Unscored: some or all completions got none.
+            Unscored: some or all completions got no score.
         """
         answers = asyncio.run_coroutine_threadsafe(self._ask_all(requests, read), _event_loop()).result()
         scores: dict[int, float | None] = {}
@@ -123,16 +134,16 @@ class ServerKeys:
         return [score for score in ordered if score is not None]
 
     async def _ask_all(self, requests: Sequence[Request], read: Read) -> list[list[float] | str]:
-        end = asyncio.get_running_loop().time() + self.deadline_s
+        deadline = asyncio.get_running_loop().time() + self.deadline_s
         gate = asyncio.Semaphore(self.concurrency)
         ticking = asyncio.create_task(_tick())
         try:
-            return await asyncio.gather(*(self._ask(request, read, gate, end) for request in requests))
+            return await asyncio.gather(*(self._ask(request, read, gate, deadline) for request in requests))
         finally:
             ticking.cancel()
 
     async def _ask(self, request: Request, read: Read, gate: asyncio.Semaphore, end: float) -> list[float] | str:
-        """The scores one request brings, or why it brings none; at the latest at the loop's time `end`."""
+        """The scores of one request, or why there are none; at the loop's time `end` at the latest."""
         clock = asyncio.get_running_loop().time
         async with gate:
             if clock() >= end:
@@ -179,24 +190,24 @@ class ServerKeys:
         return _client((*self.headers.items(), *token.items()))
 
     def _shown(self, text: str) -> str:
-        """The beginning of what a server said, without the token, which some servers repeat."""
+        """The beginning of a server's answer, without the token, which some servers repeat."""
         if self.token_variable is not None:
             text = text.replace(read_token(self.token_variable), "...")
         return f"{text!r:.{MAX_SHOWN_CHARS}}"
 
 
 def check_url(url: str) -> None:
-    """UserError where this is no http(s) address, or one that holds a password."""
+    """Refuses what is not an http(s) address, and an address that holds a password. Raises UserError."""
     try:
         parts = urlsplit(url)
         printable = url.isprintable() and " " not in url
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and printable
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and printable
     except ValueError:
         raise UserError("url", "is no address", got=url, remedy="try http://localhost:8000/score") from None
     if parts.username is not None or parts.password is not None:
         problem = "must not hold a user name or password: configs are saved with every run"
         raise UserError("url", problem, remedy="put a token in an environment variable and name it in token_variable")
-    if not sound:
+    if not is_valid:
         raise UserError("url", "is no http:// or https:// address", got=url, remedy="try http://localhost:8000/score")
 
 
@@ -210,7 +221,7 @@ def shown_url(url: str) -> str:
 
 
 def read_token(variable: str) -> str:
-    """The token in an environment variable. UserError, which doesn't show it, where there is none that can be sent."""
+    """The token in an environment variable. UserError, without the token, if there is none that can be sent."""
     token = os.environ.get(variable, "").strip()
     if not token or not token.isascii() or not token.isprintable():
         problem = "names an environment variable that is not set" if not token else "holds no token in plain ASCII"
@@ -219,13 +230,13 @@ def read_token(variable: str) -> str:
 
 
 def retry_after(response: Response) -> float:
-    """Seconds that the server asked to be left alone, 0 if it didn't say (or gave a date instead)."""
-    said = response.headers.get("Retry-After", "")
-    return float(said) if said.isascii() and said.isdigit() else 0.0
+    """Seconds that the server wants to pass before another attempt; 0 if it gave none (or a date)."""
+    header = response.headers.get("Retry-After", "")
+    return float(header) if header.isascii() and header.isdigit() else 0.0
 
 
 def scores_in(answer: Any, num_completions: int) -> list[float]:
-    """The scores of `{"scores": [...]}`. ValueError where it is no such object, or not a finite number for each.
+    """The scores of `{"scores": [...]}`. ValueError unless it holds just a finite number for each completion.
 
     >>> scores_in({"scores": [1, 0.5]}, 2)
     [1.0, 0.5]
@@ -242,7 +253,7 @@ def scores_in(answer: Any, num_completions: int) -> list[float]:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop by whose clock time passes only while the process runs: limits outlast a SIGSTOP."""
+    """An event loop whose clock runs only while the process runs, so that a SIGSTOP does not use up limits."""
 
     def __init__(self) -> None:
         self._running_time = RunningTime()
@@ -253,7 +264,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 async def _tick() -> None:
-    """Has the loop look at its clock, which counts no long waits."""
+    """Makes the loop read its clock regularly, which does not count long waits."""
     while True:
         await asyncio.sleep(TICK_S)
 
@@ -267,7 +278,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 @functools.cache
 def _client(headers: tuple[tuple[str, str], ...]) -> AsyncClient:
-    """The process's connections to all servers that get these headers. How many are open, `concurrency` says."""
+    """The process's connections to all servers that get these headers; `concurrency` limits how many are open."""
     import httpx2
 
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)

@@ -1,7 +1,8 @@
-"""A penalty for saying the same over and over: the share of n-grams that were there before.
+"""A penalty for saying the same over and over: the share of n-grams that have occurred before.
 
-As in "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373) and open-r1, but always of the completion as a
-whole and for right and wrong answers alike: the paper also puts it on single tokens, with a discount of its own.
+It is that of "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373) and open-r1, but always for the
+completion as a whole and for right and wrong answers alike: the paper also applies it to single tokens, with a separate
+discount.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Unit(StrEnum):
 
 
 def repeated_share(items: Sequence[Hashable], n: int) -> float:
-    """1 - different n-grams / all n-grams; 0 where there are fewer than n items. Time and memory: n x items.
+    """1 - different n-grams / all n-grams; 0 if there are fewer than n items. Time and memory: n x items.
 
     >>> repeated_share("to be or not to be".split(), 2)  # 4 of 5: "to be" comes twice
     0.2
@@ -36,12 +37,13 @@ def repeated_share(items: Sequence[Hashable], n: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """-max_penalty times the share of repeated n-grams of each completion: 0 where nothing is repeated.
+    """-max_penalty times the share of repeated n-grams of each completion: 0 if nothing is repeated.
 
-    Args:
-        unit: `words` (between white space, without case) or `tokens` (the completion's token ids), which also serve
+    Attributes:
+        unit: `words` (between white space, without case) or `tokens` (the completion's token ids), which also suit
             languages that are written without spaces.
         ngram: n, in units.
+        max_penalty: the penalty if all n-grams were repeated.
     """
 
     unit: Unit

@@ -1,1 +1,1 @@
-"""Untrusted programs: isolated by bubblewrap, cgroups and seccomp; how they talk to their judge."""
+"""Runs untrusted programs, isolated by bubblewrap, cgroups and seccomp, and connects them to their tests."""

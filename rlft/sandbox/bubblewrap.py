@@ -1,19 +1,19 @@
-"""What an untrusted Python script prints: isolated by bubblewrap, under limits, ended with all its children in time.
+"""Runs an untrusted Python script, isolated by bubblewrap and with limits, and ends it in time with all its children.
 
-What a script has inside: Python's standard library, /usr and /lib read-only, /dev/null, /dev/zero and /dev/urandom, its
-own files read-only, and /tmp, empty, in memory, its size and number of files limited. It does not have the network,
-/etc, any home folder (also where Python itself lies in one), /proc, other processes, the environment, privileges, and
-the system calls that Python programs have no use for. Only what bubblewrap and the kernel enforce is relied on:
-namespaces for files, network, processes and IPC, `no_new_privs`, resource limits and the system-call filter, all set
-before the script's first instruction (launch.py), and a memory cgroup where one can be had (cgroups.py).
+A script has access to Python's standard library, /usr and /lib read-only, /dev/null, /dev/zero and /dev/urandom, its
+own files read-only, and an empty /tmp in memory, whose size and number of files are limited. It has no access to the
+network, /etc, any home folder (even if Python itself is in one), /proc, other processes, the environment, privileges,
+or system calls that Python programs do not need. This relies only on what bubblewrap and the kernel enforce: namespaces
+for files, network, processes and IPC, `no_new_privs`, resource limits and the system-call filter, which are all set
+before the script's first instruction (launch.py), and a memory cgroup where one can be made (cgroups.py).
 
-Resource limits bound the memory of processes. What processes hold beside it (System V shared memory, memfds,
-descriptors in flight) is bounded by the cgroup, or by the filter, which leaves no way to get it; `memory_bound` tries
-which. With the filter alone a process may hold 14 MiB more, in the buffers of its 64 pipes and socket pairs.
+Resource limits bound the memory of processes. What processes hold in addition (System V shared memory, memfds,
+descriptors in flight) is bounded by the cgroup, or by the filter, which leaves no way to get it; `memory_bound` finds
+out which. With the filter alone a process may hold 14 MiB more, in the buffers of its 64 pipes and socket pairs.
 
-RLIMIT_NPROC, the process limit, never binds for the kernel's user 0, not even in a user namespace. So two ways are
-known: a user's bubblewrap makes a user namespace, in which processes are counted apart; root's bubblewrap makes none,
-and the script gets a user id that nobody else has. `available` tries them for real: it believes no version number.
+RLIMIT_NPROC, the process limit, never binds for the kernel's user 0, not even in a user namespace. So there are two
+ways: a user's bubblewrap makes a user namespace, in which processes are counted separately; root's bubblewrap makes
+none, and the script gets a user id that nobody else has. `available` tries them and trusts no version number.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from rlft.sandbox import cgroups, launch, seccomp
 from rlft.sandbox.owned_folders import owned_folder, sweep
 from rlft.system.running_time import TICK_S, RunningTime, is_stopped
 
-PYTHON_FLAGS = ("-I", "-S", "-X", "utf8")  # standard library only, whatever is installed beside it
+PYTHON_FLAGS = ("-I", "-S", "-X", "utf8")  # standard library only, whatever else is installed
 FIRST_USER, NUM_USERS = 2**30, 2**28  # far above what systems give to people and to containers
 MAX_MESSAGE_BYTES = 2000
 
 LAUNCH = Path(launch.__file__).read_text(encoding="utf-8")
-FILE_BYTES = 4096  # one file in /tmp may be made for so many bytes of its size
+FILE_BYTES = 4096  # /tmp may hold one file for this many bytes of its size
 MIN_FILES = 256
 
-# What must fail inside, tried by `available`: each line of the output is something that did not.
+# What must fail in the sandbox, as `available` tries it: each line of the output is something that did not fail.
 TRIAL = """
 import ctypes, os, socket, time
 from pathlib import Path
@@ -93,7 +93,7 @@ if os.getuid() == 0:
     print("it is root")
 """
 
-# Holds memory that no resource limit counts, as `memory_bound` has it try: each line of the output names one.
+# Tries to hold memory that no resource limit counts, for `memory_bound`: each line of the output is a success.
 MEMORY_TRIAL = """
 import ctypes, os, socket
 from pathlib import Path
@@ -123,11 +123,11 @@ tell("any number of files", make_files)
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, which says nothing about the script."""
+    """The sandbox itself failed, for which the script is not to blame."""
 
 
 class Isolation(StrEnum):
-    """How scripts are kept apart from the machine."""
+    """How scripts are isolated from the machine."""
 
     user = "user"
     root = "root"
@@ -135,7 +135,7 @@ class Isolation(StrEnum):
 
     @property
     def sentence(self) -> str:
-        """What is active, in plain words."""
+        """What isolates scripts, in plain words."""
         if self is Isolation.none:
             return (
                 "NOT isolated: programs run with this user's rights, and reach its files, the network and other "
@@ -152,16 +152,16 @@ class Isolation(StrEnum):
 class Limits:
     """What one script may use.
 
-    Args:
-        seconds: time, after which it is killed with all its children; it counts while both the script and whoever waits
-            for it may run, and not while they are stopped (SIGSTOP).
+    Attributes:
+        seconds: time, after which it is killed with all its children; it counts while both the script and the process
+            that waits for it may run, and not while they are stopped (SIGSTOP).
         cpu_seconds: CPU time of each of its processes.
         memory_bytes: address space of each process; all together hold at most `total_bytes`.
-        output_bytes: written to stdout; one byte more and it is killed. stderr is thrown away.
-        processes: processes and threads at the same time; in a user namespace bubblewrap's own first one counts too.
-            Not enforced on root's scripts where nothing isolates them.
-        file_bytes: all that it writes to its temporary folder (each file, where nothing isolates it), in at most one
-            file for each 4096 bytes of it.
+        output_bytes: bytes that it may write to stdout; it is killed if it writes more. stderr is thrown away.
+        processes: processes and threads at the same time; in a user namespace bubblewrap's first process counts, too.
+            It is not enforced on root's scripts that are not isolated.
+        file_bytes: size of its temporary folder (of each file, if it is not isolated), which may hold one file for each
+            4096 bytes.
     """
 
     seconds: PositiveFloat
@@ -173,7 +173,7 @@ class Limits:
 
     @property
     def total_bytes(self) -> int:
-        """Memory that all processes together may hold, with what they write to the temporary folder."""
+        """Memory that all processes together may hold, including what they write to the temporary folder."""
         return self.memory_bytes * self.processes + self.file_bytes
 
     @property
@@ -181,7 +181,7 @@ class Limits:
         return max(MIN_FILES, self.file_bytes // FILE_BYTES)
 
     def by_resource(self) -> dict[str, int]:
-        """Limits by the names that Python's `resource` module gives them."""
+        """{name in Python's `resource` module: limit}."""
         return {
             "RLIMIT_CPU": self.cpu_seconds,
             "RLIMIT_AS": self.memory_bytes,
@@ -200,7 +200,7 @@ TRIAL_LIMITS = Limits(
 
 
 class Reason(StrEnum):
-    """Why a script ended: by itself (or by a limit of the kernel's, which shows in its exit code), or killed by us."""
+    """Why a script ended: by itself, perhaps by a limit of the kernel, which its exit code shows; or it was killed."""
 
     exited = "exited"
     deadline = "deadline"
@@ -209,7 +209,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a script left. exit_code: 0 is success; None of one that was killed here."""
+    """The result of a script; its `exit_code` is 0 for success, and None if it was killed here."""
 
     stdout: str
     exit_code: int | None
@@ -226,14 +226,19 @@ def run(
     filtered: bool = True,
     clock: RunningTime | None = None,
 ) -> Result:
-    """What the script `arguments[0]`, one of `files`, prints and how it ends; nothing of it is left running.
+    """Runs a script to its end; returns what it prints and how it ends.
 
     Args:
+        files: {name: content} of the script's files.
+        arguments: the script, which is one of the files, and its arguments.
+        limits: its limits.
+        isolation: how it is isolated.
+        stdin: what it reads from stdin.
         filtered: False leaves out the system-call filter.
-        clock: as of `collect`.
+        clock: the clock of `collect`.
 
     Raises:
-        SandboxError: it could not be started.
+        SandboxError: the script could not be started.
     """
     with (
         _read_only(stdin) as reading,
@@ -256,15 +261,15 @@ def running(
     pass_fds: Sequence[int] = (),
     filtered: bool = True,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a script, which ends with the block, children and all. SandboxError where it could not begin.
+    """The process of a script, which ends with the block, as do its children. SandboxError if it could not start.
 
-    Leave it in the thread that entered it: the kernel ties the process to the life of that thread.
+    Leave the block in the thread that entered it: the kernel ends the process together with that thread.
     """
     isolated = isolation is not Isolation.none
     with (
         contextlib.ExitStack() as stack,
         tempfile.TemporaryFile() as messages,
-        _pipe() as (hears_start, says_start),
+        _pipe() as (start_reader, start_writer),
     ):
         folder = "/files" if isolated else str(stack.enter_context(owned_folder()))
         sources = [stack.enter_context(_read_only(text)).fileno() for text in files.values()] if isolated else []
@@ -276,14 +281,14 @@ def running(
             "limits": limits.by_resource(),
             "max_files": limits.max_files if isolated else 0,
             "seccomp": (seccomp.system_call_filter() or b"").hex() if isolated and filtered else "",
-            "started": says_start,
+            "started": start_writer,
             "script": [f"{folder}/{arguments[0]}", *arguments[1:]],
         }
         group = cgroups.available() if isolated else None
-        bounded = stack.enter_context(group.limited(limits.total_bytes)) if group else []
+        limiting_words = stack.enter_context(group.limited(limits.total_bytes)) if group else []
         process = subprocess.Popen(
             [
-                *(*bounded, *prefix(isolation, dict(zip(files, sources, strict=False)), limits), *PYTHON_FLAGS),
+                *(*limiting_words, *prefix(isolation, dict(zip(files, sources, strict=False)), limits), *PYTHON_FLAGS),
                 *("-c", LAUNCH, json.dumps(settings)),
             ],
             stdin=stdin,
@@ -291,7 +296,7 @@ def running(
             stderr=messages,
             env=environment(isolation, folder),
             cwd="/" if isolated else folder,
-            pass_fds=[says_start, *sources, *pass_fds],
+            pass_fds=[start_writer, *sources, *pass_fds],
             start_new_session=True,
         )
         try:
@@ -299,14 +304,17 @@ def running(
             ended_by_itself = process.poll() is not None
         finally:
             _end(process)
-        if ended_by_itself and not _has_started(hears_start):
+        if ended_by_itself and not _has_started(start_reader):
             raise SandboxError(f"a program could not be started in its sandbox ({_tail(messages)})")
 
 
 def collect(process: subprocess.Popen[bytes], limits: Limits, clock: RunningTime | None = None) -> Result:
-    """What a process just started writes to its stdout until it ends or goes over a limit.
+    """What a process that was just started writes to its stdout, until it ends or exceeds a limit.
 
-    clock: of the caller's, which goes on here.
+    Args:
+        process: the process.
+        limits: its limits.
+        clock: the caller's clock, if it has one; it is used here, too.
     """
     assert process.stdout is not None
     clock, left_s = clock or RunningTime(), limits.seconds
@@ -335,9 +343,11 @@ def collect(process: subprocess.Popen[bytes], limits: Limits, clock: RunningTime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBound:
-    """What bounds the memory that programs hold beside that of their processes. by: nothing, or what does, in words.
+    """What bounds the memory that programs hold in addition to that of their processes.
 
-    open: what they can hold without a bound where no cgroup counts it.
+    Attributes:
+        by: what bounds it, in words; empty if nothing does.
+        open: kinds of memory that they can hold without a bound unless a cgroup counts it.
     """
 
     by: tuple[str, ...]
@@ -358,7 +368,7 @@ class MemoryBound:
 
 @functools.cache
 def memory_bound() -> MemoryBound:
-    """What bounds memory in the isolation that is available, tried for real."""
+    """What bounds memory in the available isolation, found out by a trial."""
     isolation, _ = available()
     if isolation is Isolation.none:
         return MemoryBound(by=(), open=("memory of every kind",))
@@ -376,7 +386,7 @@ def memory_bound() -> MemoryBound:
 
 @functools.cache
 def available() -> tuple[Isolation, str]:
-    """The isolation that works here, tried for real, and what it is; `none` with the reason where there is none."""
+    """(the isolation that works here, found out by a trial; its description, or for `none` why none works)."""
     sweep()
     if not sys.platform.startswith("linux"):
         return Isolation.none, f"bubblewrap is a program for Linux, and this is {sys.platform}"
@@ -392,13 +402,13 @@ def available() -> tuple[Isolation, str]:
 
 
 def trial(isolation: Isolation) -> str | None:
-    """What a script that tries to get out achieves, or why none runs at all; None: nothing.
+    """What a script that tries to escape achieves, or why no script runs at all; None if it achieves nothing.
 
-    Without the system-call filter: bubblewrap has to hold by itself.
+    It runs without the system-call filter: bubblewrap has to be sufficient by itself.
     """
     try:
         result = run({"trial.py": TRIAL}, ["trial.py"], TRIAL_LIMITS, isolation, filtered=False)
-        run({"trial.py": ""}, ["trial.py"], TRIAL_LIMITS, isolation)  # whether the kernel takes the filter
+        run({"trial.py": ""}, ["trial.py"], TRIAL_LIMITS, isolation)  # fails if the kernel does not take the filter
     except SandboxError as error:
         return str(error)
     if result.exit_code != 0:
@@ -407,9 +417,14 @@ def trial(isolation: Isolation) -> str | None:
 
 
 def prefix(isolation: Isolation, sources: Mapping[str, int], limits: Limits) -> list[str]:
-    """The command line up to the interpreter's flags; sources: descriptors with the contents of the script's files.
+    """The command line up to the interpreter's flags.
 
-    The files are copied into the sandbox's own memory, so that a killed run leaves nothing on the disk.
+    The script's files are copied into the sandbox's own memory, so that a killed run leaves nothing on the disk.
+
+    Args:
+        isolation: how the script is isolated.
+        sources: {name: descriptor with the content} of its files.
+        limits: its limits.
     """
     executable = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
     if isolation is Isolation.none:
@@ -437,14 +452,14 @@ def prefix(isolation: Isolation, sources: Mapping[str, int], limits: Limits) -> 
 
 
 def environment(isolation: Isolation, folder: str) -> dict[str, str]:
-    """All the environment that a script has."""
+    """All environment variables of a script."""
     if isolation is Isolation.none:
         return {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
     return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "LD_LIBRARY_PATH": "/python/lib"}
 
 
 def _as_user() -> list[str]:
-    # A setuid bubblewrap gives a user no capabilities: files in /tmp are then not limited, as `memory_bound` finds.
+    # A setuid bubblewrap gives a user no capabilities: files in /tmp are then not limited, as `memory_bound` reports.
     program = shutil.which("bwrap")
     setuid = program is not None and os.geteuid() != 0 and Path(program).stat().st_mode & stat.S_ISUID
     capabilities = [] if setuid else _with_capabilities("CAP_SYS_ADMIN")
@@ -456,7 +471,7 @@ def _as_root() -> list[str]:
 
 
 def _with_capabilities(*names: str) -> list[str]:
-    """What launch.py needs and gives up: to limit the files in /tmp, and to take another user id."""
+    """Options for capabilities that launch.py needs and gives up: to limit files in /tmp, and to change the user id."""
     return ["--cap-drop", "ALL", *(part for name in names for part in ("--cap-add", name))]
 
 
@@ -470,7 +485,7 @@ def _system_libraries() -> Iterator[str]:
 
 
 def _interpreter(home: Path) -> Iterator[str]:
-    """Binds of Python at /python: its programs and libraries, and nothing that lies beside them."""
+    """Binds of Python's programs and libraries at /python, and of nothing else in its folder."""
     yield from ("--perms", "0755", "--dir", "/python")
     for name in ("bin", "lib", "lib64"):
         if (home / name).is_dir():
@@ -478,7 +493,7 @@ def _interpreter(home: Path) -> Iterator[str]:
 
 
 def _write(files: Mapping[str, str], folder: Path) -> None:
-    """The files, readable by the user that the script runs as."""
+    """Writes the files so that the script's user can read them."""
     folder.chmod(0o755)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", errors="replace")
@@ -486,7 +501,7 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process group; where it is bubblewrap's, the kernel then kills all in its process namespace."""
+    """Kills the process group; if it is bubblewrap's, the kernel then kills everything in its process namespace."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -496,7 +511,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _read_only(text: str) -> Iterator[IO[bytes]]:
-    """A file without a name that holds the text; opened again, so that a script cannot write to it."""
+    """A file without a name that holds the text; it is reopened read-only, so that a script cannot write to it."""
     with tempfile.TemporaryFile() as file:
         file.write(text.encode("utf-8", "replace"))
         file.flush()
@@ -515,8 +530,8 @@ def _pipe() -> Iterator[tuple[int, int]]:
         os.close(writing)
 
 
-def _has_started(heard: int) -> bool:
-    return bool(select.select([heard], [], [], 0)[0])
+def _has_started(start_reader: int) -> bool:
+    return bool(select.select([start_reader], [], [], 0)[0])
 
 
 def _tail(messages: IO[bytes]) -> str:

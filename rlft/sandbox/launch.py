@@ -1,16 +1,16 @@
-"""The first thing that runs in a sandbox: it takes away what is left, says that all is set, and becomes the script.
+"""The first program in a sandbox: it drops remaining rights, reports that all is set, and becomes the script.
 
     python -c <this file> <JSON of the settings>
 
 Standard library only. It begins with the capabilities that it needs and gives them up before the script's first
-instruction; it exits with 1 where a step fails, so that no script runs less protected than was requested. Settings:
+instruction; it exits with 1 if a step fails, so that no script runs with less protection than requested. Settings:
 
-    user           user and group id to take; 0: keep those it has
-    isolated       whether bubblewrap runs it; else limits that the system does not know are skipped
-    limits         limits by their names in `resource`
-    max_files      files, folders and links in /tmp, which is a tmpfs; 0: no limit is set
+    user           user and group id to change to; 0: keep the current ones
+    isolated       whether bubblewrap runs it; if not, limits that the system does not know are skipped
+    limits         {name in `resource`: limit}
+    max_files      most files, folders and links in /tmp, which is a tmpfs; 0: no limit is set
     seccomp        system-call filter, a BPF program in hexadecimal; empty: none
-    started        descriptor to say on that all is set
+    started        descriptor to which a byte is written once all is set
     script         the script and its arguments
 """
 
@@ -47,7 +47,7 @@ def prepare(settings):
     if settings["isolated"]:
         drop_capabilities()
     elif sys.platform == "linux":
-        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # bubblewrap sees to it otherwise
+        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # otherwise bubblewrap does so
     if settings["seccomp"]:
         filter_system_calls(bytes.fromhex(settings["seccomp"]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -63,12 +63,12 @@ def libc():
 
 
 def limit_files(number):
-    """Bubblewrap limits a tmpfs's bytes only. What does not work here (AppArmor) shows in what `memory_bound` tries."""
+    """Limits the number of files, since bubblewrap limits only bytes; `memory_bound` reports where that fails."""
     libc().mount(b"tmpfs", b"/tmp", None, MS_REMOUNT | MS_NOSUID | MS_NODEV, b"nr_inodes=%d" % number)
 
 
 def drop_capabilities():
-    """Gives up every capability; with no_new_privs, which bubblewrap has set, no program brings one back."""
+    """Gives up every capability; with no_new_privs, which bubblewrap has set, no program can regain one."""
     import ctypes
 
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
@@ -97,7 +97,7 @@ def check(status):
 
 def become(script, names):
     sys.argv[:] = script
-    builtins.exit = builtins.quit = sys.exit  # as Python has them where it loads `site`
+    builtins.exit = builtins.quit = sys.exit  # as when Python loads `site`
     code = compile(Path(script[0]).read_bytes(), script[0], "exec")
     for name in [name for name in names if not name.startswith("__")]:
         del names[name]

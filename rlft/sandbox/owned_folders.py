@@ -1,6 +1,6 @@
-"""Temporary folders that outlive no owner: a lock says that the owner lives, and the next start removes the others.
+"""Temporary folders of processes: a lock shows that the owner lives, and the next start removes abandoned ones.
 
-A process that is killed removes nothing. The kernel frees its locks, though, in whatever container it ran.
+A process that is killed removes nothing, but the kernel frees its locks, in whatever container it ran.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rlft.system import locks
 
 PREFIX = "rlft-sandbox-"
 OWNED = f"{PREFIX}owned-"
-ABANDONED_S = 3600.0  # of a folder whose owner says nothing by a lock, as older versions made them
+ABANDONED_S = 3600.0  # for a folder without a lock, as older versions made them
 ABANDONED_WITHOUT_LOCKS_S = 7 * 24 * ABANDONED_S
 
 
 @contextlib.contextmanager
 def owned_folder() -> Iterator[Path]:
-    """A folder in the system's temporary folder, removed at the end of the block, or by the next `sweep`."""
+    """A folder in the system's temporary folder, which is removed at the end of the block or by the next `sweep`."""
     with contextlib.ExitStack() as stack:
         while True:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=OWNED, ignore_cleanup_errors=True)))
@@ -31,7 +31,7 @@ def owned_folder() -> Iterator[Path]:
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
                 if folder.is_dir() and taken is not locks.Taken.no:
-                    break  # else another process swept it before it was locked, or is about to
+                    break  # otherwise another process has swept it before it was locked, or is about to
         yield folder
 
 
@@ -46,14 +46,14 @@ def sweep() -> None:
             descriptor, taken = _lock(folder)
             if descriptor is None:
                 continue
-            # Where there are no locks, only the age says that nobody will miss it.
+            # Without support for locks, only its age shows that a folder is abandoned.
             if taken is locks.Taken.yes or (taken is locks.Taken.unsupported and age > ABANDONED_WITHOUT_LOCKS_S):
                 shutil.rmtree(folder, ignore_errors=True)
             os.close(descriptor)
 
 
 def _lock(folder: Path) -> tuple[int | None, locks.Taken]:
-    """(the descriptor of the folder, what came of asking for its lock); no descriptor where the folder is gone."""
+    """(descriptor of the folder, whether its lock was taken); no descriptor if the folder is gone."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -1,18 +1,19 @@
-"""Calls from tests to the program under test, which run in two sandboxes: what both execute, standard library only.
+"""Calls from tests to the program under test, which run in two sandboxes; both run this file, standard library only.
 
     python protocol.py program PROGRAM      requests on stdin, replies on stdout
     python protocol.py tests TESTS FD       replies on stdin, requests on descriptor FD, verdicts on stdout
 
 Tests that share a process with an untrusted program prove nothing: it can end the process with success, replace what
 `assert` compares with, return an object that equals everything, or read the tests and their answers. So only JSON of
-plain data crosses, and is rebuilt on this side as Python's own types. Names, modules and builtins are the tests' own:
-what they define or import, and the standard library's modules where they write `math.isclose` without an import. Every
-other name is the program's: its plain values are copied, iterators are pulled item by item, and what has no plain form
-(functions, classes, instances) stays where it is. The tests hold an `Object` of it that they call and ask for
-attributes and methods. It answers no operator, for the program would choose the answer: comparing it, `not x`,
-`len(x)`, `x[0]`, `y in x` and the like fail the test. The program sees names and arguments, never what is expected.
+plain data is exchanged, and is rebuilt on this side as Python's own types. Names, modules and builtins belong to the
+tests if they define or import them, and so do the standard library's modules if they write `math.isclose` without an
+import. Every other name is the program's: its plain values are copied, iterators are read item by item, and what has no
+plain form (functions, classes, instances) stays in the program. The tests hold an `Object` for it, which they can call
+and ask for attributes and methods. It supports no operator, since the program would choose the result: comparing it,
+`not x`, `len(x)`, `x[0]`, `y in x` and the like fail the test. The program sees names and arguments, never the expected
+results.
 
-So tests can't hand the program a function, see a list changed in place, or use a builtin that the program redefines;
+So tests can't pass a function to the program, see a list changed in place, or use a builtin that the program redefines;
 code_tests.py says which tests need that.
 """
 
@@ -36,15 +37,15 @@ PASSED, FAILED = "passed", "failed"
 PROGRAM = "program"  # name of the module that the program is run as
 
 Keep = Callable[[Any], int]
-"""Gives the number under which an object without a plain form is kept."""
+"""Keeps an object without a plain form, and returns its number."""
 
 
 class ProgramError(Exception):
-    """The program ended, or raised something that is no builtin exception."""
+    """The program has ended, or raised something other than a builtin exception."""
 
 
 class EndOfIterator(Exception):
-    """An iterator of the program's has no more items."""
+    """An iterator of the program has no more items."""
 
 
 # -- plain data ------------------------------------------------------------------------------------------------------
@@ -54,10 +55,10 @@ WORDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
 }
-"""Kinds without parts of their own: type, its JSON, and what makes it of that."""
+"""{kind without parts: (type, function to JSON, function from JSON)}."""
 
 EXACT = {"Decimal": "decimal", "Fraction": "fractions"}
-"""Numbers that go as their text, with the modules that have them; imported where they are needed only."""
+"""{type of numbers that are sent as text: its module}; the modules are imported only when needed."""
 
 COLLECTIONS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
     "list": (list, list),
@@ -69,14 +70,14 @@ COLLECTIONS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
     "values": (ValuesView, lambda items: dict(enumerate(items)).values()),
     "items": (ItemsView, lambda items: dict(items).items()),
 }
-"""Kinds that hold values: type, and what makes it of a list of them."""
+"""{kind that holds values: (type, function from a list of values)}."""
 
 
 def pack(value: Any, keep: Keep) -> Any:
-    """The value as JSON can hold it: scalars as they are, all else as [kind, content].
+    """The value in a form for JSON: scalars as they are, everything else as [kind, content].
 
-    Subclasses go as what they are made of (Counter as a dict), but for containers of a class that the program defines,
-    whose methods the tests may want: they are kept. Named tuples are tuples all the same.
+    Subclasses are sent as their base (Counter as a dict). But containers of a class that the program defines are kept,
+    because tests may need their methods; named tuples are sent as tuples.
 
     >>> pack([1, (2.5, "x")], id)
     ['list', [1, ['tuple', [2.5, 'x']]]]
@@ -99,7 +100,7 @@ def pack(value: Any, keep: Keep) -> Any:
 
 
 def unpack(packed: Any, fetch: Callable[[str, int], Any]) -> Any:
-    """The value that `pack` was given; `fetch` makes one of the kind (object or iterator) and place of what was kept.
+    """The value that was given to `pack`; `fetch` gets the kind (object or iterator) and number of kept objects.
 
     >>> unpack(pack({"a": {1, 2}, (0,): b"x"}, id), print)
     {'a': {1, 2}, (0,): b'x'}
@@ -120,7 +121,7 @@ def unpack(packed: Any, fetch: Callable[[str, int], Any]) -> Any:
 
 # -- the program's side ----------------------------------------------------------------------------------------------
 class Kept:
-    """The program's objects that the tests know by their place."""
+    """The program's objects that the tests know by number."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -142,20 +143,20 @@ class Kept:
 def serve(program: str) -> None:
     """Runs the program as a module, not as the main program, then answers requests until there are no more.
 
-    A process that the program forked off says nothing: its answers would race with the end of the program itself.
+    A process that the program has forked answers nothing: its answers would compete with the program's.
     """
     requests, replies = take_stdio()
     getpid, leave = os.getpid, os._exit
-    own = getpid()
+    own_pid = getpid()
     module = types.ModuleType(PROGRAM)
     sys.modules[PROGRAM] = module
     exec(compile(program, "program.py", "exec"), module.__dict__)
     kept = Kept()
-    if getpid() != own:
+    if getpid() != own_pid:
         leave(0)
     for line in requests:
         reply = json.dumps(answer(json.loads(line), module, kept))
-        if getpid() != own:
+        if getpid() != own_pid:
             leave(0)
         replies.write(reply + "\n")
         replies.flush()
@@ -164,13 +165,13 @@ def serve(program: str) -> None:
 def answer(request: Any, module: types.ModuleType, kept: Kept) -> Any:
     """The reply to a request: ["value", packed], ["error", name of the exception, its text], or ["end"] of an iterator.
 
-    A StopIteration out of a call is an error like any other: it would end a loop of the tests', and with it the test.
+    A StopIteration from a call is an error like any other: it would end a loop in the tests, and so the test.
     """
     try:
         return ["value", pack(perform(request, module, kept), kept.keep)]
     except EndOfIterator:
         return ["end"]
-    except Exception as error:  # the program's own, which the tests see by name and text
+    except Exception as error:  # raised by the program; the tests get its name and text
         return ["error", type(error).__name__, str(error)]
 
 
@@ -192,16 +193,16 @@ def perform(request: Any, module: types.ModuleType, kept: Kept) -> Any:
 
 # -- the tests' side -------------------------------------------------------------------------------------------------
 class Channel:
-    """The tests' end of the two pipes. num_calls counts the calls so far."""
+    """The tests' end of the two pipes; `num_calls` is the number of calls so far."""
 
     def __init__(self, requests: IO[str], replies: IO[str]) -> None:
         self._requests, self._replies = requests, replies
         self.num_calls = 0
 
     def ask(self, *request: Any) -> Any:
-        """The program's reply as a value; raises what the program raised, or ProgramError where it has ended."""
+        """The program's reply as a value; raises what the program raised, or ProgramError if it has ended."""
         self.num_calls += request[0] == "call"
-        with contextlib.suppress(BrokenPipeError):  # the missing reply says so
+        with contextlib.suppress(BrokenPipeError):  # the missing reply will show it
             self._requests.write(json.dumps(request) + "\n")
             self._requests.flush()
         line = self._replies.readline()
@@ -262,7 +263,7 @@ OPERATORS = (
 
 
 class Distant:
-    """What stays with the program, by its place there."""
+    """An object that stays in the program, known by its number there."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         self._channel, self._place = channel, number
@@ -280,7 +281,7 @@ for _name in OPERATORS:
 
 
 class Object(Distant):
-    """An object of the program's, as the tests see it: to be called and asked for attributes and methods."""
+    """An object of the program, which the tests can call and ask for attributes and methods."""
 
     def __getattr__(self, name: str) -> Any:
         return self._channel.ask("attribute", self._place, name)
@@ -290,7 +291,7 @@ class Object(Distant):
 
 
 class Items(Distant):
-    """An iterator of the program's: its items, one at a time."""
+    """An iterator of the program, whose items are sent one at a time."""
 
     def __iter__(self) -> Items:
         return self
@@ -303,31 +304,31 @@ KEPT: dict[str, Callable[[Channel, int], Any]] = {"object": Object, "iterator": 
 
 
 def place_of(value: Any) -> int:
-    """The place of an object that goes back to the program."""
+    """The number of an object that is sent back to the program."""
     if not isinstance(value, Distant):
         raise TypeError(f"only plain data can be handed to the program, not {type(value).__name__}")
     return value._place
 
 
 def judge(tests: list[str], channel: Channel) -> Iterator[str]:
-    """The verdict on each test in turn; one that gets by without calling the program proves nothing, and failed."""
+    """The verdict on each test in turn; a test that never calls the program proves nothing, and counts as failed."""
     for source in tests:
-        before = channel.num_calls
+        calls_before = channel.num_calls
         try:
             run(source, channel)
-            yield PASSED if channel.num_calls > before else FAILED
+            yield PASSED if channel.num_calls > calls_before else FAILED
         except BaseException:
             yield FAILED
 
 
 def run(source: str, channel: Channel) -> None:
-    """Runs a test to its end; it raises where it fails."""
+    """Runs a test to its end, which raises if it fails."""
     modules, names = missing_names(source)
     namespace: dict[str, Any] = {"__name__": "tests"}
     for name in sorted(modules):
         namespace[name] = importlib.import_module(name)
     for name in sorted(names):
-        with contextlib.suppress(AttributeError):  # it will raise a NameError
+        with contextlib.suppress(AttributeError):  # the test will raise a NameError
             namespace[name] = channel.ask("name", name)
     exec(compile(source, "tests.py", "exec"), namespace)
 
@@ -335,7 +336,7 @@ def run(source: str, channel: Channel) -> None:
 def missing_names(source: str) -> tuple[set[str], set[str]]:
     """Names that a test uses and neither defines nor imports: (modules of the standard library, names of the program).
 
-    A module is a name that is used for its attributes alone: a program may well have to define a function `token`.
+    A name is a module only if nothing but its attributes is used: a program may have to define a function `token`.
 
     >>> missing_names("assert math.isclose(area(2), 12.566)")
     ({'math'}, {'area'})
@@ -343,13 +344,15 @@ def missing_names(source: str) -> tuple[set[str], set[str]]:
     missing = _free_names(symtable.symtable(source, "tests.py", "exec")) - set(dir(builtins))
     tree = ast.parse(source)
     bases = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    alone = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not any(node is b for b in bases)}
-    modules = (missing & sys.stdlib_module_names) - alone
+    used_alone = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not any(node is b for b in bases)
+    }
+    modules = (missing & sys.stdlib_module_names) - used_alone
     return modules, missing - modules
 
 
 def _free_names(module: symtable.SymbolTable) -> set[str]:
-    """Global names that are read somewhere in a module and bound nowhere in it."""
+    """Global names that a module reads somewhere and binds nowhere."""
     read, bound, tables = set(), set(), [module]
     while tables:
         table = tables.pop()
@@ -365,12 +368,12 @@ def _free_names(module: symtable.SymbolTable) -> set[str]:
 
 # -- both ------------------------------------------------------------------------------------------------------------
 def take_stdio() -> tuple[IO[str], IO[str]]:
-    """stdin and stdout for ourselves alone: what is run here reads nothing and prints to nowhere."""
-    taken = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """stdin and stdout for the caller alone: other code then reads nothing, and what it prints is dropped."""
+    streams = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    return taken
+    return streams
 
 
 def main(role: str, file: str, *descriptor: str) -> None:

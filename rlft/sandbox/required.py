@@ -1,4 +1,4 @@
-"""What must hold before programs that a model wrote are run on this machine."""
+"""Checks what is required before programs that a model wrote are run on this machine."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rlft.types import UserError
 
 
 class Required(StrEnum):
-    """What must hold for a program to be run: isolation, or isolation with all memory bounded as well."""
+    """What is required to run programs: isolation, or isolation with all memory bounded."""
 
     standard = "standard"
     strict = "strict"
 
 
 def check_isolation(required: Required, *, allow_unsafe: bool) -> None:
-    """Refuses to run programs here.
+    """Refuses to run programs here without the required isolation.
 
     Args:
-        required: `strict` also refuses where memory is not bounded, and goes before `allow_unsafe`.
-        allow_unsafe: run programs unisolated where no isolation works, with this user's rights.
+        required: `strict` also refuses if memory is not bounded, and has priority over `allow_unsafe`.
+        allow_unsafe: whether programs may run unisolated, with this user's rights, if no isolation works.
 
     Raises:
-        UserError: no isolation works here, and `allow_unsafe` is false; or less than `required` asks for. Its key is
-            `isolation` or `allow_unsafe`, without the section.
+        UserError: by `isolation` or `allow_unsafe`, without the section: no isolation works here and `allow_unsafe` is
+            false, or the isolation is less than `required`.
     """
     isolation, what = bubblewrap.available()
     strict = required is Required.strict

@@ -14,12 +14,12 @@ ACTIONS = Path("/proc/sys/kernel/seccomp/actions_avail")
 
 @functools.cache
 def system_call_filter() -> bytes | None:
-    """The BPF program that the kernel takes, 8 bytes an instruction; None where there is none (`missing` says why)."""
+    """The BPF program for the kernel, 8 bytes for each instruction; None if there is none (`missing` says why)."""
     return None if missing() else (FOLDER / f"{NAMES[platform.machine().lower()]}.bpf").read_bytes()
 
 
 def missing() -> str | None:
-    """Why system calls cannot be filtered here; None where they can."""
+    """Why system calls cannot be filtered here; None if they can."""
     machine = platform.machine().lower()
     if machine not in NAMES:
         return f"there is no system-call filter for {machine}, only for x86_64 and aarch64"

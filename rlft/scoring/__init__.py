@@ -1,1 +1,1 @@
-"""Groups to scores: rewards made from their config and called in worker processes with time limits."""
+"""Scores groups: rewards are made from their config and called in worker processes with time limits."""

@@ -1,4 +1,4 @@
-"""Scoring begins as groups finish: a thread has the reward workers score them while others are still sampled."""
+"""Begins scoring as groups finish: a thread has the reward workers score them while others are still sampled."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rlft.types import Group, Scores
 
 
 class AheadScorer:
-    """Scores as its `Scorer` does, to the same numbers; only the reward workers begin before they are asked.
+    """Gives the same scores as its `Scorer`, but the reward workers begin before they are called.
 
-    All work of the reward workers is done by one thread, so that they are never used by two at a time. Rewards that the
-    trainer computes wait for the whole call, in the calling thread.
+    One thread uses the reward workers, so that two threads never use them at a time. Rewards that the trainer computes
+    wait for the whole call, in the calling thread.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -33,19 +33,19 @@ class AheadScorer:
         return self._scorer.last_failure
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """Has these groups scored; a later call with them finds their scores."""
+        """Begins to score these groups; a later call with them uses the scores."""
         with self._lock:
             self._begun.append((groups, self._thread.submit(self._scorer.outcomes, groups)))
 
     def __call__(self, groups: Sequence[Group]) -> Scores:
-        """As `Scorer.__call__`."""
+        """Does what `Scorer.__call__` does."""
         positions = {id(group): position for position, group in enumerate(groups)}
         with self._lock:
-            concerned = [begun for begun in self._begun if any(id(group) in positions for group in begun[0])]
-            self._begun = [begun for begun in self._begun if begun not in concerned]
+            relevant = [begun for begun in self._begun if any(id(group) in positions for group in begun[0])]
+            self._begun = [begun for begun in self._begun if begun not in relevant]
         known = {
             (positions[id(begun[index])], name): outcome
-            for begun, future in concerned
+            for begun, future in relevant
             for (index, name), outcome in future.result().items()
             if id(begun[index]) in positions
         }

@@ -1,8 +1,8 @@
 """Where rewards run: worker processes that may hang, crash or be killed, without the run hanging or crashing with them.
 
-No threads: the calling thread deals the tasks out over one pipe a worker and waits with a deadline. So a dead worker
-says at once which task it had, a lock cannot be left taken by one that was killed, and the workers' parent (whose end
-they share) is the thread that made the pool: make it where the loop runs.
+There are no threads: the calling thread sends tasks over a pipe to each worker and waits with a deadline. So it is
+known at once which task a dead worker had, a killed worker cannot leave a lock taken, and the workers' parent, with
+which they end, is the thread that made the pool: make it where the loop runs.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from rlft.system.running_time import TICK_S, RunningTime, is_stopped
 
 START_LIMIT_S = 300.0
 STOPPED_LIMIT_S = 300.0
-"""How long a worker may be stopped (SIGSTOP) while the run goes on, before another one gets its task."""
-MAX_FAILED_STARTS = 3  # in a row, without one that came up
-GRACE_S = 1.0  # the worker's own limit comes first, because it knows more; the pool's is for code that ignores signals
+"""Seconds that a worker may be stopped (SIGSTOP) while the run goes on, before another worker gets its task."""
+MAX_FAILED_STARTS = 3  # in a row, without a successful one in between
+GRACE_S = 1.0  # added to the worker's own limit, which reports more: the pool's is for code that ignores signals
 
 StopWhen = Callable[[Reply], bool]
 
 
 class RewardError(RuntimeError):
-    """A reward failed and the run is not to go on without it: which one, where, and what to do."""
+    """A reward failed and the run must not go on without it; the message says which one, where, and what to do."""
 
 
 class Pool(Protocol):
-    """Runs tasks, and says whether programs that a reward runs have ended before the reply that was given last."""
+    """Runs tasks; `ran_programs` says whether the rewards of the last reply have run programs."""
 
     ran_programs: bool
 
@@ -63,11 +63,16 @@ class Pool(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """A worker process, the parent's end of its pipe, and the task it is at.
+    """A worker process and its task.
 
-    Args:
+    Attributes:
+        process: the process.
+        pipe: the parent's end of the pipe to it.
+        progress: what it is doing, in shared memory.
         left_s: seconds that the task, or its start, may still take, counted while both the worker and its parent run.
-        stopped_s: seconds that the worker was stopped alone.
+        stopped_s: seconds for which only the worker has been stopped.
+        ready: whether it has started.
+        task: its task.
     """
 
     process: BaseProcess
@@ -80,9 +85,14 @@ class Worker:
 
 
 class WorkerPool:
-    """Runs tasks in `num_workers` processes, which start in the background. timeout_s: seconds a group and reward.
+    """Runs tasks in worker processes, which start in the background.
 
-    ran_programs: whether programs that a reward runs have ended before the reply that was given last.
+    `ran_programs` says whether the rewards of the last reply have run programs.
+
+    Args:
+        specs: the rewards.
+        num_workers: number of processes.
+        timeout_s: seconds that a reward may take for a group.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], num_workers: int, timeout_s: float) -> None:
@@ -96,14 +106,17 @@ class WorkerPool:
         atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the workers
 
     def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
-        """Each task with its reply, in order of completion; after a reply that stops it no further task is begun.
+        """Each task with its reply, in order of completion; no task is begun after a reply for which `stop_when` holds.
 
-        A reply lacks the rewards that a killed worker had not come to, and those that a signal disturbed. Raises
-        RewardError where workers cannot start.
+        A reply lacks rewards that a killed worker had not reached, and rewards that a signal disturbed.
+
+        Raises:
+            RewardError: workers cannot start.
         """
-        self._discard([worker for worker in self._workers if worker.task])  # left by a run that was interrupted
+        # Workers with a task are left from a run that was interrupted.
+        self._discard([worker for worker in self._workers if worker.task])
         waiting = deque(tasks)
-        self._clock.since_last()  # nothing counts of the time before
+        self._clock.since_last()  # the time before is not counted
         while waiting or any(worker.task for worker in self._workers):
             if self._is_stopped:
                 raise RewardError("scoring was stopped: the run is ending")
@@ -118,11 +131,11 @@ class WorkerPool:
                     yield task, reply
 
     def stop(self) -> None:
-        """Makes a `run` that another thread is in raise at its next look at the workers. Only `close` may follow."""
+        """Makes a `run` in another thread raise when it next checks the workers. Only `close` may follow."""
         self._is_stopped = True
 
     def close(self) -> None:
-        """Ends the workers, whatever they are at. Safe to call twice."""
+        """Ends the workers, whatever they are doing. Safe to call twice."""
         atexit.unregister(self.close)
         self._discard(list(self._workers))
 
@@ -136,30 +149,30 @@ class WorkerPool:
                 return
             try:
                 worker.pipe.send_bytes(packed_task(waiting[0]))
-            except OSError:  # it died while idle, which is no task's fault: the next one gets it
+            except OSError:  # it died while idle, not because of the task: the next worker gets the task
                 self._discard([worker])
                 continue
             worker.task = waiting.popleft()
             worker.left_s = self._timeout_s * len(worker.task.rewards) + GRACE_S
 
     def _replace_stopped(self, waiting: deque[Task]) -> None:
-        """Returns the tasks of workers that somebody has stopped and not continued; no reward is to blame."""
+        """Replaces workers that somebody has stopped and not continued; others get their tasks."""
         for worker in [worker for worker in self._workers if worker.stopped_s > STOPPED_LIMIT_S]:
             waiting.extend([worker.task] if worker.task else [])
             self._discard([worker])
 
     def _awake(self) -> list[Worker]:
-        """The workers that have something to say, have died, or are out of time; waits for the first."""
-        concerned = [worker for worker in self._workers if worker.task or not worker.ready]
-        left_s = min((worker.left_s for worker in concerned), default=0.0)
-        pipes = [worker.pipe for worker in concerned]
-        ended = [worker.process.sentinel for worker in concerned]
-        heard = connection.wait([*pipes, *ended], timeout=max(0.0, min(left_s, TICK_S)))
-        self._count_time(concerned)
+        """Waits for workers that have sent a message, have died or are out of time, and returns them."""
+        active = [worker for worker in self._workers if worker.task or not worker.ready]
+        left_s = min((worker.left_s for worker in active), default=0.0)
+        pipes = [worker.pipe for worker in active]
+        sentinels = [worker.process.sentinel for worker in active]
+        readable = connection.wait([*pipes, *sentinels], timeout=max(0.0, min(left_s, TICK_S)))
+        self._count_time(active)
         return [
             worker
-            for worker in concerned
-            if worker.pipe in heard or worker.left_s <= 0 or not worker.process.is_alive()
+            for worker in active
+            if worker.pipe in readable or worker.left_s <= 0 or not worker.process.is_alive()
         ]
 
     def _count_time(self, workers: Sequence[Worker]) -> None:
@@ -172,7 +185,7 @@ class WorkerPool:
                 worker.stopped_s = 0.0
 
     def _hear(self, worker: Worker) -> Reply | None:
-        """The reply to the worker's task; None from one that has just started."""
+        """The reply to the worker's task; None if it has just started."""
         with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
             if worker.pipe.poll():
                 message = worker.pipe.recv()
@@ -186,7 +199,7 @@ class WorkerPool:
         return self._bury(worker)
 
     def _bury(self, worker: Worker) -> Reply | None:
-        """What a worker that died or is out of time leaves: the failure of the reward it was at."""
+        """The reply for a worker that has died or is out of time: the failure of the reward that it was computing."""
         late = worker.process.is_alive() and worker.left_s <= 0
         self._discard([worker])
         ended = how_it_ended(worker.process.exitcode)
@@ -210,7 +223,7 @@ class WorkerPool:
 
 
 class InProcess:
-    """The same without workers: for looking into a reward with a debugger, and for tiny tests. Nothing is isolated."""
+    """A pool without workers, for debugging a reward and for tiny tests. Nothing is isolated."""
 
     def __init__(self, specs: Sequence[RewardSpec], timeout_s: float) -> None:
         self._rewards, self._timeout_s = load(specs), timeout_s
@@ -218,29 +231,29 @@ class InProcess:
 
     def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
         for task in tasks:
-            before = programs_ended()
+            programs_before = programs_ended()
             reply = answer(task, self._rewards, self._timeout_s, [NOWHERE, NOWHERE])
-            self.ran_programs = programs_ended() != before
+            self.ran_programs = programs_ended() != programs_before
             yield task, reply
             if stop_when(reply):
                 return
 
     def stop(self) -> None:
-        """Nothing: it is run by the calling thread."""
+        """Does nothing: the calling thread runs the rewards."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there is nothing to end."""
 
 
 def start_worker(specs: Sequence[RewardSpec], timeout_s: float) -> Worker:
-    """A worker process on its way up; returns before it is ready."""
+    """Starts a worker process; returns before it is ready."""
     progress: Any = multiprocessing.get_context("spawn").RawArray("i", [NOWHERE, NOWHERE])
     process, pipe = spawned(serve, specs, timeout_s, progress, os.getpid(), name="rlft-reward-worker")
     return Worker(process=process, pipe=pipe, progress=progress, left_s=START_LIMIT_S)
 
 
 def packed_task(task: Task) -> bytes:
-    """The task as it is sent to a worker. RewardError if its prompt cannot be."""
+    """The task as it is sent to a worker. Raises RewardError if its prompt cannot be sent."""
     try:
         return pack(task)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

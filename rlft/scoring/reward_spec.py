@@ -1,4 +1,4 @@
-"""A reward as its config describes it; what is wrong there is refused here, before a model is loaded.
+"""A reward as its config describes it; mistakes are refused here, before a model is loaded.
 
 `weight` and `on_error` belong to the scorer and are not passed on, so a reward class or function needn't know them.
 """
@@ -19,11 +19,11 @@ from rlft.scoring import trl
 from rlft.types import Prompt, Reward, UserError
 
 OnError = Literal["stop"] | float
-"""The score of a completion whose reward failed: `stop` ends the run, a number is its score."""
+"""What happens if a reward fails on a completion: `stop` ends the run, a number becomes the completion's score."""
 
 SCORER_KEYS = ("_target_", "weight", "on_error")
 TURNS = "turns"
-"""The name under which what environments gave for turns stands among the rewards."""
+"""The name under which environments' rewards for turns stand among the rewards."""
 
 FORM = "completions"
 """The key of a function in TRL's form that says how prompts and completions are given to it: `messages` or `texts`."""
@@ -33,10 +33,13 @@ FORM = "completions"
 class RewardSpec:
     """A reward by the dotted path of its class or function; small and picklable, so that each worker builds its own.
 
-    Args:
+    Attributes:
+        name: name of the reward.
+        target: dotted path of its class or function.
+        kwargs: its keys.
         weight: factor in the total reward.
-        on_error: None for what the run says.
-        form: of a function in TRL's form.
+        on_error: what happens if it fails; None for the run's setting.
+        form: how a function in TRL's form gets prompts and completions.
     """
 
     name: str
@@ -47,7 +50,7 @@ class RewardSpec:
     form: trl.Form = "messages"
 
     def build(self) -> Reward:
-        """The callable: a class is instantiated with the keys, a function gets them at each call."""
+        """The callable: a class is instantiated with the keys, a function gets them with each call."""
         target = locate(self.target, f"reward.{self.name}._target_")
         if not isinstance(target, type):
             if trl.is_trl(target):
@@ -58,7 +61,7 @@ class RewardSpec:
 
     @property
     def columns(self) -> list[str]:
-        """Fields of the data that a function in TRL's form cannot be called without, beside the answer."""
+        """Fields of the data, besides the answer, that a function in TRL's form needs."""
         built = self.build()
         return trl.columns_of(built.function, list(built.keys)) if isinstance(built, trl.TrlReward) else []
 
@@ -73,12 +76,12 @@ class RewardSpec:
         return self._says("runs_in_trainer")
 
     def note(self) -> str | None:
-        """What the reward reports when a run begins, by its method `note()`; None: nothing."""
+        """What the reward's method `note()` reports when a run begins; None without one."""
         note = getattr(self.build(), "note", None)
         return f"reward.{self.name}: {note()}" if callable(note) else None
 
     def examine(self, prompts: Sequence[Prompt]) -> str | None:
-        """What the reward reports about the data, by its method `examine(prompts)`; a UserError for bad data."""
+        """What the reward's method `examine(prompts)` reports about the data; UserError for bad data."""
         examine = getattr(self.build(), "examine", None)
         if not callable(examine):
             return None
@@ -97,9 +100,9 @@ def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:
     """The specs of a `reward` config, `{name: {_target_, weight, ...}}`, each of them built once as a trial.
 
     Raises:
-        UserError: not importable, not callable, keys that don't fit, a weight that is no number.
+        UserError: a target that cannot be imported or called, keys that don't fit, a weight that is not a number.
     """
-    if "_target_" in rewards:  # a YAML of a user's own, which lacks its first line
+    if "_target_" in rewards:  # a user's own YAML that lacks its first line
         name = str(rewards["_target_"]).rpartition(".")[2]
         problem = "has a _target_ that is no reward's: a reward's YAML begins with the reward's name"
         remedy = f"begin that YAML with `{name}:` and indent the rest below it"
@@ -116,27 +119,27 @@ def notes(rewards: Mapping[str, RewardSpec]) -> tuple[str, ...]:
 
 
 def examined(rewards: Mapping[str, RewardSpec], prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """What these rewards report about the data before a run; UserError where one of them cannot score them."""
+    """What these rewards report about the data before a run; UserError if one of them cannot score these prompts."""
     return tuple(note for spec in rewards.values() if (note := spec.examine(prompts)) is not None)
 
 
 def _spec(name: str, config: Any) -> RewardSpec:
     key = f"reward.{name}"
     if not isinstance(config, Mapping) or "_target_" not in config:
-        # Most often a recipe or an override that sets a key of a reward which is not chosen.
+        # Usually a recipe or an override has set a key of a reward that is not chosen.
         remedy = f"choose it with reward=[...,{name}], leave it out with ~reward.{name}, or give its YAML a _target_"
         raise UserError(key, "has no _target_", got=config, remedy=remedy)
     target = locate(config["_target_"], f"{key}._target_")
-    own = (*SCORER_KEYS, FORM) if _has_form(target) else SCORER_KEYS
-    kwargs = {k: v for k, v in config.items() if k not in own}
-    check_keys(_parameters(target), kwargs, key, also=own[1:])
+    scorer_keys = (*SCORER_KEYS, FORM) if _has_form(target) else SCORER_KEYS
+    kwargs = {k: v for k, v in config.items() if k not in scorer_keys}
+    check_keys(_parameters(target), kwargs, key, also=scorer_keys[1:])
     spec = RewardSpec(
         name=name,
         target=config["_target_"],
         kwargs=_typed(target, kwargs, key),
         weight=_number(config.get("weight"), f"{key}.weight"),
         on_error=_on_error(config.get("on_error"), f"{key}.on_error"),
-        form=convert(trl.Form, config.get(FORM, "messages"), f"{key}.{FORM}") if FORM in own else "messages",
+        form=convert(trl.Form, config.get(FORM, "messages"), f"{key}.{FORM}") if FORM in scorer_keys else "messages",
     )
     _try_build(spec, key)
     for name in (name for name in spec.columns if name in trl.TRAINERS_OWN):
@@ -149,11 +152,11 @@ def _spec(name: str, config: Any) -> RewardSpec:
 
 
 def _parameters(target: Any) -> list[inspect.Parameter]:
-    """What a reward's keys may be called: its constructor's parameters, or a function's but the first, the group."""
+    """The parameters that keys can set: those of a constructor, or those of a function except the first, the group."""
     try:
         parameters = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):
-        # Written in C without a signature: the trial build says what is wrong.
+        # It is written in C and has no signature: building it will tell what is wrong.
         return [inspect.Parameter("keys", inspect.Parameter.VAR_KEYWORD)]
     if isinstance(target, type):
         return parameters
@@ -166,7 +169,7 @@ def _has_form(target: Any) -> bool:
 
 
 def _typed(target: Any, kwargs: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The keys as the types of a dataclass's fields; other targets take them as they are."""
+    """The keys, converted to the types of a dataclass's fields; other targets take them as they are."""
     if not dataclasses.is_dataclass(target):
         return dict(kwargs)
     hints = typing.get_type_hints(target, include_extras=True)

@@ -1,6 +1,6 @@
-"""Groups in, `Scores` out: runs the rewards, and decides what a failed one means.
+"""Makes `Scores` of groups: runs the rewards, and decides what a failed one means.
 
-This file runs in the trainer only; workers import worker.py, which knows no torch.
+This file runs in the trainer only; workers import worker.py, which does not import torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MAX_TIME_LIMITS_ALONE = 2
 MAX_SHOWN_CHARS = 200
 
 Resident = Callable[[Sequence[Group]], list[list[float]]]
-"""A reward that this process computes itself, for all groups at once: `[P][G]` scores."""
+"""A reward that this process itself computes, for all groups at once: `[P][G]` scores."""
 
 Rows = list[Sequence[float | StepScores]]
-"""What one reward gave, `[P][G]`."""
+"""Scores of one reward, `[P][G]`."""
 
 Table = Mapping[str, Sequence[Sequence[float | StepScores]]]
-"""What each reward gave, by name, `[P][G]`: a number for a completion as a whole, or scores of its steps."""
+"""{reward: its scores `[P][G]`}; each is a number for the completion as a whole, or scores of its steps."""
 
 
 class Scorer:
@@ -40,17 +40,19 @@ class Scorer:
 
     Make and use it in the thread that runs the loop.
 
-    num_failures counts the completions that got such a score so far; last_failure says what happened to the last one.
+    `num_failures` counts the completions that have got a fixed score because a reward failed on them; `last_failure`
+    says what happened to the last one.
 
     Args:
-        workers: processes, which start in the background; 0 scores in the calling process (no isolation).
-        timeout_s: seconds a reward may take for a group.
-        on_error: `stop` raises a RewardError, a number is the score of a completion whose reward failed; a reward's own
-            `on_error` goes before it. Of a process reward it is a score of the completion as a whole, which has no
-            steps then: where nothing is known of the steps, none is made up, and it exists for an empty completion too.
-        resident: rewards by name that are computed in this process for all groups at once, after those of the workers;
-            a reward that `runs_in_trainer` needs one. What is wrong with their scores always stops the run.
-        open_pool: makes the workers elsewhere; None: processes of this machine.
+        rewards: {name: reward}.
+        workers: number of processes, which start in the background; 0 scores in the calling process (no isolation).
+        timeout_s: seconds that a reward may take for a group.
+        on_error: `stop` raises a RewardError, a number is the score of a completion on which a reward failed; a
+            reward's own `on_error` has priority. For a process reward the number is a score of the completion as a
+            whole, which then has no steps: no steps are made up, and the score also exists for an empty completion.
+        resident: {name: callable} of rewards that this process computes for all groups at once, after those of the
+            workers; a reward that `runs_in_trainer` needs one. Wrong scores of theirs always stop the run.
+        open_pool: opens the workers elsewhere; None: processes of this machine.
     """
 
     def __init__(
@@ -86,21 +88,25 @@ class Scorer:
         """Scores `[P, G]` of P groups of equal size G.
 
         Raises:
-            RewardError: a reward failed and its on_error is `stop`, a worker could not start, or a resident reward did
+            RewardError: a reward failed and its on_error is `stop`, workers could not start, or a resident reward did
                 not give a finite number for each completion.
         """
         return self.finished(groups, self.pooled(groups, {}))
 
     def outcomes(self, groups: Sequence[Group]) -> dict[tuple[int, str], Outcome]:
-        """What the workers give for these groups, by index and reward; after a failure that stops the run no more."""
+        """{(index of the group, reward): the workers' outcome}; not all of them after a failure that stops the run."""
         tasks = [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
         return self.run(tasks, self._stops) if self._pooled else {}
 
     def pooled(self, groups: Sequence[Group], known: Mapping[tuple[int, str], Outcome]) -> dict[str, Rows]:
-        """The scores `[P][G]` of each reward that workers compute. known: outcomes that there are already.
+        """The scores `[P][G]` of each reward that workers compute.
+
+        Args:
+            groups: the groups.
+            known: outcomes that exist already.
 
         Raises:
-            RewardError: as a call.
+            RewardError: as in `__call__`.
         """
         outcomes = self._outcomes(groups, known)
         by_reward: dict[str, Rows] = {name: [] for name in self._pooled}
@@ -112,7 +118,7 @@ class Scorer:
         return by_reward
 
     def finished(self, groups: Sequence[Group], pooled: Mapping[str, Rows]) -> Scores:
-        """The scores, with those of the workers given: computes the resident rewards, and weighs all."""
+        """The scores, given those of the workers: computes the resident rewards, and adds up all with their weights."""
         by_reward: dict[str, Rows] = {name: list(pooled.get(name, [])) for name in self._rewards}
         for name, compute in self._resident.items():
             by_reward[name].extend(resident_scores(name, compute(groups), groups))
@@ -122,7 +128,7 @@ class Scorer:
         return with_turns(scores, groups)
 
     def stop(self) -> None:
-        """Makes a call that another thread is in raise soon. Only `close` may follow."""
+        """Makes a call in another thread raise soon. Only `close` may follow."""
         self._pool.stop()
 
     def close(self) -> None:
@@ -132,28 +138,30 @@ class Scorer:
     def _outcomes(
         self, groups: Sequence[Group], known: Mapping[tuple[int, str], Outcome]
     ) -> dict[tuple[int, str], Outcome]:
-        """Every group with every reward; where a failure stops the run, at least all that comes before it."""
+        """The outcomes of every reward on every group; if a failure stops the run, at least all that come before it."""
         outcomes = dict(known)
         todo = [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
         if known:
-            todo = _lacking(todo, outcomes)
+            todo = _remaining(todo, outcomes)
             self._raise_first_stop(groups, outcomes)
         while todo:
             outcomes |= self.run(todo, self._stops)
             self._raise_first_stop(groups, outcomes)
-            # A worker that was killed answers for one reward only, and a signal may have disturbed some: the task's
-            # others are still to do.
-            todo = _lacking(todo, outcomes)
+            # The reply of a killed worker is about one reward only, and a signal may have disturbed some: the other
+            # rewards of the task are still to do.
+            todo = _remaining(todo, outcomes)
         return outcomes
 
     def _policy(self, name: str, failure: Failure) -> OnError:
-        own = self._rewards[name].on_error
+        own_policy = self._rewards[name].on_error
         if failure.cause is Cause.not_built:
             return "stop"
-        return self._on_error if own is None else own
+        return self._on_error if own_policy is None else own_policy
 
     def _stops(self, reply: Reply) -> bool:
-        return any(isinstance(o, Failure) and self._policy(name, o) == "stop" for name, o in reply.items())
+        return any(
+            isinstance(outcome, Failure) and self._policy(name, outcome) == "stop" for name, outcome in reply.items()
+        )
 
     def _raise_first_stop(self, groups: Sequence[Group], outcomes: Mapping[tuple[int, str], Outcome]) -> None:
         order = {name: rank for rank, name in enumerate(self._rewards)}
@@ -163,41 +171,41 @@ class Scorer:
                 self._settle(groups[index], name, outcome)
 
     def _settle(self, group: Group, name: str, failure: Failure) -> list[float | StepScores]:
-        """The group's scores, the fixed one where the reward failed; or a RewardError that names the completion."""
+        """The group's scores, with the fixed one where the reward failed. RewardError if on_error is `stop`."""
         scores = self._isolate(group, name, failure)
         failed = [index for index, score in enumerate(scores) if isinstance(score, Failure)]
-        fixed = self._policy(name, failure)
-        # Where each completion can be scored alone, the fault is the group's as a whole.
+        on_error = self._policy(name, failure)
+        # If each completion can be scored alone, the failure belongs to the group as a whole.
         culprit = scores[failed[0]] if failed else failure
         assert isinstance(culprit, Failure)
         message = describe(name, group, culprit, failed[0] if failed and failed_alone(failure) else None)
-        if fixed == "stop":
+        if on_error == "stop":
             raise RewardError(message) from (RuntimeError(culprit.traceback) if culprit.traceback else None)
         self.num_failures += len(failed) if failed else len(scores)
         self.last_failure = message
-        return [fixed if isinstance(score, Failure) or not failed else score for score in scores]
+        return [on_error if isinstance(score, Failure) or not failed else score for score in scores]
 
     def _isolate(self, group: Group, name: str, failure: Failure) -> list[float | StepScores | Failure]:
-        """Each completion's score where it can be computed, else a Failure.
+        """Each completion's score if it can be computed, else a Failure.
 
-        The completion the reward was at is suspected; if the others can all be scored one at a time, it was that one.
+        The completion that the reward looked at last is suspected; it is to blame if all others can be scored alone.
         """
-        everyone = range(len(group.rollouts))
+        all_indices = range(len(group.rollouts))
         if failure.scores is not None:
             return [failure if score is None else score for score in failure.scores]
         if not failed_alone(failure):
-            return [failure for _ in everyone]
-        suspect = 0 if len(everyone) == 1 else failure.completion
-        scores = self._score_alone(group, name, [index for index in everyone if index != suspect], failure)
+            return [failure for _ in all_indices]
+        suspect = 0 if len(all_indices) == 1 else failure.completion
+        scores = self._score_alone(group, name, [index for index in all_indices if index != suspect], failure)
         if suspect is not None:
             innocent = any(isinstance(score, Failure) for score in scores.values())
             scores |= self._score_alone(group, name, [suspect], failure) if innocent else {suspect: failure}
-        return [scores[index] for index in everyone]
+        return [scores[index] for index in all_indices]
 
     def _score_alone(
         self, group: Group, name: str, indices: Sequence[int], failure: Failure
     ) -> dict[int, float | StepScores | Failure]:
-        """These completions scored as groups of one; given up after two time limits, so that hangs don't add up."""
+        """Scores these completions as groups of one; stops after two time limits, so that hangs don't add up."""
         hangs = 0
 
         def enough(reply: Reply) -> bool:
@@ -219,9 +227,10 @@ class Scorer:
         return scores
 
     def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> dict[tuple[int, str], Outcome]:
-        """What the pool gives for the tasks, by task and reward, but for what a signal to the job may have disturbed.
+        """{(task, reward): the pool's outcome}, without outcomes that a signal to the job may have disturbed.
 
-        That comes to a job's processes one by one: to a program that a reward runs perhaps before it comes to us.
+        A signal reaches a job's processes one after the other: perhaps a program that a reward runs before this
+        process.
         """
         outcomes: dict[tuple[int, str], Outcome] = {}
         sensitive: dict[tuple[int, str], float] = {}
@@ -237,14 +246,14 @@ class Scorer:
         return {key: outcome for key, outcome in outcomes.items() if key not in disturbed}
 
 
-def _lacking(tasks: Sequence[Task], outcomes: Mapping[tuple[int, str], Outcome]) -> list[Task]:
-    """The tasks with the rewards that there is no outcome of."""
+def _remaining(tasks: Sequence[Task], outcomes: Mapping[tuple[int, str], Outcome]) -> list[Task]:
+    """The tasks with those rewards that have no outcome yet."""
     missing = [tuple(name for name in task.rewards if (task.key, name) not in outcomes) for task in tasks]
     return [replace(task, rewards=names) for task, names in zip(tasks, missing, strict=True) if names]
 
 
 def failed_alone(failure: Failure) -> bool:
-    """Whether a failure may be one completion's; a wrong number of scores, or a reward that isn't there, is not."""
+    """Whether a failure may be due to one completion, unlike a wrong number of scores or a reward that isn't built."""
     return failure.cause not in (Cause.not_built, Cause.invalid) or failure.scores is not None
 
 
@@ -260,7 +269,7 @@ def describe(name: str, group: Group, failure: Failure, completion: int | None) 
 
 
 def whereabouts(group: Group, completion: int | None) -> str:
-    """The prompt, and which of its completions, or that it is about all of them."""
+    """Names the prompt and its completion, or all of its completions."""
     where, size = f"prompt {group.prompt.id!r}", len(group.rollouts)
     if completion is None:
         return f"{where}, its {size} completions as a whole"
@@ -268,7 +277,7 @@ def whereabouts(group: Group, completion: int | None) -> str:
 
 
 def shortened(text: str) -> str:
-    """The text on one line, its middle left out where it is long.
+    """The text on one line, without its middle if it is long.
 
     >>> shortened("18" + chr(10))
     "'18\\\\n'"
@@ -280,7 +289,7 @@ def shortened(text: str) -> str:
 
 
 def resident_scores(name: str, returned: list[list[float]], groups: Sequence[Group]) -> list[list[float]]:
-    """What a resident reward returned, checked. RewardError where it is not a finite number for each completion."""
+    """The checked scores of a resident reward. RewardError unless they are a finite number for each completion."""
     remedy = "look at the model, adapter and numbers this reward is made of"
     if not isinstance(returned, Sequence) or len(returned) != len(groups):
         what = f"scores of {len(returned)} groups" if isinstance(returned, Sequence) else type(returned).__name__
@@ -295,7 +304,7 @@ def resident_scores(name: str, returned: list[list[float]], groups: Sequence[Gro
 
 
 def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]) -> Scores:
-    """Scores of all rewards, of which those named in `process` give steps; all `[P, G]` float32, summed in float64.
+    """The scores of all rewards, `[P, G]` float32, summed in float64; the rewards in `process` give steps.
 
     total[p, g] = sum over rewards of weight x score; the score of a process reward is the sum of its steps.
     """
@@ -311,7 +320,7 @@ def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]
     total, single = weighted_sum(sums), {name: scores.float() for name, scores in sums.items()}
     if not process:
         return Scores(total=total, by_reward=single, weights=weights)
-    # What a process reward says of a completion as a whole is the fixed score of one that it failed on.
+    # A process reward scores a completion as a whole only by the fixed score of one on which it failed.
     whole = sums | {name: exact(fixed_scores(by_reward[name])) for name in process}
     factors = [weights[name] for name in process]
     rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
@@ -320,25 +329,28 @@ def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]
 
 
 def unscored_rows(groups: Sequence[Group]) -> Scores:
-    """Scores of a run without rewards of its own: 0, to which the environment's are added."""
+    """Scores of a run without rewards: 0, to which the environment's rewards are added."""
     import torch
 
-    nothing = torch.zeros(len(groups), len(groups[0].rollouts) if groups else 0)
-    return Scores(total=nothing, by_reward={TURNS: nothing}, outcome=nothing)
+    zeros = torch.zeros(len(groups), len(groups[0].rollouts) if groups else 0)
+    return Scores(total=zeros, by_reward={TURNS: zeros}, outcome=zeros)
 
 
 def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:
-    """The scores with what environments gave for turns, which is part of the total; as they were if they gave nothing.
+    """The scores, to whose totals the environments' rewards for turns are added; unchanged if there are none.
 
-    The rewards of a completion's turns stand where its turns end (`rlft.batch.step_rewards`), so `outcome` says what is
-    left for the completion as a whole.
+    The rewards of a completion's turns are given where its turns end (`rlft.batch.step_rewards`), so `outcome` is what
+    remains for the completion as a whole.
     """
-    given = [[[t.reward for t in r.completion.turns if t.reward is not None] for r in g.rollouts] for g in groups]
-    if not any(rewards for row in given for rewards in row):
+    turn_rewards = [
+        [[turn.reward for turn in rollout.completion.turns if turn.reward is not None] for rollout in group.rollouts]
+        for group in groups
+    ]
+    if not any(rewards for row in turn_rewards for rewards in row):
         return scores
     import torch
 
-    earned = torch.tensor([[sum(rewards) for rewards in row] for row in given], dtype=torch.float64)
+    earned = torch.tensor([[sum(rewards) for rewards in row] for row in turn_rewards], dtype=torch.float64)
     return replace(
         scores,
         total=(scores.total.double() + earned).float(),
@@ -348,19 +360,19 @@ def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:
 
 
 def totals(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
-    """Each completion's score by one reward: the number it gave, or the sum of its steps."""
+    """Each completion's score by one reward: the reward's number, or the sum of its steps."""
     return [[sum(score.values) if isinstance(score, StepScores) else score for score in row] for row in rows]
 
 
 def fixed_scores(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
-    """The fixed scores among those of a process reward, 0 where there are steps."""
+    """The fixed scores of a process reward, and 0 for completions with steps."""
     return [[0.0 if isinstance(score, StepScores) else score for score in row] for row in rows]
 
 
 def merged_steps(scores: Sequence[float | StepScores], weights: Sequence[float]) -> StepScores:
-    """A completion's steps by several process rewards as one row, weighted; values of steps with the same end add.
+    """A completion's steps by several process rewards, weighted and merged; values of steps with the same end add up.
 
-    A reward of weight 0 is only looked at: its steps are none of the algorithm's. Fixed scores are no steps.
+    A reward of weight 0 is only reported: its steps are left out. Fixed scores are no steps.
 
     >>> merged_steps([StepScores(values=(1.0, 0.0), ends=(6, 9)), StepScores(values=(1.0,), ends=(9,))], [1.0, 0.5])
     StepScores(values=(1.0, 0.5), ends=(6, 9))

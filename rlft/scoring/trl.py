@@ -1,9 +1,9 @@
 """Reward functions in the form that TRL's GRPOTrainer takes, as they are: `def f(completions, **kwargs)`.
 
-TRL calls them by keywords, each a list with one entry a completion: prompts, completions, completion_ids, and every
+TRL passes keywords, each a list with one entry for each completion: prompts, completions, completion_ids, and every
 column of the data. Here a call gets the completions of one prompt. The columns are `answer` and the fields that the
-data keep with their prompts (data.metadata_fields). A function takes that form if it has a parameter `completions`,
-`prompts` or `completion_ids`, or nothing but keywords; ours has the group as its first parameter.
+data keep with their prompts (data.metadata_fields). A function has this form if it has a parameter `completions`,
+`prompts` or `completion_ids`, or nothing but keywords; rlft's own form has the group as its first parameter.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from rlft.types import Completion, Group
 PASSED = ("prompts", "completions", "completion_ids")
 ANSWER = "answer"
 TRAINERS_OWN = ("trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL passes of its trainer, which no reward worker has."""
+"""Arguments that TRL takes from its trainer, which reward workers do not have."""
 
 Form = Literal["messages", "texts"]
-"""How prompts and completions are given: as lists of messages, TRL's conversational form, or as texts."""
+"""How prompts and completions are passed: as lists of messages (TRL's conversational form) or as texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlReward:
     """Calls such a function with the completions of a group.
 
-    keys: arguments from the reward's YAML.
+    Attributes:
+        function: the function.
+        keys: arguments from the reward's YAML.
+        form: how it gets prompts and completions.
     """
 
     function: Callable[..., Any]
@@ -37,9 +40,9 @@ class TrlReward:
     form: Form
 
     def __call__(self, group: Group) -> list[Any]:
-        """What the function returned for each completion; a coroutine is run to its end.
+        """The function's result for each completion; a coroutine is run to its end.
 
-        None says that the reward does not apply: it is 0, which adds nothing to the total.
+        None means that the reward does not apply: it becomes 0, which adds nothing to the total.
         """
         returned = self.function(**self.arguments(group))
         if inspect.isawaitable(returned):
@@ -47,7 +50,7 @@ class TrlReward:
         return [0.0 if value is None else value for value in returned]
 
     def arguments(self, group: Group) -> dict[str, Any]:
-        """Those that the function takes of what TRL would pass, and the YAML's keys."""
+        """The arguments that TRL would pass and the function takes, and the YAML's keys."""
         count = len(group.rollouts)
         columns = {ANSWER: group.prompt.answer, **group.prompt.metadata}
         passed: dict[str, Any] = {
@@ -69,7 +72,7 @@ class TrlReward:
 
 
 def messages_of(completion: Completion) -> Iterator[dict[str, Any]]:
-    """A completion as TRL's conversational form has it: what the policy said, and what tools or users answered."""
+    """A completion in TRL's conversational form: the policy's turns, and the answers of tools or users."""
     if not completion.turns:
         yield {"role": "assistant", "content": completion.text}
     for turn in completion.turns:
@@ -88,7 +91,7 @@ async def _awaited(coroutine: Awaitable[Any]) -> Any:
 
 
 def parameters_of(function: Any) -> list[inspect.Parameter]:
-    """The function's parameters; none where it tells of none, as some that are written in C."""
+    """The function's parameters; none if it has no signature, like some functions written in C."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -100,7 +103,7 @@ def takes_any_keyword(function: Any) -> bool:
 
 
 def is_trl(function: Any) -> bool:
-    """Whether a function, or an object that can be called, takes TRL's form.
+    """Whether a function or callable object has TRL's form.
 
     >>> is_trl(lambda completions, **kwargs: []), is_trl(lambda **kwargs: []), is_trl(lambda group, limit=1: [])
     (True, True, False)
@@ -111,16 +114,17 @@ def is_trl(function: Any) -> bool:
 
 
 def keys_of(function: Any) -> list[inspect.Parameter]:
-    """The parameters that a YAML may give a value: named ones, and none of those that TRL passes itself.
+    """The parameters that a YAML may set: named ones, except those that TRL itself passes.
 
-    Without a value they are columns. What only `**kwargs` would take is no key: a misspelt one would go unseen.
+    Without a value they are columns. Keys that only `**kwargs` would take are not allowed: a misspelt one would go
+    unnoticed.
     """
     named = [p for p in parameters_of(function) if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return [p.replace(default=None) for p in named if p.name not in (*PASSED, *TRAINERS_OWN)]
 
 
 def columns_of(function: Any, keys: Sequence[str]) -> list[str]:
-    """Columns that the function cannot be called without; keys: those its YAML gives."""
+    """Columns that the function needs, given the keys of its YAML."""
     named = [p for p in parameters_of(function) if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     known = (*PASSED, ANSWER, *keys)
     return [p.name for p in named if p.default is p.empty and p.name not in known]

@@ -1,6 +1,6 @@
-"""What runs in a reward worker: rewards are built once, then groups come in and scores go out, each under a time limit.
+"""What runs in a reward worker: it builds rewards once, then scores the groups that it gets, each within a time limit.
 
-A worker imports no torch and keeps nothing between groups. It dies with its parent, whatever ends the parent.
+A worker does not import torch and keeps nothing between groups. It dies with its parent, whatever ends the parent.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from rlft.types import Completion, Group, Reward, Rollout, StepScores, Unscored
 READY = "ready"
 NOWHERE = -1
 MAX_PROBLEM, MAX_TRACEBACK = 1000, 20_000
-"""Longest message of a failed reward, in characters: an error may quote a completion of any length."""
+"""The most characters of a failed reward's message and traceback: an error may quote a completion of any length."""
 
 Progress = MutableSequence[int]
-"""[reward, completion] that a worker is at, by index, in memory its parent can read after having killed it."""
+"""[reward, completion] that a worker is working on, by index, in memory that its parent can read after killing it."""
 
 
 class Cause(StrEnum):
@@ -52,10 +52,12 @@ class Cause(StrEnum):
 class Failure:
     """A reward that failed on a group.
 
-    Args:
+    Attributes:
+        cause: why.
         problem: a phrase for the user, such as "raised ValueError: ...".
-        completion: index of the completion it looked at last, which need not be the one at fault, or None.
-        scores: of a reward that returned, None where one is unusable.
+        completion: index of the completion that it looked at last, which need not be the one at fault, or None.
+        scores: the scores of a reward that returned, with None for unusable ones; None if it did not return.
+        traceback: the traceback, if it raised.
     """
 
     cause: Cause
@@ -67,7 +69,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A group and the rewards to score it with. key: whatever the caller needs to recognise it."""
+    """A group and the rewards to score it with; the caller recognises it by `key`."""
 
     key: int
     group: Group
@@ -76,7 +78,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A reward that is ready to be called, and whether it has to give `StepScores` (a process reward) or numbers."""
+    """A reward that is ready to be called; `scores_steps` says whether it must give `StepScores` or numbers."""
 
     reward: Reward
     scores_steps: bool
@@ -89,11 +91,11 @@ Reply = dict[str, Outcome]
 def serve(
     connection: Connection, specs: Sequence[RewardSpec], timeout_s: float, progress: Progress, parent: int
 ) -> None:
-    """The life of a worker process: answers tasks until the parent closes its end, or dies.
+    """Runs a worker process, which answers tasks until the parent closes its end of the connection or dies.
 
-    An answer is a reply, and whether programs that the rewards run have ended meanwhile.
+    An answer is (reply, whether the rewards have run programs meanwhile).
     """
-    detach(parent)  # so Ctrl-C doesn't reach the programs that a reward runs, either
+    detach(parent)  # so that Ctrl-C doesn't reach the programs that a reward runs
     rewards = load(specs)
     try:
         connection.send(READY)
@@ -106,7 +108,7 @@ def serve(
 
 
 def pack(task: Task) -> bytes:
-    """The task to send, its completions as plain tuples."""
+    """The task for sending, with completions as plain tuples."""
     rows = [(r.completion.as_tuple(), r.policy_version) for r in task.group.rollouts]
     return pickle.dumps((task.key, task.rewards, task.group.prompt, rows))
 
@@ -121,15 +123,15 @@ def unpack(packed: bytes) -> Task:
 
 
 def load(specs: Sequence[RewardSpec]) -> dict[str, Loaded | Failure]:
-    """Each reward built, and started if it has a `start()`: the place for slow imports, which no time limit counts."""
+    """Builds each reward, and calls its `start()` if it has one, the place for slow imports, which no limit counts."""
     return {spec.name: _load(spec) for spec in specs}
 
 
 def answer(task: Task, rewards: Mapping[str, Loaded | Failure], timeout_s: float, progress: Progress) -> Reply:
-    """The task's scores by reward, or what went wrong instead.
+    """{reward: the task's scores, or what went wrong instead}.
 
-    It lacks a reward during which a signal came that was sent to the whole job: it may have ended programs that the
-    reward runs. The reward is to be called again.
+    It lacks a reward if a signal came meanwhile that was sent to the whole job, since the signal may have ended
+    programs that the reward runs. The reward has to be called again.
     """
     reply: Reply = {}
     for index, name in enumerate(task.rewards):
@@ -143,19 +145,19 @@ def answer(task: Task, rewards: Mapping[str, Loaded | Failure], timeout_s: float
 
 
 def programs_ended() -> Any:
-    """What child processes of this one have used that have ended: it changes whenever one ends."""
+    """Resources used by child processes that have ended: the value changes whenever one ends."""
     return resource.getrusage(resource.RUSAGE_CHILDREN)
 
 
 def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) -> Outcome:
-    """The reward's scores of a group, checked: one finite number, or sound StepScores, for each completion."""
+    """The reward's checked scores of a group: a finite number, or valid StepScores, for each completion."""
     watched = replace(group, rollouts=WatchedRollouts(group.rollouts, progress))
     alarm = Alarm()
     values: Any = None
     try:
         with alarm.set(timeout_s):
             values = loaded.reward(watched)
-            values = list(values) if isinstance(values, Iterator) else values  # a generator does its work only now
+            values = list(values) if isinstance(values, Iterator) else values  # a generator runs only now
     except OutOfTime:
         pass
     except Unscored as error:
@@ -164,7 +166,7 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
     except (
         Exception,
         SystemExit,
-    ) as error:  # whatever the reward's own code does is reported by name, never trained on
+    ) as error:  # whatever the reward's code raises is reported, never trained on
         if not alarm.rang:
             return Failure(
                 cause=Cause.raised,
@@ -180,7 +182,7 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
 
 
 def checked(values: Any, num_completions: int) -> list[float] | Failure:
-    """What a reward returned, as floats, or the Failure it amounts to.
+    """What a reward returned, as floats, or a Failure if that is not possible.
 
     >>> checked([1, 0.5], 2)
     [1.0, 0.5]
@@ -192,16 +194,16 @@ def checked(values: Any, num_completions: int) -> list[float] | Failure:
         return returned
     scores = tuple(_finite(value) for value in returned)
     if None in scores:
-        bad = scores.index(None)
-        problem = f"returned {returned[bad]!r:.80}, not a finite number,"
-        return Failure(cause=Cause.invalid, problem=problem, completion=bad, scores=scores)
+        first_bad = scores.index(None)
+        problem = f"returned {returned[first_bad]!r:.80}, not a finite number,"
+        return Failure(cause=Cause.invalid, problem=problem, completion=first_bad, scores=scores)
     return [value for value in scores if value is not None]
 
 
 def checked_steps(values: Any, texts: Sequence[str]) -> list[StepScores] | Failure:
-    """What a process reward returned for completions of these texts, as StepScores of floats and ints, or the Failure.
+    """What a process reward returned for completions of these texts, as StepScores of floats and ints, or a Failure.
 
-    Each step has a finite value and an end; ends rise strictly, within 1 .. len(text). No steps is sound.
+    Each step has a finite value and an end; ends rise strictly, within 1 .. len(text). Having no steps is valid.
 
     >>> checked_steps([StepScores(values=(1, 0), ends=(6, 9))], ["7+5=12,13"])
     [StepScores(values=(1.0, 0.0), ends=(6, 9))]
@@ -212,17 +214,17 @@ def checked_steps(values: Any, texts: Sequence[str]) -> list[StepScores] | Failu
     if isinstance(returned, Failure):
         return returned
     steps = [_steps(value, len(text)) for value, text in zip(returned, texts, strict=True)]
-    for bad, problem in enumerate(steps):
+    for index, problem in enumerate(steps):
         if isinstance(problem, str):
-            sound = tuple(None if isinstance(each, str) else each for each in steps)
-            return Failure(cause=Cause.invalid, problem=problem, completion=bad, scores=sound)
+            valid = tuple(None if isinstance(each, str) else each for each in steps)
+            return Failure(cause=Cause.invalid, problem=problem, completion=index, scores=valid)
     return [each for each in steps if not isinstance(each, str)]
 
 
 def unscored(error: Unscored) -> Failure:
-    """The failure of a reward that says itself what it could not score: nothing is tried again to find the culprit."""
-    bad = None if error.scores is None else error.scores.index(None)
-    return Failure(cause=Cause.invalid, problem=str(error)[:MAX_PROBLEM], completion=bad, scores=error.scores)
+    """The failure of a reward that itself reports what it could not score, so that nothing need be tried again."""
+    first_bad = None if error.scores is None else error.scores.index(None)
+    return Failure(cause=Cause.invalid, problem=str(error)[:MAX_PROBLEM], completion=first_bad, scores=error.scores)
 
 
 def out_of_time(timeout_s: float, completion: int | None) -> Failure:
@@ -231,7 +233,7 @@ def out_of_time(timeout_s: float, completion: int | None) -> Failure:
 
 
 class WatchedRollouts(tuple[Rollout, ...]):
-    """A group's rollouts that note which of them was last looked at, so that a failure is told with its completion."""
+    """A group's rollouts, which note the one that was read last, so that a failure can name its completion."""
 
     progress: Progress
 
@@ -252,14 +254,14 @@ class WatchedRollouts(tuple[Rollout, ...]):
 
 
 class OutOfTime(BaseException):
-    """Not an Exception, so that a reward's `except Exception` doesn't swallow it."""
+    """The time limit has passed. Not an Exception, so that a reward's `except Exception` doesn't swallow it."""
 
 
 class Alarm:
-    """The soft time limit: a timer that raises in the main thread, and remembers having rung.
+    """The soft time limit: a timer that raises in the main thread, and remembers that it has rung.
 
-    It counts time in which the process ran: the timer rings every TICK_S, and a tick that comes late counts as no more
-    than RunningTime takes it for, or as the processor time that was used meanwhile (in code that lets no handler run).
+    It counts time in which the process ran: the timer ticks every TICK_S, and a late tick counts as RunningTime counts
+    it, or as the processor time that was used meanwhile (by code that lets no handler run).
     """
 
     def __init__(self) -> None:
@@ -270,18 +272,18 @@ class Alarm:
     @contextlib.contextmanager
     def set(self, seconds: float) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals only reach the main thread; only workers=0 in a thread comes here
+            yield  # signals only reach the main thread; this happens only with workers=0 in a thread
             return
-        before = signal.signal(signal.SIGALRM, self._tick)
+        old_handler = signal.signal(signal.SIGALRM, self._tick)
         self._left_s, self._clock, self._used_s = seconds, RunningTime(), time.process_time()
         self._armed = True
         signal.setitimer(signal.ITIMER_REAL, min(seconds, TICK_S))
         try:
             yield
         finally:
-            self._armed = False  # first: an alarm from here on finds the reward finished
+            self._armed = False  # first of all, since from here on the reward has finished in time
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, old_handler)
 
     def _tick(self, signum: int, frame: Any) -> None:
         if not self._armed:
@@ -304,13 +306,13 @@ def _load(spec: RewardSpec) -> Loaded | Failure:
         if callable(start):
             start()
         return Loaded(reward=reward, scores_steps=spec.scores_steps)
-    except Exception as error:  # it is told with the first group; the worker must live to tell it
+    except Exception as error:  # it is reported with the first group, so the worker must not die of it
         problem = f"could not be started in its worker: {type(error).__name__}: {error}"[:MAX_PROBLEM]
         return Failure(cause=Cause.not_built, problem=problem, traceback=traceback_text())
 
 
 def traceback_text() -> str:
-    """Of the error that is handled: all of it, or its beginning and its end where a message in it is very long."""
+    """The traceback of the handled error, or its beginning and end if it is very long."""
     text = traceback.format_exc()
     half = MAX_TRACEBACK // 2
     return text if len(text) <= MAX_TRACEBACK else f"{text[:half]} ... {text[-half:]}"
@@ -337,14 +339,14 @@ def _steps(value: Any, num_chars: int) -> StepScores | str:
     if not isinstance(value, StepScores):
         return f"returned {value!r:.80}, not StepScores (it says scores_steps = True),"
     try:
-        all_given, all_ends = list(value.values), list(value.ends)
+        given_values, given_ends = list(value.values), list(value.ends)
     except TypeError:
         return f"returned {value!r:.80}, whose values and ends are not both sequences,"
-    if len(all_given) != len(all_ends):
-        return f"returned {len(all_given)} step scores with {len(all_ends)} ends"
+    if len(given_values) != len(given_ends):
+        return f"returned {len(given_values)} step scores with {len(given_ends)} ends"
     values: list[float] = []
     ends = [0]
-    for number, (score_of_step, given_end) in enumerate(zip(all_given, all_ends, strict=True), start=1):
+    for number, (score_of_step, given_end) in enumerate(zip(given_values, given_ends, strict=True), start=1):
         score, end = _finite(score_of_step), _whole(given_end)
         if score is None:
             return f"returned {score_of_step!r:.80} for step {number}, not a finite number,"
@@ -369,7 +371,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _finite(value: Any) -> float | None:
-    """The value as a float, or None. numpy's and torch's scalars have `item`; text that looks like a number is none."""
+    """The value as a float, else None. numpy's and torch's scalars have `item`; text is not a number."""
     try:
         value = value if isinstance(value, numbers.Real) or not hasattr(value, "item") else value.item()
         return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
@@ -378,7 +380,7 @@ def _finite(value: Any) -> float | None:
 
 
 def place_of(error: BaseException) -> str:
-    """Where it was raised, in the innermost frame: " (mine.py, line 12)"."""
+    """Where the error was raised, in the innermost frame: " (mine.py, line 12)"."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 

@@ -1,4 +1,4 @@
-"""Checkpoints: adapter-sized, whole or not there, checked before they are trusted. Nothing pickled is read or written.
+"""Checkpoints: adapter-sized, whole or absent, checked before they are used. Nothing pickled is read or written.
 
     checkpoints/step_000100/
       policy/ reference/ old/ critic/ ..   PEFT adapters: adapter_config.json, adapter_model.safetensors;
@@ -6,9 +6,9 @@
       model/                  a complete Hugging Face model, where its own weights are trained
       sampled.safetensors     token ids and log-probs of the groups that are sampled ahead (overlap.lag=1), whose texts
                               are in state.json; or sampler.safetensors: the adapter that samples them
-      reference_logprobs.safetensors  of preference optimisation: the reference's log-probs of the rankings so far
-      optimizer.safetensors   moments by parameter name, of every role that learns; the reward model's pairs of tokens
-      state.json              step and everything else that moves
+      reference_logprobs.safetensors  for preference optimisation: the reference's log-probs of the rankings so far
+      optimizer.safetensors   moments by parameter name, for every role that learns; the reward model's pairs of tokens
+      state.json              the step and everything else that changes
       MANIFEST                sha256 of each file above, one a line, as `sha256sum -c` reads it
 
 A checkpoint is written to a temporary folder beside its place, flushed to disk and renamed: a kill at any moment leaves
@@ -42,17 +42,20 @@ WRITING = ".writing_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What moves in a run, all of it.
+    """Everything that changes in a run.
 
-    Args:
+    Attributes:
+        step: number of finished steps.
         adapters: {role: {PEFT name: tensor}}.
-        adapter_config: the fields of adapter_config.json, of all of them. heads: {role: {name: tensor}}; a role may
-            have a head without an adapter.
+        adapter_config: the fields of adapter_config.json, the same for all adapters.
+        optimizer: {name: tensor} of all optimizers' moments.
         state: plain values, saved as JSON.
-        records: more fields of a role's rlft.json, for runs that start from its folder; a resume does not read them.
+        heads: {role: {name: tensor}}; a role may have a head without an adapter.
+        records: {role: further fields of its rlft.json}, for runs that start from its folder; a resume does not read
+            them.
         tensors: {name: {tensor's name: tensor}}, each saved as <name>.safetensors.
-        write_folders: {name: what writes the folder of that name}, a whole model's.
-        folder: where it was loaded from.
+        write_folders: {name: function that writes the folder of this name}, for a whole model.
+        folder: the folder from which it was loaded.
     """
 
     step: int
@@ -81,26 +84,27 @@ def step_of(folder: Path) -> int:
 
 
 def save(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Writes `root/step_N`, which is then the newest; of the others the newest `keep` - 1 stay. Returns the folder."""
+    """Writes `root/step_N`, and removes all others but the newest `keep` - 1 before it. Returns the folder."""
     final = root / folder_name(checkpoint.step)
     with writing(final, num_bytes(checkpoint)):
         root.mkdir(parents=True, exist_ok=True)
         for left_by_a_kill in root.glob(f"{WRITING}*"):
             shutil.rmtree(left_by_a_kill)
-        # A step that is being done again (its checkpoint was found damaged) takes the old one's place.
+        # A step that is repeated because its checkpoint is damaged replaces that checkpoint.
         with becoming(final, root / f"{WRITING}{final.name}", replaces=True) as temporary:
             _write(temporary, checkpoint)
     others = [folder for folder in finished(root) if folder != final]
-    before = [folder for folder in others if step_of(folder) < checkpoint.step]
-    beyond = [folder for folder in others if step_of(folder) > checkpoint.step]
-    # Beyond this step lies only what was found damaged when the run went back to here: it must not push out a good one.
-    for old in [*beyond, *before[: max(0, len(before) - keep + 1)]]:
-        shutil.rmtree(old, ignore_errors=True)  # one that can't be removed (NFS, while it is read) goes the next time
+    earlier = [folder for folder in others if step_of(folder) < checkpoint.step]
+    later = [folder for folder in others if step_of(folder) > checkpoint.step]
+    # Later checkpoints were damaged when the run went back to an earlier one: they must not displace good ones.
+    for unneeded in [*later, *earlier[: max(0, len(earlier) - keep + 1)]]:
+        # A folder that cannot be removed now (NFS, while it is read) is removed the next time.
+        shutil.rmtree(unneeded, ignore_errors=True)
     return final
 
 
 def num_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of its tensors, and of a few blocks for each file; not of folders that others write."""
+    """Bytes of its tensors, and a few blocks for each file; without the folders of `write_folders`."""
     roles = {*checkpoint.adapters, *checkpoint.heads}
     groups = [
         *checkpoint.adapters.values(),
@@ -113,7 +117,7 @@ def num_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _write(temporary: Path, checkpoint: Checkpoint) -> None:
-    """The checkpoint's files, into an empty folder."""
+    """Writes the checkpoint's files into an empty folder."""
     for role in sorted({*checkpoint.adapters, *checkpoint.heads}):
         (temporary / role).mkdir()
         if role in checkpoint.adapters:
@@ -121,8 +125,8 @@ def _write(temporary: Path, checkpoint: Checkpoint) -> None:
             _write_json(temporary / role / "adapter_config.json", checkpoint.adapter_config)
         if role in checkpoint.heads:
             _write_tensors(temporary / role / HEAD, checkpoint.heads[role])
-        belongs = {"role": role, "step": checkpoint.step, "base_fingerprint": checkpoint.state.get("base_fingerprint")}
-        _write_json(temporary / role / "rlft.json", {**belongs, **checkpoint.records.get(role, {})})
+        record = {"role": role, "step": checkpoint.step, "base_fingerprint": checkpoint.state.get("base_fingerprint")}
+        _write_json(temporary / role / "rlft.json", {**record, **checkpoint.records.get(role, {})})
     for name, write in checkpoint.write_folders.items():
         write(temporary / name)
     for name, tensors in checkpoint.tensors.items():
@@ -133,7 +137,7 @@ def _write(temporary: Path, checkpoint: Checkpoint) -> None:
 
 
 def change_state(folder: Path, values: Mapping[str, Any]) -> None:
-    """Replaces values in a checkpoint's state.json; for a checkpoint that nothing refers to yet."""
+    """Replaces values in the state.json of a checkpoint that nothing refers to yet."""
     state = json.loads((folder / STATE).read_text())
     _write_json(folder / STATE, {**state, **values})
     _write_manifest(folder)
@@ -145,13 +149,13 @@ def _write_manifest(folder: Path) -> None:
 
 
 def finished(root: Path) -> list[Path]:
-    """Checkpoint folders by step, oldest first. What a kill left half written is not among them."""
+    """Checkpoint folders by step, oldest first, without those that a kill has left half written."""
     folders = (p for p in root.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdecimal())
     return sorted(folders, key=step_of)  # by number: from a million steps on, names have a digit more
 
 
 def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole, found by `newest_whole`. None if there is none.
+    """The newest checkpoint that is whole (`newest_to_resume`); None if there is no checkpoint.
 
     Raises:
         UserError: there are checkpoints and every one is damaged.
@@ -161,7 +165,7 @@ def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
 
 
 def newest_to_resume(root: Path, say: Callable[[str], None]) -> Path | None:
-    """As `newest_whole`, where a run with checkpoints of which none is whole does not begin again at step 0.
+    """Like `newest_whole`, but refuses a run of whose checkpoints none is whole, which must not restart at step 0.
 
     Raises:
         UserError: there are checkpoints and every one is damaged.
@@ -174,7 +178,7 @@ def newest_to_resume(root: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
-    """The folder of the newest checkpoint that is whole; damaged ones are named through `say` and passed over."""
+    """The folder of the newest checkpoint that is whole; damaged ones are reported through `say` and skipped."""
     for folder in reversed(finished(root)):
         damage = find_damage(folder)
         if damage is None:
@@ -184,17 +188,17 @@ def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None if its manifest holds.
+    """What is wrong with a checkpoint, in words; None if all files match its manifest.
 
     Raises:
-        UserError: it is whole, and was written by a newer rlft: going back to one before would lose it.
+        UserError: it is whole, but was written by a newer rlft: going back to an earlier one would lose it.
     """
     try:
         lines = (folder / MANIFEST).read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return f"{MANIFEST} cannot be read"
     digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    # Not only what is listed: a manifest cut short would let the files it no longer names pass unseen.
+    # All files must be listed: otherwise the files that a truncated manifest lacks would not be checked.
     unlisted = {STATE, OPTIMIZER, *(str(f.relative_to(folder)) for f in _files(folder))} - digests.keys()
     if unlisted:
         return f"{MANIFEST} does not list {min(unlisted)}"
@@ -249,7 +253,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 def set_usual_mode(path: Path, folder: Path) -> None:
     """Gives a file or folder the mode that the umask gave to `folder`, which was made by mkdir.
 
-    The safetensors library writes files that their owner alone can read.
+    The safetensors library writes files that only their owner can read.
     """
     path.chmod(folder.stat().st_mode & (0o777 if path.is_dir() else 0o666))
 

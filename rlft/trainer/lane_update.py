@@ -1,8 +1,8 @@
-"""The updates of a step in lanes: `update.py`'s, whose bits depend on the number of lanes and not on that of ranks.
+"""The updates of a step in lanes: those of `update.py`, with bits that do not depend on how many ranks share the lanes.
 
-A rank goes through its own lanes one after the other, each with a gradient of its own. Then every rank adds up all
-lanes in their order, and takes the same optimizer step as the others. Dropout of a micro-batch is drawn from (seed,
-step, update, its first row), wherever it is computed.
+A rank computes its own lanes one after the other, each with a gradient of its own. Then every rank adds up all lanes in
+their order, and takes the same optimizer step as the others. The dropout of a micro-batch is drawn from (seed, step,
+update, its first row), wherever it is computed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BALANCE = "lanes/balance"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The metrics of one pass. share: as in `UpdateMetrics.add`. real, network: tokens as in `add_tokens`."""
+    """The metrics of one pass; the other fields are the arguments of `UpdateMetrics.add` and `add_tokens`."""
 
     metrics: Mapping[str, float]
     share: float
@@ -51,7 +51,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
-    """What an update was: passes by lane, those of this rank alone; the lanes' costs; the optimizers' numbers."""
+    """The metrics of an update.
+
+    Attributes:
+        passes: {lane: its passes} for the lanes of this rank.
+        costs: the cost of every lane.
+        optimizers: metrics of the optimizers.
+    """
 
     passes: Mapping[int, Sequence[Measured]]
     costs: Sequence[float]
@@ -73,7 +79,7 @@ class Gradients:
             parameter.grad = None
 
     def flat(self) -> Tensor:
-        """A copy; zeros where there is no gradient."""
+        """A copy of the gradients; zeros where there is none."""
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._parameters])
 
     def empty(self) -> Tensor:
@@ -97,12 +103,16 @@ def update_in_lanes(
     share: Share,
     base: ShardedLayers | None = None,
 ) -> list[UpdateRecord]:
-    """As `update.update`, for one rank of those that share the lanes; returns what each update was.
+    """Does what `update.update` does, for one of the ranks that share the lanes; returns the metrics of each update.
 
-    base: the layers of the base, where the ranks divide them.
+    The other arguments are those of `update.update`.
+
+    Args:
+        share: the lanes of this rank.
+        base: the layers of the base, if the ranks divide them.
 
     Raises:
-        RanksError: another rank is gone, or is late; nothing is left of the gradients.
+        RanksError: another rank is gone or late; the gradients are cleared.
     """
     learns = policy_learns(roles, settings, step)
     begin_step(roles, optimizers, batch, step, settings)
@@ -113,15 +123,15 @@ def update_in_lanes(
         with roles.training():
             for i, rows in enumerate(minibatches(batch, settings.epochs, settings.minibatches, order)):
                 work = work_of(roles, algorithm, batch, rows, inert_B, (step, i), settings, text, share.lanes)
-                working = work.lanes
+                lanes_with_rows = work.lanes
                 passes: dict[int, list[Measured]] = {}
                 buffers: dict[int, Tensor] = {}
                 with sharded_base.passes(base, share.exchange):
-                    for lane in (lane for lane in share.mine if lane in working):
+                    for lane in (lane for lane in share.mine if lane in lanes_with_rows):
                         gradients.clear()
                         passes[lane] = list(passes_of(work, lane, roles, algorithm, settings))
                         buffers[lane] = gradients.flat()
-                add_up(gradients, buffers, working, share)
+                add_up(gradients, buffers, lanes_with_rows, share)
                 numbers = optimizer_step(optimizers, settings, step, i, learns)
                 records.append(UpdateRecord(passes=passes, costs=work.costs, optimizers=numbers))
     finally:
@@ -134,12 +144,15 @@ def update_in_lanes(
 class Work:
     """The work of one update, in lanes.
 
-    Args:
-        at: finished steps, and the number of this update in its step.
-        batch: of the step; scale: of the update's part of it, whose live rows are in `division`.
-        share_of_tokens: of live rows in the update's completion tokens.
-        learns: whether the policy does.
-        text: and its division, where the update has text.
+    Attributes:
+        at: (finished steps, number of this update in its step).
+        batch: the batch of the step.
+        scale: sizes of the update's part of the batch.
+        division: the live rows of that part, in lanes.
+        share_of_tokens: share of the live rows in the update's completion tokens.
+        learns: whether the policy learns.
+        text: the update's pretraining text, if it has any.
+        text_division: the rows of the text, in lanes.
     """
 
     at: tuple[int, int]
@@ -153,13 +166,13 @@ class Work:
 
     @property
     def costs(self) -> list[float]:
-        """Of each lane, in tokens."""
+        """The cost of each lane, in tokens."""
         text = (0.0,) * len(self.division.costs) if self.text_division is None else self.text_division.costs
         return [sum(pair) for pair in zip(self.division.costs, text, strict=True)]
 
     @property
     def lanes(self) -> list[int]:
-        """Those that have rows."""
+        """The lanes that have rows."""
         return [lane for lane, cost in enumerate(self.costs) if cost > 0]
 
 
@@ -174,8 +187,8 @@ def work_of(
     text: UpdateText | None,
     num_lanes: int,
 ) -> Work:
-    """What one update has to do with these rows of the batch (int64 `[N]`), from data that every rank has."""
-    (step, update), shared = at, roles.forward.packed
+    """The work of an update on these rows of the batch (int64 `[N]`); every rank computes the same."""
+    (step, update), shared_prompts = at, roles.forward.packed
     learns = policy_learns(roles, settings, step)
     scale = loss_scale(select(batch, rows), settings.max_completion_tokens, roles)
     live = rows[~inert_B[rows]]
@@ -183,13 +196,13 @@ def work_of(
     if algorithm.needs_text and learns:
         assert text is not None, "checks/rules.py refuses algorithms that need text without any"
         text_batch = text.batch(settings.seed, step, update)
-        every = torch.arange(len(text_batch.rewards))
-        text_division = divide(text_batch, every, num_lanes, shared_prompts=shared)
+        all_rows = torch.arange(len(text_batch.rewards))
+        text_division = divide(text_batch, all_rows, num_lanes, shared_prompts=shared_prompts)
     return Work(
         at=at,
         batch=batch,
         scale=scale,
-        division=divide(batch, live, num_lanes, shared_prompts=shared),
+        division=divide(batch, live, num_lanes, shared_prompts=shared_prompts),
         share_of_tokens=int(batch.loss_mask[live].sum()) / scale.num_tokens,
         learns=learns,
         text=text_batch,
@@ -200,11 +213,11 @@ def work_of(
 def passes_of(
     work: Work, lane: int, roles: Roles, algorithm: Algorithm, settings: UpdateSettings
 ) -> Iterator[Measured]:
-    """Goes forward and backward through a lane's rows, and adds to the gradients that are there."""
+    """Runs forward and backward through a lane's rows, and adds to the existing gradients."""
     step, update = work.at
-    for part in roles.forward.micro_batches(work.batch, work.division.rows[lane], settings.token_budget):
-        torch.manual_seed(derive(settings.seed, step, f"dropout {update} {int(part[0])}"))
-        micro = roles.to_device(select(work.batch, part))
+    for part_rows in roles.forward.micro_batches(work.batch, work.division.rows[lane], settings.token_budget):
+        torch.manual_seed(derive(settings.seed, step, f"dropout {update} {int(part_rows[0])}"))
+        micro = roles.to_device(select(work.batch, part_rows))
         metrics = backward(roles, algorithm, micro, work.scale, work.learns)
         tokens = roles.forward.real_tokens(micro), roles.forward.network_tokens(micro)
         yield measured(metrics, work.share_of_tokens, *tokens)
@@ -214,11 +227,11 @@ def passes_of(
         yield measured(text_backward(roles, algorithm, work.text, settings.token_budget, rows), 1.0)
 
 
-def add_up(gradients: Gradients, buffers: dict[int, Tensor], working: Iterable[int], share: Share) -> None:
-    """Sets the gradients to the sum of all lanes, in their order; a lane without rows has none."""
+def add_up(gradients: Gradients, buffers: dict[int, Tensor], lanes: Iterable[int], share: Share) -> None:
+    """Sets the gradients to the sum over all lanes in their order; a lane without rows has no gradient."""
     gradients.clear()
     total: Tensor | None = None
-    for lane in working:
+    for lane in lanes:
         buffer = share.sent(lane, buffers.pop(lane) if lane in buffers else gradients.empty())
         total = buffer if total is None else total.add_(buffer)
     if total is not None:
@@ -231,13 +244,13 @@ def measured(metrics: Mapping[str, Tensor], share: float, real: int = 0, network
 
 
 def metrics_of(by_rank: Sequence[Sequence[UpdateRecord]]) -> dict[str, float]:
-    """The mean metrics of a step's updates, of the records of all ranks: the same however many there are."""
+    """The mean metrics of a step's updates, from the records of all ranks; the same for any number of ranks."""
     result = UpdateMetrics()
-    for of_ranks in zip(*by_rank, strict=True):
-        passes = {lane: made for record in of_ranks for lane, made in record.passes.items()}
-        for lane in sorted(passes):
-            for one in passes[lane]:
-                result.add(one.metrics, one.share)
-                result.add_tokens(one.real, one.network)
-        result.add_update(of_ranks[0].optimizers)
+    for records in zip(*by_rank, strict=True):
+        passes_by_lane = {lane: lane_passes for record in records for lane, lane_passes in record.passes.items()}
+        for lane in sorted(passes_by_lane):
+            for measured_pass in passes_by_lane[lane]:
+                result.add(measured_pass.metrics, measured_pass.share)
+                result.add_tokens(measured_pass.real, measured_pass.network)
+        result.add_update(records[0].optimizers)
     return result.mean() | {BALANCE: balance([record.costs for record in by_rank[0]])}

@@ -27,18 +27,18 @@ from rlft.types import Adapter, Batch, Rollouts
 
 
 class LocalTrainer:
-    """A `Trainer`. What its methods do is in that protocol.
+    """A `Trainer`, whose protocol says what its methods do.
 
     Args:
         roles: the adapters; whoever opened them closes them.
-        optimizers: by role, of every role that the algorithm trains (`open_optimizers`).
+        optimizers: {role: optimizer} for every role that the algorithm trains (`open_optimizers`).
         settings: how a batch is divided into updates.
         needs_old: whether `snapshot.old: auto` has to recompute the old policy's log-probs.
-        teacher_top_k: of how many of its likeliest tokens the teacher is asked; 0: of none.
+        teacher_top_k: number of the teacher's likeliest tokens whose log-probs are computed; 0: none of them.
         text: pretraining text of each update, for algorithms that need it.
-        reward_training: of the learned reward between steps, None where it is not trained.
-        share: the lanes that this process does of those that the passes are divided into; None: they are not divided.
-        base: the layers of the base, where ranks divide them, which also share lanes; None: it is whole.
+        reward_training: the training of the learned reward between steps; None if it is not trained.
+        share: the lanes of this process, if passes are divided into lanes; None: they are not divided.
+        base: the layers of the base, if the ranks that share the lanes also divide the base; None: it is whole.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LocalTrainer:
         return replace(batch, **self.annotations(batch, inert_B))
 
     def annotations(self, batch: Batch, inert_B: Tensor) -> dict[str, Tensor]:
-        """{field: float32 `[B, T]`} with the rows of this process's lanes, and 0 in the others."""
+        """{field: float32 `[B, T]`} with values in the rows of this process's lanes, and 0 in the others."""
         assert self.share is not None, "only passes that are divided have lanes"
         roles, rows_of = self.roles, self.rows_of_lanes(batch, inert_B)
         parts = [
@@ -77,7 +77,7 @@ class LocalTrainer:
             return roles.annotations(batch, parts, needs_old=self.needs_old, teacher_top_k=self.teacher_top_k)
 
     def passes(self) -> AbstractContextManager[None]:
-        """Inside, this process makes its part of passes that all ranks make."""
+        """Inside, this process does its part of passes in which all ranks take part."""
         return sharded_base.passes(self.base, None if self.share is None else self.share.exchange)
 
     def rows_of_lanes(self, batch: Batch, inert_B: Tensor) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ class LocalTrainer:
     def update_lanes(
         self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int, text: UpdateText | None
     ) -> list[UpdateRecord]:
-        """All updates of the step, of which this process does its lanes' part."""
+        """Does all updates of the step, for the lanes of this process."""
         assert self.share is not None, "only passes that are divided have lanes"
         return update_in_lanes(
             self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, text, self.share, self.base
@@ -107,7 +107,7 @@ class LocalTrainer:
         return self.roles.score(sequences)
 
     def engine_verified(self) -> None:
-        if self.share is None:  # other ranks have no sampler whose sums they could use, and must get the same bits
+        if self.share is None:  # other ranks have no sampler's sums to use, and must get the same bits
             self.roles.lend_sums()
 
     def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
@@ -123,10 +123,10 @@ class LocalTrainer:
 
     def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
         roles = self.roles
-        if roles.snapshot.teacher != "none":  # of the other roles' passes none takes more than the policy's own
-            nobody = torch.zeros(len(micro.rewards), dtype=torch.bool)
+        if roles.snapshot.teacher != "none":  # no other role's pass takes more than the policy's own
+            no_row_inert = torch.zeros(len(micro.rewards), dtype=torch.bool)
             with self.passes():
-                micro = roles.annotate(micro, nobody, needs_old=False, teacher_top_k=self.teacher_top_k)
+                micro = roles.annotate(micro, no_row_inert, needs_old=False, teacher_top_k=self.teacher_top_k)
         scale = loss_scale(micro, self.settings.max_completion_tokens, roles)
         with torch.random.fork_rng(), roles.training(), self.passes():
             backward(roles, algorithm, roles.to_device(micro), scale, policy_learns=True)
@@ -145,18 +145,20 @@ class LocalTrainer:
         )
 
     def digest(self) -> str:
-        """The sha256 of what every rank must have alike: all that changes but the learned reward, rank 0's own."""
-        roles, own = self.roles, None if self.reward_training is None else self.reward_training.role
-        tensors = {f"{role}/{n}": t for role in roles.moving if role != own for n, t in roles.weights(role).items()}
+        """The sha256 of what must be equal on every rank: all that changes but the learned reward, which rank 0 has."""
+        roles, reward_role = self.roles, None if self.reward_training is None else self.reward_training.role
+        tensors = {
+            f"{role}/{n}": t for role in roles.moving if role != reward_role for n, t in roles.weights(role).items()
+        }
         if roles.critic is not None:
             tensors |= {f"{CRITIC}.head/{name}": tensor for name, tensor in roles.critic.head.weights().items()}
         for optimizer in self.optimizers.values():
             tensors |= optimizer.state()
-        made = hashlib.sha256(repr(None if roles.critic is None else roles.critic.state()).encode())
+        digest = hashlib.sha256(repr(None if roles.critic is None else roles.critic.state()).encode())
         for name, tensor in sorted(tensors.items()):
-            made.update(name.encode())
-            made.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return made.hexdigest()
+            digest.update(name.encode())
+            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def restore(self, state: TrainerState) -> None:
         self.roles.restore(state.adapters, state.heads)
@@ -171,7 +173,7 @@ class LocalTrainer:
 
 
 def open_optimizers(roles: Roles, config: TrainerConfig, critic_lr: float) -> dict[str, Optimizer]:
-    """One optimizer for the policy and one for the critic, if there is one, at a rate of its own."""
+    """An optimizer for the policy, and one with a learning rate of its own for the critic, if there is one."""
     optimizers = {POLICY: Optimizer(roles.named_parameters(), config)}
     if roles.critic is not None:
         optimizers[CRITIC] = Optimizer(roles.named_parameters(CRITIC), replace(config, lr=critic_lr), CRITIC)

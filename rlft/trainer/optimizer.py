@@ -19,7 +19,7 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class Optimizer:
-    """Gradients start at zero, not at None: an update without any gradient still counts as one."""
+    """AdamW for one role. Gradients start at zero, not at None: an update without any gradient still counts as one."""
 
     def __init__(
         self, parameters: Sequence[tuple[str, Parameter]], config: TrainerConfig, role: str = "policy"
@@ -40,7 +40,7 @@ class Optimizer:
         """One step at this rate with the gradients so far; returns their norm before clipping.
 
         Raises:
-            NonFiniteGradientError: before any parameter is touched.
+            NonFiniteGradientError: the norm is NaN or infinite; no parameter has been changed.
         """
         for p in self.parameters:
             if p.grad is None:
@@ -62,7 +62,7 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
 
     def reset(self) -> None:
-        """Drops all moments: the next update is as the first of a new optimizer."""
+        """Drops all moments: the next update is like the first one of a new optimizer."""
         self.adamw.state.clear()
 
     def state(self) -> dict[str, Tensor]:

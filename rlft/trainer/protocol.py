@@ -1,7 +1,7 @@
 """The interface between the loop and a trainer: the networks that learn, wherever they run.
 
-Its arguments and answers are batches, numbers and tensors on the CPU, so that a trainer may be this process's own
-(`local.py`) or several processes that share the work. The loop's other seam is `Generator`.
+Its arguments and results are batches, numbers and tensors on the CPU, so that a trainer may be this process's own
+(`local.py`) or several processes that share the work. The loop's other interface is `Generator`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Copies of all that changes in a trainer: what a checkpoint keeps of it.
+    """Copies of all that changes in a trainer, for checkpoints.
 
-    Args:
+    Attributes:
         adapters: {role: {PEFT name: tensor}}.
-        heads: {role: {name: tensor}}, of scalar heads.
         optimizer: moments by parameter name, and the learned reward's pairs of tokens.
-        critic: the statistics that normalise its values, None without a critic.
+        heads: {role: {name: tensor}} of scalar heads.
+        critic: the statistics that normalise the critic's values; None without a critic.
     """
 
     adapters: Mapping[str, Mapping[str, Tensor]]
@@ -36,9 +36,11 @@ class TrainerState:
 
 class Trainer(Protocol):
     def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
-        """The batch with log-probs of old policy, reference and teacher and old values, as far as they are needed.
+        """The batch with the log-probs of old policy, reference and teacher and the old values that are needed.
 
-        inert_B: bool `[B]`; rows that teach nothing, which are not forwarded.
+        Args:
+            batch: the batch.
+            inert_B: bool `[B]`, rows that teach nothing, which are not forwarded.
         """
         ...
 
@@ -47,21 +49,26 @@ class Trainer(Protocol):
         ...
 
     def publish(self, version: int) -> Adapter:
-        """The policy as it is, for an engine."""
+        """The policy's current adapter, for an engine."""
         ...
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probs (temperature 1) of every token but the first by the policy: the freshness check."""
+        """The policy's log-probs (temperature 1) of every token but the first, for the freshness check."""
         ...
 
     def engine_verified(self) -> None:
-        """The engine has proven that it has what was published last."""
+        """Called once the engine has proven that it has what was published last."""
         ...
 
     def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
-        """After `step` steps: moves the snapshots that are due and trains the learned reward when it is due.
+        """After `step` steps, moves the snapshots that are due and trains the learned reward if that is due.
 
-        Returns the metrics of that training. rollouts: of the step that is just finished.
+        Args:
+            step: number of finished steps.
+            rollouts: rollouts of the step that is just finished.
+
+        Returns:
+            The metrics of that training.
         """
         ...
 
@@ -70,14 +77,14 @@ class Trainer(Protocol):
         ...
 
     def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
-        """A teacher's pass, and forward and backward, of one micro-batch, of which nothing is left.
+        """Runs a teacher's pass, and forward and backward, of one micro-batch, and leaves no trace.
 
-        Neither a gradient nor a random number that was drawn.
+        Gradients are dropped, and no stream of random numbers moves on.
         """
         ...
 
     def state(self) -> TrainerState: ...
 
     def restore(self, state: TrainerState) -> None:
-        """Continues from what `state` returned."""
+        """Continues from a state that `state` returned."""
         ...

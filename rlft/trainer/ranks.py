@@ -1,7 +1,7 @@
 """The ranks that share the lanes of an update, and the exchange of gradients between them.
 
-Collectives are begun asynchronously and looked at every few milliseconds. So a wait has a time limit, which does not
-pass while this process is stopped; a signal is handled during it; and a rank that is known to be gone ends it at once.
+Collectives are begun asynchronously and polled every few milliseconds. So a wait has a time limit, which does not run
+while this process is stopped; a signal is handled during it; and a rank that is known to be gone ends it at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from rlft.system.running_time import RunningTime
 
 dist: Any = torch.distributed
-"""Without its types, which do not know the classes of its C++ part."""
+"""Without type checks, since torch's types lack the classes of its C++ part."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
-"""Between looks at a collective: short at first, since most are done in a moment."""
+"""Pauses between polls of a collective: short at first, since most are done in a moment."""
 CLOSE_S = 1.0
 LOOPBACK = "127.0.0.1"
 BACKEND_LIMIT = timedelta(days=1)
-"""Of torch's own waits: far beyond `cluster.timeout`, which is counted here. Torch's limit passes while the process is
-stopped, and its error does not say which rank is missing."""
+"""The time limit of torch's own waits: far longer than `cluster.timeout`, which is counted here. Torch's limit runs on
+while the process is stopped, and its error does not say which rank is missing."""
 
 
 class RanksError(RuntimeError):
@@ -41,10 +41,11 @@ class RanksError(RuntimeError):
 class Meeting:
     """Where ranks find each other.
 
-    Args:
-        host, port: of the store that rank 0 holds.
-        name: one that no earlier meeting at this store had.
-        ranks: how many there are.
+    Attributes:
+        host: host of the store that rank 0 holds.
+        port: port of that store.
+        name: a name that no earlier meeting at this store had.
+        ranks: number of ranks.
         timeout: seconds that a rank may be behind the others.
     """
 
@@ -59,10 +60,10 @@ class Exchange:
     """One process's end of the connections between ranks, on its device.
 
     Args:
-        meeting: where they find each other; this waits until all are there.
-        rank: of this process.
-        device: of the tensors that are exchanged.
-        watch: is called during each wait, and raises where a rank is known to be gone.
+        meeting: where they find each other; this waits until all have come.
+        rank: rank of this process.
+        device: device of the tensors that are exchanged.
+        watch: called during each wait; it raises if a rank is known to be gone.
     """
 
     def __init__(
@@ -73,19 +74,22 @@ class Exchange:
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._meeting, self._rank, self._watch = meeting, rank, watch
-        made: Future[Any] = in_background(lambda: _groups(meeting, rank, device))
+        connecting: Future[Any] = in_background(lambda: _groups(meeting, rank, device))
         self._group: Any = None
         self._host_group: Any = None
-        self._wait(made.done, "meet the others")
+        self._wait(connecting.done, "meet the others")
         try:
-            self._group, self._host_group = made.result()
+            self._group, self._host_group = connecting.result()
         except RuntimeError as error:
             raise RanksError(f"rank {rank} could not meet the others: {error}") from error
 
     def broadcast(self, tensor: Tensor, root: int, what: str = "exchange gradients") -> None:
         """Copies the tensor of rank `root` into that of each other rank.
 
-        what: is done so, for the message of an error.
+        Args:
+            tensor: this rank's tensor.
+            root: the rank that sends.
+            what: what this does, for error messages.
 
         Raises:
             RanksError: a rank is gone, or is late.
@@ -95,20 +99,20 @@ class Exchange:
         self._complete(lambda: self._group.broadcast([tensor], options), f"{what} with rank {root}")
 
     def numbers(self, own: int) -> list[int]:
-        """The numbers that all ranks give, in their order; exchanged in main memory, whatever the device is.
+        """The numbers of all ranks in their order, this rank's being `own`; exchanged in main memory on any device.
 
         Raises:
             RanksError: a rank is gone, or is late.
         """
-        given = torch.tensor([own])
-        taken = [torch.empty_like(given) for _ in range(self._meeting.ranks)]
-        self._complete(lambda: self._host_group.allgather([taken], [given]), "hear from all other ranks")
-        return [int(number) for number in taken]
+        own_number = torch.tensor([own])
+        numbers = [torch.empty_like(own_number) for _ in range(self._meeting.ranks)]
+        self._complete(lambda: self._host_group.allgather([numbers], [own_number]), "hear from all other ranks")
+        return [int(number) for number in numbers]
 
     def close(self) -> None:
-        """Ends the connections. What is under way on them may hold that up, so a thread of its own does it.
+        """Ends the connections in a thread, because unfinished collectives may block that.
 
-        It is waited for a moment: a process that ends while the thread is at it would be aborted.
+        It waits a moment for the thread: a process that ends before the thread would be aborted.
         """
         groups = [group for group in (self._group, self._host_group) if group is not None]
         self._group = self._host_group = None
@@ -138,7 +142,14 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The lanes of one rank: as many neighbouring ones as every other rank has. exchange: None for a single rank."""
+    """The lanes of one rank: neighbouring ones, as many as every other rank has.
+
+    Attributes:
+        lanes: number of all lanes.
+        rank: the rank.
+        ranks: number of ranks.
+        exchange: the connections to the other ranks; None for a single rank.
+    """
 
     lanes: int
     rank: int = 0
@@ -156,7 +167,7 @@ class Share:
         return range(self.rank * size, (self.rank + 1) * size)
 
     def sent(self, lane: int, buffer: Tensor) -> Tensor:
-        """The lane's buffer on every rank; only what the owner gives counts, others give memory for it."""
+        """The lane's buffer, with the owner's values on every rank; other ranks only provide the memory."""
         if self.exchange is not None:
             self.exchange.broadcast(buffer, self.owner(lane))
         return buffer
@@ -168,13 +179,13 @@ def open_store(host: str) -> Any:
 
 
 def in_background(function: Callable[[], Any]) -> Future[Any]:
-    """The future of what a thread makes that does not keep the process from ending."""
+    """The future result of a function in a thread that does not keep the process from ending."""
     future: Future[Any] = Future()
 
     def work() -> None:
         try:
             future.set_result(function())
-        except Exception as error:  # it is raised again where the result is asked for
+        except Exception as error:  # it is raised again where the result is read
             future.set_exception(error)
 
     threading.Thread(target=work, name="rlft-ranks", daemon=True).start()
@@ -182,10 +193,10 @@ def in_background(function: Callable[[], Any]) -> Future[Any]:
 
 
 def _groups(meeting: Meeting, rank: int, device: torch.device) -> tuple[Any, Any]:
-    """(the group of this device, that of main memory), which is the same on a CPU.
+    """(process group of this device, process group of main memory), which are the same on a CPU.
 
-    Groups of their own rather than torch's default one, which belongs to an engine in this process, if to anyone. Each
-    has a connection of its own to the store: a wait on a shared one would hold up every other user of it.
+    They are not torch's default group, which an engine in this process may use. Each has a connection of its own to the
+    store: a wait on a shared one would block every other user of it.
     """
     host = _gloo(meeting, rank)
     if device.type != "cuda":
@@ -208,17 +219,17 @@ def _gloo(meeting: Meeting, rank: int) -> Any:
 
 
 def _own_address(meeting: Meeting) -> str:
-    """The address of this machine on the way to rank 0, which others can reach, too."""
+    """The address of this machine in the network of rank 0, which others can reach, too."""
     if meeting.host == LOOPBACK:
         return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((meeting.host, meeting.port))
-        return way.getsockname()[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
+        connection.connect((meeting.host, meeting.port))
+        return connection.getsockname()[0]
 
 
 def _end(groups: list[Any]) -> None:
-    """Also frees them: that waits for what is under way, without an end where the other rank is stopped, so that the
-    last reference to a group must be this thread's."""
+    """Ends and frees the groups. Freeing waits for unfinished collectives, without end if the other rank is stopped, so
+    that the last reference to a group must be this thread's."""
     for group in groups:
         group.abort()
     groups.clear()

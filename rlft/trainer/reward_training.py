@@ -1,7 +1,7 @@
-"""The learned reward's own training, between steps of the policy: what iterative GRPO needs of a reward model.
+"""Trains the learned reward between steps of the policy, as iterative GRPO does.
 
-Siblings that a rule reward tells apart become pairs; every so many steps the reward's adapter and head go on learning
-from the newest ones with a share of earlier ones (2402.03300, algorithm 1: "continuous training using a replay
+Siblings that a rule reward tells apart become pairs; every `refresh_every` steps the reward's adapter and head learn
+from the newest pairs and a share of earlier ones (2402.03300, algorithm 1: "continuous training using a replay
 mechanism that incorporates 10% of historical data"). There it is a loop around the policy's training.
 """
 
@@ -31,7 +31,7 @@ PARTS = ("prompt", "chosen", "rejected")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two completions of a prompt, as the token ids that were sampled."""
+    """Two completions of a prompt, as sampled token ids."""
 
     prompt: tuple[int, ...]
     chosen: tuple[int, ...]
@@ -39,10 +39,10 @@ class Pair:
 
 
 class RewardRefresh:
-    """Pairs that wait for the next training, earlier ones kept for later trainings, and the optimizer.
+    """Pairs that wait for the next training, earlier pairs that are kept for later trainings, and the optimizer.
 
-    What it draws is a function of (seed, step); its tensors in a checkpoint are in `state`, the adapter and the head
-    are the roles' to save. The learning rate is constant.
+    Random choices are functions of (seed, step). `state` gives its tensors for a checkpoint; the roles save the adapter
+    and the head. The learning rate is constant.
     """
 
     def __init__(self, config: RewardModelConfig, roles: Roles, role: str, trainer: TrainerConfig, seed: int) -> None:
@@ -52,7 +52,7 @@ class RewardRefresh:
         self.optimizer = Optimizer(roles.named_parameters(role), replace(trainer, lr=config.lr), SECTION)
 
     def collect(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
-        """Takes the pairs of a finished step: siblings with unlike labels, at most `pairs_per_group` of a group."""
+        """Adds pairs of a finished step: siblings with different labels, at most `pairs_per_group` of a group."""
         assert self.config.labels is not None, "checks/rules.py refuses a training without labels"
         generator = torch.Generator().manual_seed(derive(self.seed, step, "reward pairs"))
         for group, labels in zip(groups, scores.by_reward[self.config.labels].tolist(), strict=True):
@@ -61,10 +61,10 @@ class RewardRefresh:
             self.waiting.extend(pairs[i] for i in drawn.tolist())
 
     def train_if_due(self, step: int) -> dict[str, float]:
-        """Trains after `step` steps where a training is due and pairs are there; returns its metrics, else nothing.
+        """Trains after `step` steps if a training is due and there are new pairs; returns its metrics, else nothing.
 
-        accuracy is that of the newest pairs before the training, which are new to it; loss and grad_norm are means over
-        the training. Afterwards the newest pairs are among the earlier ones.
+        accuracy is that of the newest pairs before the training, which has not seen them yet; loss and grad_norm are
+        means over the training. Afterwards the newest pairs belong to the earlier ones.
         """
         config = self.config
         if not config.refresh_every or step % config.refresh_every or not self.waiting:
@@ -78,8 +78,8 @@ class RewardRefresh:
         num_updates = -(-len(pairs) // config.pairs_per_update)
         with self.roles.training():
             for _ in range(config.epochs):
-                for dealt in torch.randperm(len(pairs), generator=generator).tensor_split(num_updates):
-                    losses.append(self._backward([pairs[i] for i in dealt.tolist()]) * len(dealt) / len(pairs))
+                for indices in torch.randperm(len(pairs), generator=generator).tensor_split(num_updates):
+                    losses.append(self._backward([pairs[i] for i in indices.tolist()]) * len(indices) / len(pairs))
                     norms.append(self.optimizer.update(config.lr))
         self.earlier.extend(newest)
         self.waiting.clear()
@@ -87,13 +87,13 @@ class RewardRefresh:
         return {f"{SECTION}/{name}": value for name, value in metrics.items()}
 
     def accuracy(self, pairs: Sequence[Pair]) -> float:
-        """The share of pairs whose better completion has the higher score; equal scores count half."""
+        """The share of pairs whose chosen completion has the higher score; equal scores count half."""
         scores = score_rows(self.roles, self.role, rows_of(pairs), self.roles.token_budget)
         scores_2N = torch.tensor(scores, dtype=torch.float64)
         return accuracy(scores_2N[0::2], scores_2N[1::2]).item()
 
     def _replayed(self, step: int, num_newest: int) -> list[Pair]:
-        """Earlier pairs, drawn without repetition, so many that their share of all is `replay`, or all there are."""
+        """Earlier pairs, drawn without repetition, whose share of all pairs is `replay`; all if there are fewer."""
         count = round(num_newest * self.config.replay / (1 - self.config.replay))
         generator = torch.Generator().manual_seed(derive(self.seed, step, "reward replay"))
         return [self.earlier[i] for i in torch.randperm(len(self.earlier), generator=generator)[:count].tolist()]
@@ -121,14 +121,14 @@ class RewardRefresh:
         return parts_within(pairs, texts_of, self.roles.token_budget, packed=packed, ending=1)
 
     def state(self) -> dict[str, Tensor]:
-        """{name: tensor} of all pairs and the optimizer's moments: what a checkpoint keeps."""
+        """{name: tensor} of all pairs and the optimizer's moments, for checkpoints."""
         pairs = {"waiting": self.waiting, "earlier": self.earlier}
         return self.optimizer.state() | {
             f"{SECTION}/{name}/{part}": tensor for name, kept in pairs.items() for part, tensor in flat(kept).items()
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on from what `state` gave, or from a mapping that holds it among other things."""
+        """Continues from what `state` returned, or from a mapping that includes it."""
         self.optimizer.restore(state)
         for name, kept in (("waiting", self.waiting), ("earlier", self.earlier)):
             kept.clear()
@@ -136,7 +136,7 @@ class RewardRefresh:
 
 
 def pairs_of(group: Group, labels: Sequence[float]) -> list[Pair]:
-    """Every (better, worse) pair of siblings with unlike labels, in order; pairs of the same tokens count once."""
+    """Every (better, worse) pair of siblings with different labels, in order; pairs of the same tokens count once."""
     shared, paths = group.last_paths()
     prompt, siblings = tuple(shared), [tuple(path) for path in paths]
     pairs = (
@@ -148,7 +148,7 @@ def pairs_of(group: Group, labels: Sequence[float]) -> list[Pair]:
 
 
 def rows_of(pairs: Sequence[Pair]) -> list[Row]:
-    """chosen, rejected, chosen, rejected, ..; pairs of one prompt are one group."""
+    """Rows in the order chosen, rejected, chosen, rejected, ..; pairs with the same prompt are one group."""
     groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(pair.prompt for pair in pairs))}
     return [
         (groups[pair.prompt], pair.prompt, completion) for pair in pairs for completion in (pair.chosen, pair.rejected)
@@ -156,7 +156,7 @@ def rows_of(pairs: Sequence[Pair]) -> list[Row]:
 
 
 def flat(pairs: Sequence[Pair]) -> dict[str, Tensor]:
-    """The pairs as tensors: all their token ids in a row (int32) and how many belong to each part (int32 `[N, 3]`)."""
+    """The pairs as tensors: all token ids concatenated (int32), and the lengths of the parts (int32 `[N, 3]`)."""
     parts = [getattr(pair, name) for pair in pairs for name in PARTS]
     return {
         "token_ids": torch.tensor([token for part in parts for token in part], dtype=torch.int32),
@@ -165,7 +165,7 @@ def flat(pairs: Sequence[Pair]) -> dict[str, Tensor]:
 
 
 def unflat(tensors: Mapping[str, Tensor]) -> list[Pair]:
-    """The pairs that `flat` has made tensors of."""
+    """The pairs from the tensors that `flat` returned."""
     remaining = iter(tensors["token_ids"].tolist())
     return [
         Pair(**{name: tuple(islice(remaining, length)) for name, length in zip(PARTS, row, strict=True)})

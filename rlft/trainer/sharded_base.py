@@ -1,15 +1,15 @@
-"""The base's decoder layers divided among the ranks: each holds some of them, and gets the others as it needs them.
+"""Divides the base's decoder layers among the ranks: each holds some of them, and gets the others when it needs them.
 
-Layer i is held by rank i % ranks. When a pass reaches a layer, forward or backward, all ranks announce which one they
-need, and its holder sends its weights to all into a buffer of theirs. The exchange is over before anything is computed
-with the layer. A rank that has no passes left takes part until all are done.
+Layer i is held by rank i % ranks. When a pass reaches a layer, forward or backward, all ranks announce which layer they
+need, and its holder sends its weights into a buffer of each rank. The exchange is over before anything is computed with
+the layer. A rank that has no passes left takes part until all are done.
 
-The graph of a pass never keeps the weights themselves, but which layer they are of, and gets them again when its
+The graph of a pass never keeps the weights themselves, but the number of their layer, and gets them again when the
 backward reaches them: so no buffer is read after another layer has been put into it. Inside a checkpointed layer
-(`model.gradient_checkpointing`) they are kept for the backward of that layer alone, whose forward is made anew first.
+(`model.gradient_checkpointing`) they are kept for the backward of that layer alone, whose forward is recomputed first.
 
-Weights have two dimensions and more; norms and biases, embeddings, the final norm and the LM head are whole everywhere.
-Adapters lie beside the weights, and are nothing to this module.
+Only weights with two or more dimensions are divided; norms and biases, embeddings, the final norm and the LM head are
+whole on every rank. Adapters lie beside the weights and do not concern this module.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from rlft.model.backbone import decoder_layers, layer_weights
 from rlft.trainer.ranks import Exchange
 
 ALIGNMENT = 256
-"""Bytes between the beginnings of weights in a buffer are a multiple of it, as where each has memory of its own."""
+"""Weights begin at multiples of this many bytes in a buffer, as they do with memory of their own."""
 NUM_BUFFERS = 2
-"""The layer in use, and the one before it: with gradient checkpointing a layer's graph has its weights themselves."""
+"""One for the layer in use, one for the last: with gradient checkpointing a layer's graph keeps the weights."""
 NONE_LEFT = -1
-"""What a rank announces that makes no more passes."""
+"""What a rank announces when it has no passes left."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Layer:
-    """The weights of one layer in a row, as they are sent.
+    """The weights of one layer, concatenated, as they are sent.
 
-    Args:
-        flat: where they are on the device: this rank's own memory, or a buffer that layers take turns in.
-        buffer: the number of that buffer; None where the memory is this rank's own.
-        copy: in main memory, of a layer that this rank does not hold; None where it keeps none.
+    Attributes:
+        flat: the weights on the device: in memory of their own if this rank holds the layer, else in a shared buffer.
+        buffer: number of that buffer; None if this rank holds the layer.
+        copy: a copy in main memory, for a layer that this rank does not hold; None if there is none.
     """
 
     flat: Tensor
@@ -52,7 +52,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What a graph keeps in the place of a weight of a layer, or of a view of it."""
+    """What a graph keeps instead of a layer's weight or a view of it."""
 
     layer: int
     size: tuple[int, ...]
@@ -64,41 +64,42 @@ class ShardedLayers:
     """The layers of one base, on one rank.
 
     Args:
-        rank: of this process.
-        ranks: that divide the layers; a single one has them all in main memory.
+        rank: rank of this process.
+        ranks: number of ranks that divide the layers; with a single one all layers are in main memory.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
         self._layers: list[Layer] = []
         self._in_buffer: list[int | None] = [None] * NUM_BUFFERS
-        self._layer_at: dict[int, int] = {}  # by the address of its memory, of layers that this rank holds
-        self._buffer_at: dict[int, int] = {}
-        self._current: int | None = None  # the layer whose exchange was the last
+        self._layer_at: dict[int, int] = {}  # {address of its memory: layer} for layers that this rank holds
+        self._buffer_at: dict[int, int] = {}  # {address of its memory: buffer}
+        self._current: int | None = None  # the layer that was exchanged last
         self._exchange: Exchange | None = None
 
-    # -- how the base comes to lie so ----------------------------------------------------------------------------------
+    # -- how the base is placed ----------------------------------------------------------------------------------------
     def adopt(self, model: PreTrainedModel, device: torch.device) -> None:
         """Puts a model that was read into main memory on its device; layers that others hold stay in main memory."""
         weights = [layer_weights(layer) for layer in decoder_layers(model)]
-        flats = [_in_a_row(of_layer) for of_layer in weights]
-        shapes = [[weight.shape for weight in of_layer] for of_layer in weights]
-        for of_layer in weights:
-            for weight in of_layer:
+        flats = [_concatenated(weights_of_layer) for weights_of_layer in weights]
+        shapes = [[weight.shape for weight in weights_of_layer] for weights_of_layer in weights]
+        for weights_of_layer in weights:
+            for weight in weights_of_layer:
                 weight.data = weight.data.new_empty(0)
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
         largest, dtype = max(len(flat) for flat in flats), flats[0].dtype
         buffers = [torch.zeros(largest, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
         self._buffer_at = {buffer.data_ptr(): number for number, buffer in enumerate(buffers)}
-        num_elsewhere = 0
+        num_buffered = 0
         for index in range(len(flats)):
-            flat, flats[index] = flats[index], flats[index][:0]  # so that no layer is in main memory and on the device
+            # The reference in the list is dropped, so that no layer is both in main memory and on the device.
+            flat, flats[index] = flats[index], flats[index][:0]
             if self._ranks > 1 and index % self._ranks == self._rank:
                 layer = Layer(flat=flat.to(device))
                 self._layer_at[layer.flat.data_ptr()] = index
             else:
-                number = num_elsewhere % NUM_BUFFERS
-                num_elsewhere += 1
+                number = num_buffered % NUM_BUFFERS
+                num_buffered += 1
                 copy = flat.pin_memory() if device.type == "cuda" else flat
                 layer = Layer(flat=buffers[number][: len(flat)], buffer=number, copy=copy)
             self._layers.append(layer)
@@ -111,17 +112,18 @@ class ShardedLayers:
                 part.register_forward_pre_hook(partial(self._before, index))
 
     def drop_copies(self) -> None:
-        """Frees the layers in main memory: from now on this rank makes passes with the others only."""
+        """Frees the layers in main memory: from now on this rank can make passes only together with the others."""
         for layer in self._layers:
             layer.copy = None
 
     # -- passes --------------------------------------------------------------------------------------------------------
     @contextmanager
     def passes(self, exchange: Exchange | None) -> Iterator[None]:
-        """Inside, forwards and backwards; at its end this rank sends layers until no rank makes passes any more.
+        """Inside, this rank can run forwards and backwards; at the end it sends layers until no rank makes passes.
 
-        exchange: with the ranks that make passes at the same time, each any number; None: with the layers that this
-        rank has in main memory, as all passes without gradient are that are made outside.
+        Args:
+            exchange: the connections to the ranks that make passes at the same time, each any number of them; None: the
+                layers come from this rank's main memory. Passes without gradient outside of this block do that, too.
 
         Raises:
             RanksError: another rank is gone, or is late.
@@ -139,7 +141,7 @@ class ShardedLayers:
         self._bring(index)
 
     def _bring(self, index: int) -> None:
-        """Has this layer's weights where its parameters are."""
+        """Puts this layer's weights where its parameters are."""
         if self._exchange is None:
             self._from_main_memory(index)
         elif index != self._current:
@@ -156,19 +158,25 @@ class ShardedLayers:
         self._in_buffer[layer.buffer] = index
 
     def _announce(self, index: int) -> bool:
-        """One round: each layer that a rank needs is sent to all. False if none needs any."""
-        assert self._exchange is not None, "there are others"
+        """One round: each layer that a rank needs is sent to all. Returns False if none needs any."""
+        assert self._exchange is not None, "there are other ranks"
         needed = {number for number in self._exchange.numbers(index) if number != NONE_LEFT}
         for other in sorted(needed):
             self._receive(self._exchange, other, index)
         return bool(needed)
 
     def _receive(self, exchange: Exchange, index: int, own: int) -> None:
-        """Sends or gets a layer; own: the one that this rank needs, whose buffer no other may be put into."""
+        """Sends or receives a layer.
+
+        Args:
+            exchange: the connections to the other ranks.
+            index: the layer.
+            own: the layer that this rank needs, whose buffer must not be overwritten by another one.
+        """
         layer, what = self._layers[index], "exchange layers of the base"
         if layer.buffer is None:
             exchange.broadcast(layer.flat, self._rank, what)
-        elif own not in (index, NONE_LEFT):  # only ranks whose passes go through the layers in another order
+        elif own not in (index, NONE_LEFT):  # another rank passes the layers in another order
             exchange.broadcast(torch.empty_like(layer.flat), index % self._ranks, what)
         else:
             self._in_buffer[layer.buffer] = None
@@ -194,11 +202,11 @@ class ShardedLayers:
 
 
 def passes(base: ShardedLayers | None, exchange: Exchange | None) -> AbstractContextManager[None]:
-    """`ShardedLayers.passes`; nothing where the base is whole."""
+    """`ShardedLayers.passes`, or nothing if the base is whole."""
     return nullcontext() if base is None else base.passes(exchange)
 
 
-def _in_a_row(weights: list[nn.Parameter]) -> Tensor:
+def _concatenated(weights: list[nn.Parameter]) -> Tensor:
     """A copy of the weights, one after the other."""
     places = _places([weight.shape for weight in weights], weights[0].dtype)
     flat = torch.zeros(places[-1][1], dtype=weights[0].dtype)

@@ -28,8 +28,12 @@ from rlft.types import Batch, LossScale
 class UpdateSettings:
     """Keys of the run's config that the updates depend on.
 
-    Args:
-        steps: of the whole run.
+    Attributes:
+        seed: the run's seed.
+        steps: number of steps of the whole run.
+        epochs: number of passes over a step's batch.
+        minibatches: number of updates in an epoch.
+        token_budget: the most tokens that enter one forward and backward pass.
         max_completion_tokens: generation.max_tokens.
         warmup_steps: critic.warmup_steps, in which only the critic learns.
         reset_every: trainer.reset_every.
@@ -69,13 +73,13 @@ def update(
 
     Args:
         roles: the adapters on their base.
-        optimizers: by role, of every role that learns.
-        algorithm: whose loss is minimised.
+        optimizers: {role: optimizer} for every role that learns.
+        algorithm: the algorithm whose loss is minimised.
         batch: `[B, T]`, with advantages.
-        inert_B: bool `[B]`; rows that add nothing to the gradient and are not forwarded.
-        step: finished steps, from 0.
+        inert_B: bool `[B]`, rows that add nothing to the gradient and are not forwarded.
+        step: number of finished steps.
         settings: how the batch is divided into updates, and the schedule.
-        text: gives each update's text, where the algorithm needs text.
+        text: gives each update's text, if the algorithm needs text.
     """
     metrics, learns = UpdateMetrics(), policy_learns(roles, settings, step)
     begin_step(roles, optimizers, batch, step, settings)
@@ -100,7 +104,7 @@ def update(
 def begin_step(
     roles: Roles, optimizers: Mapping[str, Optimizer], batch: Batch, step: int, settings: UpdateSettings
 ) -> None:
-    """What comes before a step's first update: its dropout's seed, the critic's statistics, fresh moments if due."""
+    """Prepares a step's first update: seeds dropout, updates the critic's statistics, resets the moments if due."""
     torch.manual_seed(derive(settings.seed, step, "dropout"))
     if roles.critic is not None and batch.returns is not None:
         roles.critic.observe(batch.returns, batch.loss_mask)
@@ -117,7 +121,7 @@ def policy_learns(roles: Roles, settings: UpdateSettings, step: int) -> bool:
 def backward(
     roles: Roles, algorithm: Algorithm, micro: Batch, scale: LossScale, policy_learns: bool
 ) -> Mapping[str, Tensor]:
-    """Adds a micro-batch's gradients to the critic's and, where it learns, to the policy's; returns the loss's metrics.
+    """Adds a micro-batch's gradients to the critic's and, if it learns, to the policy's; returns the loss's metrics.
 
     A critic with an adapter of its own goes first, forward and backward, so that only one network's activations are
     alive at a time; the policy's loss then sees its values as constants.
@@ -145,7 +149,12 @@ def text_backward(
 ) -> dict[str, Tensor]:
     """Adds the gradient of an update's pretraining text to the policy's; returns its loss.
 
-    rows: int64 `[N]`, those to forward, all where None; the loss is of their part in the whole text.
+    Args:
+        roles: the adapters on their base.
+        algorithm: the algorithm, which has a loss of text.
+        text: the whole text of the update.
+        token_budget: the most tokens that enter one forward and backward pass.
+        rows: int64 `[N]`, the rows to forward, None for all; the loss is their part of the whole text's loss.
     """
     total = torch.zeros(())
     rows = torch.arange(len(text.rewards)) if rows is None else rows
@@ -163,7 +172,12 @@ def optimizer_step(
 ) -> dict[str, float]:
     """One step of every optimizer with the gradients so far; returns `<role>/lr` and `<role>/grad_norm`.
 
-    update: the number of this update in its step, from 0. Where the policy does not learn, its gradients are dropped.
+    Args:
+        optimizers: {role: optimizer}.
+        settings: how steps are divided into updates, and the schedule.
+        step: number of finished steps.
+        update: number of this update in its step, from 0.
+        policy_learns: whether the policy learns; if not, its gradients are dropped.
     """
     metrics: dict[str, float] = {}
     done, total = step * settings.updates_per_step + update, settings.steps * settings.updates_per_step
@@ -191,7 +205,7 @@ def minibatches(batch: Batch, epochs: int, num_minibatches: int, seed: int) -> l
 
 
 def loss_scale(minibatch: Batch, max_completion_tokens: int, roles: Roles) -> LossScale:
-    """Sizes of the whole optimizer batch; rows that are never forwarded count too."""
+    """Sizes of the whole minibatch; rows that are never forwarded count, too."""
     return LossScale(
         num_tokens=int(minibatch.loss_mask.sum()),
         num_sequences=len(minibatch.rewards),

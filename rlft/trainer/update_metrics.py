@@ -14,7 +14,7 @@ class UpdateMetrics:
     """Adds up `Loss.metrics` over micro-batches and averages over updates; names ending in `_max` take the maximum.
 
     kl/old_last is the kl/old of the last update alone: how far the step has moved the policy.
-    sampler/effective_sample_size is (sum w)^2 / (n sum w^2) over tokens, of the importance weights w before any cut.
+    sampler/effective_sample_size is (sum w)^2 / (n sum w^2) over tokens, with the importance weights w before any cut.
     """
 
     def __init__(self) -> None:
@@ -24,24 +24,27 @@ class UpdateMetrics:
         self._old_last = 0.0
 
     def add(self, metrics: Mapping[str, Tensor] | Mapping[str, float], share: float) -> None:
-        """share: of the optimizer batch's completion tokens, those in rows that are forwarded at all.
+        """Adds the metrics of a micro-batch.
 
-        Metrics of tokens (entropy, KL, clip fractions) are means over those; losses are of the whole batch.
+        Args:
+            metrics: metrics of its loss.
+            share: share of the minibatch's completion tokens that are in rows which are forwarded at all. Metrics of
+                tokens (entropy, KL, clip fractions) are means over these tokens; losses are those of the whole batch.
         """
         for name, value in metrics.items():
-            before, number = self.sums.get(name, 0.0), float(value)
+            so_far, number = self.sums.get(name, 0.0), float(value)
             if name.endswith("_max"):
-                self.sums[name] = number if math.isnan(number) else max(before, number)
+                self.sums[name] = number if math.isnan(number) else max(so_far, number)
             else:
-                self.sums[name] = before + (number if name.startswith("loss/") else number / share)
+                self.sums[name] = so_far + (number if name.startswith("loss/") else number / share)
 
     def add_tokens(self, real: int, network: int) -> None:
-        """Tokens that the network had to see for a micro-batch, and those that entered it, padding included."""
+        """Counts the tokens that the network had to see for a micro-batch, and those that entered it, with padding."""
         self.trained += real
         self.network += network
 
     def add_update(self, values: Mapping[str, float]) -> None:
-        """Ends an update, with the numbers that it has once."""
+        """Ends an update, and adds metrics that exist once for an update."""
         self.num_updates += 1
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value

@@ -94,7 +94,7 @@ def test_tokens_of_another_tokenizer_are_refused_with_the_way_out() -> None:
         check_tokenizer({"0123456789ab", "ffffffffffff"}, "0123456789ab", "preferences.path")
     assert str(refusal.value) == (
         "preferences.path: was sampled with another tokenizer (ffffffffffff) than this model's (0123456789ab); "
-        "set preferences.token_ids=text to tokenise its texts anew, or sample with this model"
+        "set preferences.token_ids=text to tokenise its texts again, or sample with this model"
     )
 
 

@@ -1,1 +1,1 @@
-"""An endpoint in the manner of OpenAI and vLLM over any engine, and agents that act through it."""
+"""An HTTP endpoint with OpenAI's and vLLM's API over any engine, and agents that act through it."""

@@ -1,8 +1,8 @@
 """`environment=endpoint`: agents that speak to the policy through an endpoint, as functions or as programs.
 
-An agent plays a whole conversation by itself: it sends what it likes to a base URL, by a key of its own, and says what
-came of it. A function is called once a conversation in a worker process; a program is started once a conversation, with
-URL and key in its environment, and may live in an environment of its own.
+An agent plays a whole conversation by itself: it sends the requests that it likes to a base URL, with a key of its own,
+and reports the reward at the end. A function is called once for each conversation in a worker process; a program is
+started once for each conversation, with URL and key as environment variables, and may have its own Python environment.
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ SECTION = "environment"
 AGENT, COMMAND = f"{SECTION}.agent", f"{SECTION}.command"
 HOST = "127.0.0.1"
 NEEDED = ("base_url", "api_key")
-"""What an agent cannot do without."""
+"""Parameters that an agent's function must have."""
 MOST_READ = 65_536
-"""Bytes at the end of what a program prints that are looked at."""
+"""Number of bytes at the end of a program's output that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(Environment):
-    """agent: `module.function`. command: the words of a command line. One of both.
+    """The keys of `environment=endpoint`.
 
-    port: where the endpoint listens while a step samples. body_bytes: of a request, at most.
+    Attributes:
+        agent: the function that plays a conversation, as `module.function`; or None, where `command` is given.
+        command: the words of a command line that plays a conversation; or None, where `agent` is given.
+        port: where the endpoint listens while a step samples.
+        body_bytes: the most bytes of a request.
     """
 
     plays_itself: ClassVar[bool] = True
@@ -67,9 +71,9 @@ class Endpoint(Environment):
 
     def _check_function(self, agent: str) -> None:
         function = locate(agent, AGENT)
-        taken = {parameter.name for parameter in parameters_of(function)}
+        parameters = {parameter.name for parameter in parameters_of(function)}
         takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-        missing = [] if takes_all else [name for name in NEEDED if name not in taken]
+        missing = [] if takes_all else [name for name in NEEDED if name not in parameters]
         if missing:
             remedy = "write it as play(base_url, api_key, model, **row)"
             raise UserError(AGENT, f"has no parameter {' and no '.join(missing)}", got=agent, remedy=remedy)
@@ -89,17 +93,17 @@ class Endpoint(Environment):
 
 
 class Agent:
-    """A `Play` that is played by the agent: `play` is the whole conversation."""
+    """A `Play` that leaves the whole conversation to the agent."""
 
     def __init__(self, *, function: Any = None, command: Sequence[str] | None = None) -> None:
         self.function, self.command = function, command
 
     def play(self, row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> float | None:
         """The reward of the conversation. Raises whatever the agent raises."""
-        where = {"base_url": base_url, "api_key": api_key, "model": model}
+        endpoint = {"base_url": base_url, "api_key": api_key, "model": model}
         if self.command is not None:
-            return _run(self.command, row, where)
-        result = self.function(**accepted(self.function, {**row, **where}))
+            return _run(self.command, row, endpoint)
+        result = self.function(**accepted(self.function, {**row, **endpoint}))
         return asyncio.run(result) if inspect.iscoroutine(result) else result
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
@@ -115,32 +119,32 @@ class Agent:
         raise NotImplementedError("an agent says its reward at its end")
 
 
-def _run(command: Sequence[str], row: Mapping[str, Any], where: Mapping[str, str]) -> float | None:
+def _run(command: Sequence[str], row: Mapping[str, Any], endpoint: Mapping[str, str]) -> float | None:
     """Runs a program with the row as JSON on standard input; its last line is the reward as JSON.
 
     It stays in the worker's process group, with which it ends.
 
     Raises:
         RuntimeError: it ends with another exit code than 0.
-        ValueError: its last line is no reward.
+        ValueError: its last line is not a reward.
     """
     variables = {
-        "OPENAI_BASE_URL": where["base_url"],
-        "OPENAI_API_KEY": where["api_key"],
-        "OPENAI_MODEL": where["model"],
+        "OPENAI_BASE_URL": endpoint["base_url"],
+        "OPENAI_API_KEY": endpoint["api_key"],
+        "OPENAI_MODEL": endpoint["model"],
     }
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(json.dumps(row, default=str).encode())
-        given.seek(0)
-        process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env={**os.environ, **variables})
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        stdin.write(json.dumps(row, default=str).encode())
+        stdin.seek(0)
+        process = subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env={**os.environ, **variables})
         try:
             code = process.wait()
         finally:
             process.kill()
             process.wait()
         if code:
-            raise RuntimeError(f"{command[0]} ended with exit code {code}: {_last_line(err)[:300]}")
-        return _reward(_last_line(out))
+            raise RuntimeError(f"{command[0]} ended with exit code {code}: {_last_line(stderr)[:300]}")
+        return _reward(_last_line(stdout))
 
 
 def _reward(line: str) -> float | None:

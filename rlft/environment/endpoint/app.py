@@ -1,4 +1,4 @@
-"""The ASGI app: who may ask, how much at once, and how long; what is asked goes through an `Inbox`.
+"""The ASGI app: it checks keys, limits how much is requested and how long, and passes requests on to an `Inbox`.
 
 starlette is imported when an app is made: nothing else of rlft needs it (`pip install 'rlft[serve]'`).
 """
@@ -25,13 +25,13 @@ RETRY_AFTER_S = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the server bears.
+    """The limits of a server.
 
-    Args:
-        body_bytes: of a request, at most.
-        requests: under way at the same time, at most.
-        timeout: seconds until a request is answered, at most.
-        section: of the keys, for refusals: `serve` or `environment`.
+    Attributes:
+        body_bytes: the most bytes of a request.
+        requests: the most requests that are under way at the same time.
+        timeout: the most seconds until a request is answered.
+        section: section of the keys, for refusals: `serve` or `environment`.
     """
 
     body_bytes: int
@@ -45,10 +45,10 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
 
     Args:
         inbox: where requests wait for the thread that samples.
-        callers: the keys by which requests may come now, asked by the server's thread.
-        limits: what the server bears.
+        callers: the keys with which requests may come now; the server's thread reads it.
+        limits: the limits of the server.
         model: the name of the only model.
-        most_tokens: of a prompt and its completion.
+        most_tokens: the most tokens of a prompt and its completion together.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -112,8 +112,8 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
         nonlocal under_way
         at_end = contextlib.ExitStack()
         events = _events(http, key, body, inbox, limits, replies.Stream(model), at_end)
-        first = await anext(events)  # what is refused before there is a token has its status, and no stream
-        under_way += 1  # until the stream ends; this function's share of it ends with its response
+        first = await anext(events)  # a refusal before the first token is no stream, and has its status
+        under_way += 1  # for the stream; what `serving` counts ends with this function
         at_end.callback(leave)
         return StreamingResponse(_with_first(first, events), media_type="text/event-stream")
 
@@ -161,7 +161,7 @@ def make_app(inbox: Inbox, callers: Container[str], limits: Limits, *, model: st
 
 
 async def _body(http: HttpRequest, limits: Limits) -> bytes:
-    """The body, of which no more is read than is allowed. Refusal if it is longer, or does not come in time."""
+    """The body, of which no more is read than allowed. Raises Refusal if it is longer, or does not come in time."""
     from starlette.requests import ClientDisconnect
 
     too_long = Refusal(
@@ -188,7 +188,7 @@ async def _body(http: HttpRequest, limits: Limits) -> bytes:
 
 
 async def _reply(http: HttpRequest, request: Request, limits: Limits) -> dict[str, Any]:
-    """What the thread that samples replies. Where the client goes away before it is sampled, it never is.
+    """The reply of the thread that samples. If the client disconnects before sampling begins, nothing is sampled.
 
     Raises:
         Refusal: the request is refused, or not answered in time.
@@ -217,14 +217,23 @@ async def _events(
     stream: replies.Stream,
     at_end: contextlib.ExitStack,
 ) -> AsyncGenerator[bytes]:
-    """The reply as events, the first with the first token. at_end: closed with the last one, or when nobody listens.
+    """The reply as events, of which the first is sent with the first token.
+
+    Args:
+        http: the request as the client sent it.
+        key: the key with which it came.
+        body: its body.
+        inbox: where it waits for the thread that samples.
+        limits: the limits of the server.
+        stream: makes the events.
+        at_end: closed after the last event, or when the client has disconnected.
 
     Raises:
-        Refusal: as `_reply`; once the stream has begun, it is an event of it.
+        Refusal: as in `_reply`; once the stream has begun, a refusal becomes an event of it instead.
     """
     loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str]()
 
-    def heard(piece: str) -> None:  # by the thread that samples
+    def heard(piece: str) -> None:  # called by the thread that samples
         with contextlib.suppress(RuntimeError):  # the server has ended
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 

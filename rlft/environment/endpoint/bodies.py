@@ -1,4 +1,4 @@
-"""The bodies of requests, as OpenAI's API and vLLM's have them, and the error that a request is refused with."""
+"""The bodies of requests in OpenAI's API and vLLM's, and the error with which a request is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "features": (None,),
     "content_parts": (None, []),
 }
-"""{field: its values that change nothing}. Others would change what is sampled, and are refused, not ignored."""
+"""{field: its values that change nothing}. Other values would change what is sampled; they are refused, not ignored."""
 MAX_TOP_LOGPROBS = 20
 
 
@@ -34,7 +34,7 @@ class Refusal(Exception):
     """A request that is not served.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: what is wrong, and what to do.
         code: OpenAI's `error.code`, for programs.
         again: whether the same request may be served later, which OpenAI's client tries by itself.
@@ -46,14 +46,14 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
+        """The body of the response, as OpenAI's API has it."""
         kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
 
 
 class Body(BaseModel):
-    """What all requests have. Fields that are not known here are taken as clients of other servers send them."""
+    """What all requests have. Unknown fields are accepted, because clients of other servers send them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -61,7 +61,7 @@ class Body(BaseModel):
 
 
 class Drawn(Body):
-    """How an answer is drawn; None: as the server does."""
+    """How an answer is sampled; None: by the server's own setting."""
 
     n: int = Field(default=1, ge=1, le=128)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -80,17 +80,17 @@ class Drawn(Body):
         return tuple(text for text in stops if text)
 
     def sampling(self, usual: Sampling, max_tokens: int) -> Sampling:
-        """The server's sampling with what this request says; stops add to the server's."""
+        """The server's sampling, changed by what this request says; its stops are added to the server's."""
 
-        def said(value: float | None, otherwise: float) -> float:
-            return otherwise if value is None else value
+        def value_or(value: float | None, default: float) -> float:
+            return default if value is None else value
 
         return Sampling(
             max_tokens=max_tokens,
-            temperature=said(self.temperature, usual.temperature),
-            top_p=said(self.top_p, usual.top_p),
+            temperature=value_or(self.temperature, usual.temperature),
+            top_p=value_or(self.top_p, usual.top_p),
             top_k=usual.top_k if self.top_k is None else max(0, self.top_k),
-            min_p=said(self.min_p, usual.min_p),
+            min_p=value_or(self.min_p, usual.min_p),
             stop=tuple(dict.fromkeys((*usual.stop, *self.stops))),
             stop_token_ids=tuple(dict.fromkeys((*usual.stop_token_ids, *(self.stop_token_ids or ())))),
             include_stop_str_in_output=self.include_stop_str_in_output or usual.include_stop_str_in_output,
@@ -120,7 +120,7 @@ class Chat(Drawn):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the policy is to see."""
+        """The tools that the policy sees."""
         return [] if self.tool_choice == "none" else self.tools or []
 
 
@@ -150,7 +150,7 @@ class Generate(Body):
 
 
 class Tokenize(Body):
-    """`POST /tokenize`: of a text, or of messages."""
+    """`POST /tokenize`: the tokens of a text, or of messages."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -167,7 +167,7 @@ def read(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """The body of a request.
 
     Raises:
-        Refusal: it is no JSON object, lacks a field or has one of another type, or asks for what is not there.
+        Refusal: it is not a JSON object, lacks a field or has one of another type, or requests what is not supported.
     """
     try:
         value = json.loads(raw)
@@ -185,13 +185,13 @@ def read(kind: type[AnyBody], raw: bytes) -> AnyBody:
         raise Refusal(400, "the body is nested too deeply; send less", "invalid_value") from None
     for part in (value, value.get("sampling_params")):
         if isinstance(part, Mapping):
-            _refuse_unknown_wishes(part)
+            _refuse_unsupported(part)
     if kind is Chat and body.n > 1 and value.get("stream"):  # type: ignore[attr-defined]
         raise Refusal(400, "stream: one answer is streamed; set n to 1", "unsupported_value")
     return body
 
 
-def _refuse_unknown_wishes(fields: Mapping[str, Any]) -> None:
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     for name, neutral in NEUTRAL.items():
         if name in fields and fields[name] not in neutral:
             raise Refusal(400, f"{name}: is not supported here; leave it out", "unsupported_value")
@@ -202,7 +202,7 @@ def normal(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as chat templates take them: contents are texts, arguments of calls are objects where they are JSON.
 
     Raises:
-        Refusal: a message has no role, one that is not known, or a part that is no text.
+        Refusal: a message has no role or an unknown one, or a part that is not text.
     """
     return [_normal(message, number) for number, message in enumerate(messages)]
 
@@ -212,14 +212,14 @@ def _normal(message: dict[str, Any], number: int) -> dict[str, Any]:
     if role not in ("system", "user", "assistant", "tool"):
         problem = f"messages.{number}.role: must be system, developer, user, assistant or tool"
         raise Refusal(400, problem, "invalid_value")
-    shown: dict[str, Any] = {"role": role, "content": _text(message.get("content"), number)}
+    normalized: dict[str, Any] = {"role": role, "content": _text(message.get("content"), number)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(name), str):
-            shown[name] = message[name]
+            normalized[name] = message[name]
     calls = message.get("tool_calls")
     if calls:
-        shown["tool_calls"] = list(_calls(calls, number))
-    return shown
+        normalized["tool_calls"] = list(_calls(calls, number))
+    return normalized
 
 
 def _text(content: Any, number: int) -> str:
@@ -235,13 +235,13 @@ def _text(content: Any, number: int) -> str:
 
 
 def _calls(calls: Any, number: int) -> Iterator[dict[str, Any]]:
-    for place, call in enumerate(calls if isinstance(calls, list) else [calls]):
+    for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refusal(400, f"messages.{number}.tool_calls.{place}: has no function with a name", "invalid_value")
+            raise Refusal(400, f"messages.{number}.tool_calls.{index}: has no function with a name", "invalid_value")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):  # else it stays as the policy wrote it
+            with contextlib.suppress(ValueError, RecursionError):  # then it stays as the policy wrote it
                 arguments = json.loads(arguments)
         yield {
             "type": "function",

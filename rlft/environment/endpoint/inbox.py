@@ -1,6 +1,6 @@
-"""Requests on their way from the server's thread to the one that samples, and all of a tick as few calls of an engine.
+"""Passes requests from the server's thread to the one that samples, and samples those of a tick in few engine calls.
 
-Everything that touches the tokenizer or the engine happens in the thread that samples: neither may be used by two.
+Everything that uses the tokenizer or the engine happens in the thread that samples: neither may be used by two threads.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from rlft.environment.endpoint.bodies import Body, Refusal
 from rlft.types import Generator, Group, Ongoing, Prompt, Sampling, SaysTokens
 
 TICK_S = 0.01
-"""How long a request waits for others that are sampled with it: little beside what sampling takes."""
+"""How long a request waits for others to be sampled with it: short in comparison with sampling."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """A request that waits.
+    """A waiting request.
 
-    Args:
-        key: the secret by which it came: whose it is.
-        reply: becomes the body of the reply, or a Refusal. Cancelled by the server where the client has gone.
-        heard: called with the text of the reply in pieces, before the reply; by whom, is up to the one that samples.
+    Attributes:
+        key: the secret with which it came, which says whose request it is.
+        body: its body.
+        heard: called by the thread that samples with pieces of the reply's text, before the reply.
+        reply: becomes the body of the reply, or a Refusal. The server cancels it when the client has disconnected.
     """
 
     key: str
@@ -38,21 +39,21 @@ class Request:
 
 
 class Inbox:
-    """Requests that wait for the thread that samples. `fileno` is of a bell that rings as long as some do."""
+    """Requests that wait for the thread that samples. `fileno` can be read as long as requests wait."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._bell, self._button = os.pipe()
+        self._bell, self._button = os.pipe()  # the bell can be read once the button was written to
         os.set_blocking(self._bell, False)
         os.set_blocking(self._button, False)
         self._closed = False
-        self._lock = threading.Lock()  # else a late request could ring a bell that is by now another file
+        self._lock = threading.Lock()  # else a late request could write to another file of the same number
 
     def fileno(self) -> int:
         return self._bell
 
     def put(self, request: Request) -> None:
-        """From any thread."""
+        """Adds a request; any thread may call it."""
         with self._lock:
             if self._closed:
                 request.reply.set_exception(ending())
@@ -61,9 +62,11 @@ class Inbox:
             self._ring()
 
     def take(self, *, wait_s: float = 0.0, most: int | None = None) -> list[Request]:
-        """The requests of a tick that somebody still waits for; empty if none came within `wait_s` seconds.
+        """The requests of a tick whose clients still wait; empty if none came within `wait_s` seconds.
 
-        most: so many can come at all, and nobody is waited for behind the last of them.
+        Args:
+            wait_s: seconds to wait for the first request.
+            most: the number of requests that can come at all: after that many it does not wait for more.
         """
         taken: list[Request] = []
         patience = wait_s
@@ -81,7 +84,7 @@ class Inbox:
         return [request for request in taken if request.reply.set_running_or_notify_cancel()]
 
     def close(self) -> None:
-        """Refuses what waits: nobody samples any more. Safe to call twice."""
+        """Refuses all waiting and later requests: nobody samples any more. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
@@ -92,7 +95,7 @@ class Inbox:
             os.close(self._bell)
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it rings
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the bell can be read
             os.write(self._button, b".")
 
 
@@ -102,9 +105,15 @@ def ending() -> Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """What a request asks of the engine: n completions of a prompt, the first by `seed`, at most `sampling.max_tokens`.
+    """What a request needs from the engine.
 
-    turn, first_seed: where the conversation stands (`Ongoing`).
+    Attributes:
+        prompt: the prompt.
+        n: number of completions.
+        seed: seed of the first completion.
+        sampling: how they are sampled, and how many tokens they may have.
+        turn: number of the turn in its conversation (`Ongoing`).
+        first_seed: seed of the conversation's first turn (`Ongoing`).
     """
 
     prompt: Prompt
@@ -118,9 +127,12 @@ class Draw:
 def drawn(
     generator: Generator, draws: Sequence[Draw], heard: Mapping[int, Callable[[int], None]] | None = None
 ) -> list[Group]:
-    """The completions of each, with one call of the engine for all that are drawn alike.
+    """The completions of each draw, with one call of the engine for all draws that are sampled alike.
 
-    heard: {index of a draw of one completion: called with its tokens as they are sampled}, where the engine says them.
+    Args:
+        generator: the engine's.
+        draws: what to sample.
+        heard: {index of a draw of one completion: called with each of its tokens}, if the engine reports tokens.
     """
     alike: dict[tuple[int, Sampling], list[int]] = {}
     for index, draw in enumerate(draws):
@@ -144,16 +156,16 @@ def drawn(
 
 @contextlib.contextmanager
 def _listening(generator: Generator, heard: Sequence[Callable[[int], None] | None]) -> Iterator[None]:
-    """Inside, an engine that says tokens calls these functions, one for each prompt."""
+    """Inside, an engine that reports tokens calls these functions, one for each prompt."""
     if not any(heard) or not isinstance(generator, SaysTokens):
         yield
         return
 
-    def say(row: int, token: int) -> None:
+    def report(row: int, token: int) -> None:
         if (listener := heard[row]) is not None:
             listener(token)
 
-    generator.heard = say
+    generator.heard = report
     try:
         yield
     finally:

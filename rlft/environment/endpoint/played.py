@@ -1,4 +1,4 @@
-"""Conversations of agents over any engine: a `Generator` that serves its engine while they play.
+"""Conversations of agents over any engine: a `Generator` that serves its engine to them while they play.
 
 Workers run the agents, a thread takes their requests, and the thread that samples answers them: all of a tick in one
 call of the engine, each as the next turn of its own conversation.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MODEL = "policy"
 """The model's name in requests."""
 AT_ONCE = 4
-"""Requests that one agent may have under way; one of them is served at a time."""
+"""The most requests that an agent may have under way; only one of them is served at a time."""
 
 
 class PlayedByAgents:
@@ -43,8 +43,8 @@ class PlayedByAgents:
         generator: the engine's; whoever opened it closes it.
         environment: the agents.
         tokenizer: the model's.
-        longest_row: the most tokens of a first request and what follows.
-        traces: where conversations are written down, and read from where they are; None: nowhere.
+        longest_row: the most tokens of a conversation: its first request and all that follows.
+        traces: where conversations are recorded, and from which recorded ones are read; None: nowhere.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class PlayedByAgents:
             self._server.close()
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        """n conversations for each prompt, which agents begin as they like; else as `Conversations.sample`.
+        """n conversations for each prompt, which agents begin as they like; otherwise like `Conversations.sample`.
 
         Raises:
-            EnvironmentFailure: the workers of the agents cannot start, or no agent has asked anything.
-            UserError: what was recorded of these conversations is damaged.
+            EnvironmentFailure: the workers of the agents cannot start, or no agent has sent a request.
+            UserError: the record of these conversations is damaged.
         """
         if self._traces is not None:
             recorded = self._traces.read(self._version, prompts, n, seeds, sampling)
@@ -102,8 +102,8 @@ class PlayedByAgents:
             [self._new(prompt, seed, index, sampling) for index in range(n)]
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        everyone = [trajectory for group in groups for trajectory in group]
-        self._play(everyone)
+        trajectories = [trajectory for group in groups for trajectory in group]
+        self._play(trajectories)
         played = [group_of([trajectory.conversation for trajectory in group]) for group in groups]
         if self._traces is not None:
             self._traces.write(self._version, prompts, n, seeds, sampling, played)

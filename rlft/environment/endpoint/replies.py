@@ -1,4 +1,4 @@
-"""The bodies of replies, as OpenAI's API and vLLM's have them."""
+"""The bodies of replies in OpenAI's API and vLLM's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LEAST_LOGPROB = -9999.0
-"""What JSON has for minus infinity, as in vLLM."""
+"""What stands for minus infinity in JSON, as in vLLM."""
 
 
 def models(name: str, most_tokens: int) -> dict[str, Any]:
-    """The list of models: one. max_model_len: tokens of a prompt and its completion, as vLLM says it."""
+    """The list of the only model. Its `max_model_len` is, as in vLLM, that of a prompt and its completion together."""
     return {
         "object": "list",
         "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rlft", "max_model_len": most_tokens}],
@@ -38,7 +38,7 @@ def chat(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """The reply to a `Chat`. seed: of the first completion, from which the ids of calls derive."""
+    """The reply to a `Chat`; the ids of calls derive from `seed`, the seed of the first completion."""
     choices = []
     for index, (completion, message) in enumerate(zip(completions, said, strict=True)):
         choices.append(
@@ -62,7 +62,7 @@ def chat(
 
 
 def as_message(said: Said, seed: int) -> dict[str, Any]:
-    """A turn of the policy as a message of OpenAI's API. Ids of calls are nine digits, as Mistral's templates ask."""
+    """A turn of the policy as a message of OpenAI's API. Ids of calls have the nine digits of Mistral's."""
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.calls:
         message["content"] = said.content or None
@@ -78,12 +78,12 @@ def as_message(said: Said, seed: int) -> dict[str, Any]:
 
 
 def arguments_of(call: Call) -> str:
-    """The arguments as JSON; as the policy wrote them, where they cannot be read."""
+    """The arguments as JSON, or as the policy wrote them if they cannot be read."""
     return call.written if call.problem else json.dumps(call.arguments, ensure_ascii=False)
 
 
 class Stream:
-    """The reply to a `Chat` as server-sent events: pieces of its text, and what is left at the end."""
+    """The reply to a `Chat` as server-sent events: pieces of its text, then the rest of the reply."""
 
     def __init__(self, model: str) -> None:
         self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk"}
@@ -105,8 +105,8 @@ class Stream:
         content = message["content"]
         rest = content if content is None else content.removeprefix(self.sent)
         if rest != "" or calls or choice["logprobs"] or not self.sent:
-            said = {"content": rest, **({"tool_calls": calls} if calls else {})}
-            yield self._delta(said, logprobs=choice["logprobs"])
+            delta = {"content": rest, **({"tool_calls": calls} if calls else {})}
+            yield self._delta(delta, logprobs=choice["logprobs"])
         ids = {"token_ids": choice["token_ids"]} if "token_ids" in choice else {}
         yield self._delta({}, finish_reason=choice["finish_reason"], **ids)
         if with_usage:
@@ -114,7 +114,7 @@ class Stream:
         yield b"data: [DONE]\n\n"
 
     def failed(self, refusal: Refusal) -> Iterator[bytes]:
-        """What a refusal is once the stream has begun."""
+        """The events of a refusal, once the stream has begun."""
         yield _event(refusal.body)
         yield b"data: [DONE]\n\n"
 
@@ -123,7 +123,7 @@ class Stream:
 
 
 def generated(body: Generate, model: str, completions: Sequence[Completion]) -> dict[str, Any]:
-    """The reply to a `Generate`. Log-probs have their tokens as numbers, and as `token_id:<number>` for old clients."""
+    """The reply to a `Generate`. Log-probs name tokens by number, and as `token_id:<number>` for old clients."""
     choices = []
     for index, completion in enumerate(completions):
         ids, logprobs = list(completion.token_ids), None
@@ -168,14 +168,14 @@ def _usage(prompt: Sequence[int], completions: Sequence[Completion]) -> dict[str
 
 
 def _chat_logprobs(body: Chat, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """As engines give them: of the sampled token alone, with temperature applied."""
+    """Log-probs as engines give them: of the sampled token alone, with temperature applied."""
     if not body.logprobs:
         return None
     content = []
     for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
         text = str(tokenizer.decode([token]))
-        one = {"token": text, "logprob": max(LEAST_LOGPROB, logprob), "bytes": list(text.encode("utf-8", "replace"))}
-        content.append({**one, "top_logprobs": [one] if body.top_logprobs else []})
+        entry = {"token": text, "logprob": max(LEAST_LOGPROB, logprob), "bytes": list(text.encode("utf-8", "replace"))}
+        content.append({**entry, "top_logprobs": [entry] if body.top_logprobs else []})
     return {"content": content}
 
 

@@ -1,4 +1,4 @@
-"""uvicorn in a thread of its own, on a socket that is bound before anything else is begun."""
+"""uvicorn in a thread of its own, on a socket that is bound before anything else happens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 START_S, END_S = 30.0, 5.0
-"""Time limits of starting and of ending."""
+"""Time limits of starting and ending the server."""
 BACKLOG = 1024
 
 
@@ -28,10 +28,10 @@ def check_installed(key: str) -> None:
 
 
 def bound(host: str, port: int, section: str) -> socket.socket:
-    """A socket that listens there; port 0: one that is free.
+    """A socket that listens at this address; port 0: at a free port.
 
     Raises:
-        UserError: at <section>.port or .host: somebody else listens there, or it is none of this machine.
+        UserError: by <section>.port or .host: another process uses the port, or this machine has no such address.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -65,8 +65,8 @@ class Server:
     """Serves an app until it is closed.
 
     Args:
-        app: whose requests it takes.
-        listening: of `bound`; closed with the server.
+        app: the app that handles requests.
+        listening: a socket from `bound`; it is closed with the server.
 
     Raises:
         RuntimeError: the server has not started in time.
@@ -76,8 +76,8 @@ class Server:
         import uvicorn
 
         host, self.port = listening.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        self.address = f"http://{shown}:{self.port}"
+        url_host = f"[{host}]" if ":" in host else host
+        self.address = f"http://{url_host}:{self.port}"
         self._listening = listening
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -94,9 +94,9 @@ class Server:
         )
         self._thread = threading.Thread(target=self._run, name="rlft-endpoint", daemon=True)
         self._thread.start()
-        until = time.monotonic() + START_S
+        deadline = time.monotonic() + START_S
         while not self._server.started:
-            if time.monotonic() > until or not self._thread.is_alive():
+            if time.monotonic() > deadline or not self._thread.is_alive():
                 raise RuntimeError(f"the server of the endpoint has not started within {START_S:g} s")
             time.sleep(0.005)
 

@@ -1,4 +1,4 @@
-"""Answers to requests that stand for themselves, of `rlft serve`: each has the whole conversation in it."""
+"""Answers to the requests of `rlft serve`, which are independent: each holds its whole conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ID = "endpoint"
-"""Of prompts that come by requests."""
+"""The id of prompts that come with requests."""
 
 
 class Service:
@@ -26,11 +26,11 @@ class Service:
     Args:
         generator: the engine's.
         speech: what conversations look like.
-        sampling: what requests do not say of how answers are drawn.
-        model: its name in replies.
-        most_tokens: of a prompt and its completion.
+        sampling: how answers are sampled where a request does not say so.
+        model: the model's name in replies.
+        most_tokens: the most tokens of a prompt and its completion together.
         vocabulary: token ids are below this.
-        seed: those of requests without one derive from it and their number.
+        seed: seeds of requests that have none derive from it and the number of the request.
     """
 
     def __init__(
@@ -49,9 +49,11 @@ class Service:
         self._num_requests = 0
 
     def answer(self, requests: Sequence[Request], failed: Callable[[Exception], None]) -> None:
-        """Answers all requests of a tick; those that are drawn alike are sampled together.
+        """Answers all requests of a tick; those that are sampled alike are sampled together.
 
-        failed: told of an error of the engine, which is the reply to all that were to be sampled.
+        Args:
+            requests: the requests.
+            failed: called with an error of the engine, which also becomes the reply to all requests that needed it.
         """
         draws: list[tuple[Request, Draw]] = []
         for request in requests:
@@ -64,9 +66,13 @@ class Service:
         if not draws:
             return
         try:
-            heard = {i: pieces for i, drawn_for in enumerate(draws) if (pieces := self._pieces(*drawn_for)) is not None}
+            heard = {
+                i: pieces
+                for i, request_and_draw in enumerate(draws)
+                if (pieces := self._pieces(*request_and_draw)) is not None
+            }
             groups = drawn(self._generator, [draw for _, draw in draws], heard)
-        except Exception as error:  # whatever the engine raises: the clients are told, and whoever serves
+        except Exception as error:  # whatever the engine raises is reported to the clients and to the caller
             failed(error)
             problem = f"the engine has failed ({type(error).__name__}: {error})"
             for request, _ in draws:
@@ -76,7 +82,7 @@ class Service:
             request.reply.set_result(self._reply(request, draw, group))
 
     def _draw(self, request: Request) -> Draw | None:
-        """What a request asks of the engine; None where it is answered without.
+        """What a request needs from the engine; None if it is answered without the engine.
 
         Raises:
             Refusal: it cannot be answered.
@@ -96,9 +102,9 @@ class Service:
             problem = f"the prompt has {len(ids)} tokens, and prompt and answer may have {self._most_tokens} together"
             remedy = "send less, or raise prompts.max_tokens"
             raise Refusal(400, f"{problem}; {remedy}", "context_length_exceeded")
-        most = body.most_tokens
-        if most is not None and most > room:
-            problem = f"max_tokens: {most} tokens and the prompt's {len(ids)} are more than {self._most_tokens}"
+        limit = body.most_tokens
+        if limit is not None and limit > room:
+            problem = f"max_tokens: {limit} tokens and the prompt's {len(ids)} are more than {self._most_tokens}"
             raise Refusal(400, f"{problem}; ask for fewer, or raise generation.max_tokens", "context_length_exceeded")
         self._num_requests += 1
         seed = body.drawn.seed
@@ -107,14 +113,14 @@ class Service:
             prompt=Prompt(id=ID, messages=tuple(messages), answer="", token_ids=ids),
             n=body.drawn.n,
             seed=seed,
-            sampling=body.drawn.sampling(self._sampling, most or min(room, self._sampling.max_tokens)),
+            sampling=body.drawn.sampling(self._sampling, limit or min(room, self._sampling.max_tokens)),
             first_seed=seed,
         )
 
     def _pieces(self, request: Request, draw: Draw) -> Callable[[int], None] | None:
-        """What passes the tokens of a reply on as text; None where nobody listens, or only the whole can be said.
+        """Passes the tokens of a reply on as text; None if nobody listens, or the reply can only be sent as a whole.
 
-        The whole is needed to tell calls of tools from text, and where log-probs stand beside the text.
+        It is sent as a whole where calls of tools have to be told from text, and where it includes log-probs.
         """
         body, heard = request.body, request.heard
         if heard is None or not isinstance(body, Chat) or body.shown_tools or body.logprobs:
@@ -144,7 +150,7 @@ class Service:
 
 
 def tokens_of(body: Tokenize, speech: Speech) -> Sequence[int]:
-    """The tokens of a text or of messages. Refusal if the request has neither."""
+    """The tokens of a text or of messages. Raises Refusal if the request has neither."""
     if body.messages is not None:
         return speech.of(body.tools or []).prompt(normal(body.messages), start=body.add_generation_prompt)
     if body.prompt is None:
@@ -155,9 +161,9 @@ def tokens_of(body: Tokenize, speech: Speech) -> Sequence[int]:
 
 
 def check_ids(ids: Sequence[int], vocabulary: int) -> tuple[int, ...]:
-    """The token ids of a request. Refusal for one that the model does not have."""
-    bad = next((token for token in ids if not 0 <= token < vocabulary), None)
-    if bad is not None:
-        problem = f"token_ids: the model has no token {bad}; its tokens are 0 .. {vocabulary - 1}"
+    """The token ids of a request. Raises Refusal for one that the model does not have."""
+    unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if unknown is not None:
+        problem = f"token_ids: the model has no token {unknown}; its tokens are 0 .. {vocabulary - 1}"
         raise Refusal(400, problem, "invalid_value")
     return tuple(ids)

@@ -1,4 +1,4 @@
-"""Messages of requests as tokens, and turns of the policy as messages, with whatever tools a request has."""
+"""Makes tokens of the messages of requests, and messages of the policy's turns, with the tools of each request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REMEMBERED = 64
-"""Sets of tools whose templates are kept: finding out how a template writes their calls takes a dozen renderings."""
+"""Number of tool sets that are cached: finding out how a template writes their calls takes a dozen renderings."""
 
 Message = dict[str, Any]
 
@@ -37,31 +37,31 @@ class Speech:
     Args:
         tokenizer: the model's; used by one thread only.
         syntax: how the policy writes calls (configs/environment/base/limits.yaml).
-        key: of the syntax, for refusals.
+        key: the config's key of the syntax, for refusals.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, key: str) -> None:
         self.tokenizer, self._key = tokenizer, key
         self._syntax: Syntax = syntax
-        self._of = lru_cache(maxsize=REMEMBERED)(self._made)
+        self._cached = lru_cache(maxsize=REMEMBERED)(self._make)
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> Spoken:
         """The speech with these tools.
 
         Raises:
-            Refusal: the chat template cannot show tools, or they are no functions with schemas.
+            Refusal: the chat template cannot show tools, or they are not functions with schemas.
         """
         for number, tool in enumerate(tools):
             function = tool.get("function")
             if tool.get("type", "function") != "function" or not isinstance(function, dict) or not function.get("name"):
                 raise Refusal(400, f"tools.{number}: is no function with a name", "invalid_value")
-        return self._of(json.dumps(tools))
+        return self._cached(json.dumps(tools))
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _made(self, tools: str) -> Spoken:
+    def _make(self, tools: str) -> Spoken:
         try:
             return Spoken(self.tokenizer, self._syntax, [_schema(tool) for tool in json.loads(tools)])
         except UserError as error:
@@ -93,27 +93,29 @@ class Spoken:
         """The tokens of a whole conversation; with `start`, up to the start of the policy's next turn.
 
         Raises:
-            Refusal: the chat template does not take these messages.
+            Refusal: the chat template does not accept these messages.
         """
         shown = self._shown.messages(list(self._plain(messages)))
         problem: Exception | None = None
-        for given in (shown, [_with_written_arguments(message) for message in shown]):
+        for candidate in (shown, [_with_written_arguments(message) for message in shown]):
             try:
-                return self._template.prompt(given, [0] * len(given)) if start else self._without_start(given)
+                return (
+                    self._template.prompt(candidate, [0] * len(candidate)) if start else self._without_start(candidate)
+                )
             except Exception as error:  # a template is a program of somebody else's: it may raise anything
                 problem = problem or error
         raise _not_taken(problem)
 
     def has_suffix(self, messages: Sequence[Message]) -> bool:
-        """Whether turns before stay as they were with these messages behind them; else the whole is read anew."""
+        """Whether earlier turns stay as they were when these messages follow; else the policy reads it all again."""
         roles = {message["role"] for message in self._plain(messages)}
         return roles in ({"user"}, {"tool"}) and not roles & self._template.rewriting
 
     def suffix(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens between a turn of the policy and its next one, where there is such a suffix.
+        """The tokens between a turn of the policy and its next one, where `has_suffix` holds.
 
         Raises:
-            Refusal: the chat template does not take these messages.
+            Refusal: the chat template does not accept these messages.
         """
         try:
             return self._template.suffix(sampled, list(self._plain(messages)))
@@ -121,7 +123,7 @@ class Spoken:
             raise _not_taken(error) from None
 
     def said(self, ids: Sequence[int], text: str) -> Said:
-        """A turn as a message; `text` is what the engine shows of it. Calls that have no name stay text."""
+        """A turn as a message; `text` is the engine's text of it. Calls without a name stay text."""
         if self._reader is None:
             return Said(content=text, calls=())
         spoken = self._template.spoken(ids)
@@ -149,8 +151,8 @@ class Spoken:
         texts = [message["content"]] if message["content"] else []
         for call in message["tool_calls"]:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            given = arguments if isinstance(arguments, dict) else {"": arguments}
-            texts.append(written(self._syntax, self._tokenizer, self._tools, OPENING, name, given))
+            call_arguments = arguments if isinstance(arguments, dict) else {"": arguments}
+            texts.append(written(self._syntax, self._tokenizer, self._tools, OPENING, name, call_arguments))
         return "\n".join(texts)
 
     def _without_start(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -165,7 +167,7 @@ def _not_taken(problem: Exception | None) -> Refusal:
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool of a request with what OpenAI's API lets clients leave out."""
+    """A tool of a request, completed with what OpenAI's API lets clients leave out."""
     function = dict(tool["function"])
     function.setdefault("description", "")
     function["parameters"] = dict(function.get("parameters") or {})

@@ -1,7 +1,7 @@
-"""What agents from outside have brought about, written down so that a resume repeats it.
+"""Records of the conversations of agents, so that a resumed run repeats them.
 
-An agent may look at the clock or at the world, and is no function of seeds. So each call of `sample` is recorded in the
-run's folder before anything is learned from it. A resume, which repeats the steps behind its checkpoint, reads it.
+An agent may depend on the clock or on the world, and is not a function of seeds. So each call of `sample` is recorded
+in the run's folder before anything is learned from it. A resume reads it when it repeats steps after its checkpoint.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Traces:
     """The traces of a run.
 
     Args:
-        folder: of the run.
-        kept: versions of the policy, back from the newest, that a resume may have to repeat; None: all.
+        folder: the run's folder.
+        kept: number of the newest versions of the policy that a resume may have to repeat; None: all.
     """
 
     def __init__(self, folder: Path, kept: int | None) -> None:
@@ -37,7 +37,7 @@ class Traces:
     def read(
         self, version: int | None, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> list[Group] | None:
-        """The groups that these arguments once gave; None if it is not recorded.
+        """The recorded groups for these arguments; None if there is no record.
 
         Raises:
             UserError: the record is damaged.
@@ -54,7 +54,7 @@ class Traces:
                 raise ValueError("its content is not what was written")
             groups = json.loads(payload)
         except (ValueError, KeyError, TypeError) as error:
-            remedy = "restore it from a copy; or delete it: agents then play these conversations anew, as others"
+            remedy = "restore it from a copy; or delete it: agents then play these conversations again, and differently"
             raise UserError("environment", f"a recorded trace is damaged ({error})", got=file, remedy=remedy) from None
         return [_group_of(values, prompt) for values, prompt in zip(groups, prompts, strict=True)]
 
@@ -67,7 +67,7 @@ class Traces:
         sampling: Sampling,
         groups: Sequence[Group],
     ) -> None:
-        """Records what these arguments gave, and removes what no resume can come back to.
+        """Records the groups for these arguments, and removes records that no resume can need.
 
         Raises:
             DiskError: it cannot be written.
@@ -87,8 +87,8 @@ class Traces:
     def _file(
         self, version: int | None, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> Path:
-        asked_for = [[prompt.id, list(prompt.token_ids)] for prompt in prompts]
-        inputs = json.dumps([version, asked_for, n, list(seeds), asdict(sampling)]).encode()
+        prompt_inputs = [[prompt.id, list(prompt.token_ids)] for prompt in prompts]
+        inputs = json.dumps([version, prompt_inputs, n, list(seeds), asdict(sampling)]).encode()
         return self.folder / f"version_{version or 0:06d}-{hashlib.sha256(inputs).hexdigest()[:16]}.json"
 
 

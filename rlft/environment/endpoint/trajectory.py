@@ -1,7 +1,7 @@
 """One agent's conversation: its requests gathered into one row of tokens.
 
-Ids are concatenated and never made again from text: of a request that goes on where the conversation stands, only what
-is new is rendered. One that does not, of an agent that has cut or rewritten what was said, makes a branch of the row.
+Ids are concatenated and never made from text again: if a request continues the conversation, only its new messages are
+rendered. A request that does not, since the agent has cut or rewritten earlier messages, makes a branch of the row.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ from rlft.ops.seeds import derive
 from rlft.types import FinishReason, Rollout, Sampling, ToolCall
 
 DOES_NOT_CONTINUE = "does_not_continue"
-"""The code of a request that is no next turn of its conversation."""
+"""The code for a request that cannot be the next turn of its conversation."""
 OVER = "conversation_over"
-"""The code of a request behind a limit of the conversation."""
+"""The code for a request after a limit has ended the conversation."""
 AGENT = "agent"
-"""The name of what fails where an agent does, among calls of tools."""
+"""The name under which an agent's failure stands among the calls of tools."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
     """A conversation while its agent plays.
 
-    Args:
-        conversation: as other environments have it; its opening is that of the first request.
+    Attributes:
+        conversation: its state, as for other environments; the opening is that of the first request.
         environment: the limits.
         speech: what conversations look like.
         sampling: the run's.
-        longest_row: the most tokens of the opening and what follows.
+        longest_row: the most tokens of the opening and all that follows.
         vocabulary: token ids are below this.
-        known: messages so far, the policy's included; None behind a request of tokens.
-        tools: of the last request.
-        is_asked: a request of it is being sampled.
-        last: token ids of the last turn. was_cut: whether a limit ended it.
+        model: the model's name in replies.
+        has_begun: whether a request has come.
+        known: messages so far, the policy's included; None after a request of tokens.
+        tools: tools of the last request.
+        is_asked: whether a request of it is being sampled.
+        last: token ids of the last turn.
+        was_cut: whether a limit ended the last turn.
     """
 
     conversation: Conversation
@@ -63,10 +66,10 @@ class Trajectory:
     was_cut: bool = False
 
     def ask(self, body: Chat | Generate) -> Draw:
-        """What a request asks of the engine, and what the policy reads first.
+        """What a request needs from the engine; the transcript then holds what the policy reads before its turn.
 
         Raises:
-            Refusal: it asks for too much, does not belong to this conversation, or a limit has ended that.
+            Refusal: it requests too much, cannot continue this conversation, or a limit has ended the conversation.
         """
         conversation = self.conversation
         if self.is_asked:
@@ -86,7 +89,7 @@ class Trajectory:
         self._note_answers(answers)
         self.known, self.is_asked = messages, True
         self.tools = body.shown_tools if isinstance(body, Chat) else []
-        most = min(filter(None, (left, self.environment.turn_tokens, body.most_tokens)))
+        limit = min(filter(None, (left, self.environment.turn_tokens, body.most_tokens)))
         turn, seed = len(conversation.turns), conversation.seed
         stops = tuple(dict.fromkeys((*self.sampling.stop, *body.drawn.stops)))
         stop_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *(body.drawn.stop_token_ids or ()))))
@@ -94,7 +97,7 @@ class Trajectory:
             prompt=replace(conversation.opening, token_ids=tuple(conversation.transcript.context)),
             n=1,
             seed=derive(seed, turn, "turn") if turn else seed,
-            sampling=replace(self.sampling, max_tokens=most, stop=stops, stop_token_ids=stop_ids),
+            sampling=replace(self.sampling, max_tokens=limit, stop=stops, stop_token_ids=stop_ids),
             turn=turn,
             first_seed=seed,
         )
@@ -124,7 +127,12 @@ class Trajectory:
         return replies.chat(body, self.model, draw.prompt.token_ids, [completion], [said], draw.seed, tokenizer)
 
     def finish(self, reply: Reply, end_token: int) -> None:
-        """The agent is done, or has failed. end_token: what stands, unsampled, for a policy that was asked nothing."""
+        """Ends the conversation, once the agent is done or has failed.
+
+        Args:
+            reply: the worker's reply to the order to play.
+            end_token: the token, not sampled, of a conversation in which the agent sent no request.
+        """
         conversation = self.conversation
         if reply.cause is Cause.time:
             conversation.end = FinishReason.time
@@ -144,7 +152,7 @@ class Trajectory:
 
     # -- what the policy reads -----------------------------------------------------------------------------------------
     def _read(self, body: Chat | Generate, messages: list[Message] | None) -> tuple[Sequence[int], Sequence[Message]]:
-        """(all that the policy is to read, the messages of it that are new)."""
+        """(all tokens that the policy reads before its turn, the messages of them that are new)."""
         if isinstance(body, Generate):
             return check_ids(body.token_ids, self.vocabulary), []
         assert messages is not None, "a chat has messages"
@@ -155,7 +163,7 @@ class Trajectory:
         return self._continued(spoken, messages, new), new
 
     def _continued_by(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message] | None:
-        """What stands behind the conversation so far; None where the messages are no continuation of it."""
+        """The messages after the conversation so far; None if these messages do not continue it."""
         known = self.known
         if known is None or len(messages) <= len(known) or list(tools) != self.tools:
             return None
@@ -183,7 +191,7 @@ class Trajectory:
         self.has_begun = True
 
     def _turn_to(self, context: Sequence[int]) -> int:
-        """Has the policy read this; returns the tokens that are left for its turn."""
+        """Lets the policy read this context; returns the number of tokens that are left for its turn."""
         conversation, transcript = self.conversation, self.conversation.transcript
         left = conversation.limit - len(transcript.token_ids) - transcript.added_by(context)
         if left < 1:
@@ -196,7 +204,7 @@ class Trajectory:
             raise Refusal(409, f"{problem}; go on where it stands", DOES_NOT_CONTINUE) from None
         return left
 
-    # -- what is noted of turns ----------------------------------------------------------------------------------------
+    # -- what is recorded of turns -------------------------------------------------------------------------------------
     def _note_calls(self, said: Said) -> None:
         calls = tuple(
             ToolCall(
@@ -211,19 +219,19 @@ class Trajectory:
         conversation = self.conversation
         conversation.turns[-1] = replace(conversation.turns[-1], calls=calls)
         conversation.calls += len(calls)
-        most = self.environment.max_tool_calls
-        if most is not None and conversation.calls > most:
+        limit = self.environment.max_tool_calls
+        if limit is not None and conversation.calls > limit:
             conversation.end = conversation.end or FinishReason.calls
 
     def _note_answers(self, messages: Sequence[Message]) -> None:
-        """The turn before was answered with these messages."""
+        """Records that the last turn was answered with these messages."""
         turns = self.conversation.turns
         if not turns or not messages:
             return
         answers = [message["content"] for message in messages]
         calls = list(turns[-1].calls)
-        for place, (call, answer) in enumerate(zip(calls, answers, strict=False)):
-            calls[place] = replace(call, answer=answer)
+        for index, (call, answer) in enumerate(zip(calls, answers, strict=False)):
+            calls[index] = replace(call, answer=answer)
         turns[-1] = replace(turns[-1], calls=tuple(calls), answer="\n".join(answers))
 
     def _over(self, end: FinishReason) -> Refusal:
@@ -235,7 +243,7 @@ class Trajectory:
 
 
 def _alike(known: Message, sent: Message) -> bool:
-    """Whether an agent sends a message again as it was; clients leave out what is empty, and add fields."""
+    """Whether an agent has sent a message again unchanged; clients may leave out empty fields, and add others."""
     return (
         known["role"] == sent["role"]
         and known["content"].strip() == sent["content"].strip()

@@ -1,1 +1,1 @@
-"""The fast paths of the forward and of decoding; each gives what transformers and PEFT give."""
+"""The fast paths of the forward and of decoding; each gives the same numbers as transformers and PEFT."""

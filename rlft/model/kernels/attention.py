@@ -59,7 +59,7 @@ def _masked_attention(
 ) -> Tensor:
     """`[N, H, D]` through two calls of SDPA: prompts causally, completions with a mask of C x (P + C).
 
-    Each branch takes a call of its own.
+    Each branch needs another call.
     """
     repeat = query_HND.shape[0] // key_KND.shape[0]
     key_HND, value_HND = _repeat(key_KND, repeat), _repeat(value_KND, repeat)
@@ -86,10 +86,10 @@ def _branch(
     scale: float | None,
     dropout: float,
 ) -> Tensor:
-    """`[C, H, D]` of one branch: it sees all that it reads, and itself causally."""
-    seen = torch.cat([read_K, own_C])
-    mask = torch.ones(len(own_C), len(seen), dtype=torch.bool, device=seen.device).tril(len(read_K))
-    query, key, value = query_HND[:, own_C], key_HND[:, seen], value_HND[:, seen]
+    """`[C, H, D]` of one branch, which attends to all that it reads, and causally to itself."""
+    keys_index = torch.cat([read_K, own_C])
+    mask = torch.ones(len(own_C), len(keys_index), dtype=torch.bool, device=keys_index.device).tril(len(read_K))
+    query, key, value = query_HND[:, own_C], key_HND[:, keys_index], value_HND[:, keys_index]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, dropout_p=dropout).transpose(
         0, 1
     )
@@ -100,14 +100,14 @@ def _repeat(x_KND: Tensor, repeat: int) -> Tensor:
 
 
 def _gather(x_HND: Tensor, index_RC: Tensor) -> Tensor:
-    """`[R, H, C, D]`: the packed tokens at these places, padded places hold token 0."""
+    """`[R, H, C, D]`: the packed tokens at these places; padded places get token 0."""
     heads, _, size = x_HND.shape
     rows, width = index_RC.shape
     return x_HND.index_select(1, index_RC.flatten()).view(heads, rows, width, size).transpose(0, 1)
 
 
 def _completion_mask(rows: PaddedRows) -> Tensor:
-    """Bool `[R, 1, C, P + C]`: the completion's prompt, then itself causally. Padded queries see something: no NaN."""
+    """Bool `[R, 1, C, P + C]`: the completion's prompt, then itself causally. Padded queries see keys, too: no NaN."""
     number, width = rows.completion_index.shape
     causal = torch.ones(width, width, dtype=torch.bool, device=rows.owner.device).tril()
     prompt = rows.prompt_mask[rows.owner][:, None, :].expand(number, width, -1)
@@ -120,24 +120,24 @@ def _flatten(x_RHCD: Tensor) -> Tensor:
 
 
 def on_this_device(model: PreTrainedModel) -> str:
-    """How a packed row is computed where the model is, in words; empty on a CPU, where there is one way."""
+    """How a packed row is computed on the model's device, in words; empty on a CPU, where there is only one way."""
     if model.device.type == "cpu":
         return ""
     size = flash_attention.head_size(model)
-    masked = flash_attention.obstacle(model.dtype, size, size, model.device)
-    unfused = fusion.obstacle(model.device)
+    flash_obstacle = flash_attention.obstacle(model.dtype, size, size, model.device)
+    fusion_obstacle = fusion.obstacle(model.device)
     return ", ".join(
         [
             "attention by variable-length flash calls"
-            if masked is None
-            else f"attention through a mask, since {masked}",
-            "fused steps" if unfused is None else f"steps one by one, since {unfused}",
+            if flash_obstacle is None
+            else f"attention through a mask, since {flash_obstacle}",
+            "fused steps" if fusion_obstacle is None else f"steps one by one, since {fusion_obstacle}",
         ]
     )
 
 
 def install(model: PreTrainedModel) -> None:
-    """Gives the model this attention, or leaves it the one that is right for it (`obstacle`)."""
+    """Gives the model this attention, or leaves it transformers' own if only that is right for it (`obstacle`)."""
     if obstacle(model) is None:
         model.set_attn_implementation(NAME)
     else:
@@ -145,16 +145,16 @@ def install(model: PreTrainedModel) -> None:
 
 
 def install_plain(model: PreTrainedModel) -> None:
-    """Leaves the model transformers' own attention: SDPA, or eager, which is always complete, where that is not.
+    """Leaves the model transformers' own attention: SDPA, or eager where SDPA would be incomplete.
 
-    SDPA leaves out what it does not know, without a word.
+    SDPA silently leaves out what it does not know; eager attention is always complete.
     """
     if obstacle(model) is not None and model._can_set_attn_implementation():
         model.set_attn_implementation("eager")
 
 
 def obstacle(model: PreTrainedModel) -> str | None:
-    """Why plain scaled dot-product attention would give this model wrong numbers; None where it gives right ones."""
+    """Why plain scaled dot-product attention would give this model wrong numbers; None if it gives the right ones."""
     name, cap = type(model).__name__, getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if cap is not None:
         return f"{name} caps its attention logits (attn_logit_softcapping={cap:g})"

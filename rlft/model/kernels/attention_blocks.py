@@ -1,8 +1,8 @@
-"""Which tokens of a packed row see which, as blocks of equal shape: what an attention kernel takes without a mask.
+"""Which tokens of a packed row see which, as blocks of equal shape, which an attention kernel takes without a mask.
 
-A prompt sees itself, causally, and so does a completion; besides, all completions of a prompt see all of it. Both parts
-of what a completion sees are attended to separately and merged by their log-sum-exp (`split_attention`), so that no
-key is copied for each sibling and no N x N mask is made. A branch sees itself and each of the spans that it reads.
+A prompt sees itself, causally, and so does a completion; in addition, all completions of a prompt see all of it. The
+two parts that a completion sees are attended to separately and merged by their log-sum-exp (`split_attention`), so that
+no key is copied for siblings and no N x N mask is made. A branch sees itself and each of the spans that it reads.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ BranchSpans = tuple[Span, tuple[Span, ...]]
 """A branch of a row: its own span, and the spans that it reads before it, in order."""
 
 MAX_WASTE = 1.5
-"""Spans of unlike lengths share a block while its scores (rows x longest^2) are at most so many times those
-wanted ..."""
+"""Spans of different lengths share a block while its scores (rows x longest^2) are at most this many times the needed
+ones ..."""
 
 SMALL_BLOCK = 2**16
-"""... or at most so many at all: below that a kernel call costs more than the padding."""
+"""... or at most this many in all: below that a further kernel call costs more than the padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
     """Rows of places in a packed row, some of them padded.
 
-    Args:
-        index: int64 `[R * C]`, or the slice where they follow each other, so that reading them is no copy.
-        real: those that are not padded, in the same form.
-        slots: where the real ones stand among all, int64; None: nothing is padded.
+    Attributes:
+        index: int64 `[R * C]`, or a slice if the places are consecutive, so that reading them needs no copy.
+        real: the places that are not padded, in the same form.
+        slots: int64, the positions of the real places among all; None if nothing is padded.
     """
 
     index: Tensor | slice
@@ -46,12 +46,12 @@ class Places:
 
 
 def take(x: Tensor, places: Tensor | slice) -> Tensor:
-    """`x[places]`: a view where it can be."""
+    """`x[places]`, as a view if possible."""
     return x[places] if isinstance(places, slice) else x.index_select(0, places)
 
 
 def put(x: Tensor, places: Tensor | slice, values: Tensor) -> None:
-    """`x[places] = values`; no place comes twice."""
+    """`x[places] = values`; no place may occur twice."""
     if isinstance(places, slice):
         x[places] = values
     else:
@@ -62,9 +62,13 @@ def put(x: Tensor, places: Tensor | slice, values: Tensor) -> None:
 class Block:
     """R rows of up to C queries, each with up to K keys.
 
-    queries (R * C) and keys (R * K): their places in the packed row, token 0 where padded; the same where causal.
-    key_bias `[R, 1, 1, K]`: 0 for real keys and -inf for padded ones, None where none is; causal blocks need none,
-    since padding comes last.
+    Attributes:
+        shape: (R, C, K).
+        queries: places of the R * C queries in the packed row; token 0 where padded.
+        keys: places of the R * K keys; those of the queries in a causal block.
+        key_bias: `[R, 1, 1, K]`, 0 for real keys and -inf for padded ones; None if none is padded, and for causal
+            blocks, in which padding comes last.
+        causal: whether each query sees only keys up to its own place.
     """
 
     shape: tuple[int, int, int]
@@ -81,13 +85,18 @@ def make_blocks(
     device: torch.device,
     branches: Sequence[BranchSpans] = (),
 ) -> tuple[Block, ...]:
-    """The blocks of a packed row; owner: each completion's prompt, in whose order they stand in the row.
+    """The blocks of a packed row, without empty spans. Causal blocks come first: in them every token is a query once.
 
-    Causal blocks come first: in them every token is a query once. Empty spans are in none.
+    Args:
+        prompts: span of each prompt.
+        completions: span of each completion, in the order of their prompts.
+        owner: each completion's prompt.
+        device: device of the packed row.
+        branches: the branches.
     """
     spans = [span for span in (*prompts, *completions, *(own for own, _ in branches)) if span[1]]
     causal = [_block([(s, s) for s in part], device, causal=True) for part in _buckets(spans, [n for _, n in spans])]
-    pairs = [(both, prompts[u]) for u, both in _regions(completions, owner).items() if prompts[u][1] and both[1]]
+    pairs = [(region, prompts[u]) for u, region in _regions(completions, owner).items() if prompts[u][1] and region[1]]
     cross = [
         _block(part, device, causal=False)
         for crossing in (pairs, *_apart([(own, span) for own, spans in branches for span in spans]))
@@ -97,10 +106,10 @@ def make_blocks(
 
 
 def _apart(pairs: Sequence[tuple[Span, Span]]) -> list[list[tuple[Span, Span]]]:
-    """The (queries, keys) in lists in none of which a token is a query, or a key, twice: a block adds to each once."""
+    """The (queries, keys) in lists within which no token is twice a query or twice a key: a block adds to each once."""
     result: list[list[tuple[Span, Span]]] = []
     for pair in pairs:
-        free = (part for part in result if not any(_meet(pair[i], other[i]) for other in part for i in (0, 1)))
+        free = (part for part in result if not any(_overlap(pair[i], other[i]) for other in part for i in (0, 1)))
         part = next(free, None)
         if part is None:
             result.append([pair])
@@ -109,21 +118,21 @@ def _apart(pairs: Sequence[tuple[Span, Span]]) -> list[list[tuple[Span, Span]]]:
     return result
 
 
-def _meet(one: Span, other: Span) -> bool:
-    return max(one[0], other[0]) < min(sum(one), sum(other))
+def _overlap(a: Span, b: Span) -> bool:
+    return max(a[0], b[0]) < min(sum(a), sum(b))
 
 
 def _regions(completions: Sequence[Span], owner: Sequence[int]) -> dict[int, Span]:
-    """By prompt, the run of tokens that all its completions make."""
+    """{prompt: the run of tokens of all its completions}."""
     regions: dict[int, Span] = {}
     for (start, length), unit in zip(completions, owner, strict=True):
-        first, before = regions.get(unit, (start, 0))
-        regions[unit] = (first, before + length)
+        first, so_far = regions.get(unit, (start, 0))
+        regions[unit] = (first, so_far + length)
     return regions
 
 
 def _buckets(items: Sequence[T], lengths: Sequence[int]) -> list[list[T]]:
-    """Items of like lengths together, the longest first; in a bucket all are padded to its first."""
+    """Buckets of items with similar lengths, the longest first; a bucket's items are padded to its first one."""
     result: list[list[T]] = []
     longest = area = 0
     for i in sorted(range(len(items)), key=lambda i: -lengths[i]):

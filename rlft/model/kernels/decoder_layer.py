@@ -1,11 +1,11 @@
 """The forward of Llama-like decoder layers over a packed row: branches as one function each, and the last one narrowed.
 
-In a packed row most of a prompt only lends its keys and values to what comes behind. In the last layer it is done once
-these are made, so its MLP and the final norm get the positions alone from which a completion token is predicted.
+In a packed row most tokens of a prompt only provide keys and values for later tokens. In the last layer nothing more is
+needed of them, so its MLP and the final norm get only the positions from which a completion token is predicted.
 
-For families with such layers (`families.py`). A branch is one function (`layer_branches`) where its parts are known:
-norms, attention and MLP replaced by ours, and linear layers that are frozen or have one plain adapter. Its modules are
-then not called, so that hooks on them see nothing; otherwise they are called one by one.
+This is for families with such layers (`families.py`). A branch is one function (`layer_branches`) where its parts are
+known: norms, attention and MLP replaced by rlft's, and linear layers that are frozen or have one plain adapter. Its
+modules are then not called, so that hooks on them do not run; otherwise they are called one by one.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from rlft.model.packing import PackedRows
 
 
 def install(model: PreTrainedModel) -> None:
-    """Replaces the forward of every layer. To be called after `norm_and_mlp.install` and `llama_attention.install`."""
+    """Replaces the forward of every layer. Call it after `norm_and_mlp.install` and `llama_attention.install`."""
     layers: Any = model.base_model.layers
     for layer in layers:
         layer.forward = functools.partial(_forward, layer, layer.forward, layer is layers[-1])
 
 
 def narrows(model: PreTrainedModel) -> bool:
-    """Whether a packed row leaves the model as its predicting positions `[1, M, hidden]`."""
+    """Whether the model returns only the predicting positions `[1, M, hidden]` of a packed row."""
     layers = getattr(model.base_model, "layers", None)
     forward = layers[-1].forward if layers else None
     return isinstance(forward, functools.partial) and forward.func is _forward
 
 
 def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """`[1, N, hidden]`, of the last layer `[1, M, hidden]`, from `[1, N, hidden]` of a packed row; of anything else
-    what the layer gives."""
+    """`[1, N, hidden]`, or `[1, M, hidden]` in the last layer, from `[1, N, hidden]` of a packed row; for other inputs
+    what the layer itself gives."""
     packed = kwargs.get("packed")
     if packed is None:
         return plain(hidden_states, **kwargs)
     attended = None
     if llama_attention.is_installed(layer.self_attn):
-        attended = _in_one(layer, hidden_states, packed, *kwargs["position_embeddings"])
+        attended = _fused_attention(layer, hidden_states, packed, *kwargs["position_embeddings"])
     if attended is None:
         attended = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
     return _mlp(layer, attended.index_select(1, packed.predictor) if is_last else attended)
 
 
-def _in_one(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin: Tensor) -> Tensor | None:
-    """The attention's branch as one function; None if it cannot be."""
+def _fused_attention(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin: Tensor) -> Tensor | None:
+    """The attention branch as one function; None if its parts do not allow that."""
     attention = layer.self_attn
     norm, *head_norms = (norm_and_mlp.norm_of(module) for module in (layer.input_layernorm, *_head_norms(attention)))
     if (

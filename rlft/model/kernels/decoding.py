@@ -1,4 +1,4 @@
-"""Which prefix cache a model is decoded with."""
+"""Chooses the prefix cache with which a model is decoded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
-    """A cache for decoding these prompts; None where the model's attention is not rlft's, or nothing serves it there:
-    on a CUDA card heads that flash attention does not take."""
+    """A cache for decoding these prompts; None if the model's attention is not rlft's, or its heads are such that flash
+    attention does not take them on a CUDA card."""
     if not forward.packed:
         return None
     model = forward.model

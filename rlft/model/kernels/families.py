@@ -1,4 +1,4 @@
-"""The model types that the kernels are tested with, and what transformers' modules of each are made of."""
+"""The model types with which the kernels are tested, and how transformers' modules of each type are built."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ TESTED = ("5.17", "5.23")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What there is to replace, besides norms and gated MLPs, which are compared one by one.
+    """What can be replaced in a model type, besides norms and gated MLPs, which are compared one by one.
 
-    Args:
+    Attributes:
         attention: `self_attn` of every layer is Llama's: q, k, v and o projections, perhaps norms over each head, and
             rotary positions by halves.
         layer: every layer is x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)), and nothing
-            else, with an MLP that leaves one tensor.
-        window_of_config: the attention's sliding window is `config.sliding_window`; else it is the module's, if that
-            has one.
+            else, with an MLP that returns one tensor.
+        window_of_config: the attention's sliding window is `config.sliding_window`; otherwise it is the module's, if
+            that has one.
     """
 
     attention: bool = False
@@ -43,4 +43,4 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": Family(layer=True),
     "starcoder2": Family(),
 }
-"""By model type (`model_type` in config.json). Another one gets no kernels."""
+"""{model type (`model_type` in config.json): its family}. Other types get no kernels."""

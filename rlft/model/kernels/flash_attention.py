@@ -1,9 +1,9 @@
 """Attention over a packed row on a CUDA card: two variable-length flash calls, forward and backward.
 
-The first lets every prompt and every completion attend to itself, causally; the second all completions of a prompt,
-as one run of queries, to that prompt. Their results are merged by log-sum-exp, and each backward is given the output
-and the log-sum-exp of the whole, as in `split_attention`, which explains why that is exact. No mask is made and no key
-is copied, neither for siblings nor for heads that share it.
+In the first, every prompt and every completion attends to itself, causally; in the second, all completions of a prompt,
+as one run of queries, attend to that prompt. Their results are merged by log-sum-exp, and each backward is given the
+output and the log-sum-exp of the whole, as in `split_attention`, which explains why that is exact. No mask is made and
+no key is copied, neither for siblings nor for heads that share it.
 
 The row holds all prompts and then all completions (`rlft.model.packing.pack`), so that the queries and keys of both
 calls are slices of it.
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from rlft.model.kernels.attention_blocks import Span
 
-# What torch.nn.attention.varlen is made of; its public function gives no gradient of a merged result.
+# The operations behind torch.nn.attention.varlen, whose public function has no gradient of a merged result.
 _FORWARD: Any = torch.ops.aten._flash_attention_forward
 _BACKWARD: Any = torch.ops.aten._flash_attention_backward
 
@@ -36,9 +36,9 @@ OLDEST_CARD = (8, 0)
 class Runs:
     """Runs of tokens that follow each other without a gap, as the kernel takes them.
 
-    Args:
-        starts: int32 `[n + 1]`, where each begins, and where the last one ends.
-        longest: tokens of the longest.
+    Attributes:
+        starts: int32 `[n + 1]`, the start of each run, and the end of the last one.
+        longest: number of tokens of the longest run.
     """
 
     starts: Tensor
@@ -47,13 +47,13 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLengths:
-    """What a packed row of prompts and then completions is made of.
+    """The runs of a packed row that holds all prompts and then all completions.
 
-    Args:
+    Attributes:
         num_prompt_tokens: where the first completion begins.
-        own: all prompts and completions, those without a token left out.
+        own: all prompts and completions that are not empty.
         prompts: every prompt.
-        regions: by prompt, all its completions as one run, counted from the first completion.
+        regions: for each prompt all its completions as one run, counted from the first completion.
     """
 
     num_prompt_tokens: int
@@ -65,9 +65,13 @@ class RowLengths:
 def row_lengths(
     prompts: Sequence[Span], completions: Sequence[Span], owner: Sequence[int], device: torch.device
 ) -> RowLengths | None:
-    """Of a packed row; None where prompts do not come first, or one is empty: the kernel gives no number there.
+    """The lengths of a packed row; None if prompts do not come first, or one is empty, which the kernel cannot take.
 
-    owner: each completion's prompt.
+    Args:
+        prompts: span of each prompt.
+        completions: span of each completion.
+        owner: each completion's prompt.
+        device: device of the packed row.
     """
     spans = [*prompts, *completions]
     ends = list(accumulate(length for _, length in spans))
@@ -87,13 +91,13 @@ def row_lengths(
 
 
 def runs_of(lengths: Sequence[int], device: torch.device) -> Runs:
-    """Runs of these lengths, one behind the other."""
+    """Runs of these lengths, one after the other."""
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     return Runs(starts=starts, longest=max(lengths))
 
 
 def obstacle(dtype: torch.dtype, head_size: int, value_size: int, device: torch.device) -> str | None:
-    """Why the kernel cannot take heads like these; None where it can."""
+    """Why the kernel cannot take such heads; None if it can."""
     if device.type != "cuda":
         return f"flash attention runs on CUDA cards, not on {device.type}"
     if torch.version.hip is not None:
@@ -110,18 +114,18 @@ def obstacle(dtype: torch.dtype, head_size: int, value_size: int, device: torch.
 
 
 def serves(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes these; last dimension: the size of a head."""
+    """Whether the kernel takes these tensors, whose last dimension is the size of a head."""
     return query.shape[-1] == value.shape[-1] and takes(query.dtype, query.shape[-1], query.device)
 
 
 def head_size(model: PreTrainedModel) -> int:
-    """Numbers of a query's head."""
+    """The size of a query's head."""
     text = model.config.get_text_config()
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def takes(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:
-    """Whether the kernel takes heads of this size, of keys and values alike."""
+    """Whether the kernel takes keys and values with heads of this size."""
     return obstacle(dtype, head_size, head_size, device) is None
 
 
@@ -152,10 +156,10 @@ class _FlashAttention(torch.autograd.Function):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(attention `[N, H, D]`, its log-sum-exp `[H, N]`, two that the backward asks for); no gradient."""
+    """(attention `[N, H, D]`, its log-sum-exp `[H, N]`, two tensors for the kernel's backward); no gradient."""
     own, first = lengths.own, lengths.num_prompt_tokens
-    every = (own.starts, own.starts, own.longest, own.longest)
-    out, lse, random, unused, _ = _FORWARD(query, key, value, *every, 0.0, True, False, scale=scale)
+    own_runs = (own.starts, own.starts, own.longest, own.longest)
+    out, lse, random, unused, _ = _FORWARD(query, key, value, *own_runs, 0.0, True, False, scale=scale)
     if len(query) > first:
         prompt = one_call(query[first:], key[:first], value[:first], lengths.regions, lengths.prompts, scale)
         out[first:], lse[:, first:] = merge(out[first:], lse[:, first:], *prompt)
@@ -171,9 +175,16 @@ def one_call(
     scale: float | None,
     used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(attention `[N, H, D]`, its log-sum-exp `[H, N]`) of every run of queries over all of its run of keys.
+    """(attention `[N, H, D]`, its log-sum-exp `[H, N]`) of every run of queries over its whole run of keys.
 
-    used: int32 `[n]`, of each run of keys the first so many alone.
+    Args:
+        query: the queries.
+        key: the keys.
+        value: the values.
+        queries: the runs of queries.
+        keys: the runs of keys, one for each run of queries.
+        scale: factor of the scores.
+        used: int32 `[n]`, how many keys at the beginning of each run are used; None: all.
     """
     runs = (queries.starts, keys.starts, queries.longest, keys.longest)
     out, lse, *_ = _FORWARD(query, key, value, *runs, 0.0, False, False, scale=scale, seqused_k=used)
@@ -192,29 +203,31 @@ def attention_gradients(
     lengths: RowLengths,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of query, key and value, new, from that of `out`; out to unused: what `attend` gave."""
+    """Gradients of query, key and value (new tensors) from that of `out`; `out` to `unused` are results of `attend`."""
     own, first = lengths.own, lengths.num_prompt_tokens
-    every = (own.starts, own.starts, own.longest, own.longest)
-    of_query, of_key, of_value = _BACKWARD(
-        grad, query, key, value, out, lse, *every, 0.0, True, random, unused, scale=scale
+    own_runs = (own.starts, own.starts, own.longest, own.longest)
+    query_grad, key_grad, value_grad = _BACKWARD(
+        grad, query, key, value, out, lse, *own_runs, 0.0, True, random, unused, scale=scale
     )
     if len(query) > first:
         tensors = (grad[first:], query[first:], key[:first], value[:first], out[first:], lse[:, first:].contiguous())
         parts = _BACKWARD(*tensors, *_across(lengths), 0.0, False, random, unused, scale=scale)
-        of_query[first:] += parts[0]
-        of_key[:first] += parts[1]
-        of_value[:first] += parts[2]
-    return of_query, of_key, of_value
+        query_grad[first:] += parts[0]
+        key_grad[:first] += parts[1]
+        value_grad[:first] += parts[2]
+    return query_grad, key_grad, value_grad
 
 
 def _across(lengths: RowLengths) -> tuple[Tensor, Tensor, int, int]:
-    """Of the call in which completions attend to their prompts."""
+    """The runs of the call in which completions attend to their prompts."""
     return lengths.regions.starts, lengths.prompts.starts, lengths.regions.longest, lengths.prompts.longest
 
 
 def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(`[C, H, D]` over both sets of keys, its log-sum-exp `[H, C]`), weighted in the precision of the normaliser; no
-    gradient."""
+    """(attention `[C, H, D]` over both sets of keys, its log-sum-exp `[H, C]`), without gradient.
+
+    The weights have the normaliser's precision.
+    """
     both = torch.logaddexp(one_lse, other_lse)
     one_share, other_share = ((lse - both).exp().t()[..., None] for lse in (one_lse, other_lse))
     return (one * one_share + other * other_share).to(one.dtype), both

@@ -1,7 +1,7 @@
 """Decoding with each prompt's keys once on a CUDA card: two variable-length flash calls a layer, merged.
 
 The completions of a prompt are one run of queries to its keys; each completion's own keys are the filled part of its
-room. Nothing is padded, masked or copied: the calls are told where runs begin and how many tokens are real.
+buffer. Nothing is padded, masked or copied: the calls get the beginnings of runs and the numbers of real tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class FlashPrefixCache(PrefixCache):
     def _attend_to_own(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """(`[R, H, D]`, log-sum-exp `[H, R]`) of each row's token over the row's own.
+        """(attention `[R, H, D]`, its log-sum-exp `[H, R]`) of each row's new token over the row's own tokens.
 
-        All tokens of a row are seen, so the query heads that share a key head can be told as a run of queries: each
-        key is read once for them.
+        A token sees all tokens of its row, so the query heads that share a key head can be passed as a run of queries:
+        each key is read once for them.
         """
         self._put(layer, key, value)
         rows, heads, size = query.shape
@@ -65,7 +65,7 @@ class FlashPrefixCache(PrefixCache):
         self._row = row
 
     def _arrange(self, owner_R: Tensor) -> None:
-        """Rows stay in the order of their prompts, so that those of one are a run."""
+        """Notes which rows belong to which prompt; they stay in the order of prompts, so that siblings are a run."""
         self._owner = owner_R
         counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
         self._siblings_of = runs_of(counts_U.tolist(), owner_R.device)

@@ -1,11 +1,11 @@
-"""The two branches of a Llama-like decoder layer, each one autograd function with the sum it is added to.
+"""The two branches of a Llama-like decoder layer, each one autograd function, including the residual sum.
 
     attention(x) = x + o(attend(turn(q(norm x)), turn(k(norm x)), v(norm x)))
     mlp(x)       = x + down(silu(gate(norm x)) * up(norm x))
 
-Written as a chain of functions, each hands its gradient to the next in a tensor of its own, and autograd adds up those
-that meet. Here a tensor that nothing else reads takes the next result, one that several need is kept once, and q, k and
-v share the low-rank products of their input. The arithmetic is that of the parts (`norm_and_mlp`, `rotary`,
+In a chain of functions, each passes its gradient to the next in a new tensor, and autograd adds up those that meet.
+Here a tensor that nothing else reads is overwritten by the next result, one that several need is kept once, and q, k
+and v share the low-rank products of their input. The arithmetic is that of the parts (`norm_and_mlp`, `rotary`,
 `lora_linear`, and for attention `split_attention` on a CPU and `flash_attention` on a CUDA card).
 """
 
@@ -32,10 +32,17 @@ Spans = Sequence[Block] | RowLengths
 
 
 class Heads(NamedTuple):
-    """How the attention of a layer is made of its queries, keys and values.
+    """How the attention of a layer is computed.
 
-    query_norm, key_norm: over each head before it is turned, None where there is none. cos, sin `[1, N, D]`.
-    spans: as `spans_of` gives them.
+    Attributes:
+        norm: the layer's input norm.
+        query_norm: norm over each head of the queries before it is rotated; None if there is none.
+        key_norm: the same for the keys.
+        size: size of a head.
+        cos: `[1, N, D]`, cosines of the rotary positions.
+        sin: `[1, N, D]`, their sines.
+        spans: what `spans_of` returns.
+        scale: factor of the attention scores.
     """
 
     norm: Norm
@@ -49,21 +56,21 @@ class Heads(NamedTuple):
 
 
 def spans_of(packed: PackedRows, x: Tensor, head_size: int) -> Spans | None:
-    """What the attention of this row is told; None where neither of the two can take heads of this size and dtype."""
+    """Which tokens of this row see which; None if no attention here can take heads of this size and dtype."""
     if packed.lengths is not None and flash_attention.takes(x.dtype, head_size, x.device):
         return packed.lengths
     return packed.blocks if x.device.type == "cpu" else None
 
 
 def attention(x: Tensor, heads: Heads, layers: Sequence[Operands]) -> Tensor:
-    """`[1, N, hidden]` from x of the same shape, a packed row; layers: q, k, v and o."""
+    """`[1, N, hidden]` from x of the same shape, a packed row; `layers` are those of q, k, v and o."""
     if not torch.is_grad_enabled():
         return _attention(x, heads, layers)[0]
     return cast(Tensor, _Attention.apply(x, heads, *(value for layer in layers for value in layer)))
 
 
 def mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> Tensor:
-    """`[.., hidden]` from x of the same shape; layers: gate, up and down."""
+    """`[.., hidden]` from x of the same shape; `layers` are those of gate, up and down."""
     if not torch.is_grad_enabled():
         return _mlp(x, norm, layers)[0]
     return cast(Tensor, _Mlp.apply(x, norm, *(value for layer in layers for value in layer)))
@@ -71,7 +78,7 @@ def mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> Tensor:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 def _attention(x: Tensor, heads: Heads, layers: Sequence[Operands]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """(the branch and its sum with x, what its gradients need)."""
+    """(x plus the branch, tensors that its gradients need)."""
     inner, scale = normed(x, heads.norm.weight, heads.norm.eps)
     parts, flat, low = products(inner, layers[:3])
     q_NHD, k_NKD, v_NKD = (part.view(part.shape[1], -1, heads.size) for part in parts)
@@ -86,14 +93,14 @@ def _attention(x: Tensor, heads: Heads, layers: Sequence[Operands]) -> tuple[Ten
 def _attended(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(attention `[N, H, D]`, three that `_attention_gradients` asks for)."""
+    """(attention `[N, H, D]`, three further tensors that `_attention_gradients` needs)."""
     if isinstance(heads.spans, RowLengths):
         return flash_attention.attend(q_NHD, k_NKD, v_NKD, heads.spans, heads.scale)
     return *split_attention.attend(q_NHD, k_NKD, v_NKD, heads.spans, heads.scale), None, None
 
 
 def _attention_gradients(grad: Tensor, kept: Sequence[Tensor], heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of q, k and v; kept: q, k, v, and what `_attended` gave."""
+    """Gradients of q, k and v; `kept` holds q, k, v and the results of `_attended`."""
     query, key, value, out, lse, random, unused = kept
     if isinstance(heads.spans, RowLengths):
         return flash_attention.attention_gradients(
@@ -103,7 +110,7 @@ def _attention_gradients(grad: Tensor, kept: Sequence[Tensor], heads: Heads) -> 
 
 
 def _turned(x_NHD: Tensor, norm: Norm | None, heads: Heads) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(x with its norm, turned; x and the norm's scale, if there is one)."""
+    """(x after its norm and rotation, x, the norm's scale); the last two are None without a norm."""
     cos, sin = heads.cos.transpose(0, 1), heads.sin.transpose(0, 1)
     if norm is None:
         return turned(x_NHD, cos, sin), None, None
@@ -135,7 +142,7 @@ class _Attention(torch.autograd.Function):
         x, scale, flat, low, q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused, low_o, *rest = ctx.saved_tensors
         q_raw, q_scale, k_raw, k_scale, *rest = rest
         layers = restored(rest, ctx.scales)
-        out_grad, of_o = gradients(layers[3:], out_NHD.flatten(1), low_o, [grad], of_x=True)
+        out_grad, o_grads = gradients(layers[3:], out_NHD.flatten(1), low_o, [grad], of_x=True)
         q_grad, k_grad, v_grad = _attention_gradients(
             cast(Tensor, out_grad).view_as(out_NHD), (q_NHD, k_NKD, v_NKD, out_NHD, lse, random, unused), heads
         )
@@ -144,14 +151,14 @@ class _Attention(torch.autograd.Function):
             _turned_back(k_grad, heads.key_norm, k_raw, k_scale, heads),
             v_grad.flatten(1),
         ]
-        of_x = ctx.needs_input_grad[0]
-        inner_grad, of_qkv = gradients(layers[:3], flat, low, grads, of_x)
-        return (_summed(inner_grad, x, scale, heads.norm, grad) if of_x else None, None, *of_qkv, *of_o)
+        needs_x = ctx.needs_input_grad[0]
+        inner_grad, qkv_grads = gradients(layers[:3], flat, low, grads, needs_x)
+        return (_summed(inner_grad, x, scale, heads.norm, grad) if needs_x else None, None, *qkv_grads, *o_grads)
 
 
 # -- MLP ---------------------------------------------------------------------------------------------------------------
 def _mlp(x: Tensor, norm: Norm, layers: Sequence[Operands]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(the branch and its sum with x, what its gradients need)."""
+    """(x plus the branch, tensors that its gradients need)."""
     inner, scale = normed(x, norm.weight, norm.eps)
     (gate, up), flat, low = products(inner, layers[:2])
     silu = F.silu(gate)
@@ -172,18 +179,18 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grad_outputs
         x, scale, flat, low, gate, up, silu, low_down, *rest = ctx.saved_tensors
-        layers, of_x = restored(rest, ctx.scales), ctx.needs_input_grad[0]
+        layers, needs_x = restored(rest, ctx.scales), ctx.needs_input_grad[0]
         gate, up, silu = (tensor.flatten(0, -2) for tensor in (gate, up, silu))
         product = silu * up
-        grads, of_down = gradients(layers[2:], product, low_down, [grad], of_x=True)
-        gate_grad, up_grad = _product_gradients(cast(Tensor, grads), gate, up, silu, product)
-        inner_grad, of_others = gradients(layers[:2], flat, low, [gate_grad, up_grad], of_x)
-        return (_summed(inner_grad, x, scale, ctx.norm, grad) if of_x else None, None, *of_others, *of_down)
+        product_grad, down_grads = gradients(layers[2:], product, low_down, [grad], of_x=True)
+        gate_grad, up_grad = _product_gradients(cast(Tensor, product_grad), gate, up, silu, product)
+        inner_grad, gate_up_grads = gradients(layers[:2], flat, low, [gate_grad, up_grad], needs_x)
+        return (_summed(inner_grad, x, scale, ctx.norm, grad) if needs_x else None, None, *gate_up_grads, *down_grads)
 
 
 @fused
 def _product_gradients(grad: Tensor, gate: Tensor, up: Tensor, silu: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of gate, that of up) from that of silu * up, in the places of it and of the product, which is over."""
+    """(gradient of gate, gradient of up) from that of silu * up, which they overwrite together with the product."""
     up_grad = torch.mul(silu, grad, out=product)
     gate_grad = grad.mul_(up)
     torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
@@ -191,6 +198,6 @@ def _product_gradients(grad: Tensor, gate: Tensor, up: Tensor, silu: Tensor, pro
 
 
 def _summed(inner_grad: Tensor | None, x: Tensor, scale: Tensor, norm: Norm, grad: Tensor) -> Tensor:
-    """The gradient of x through the branch and beside it, in the place of that of its norm's output."""
+    """The gradient of x through the branch and through the residual sum; it overwrites that of the norm's output."""
     weighted = cast(Tensor, inner_grad).view_as(x).mul_(norm.weight)
     return norm_gradient(weighted, x, scale).add_(grad)

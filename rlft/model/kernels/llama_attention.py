@@ -1,7 +1,7 @@
 """The forward of Llama's attention module, with rotary positions in one pass (`rotary.py`).
 
-For the families whose attention is Llama's (`families.py`): Qwen3's, which has norms over each head besides, and those
-that differ in names alone.
+This is for the families whose attention is Llama's (`families.py`): those that differ only in names, and Qwen3's, which
+has norms over each head in addition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def install(model: PreTrainedModel, family: Family) -> None:
 
 
 def is_installed(attention: Any) -> bool:
-    """Whether this module's forward is the one here."""
+    """Whether this module's forward is the one of this file."""
     forward = vars(attention).get("forward")
     return isinstance(forward, functools.partial) and forward.func is _forward
 
@@ -41,7 +41,7 @@ def _forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """(`[B, N, hidden]`, weights where the attention function gives any) from hidden states of the same shape."""
+    """(`[B, N, hidden]`, attention weights if the attention function gives any) from hidden states `[B, N, hidden]`."""
     shape = hidden_states.shape[:-1]
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
     query, key, value = (layer(hidden_states).view(*shape, -1, attention.head_dim) for layer in layers)

@@ -1,12 +1,12 @@
 """Log-probs and entropies of given tokens from hidden states, through an LM head that is frozen.
 
-Each is one number a token, so its gradient with respect to the hidden state is one vector a token, known as soon as the
-probabilities are:
+Each is one number for a token, so its gradient with respect to the hidden state is one vector for a token, which is
+known as soon as the probabilities are:
 
     d log p(y) / dh = (W_y - sum_v p_v W_v) / T            d H / dh = -(sum_v p_v (log p_v + H) W_v) / T
 
 with W the head's rows and T the temperature. The forward makes these vectors from the same logits, a chunk at a time,
-and the backward multiplies them with what comes in: logits are made once, and never kept.
+and the backward multiplies them with the incoming gradients: logits are computed once, and never kept.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rlft.model.kernels.fusion import fused
 def head_logprobs(
     head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs `[M]`, entropy in nats `[M]` or None), float32, or float64 when the hidden states are.
+    """(log-probs `[M]`, entropy in nats `[M]` or None), float32, or float64 if the hidden states are.
 
-    head: a linear layer, or one with other parameters or steps, which goes through autograd.
+    A head that is more than a frozen matrix goes through autograd.
     """
     if type(head) is nn.Linear and head.bias is None and not head.weight.requires_grad:
         logprobs_M, entropy_M = _FrozenHead.apply(hidden_MH, head.weight, target_M, temperature, entropy)
@@ -46,25 +46,25 @@ class _FrozenHead(torch.autograd.Function):
         logprobs_M = hidden_MH.new_empty(len(target_M), dtype=wide)
         entropy_M = hidden_MH.new_empty(len(target_M) if entropy else 0, dtype=wide)
         size = chunk_rows(weight_VH)
-        room_CV = hidden_MH.new_empty(min(size, len(target_M)), len(weight_VH))
+        buffer_CV = hidden_MH.new_empty(min(size, len(target_M)), len(weight_VH))
         for start in range(0, len(target_M), size):
-            at = slice(start, start + size)
-            target_C = target_M[at]
-            # Every step in place: a chunk's logits become log-probs or, where those are not needed again, probs.
-            logits_CV = torch.mm(hidden_MH[at], weight_VH.t(), out=room_CV[: len(target_C)])
+            chunk = slice(start, start + size)
+            target_C = target_M[chunk]
+            # Every step is in place: a chunk's logits become log-probs or, if those are not needed again, probs.
+            logits_CV = torch.mm(hidden_MH[chunk], weight_VH.t(), out=buffer_CV[: len(target_C)])
             if not (slopes or entropy):
-                logprobs_M[at] = _logprobs(logits_CV, target_C, temperature, wide)
+                logprobs_M[chunk] = _logprobs(logits_CV, target_C, temperature, wide)
                 continue
-            logprobs_M[at], total_C, p_CV, logp_CV = _softmax(
+            logprobs_M[chunk], total_C, p_CV, logp_CV = _softmax(
                 logits_CV, target_C, temperature, wide, None if entropy else weight_VH.dtype
             )
-            if slopes:  # divided by the total when it is as narrow as a hidden state
+            if slopes:  # the division by the total comes last, when there are only H numbers to divide
                 mean_CH = (p_CV.to(weight_VH.dtype) @ weight_VH).div_(total_C[:, None])
-                slopes[0][at] = weight_VH.index_select(0, target_C).sub_(mean_CH).div_(temperature)
+                slopes[0][chunk] = weight_VH.index_select(0, target_C).sub_(mean_CH).div_(temperature)
             if logp_CV is not None:
-                entropy_M[at], slope_CV = _entropy(p_CV, logp_CV, total_C, bool(slopes))
+                entropy_M[chunk], slope_CV = _entropy(p_CV, logp_CV, total_C, bool(slopes))
                 if slope_CV is not None:
-                    slopes[1][at] = (slope_CV.to(weight_VH.dtype) @ weight_VH).div_(-temperature)
+                    slopes[1][chunk] = (slope_CV.to(weight_VH.dtype) @ weight_VH).div_(-temperature)
         ctx.save_for_backward(*slopes)
         return logprobs_M, entropy_M
 
@@ -79,7 +79,7 @@ class _FrozenHead(torch.autograd.Function):
 
 @fused
 def _logprobs(logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torch.dtype) -> Tensor:
-    """`[C]`, from logits that may be overwritten."""
+    """Log-probs `[C]` from logits, which may be overwritten."""
     shifted_C, p_CV = _shifted(logits_CV, target_C, temperature, wide)
     return shifted_C - p_CV.exp_().sum(1).log()
 
@@ -88,11 +88,17 @@ def _logprobs(logits_CV: Tensor, target_C: Tensor, temperature: float, wide: tor
 def _softmax(
     logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torch.dtype, rounded: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(log-probs `[C]`, normaliser `[C]`, probs times it `[C, V]`, their logarithm or None).
+    """(log-probs `[C]`, normaliser `[C]`, probs times the normaliser `[C, V]`, their logarithm or None).
 
-    Perhaps in the place of the logits.
+    The logits may be overwritten.
 
-    rounded: to which the probs are, where no entropy is made of them; None: they are not, and have their logarithm.
+    Args:
+        logits_CV: the logits.
+        target_C: the tokens.
+        temperature: the temperature.
+        wide: dtype of the computation.
+        rounded: dtype to which the probs are rounded, if no entropy is computed from them; None: they are not rounded,
+            and their logarithm is returned, too.
     """
     shifted_C, p_CV = _shifted(logits_CV, target_C, temperature, wide)
     logp_CV = p_CV.clone() if rounded is None else None
@@ -101,7 +107,7 @@ def _softmax(
 
 
 def _shifted(logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(the targets' logits `[C]`, all logits `[C, V]`), each less the largest of its row."""
+    """(the targets' logits `[C]`, all logits `[C, V]`), from which the largest of each row is subtracted."""
     p_CV = logits_CV.to(wide)
     if temperature != 1:
         p_CV.div_(temperature)
@@ -111,7 +117,7 @@ def _shifted(logits_CV: Tensor, target_C: Tensor, temperature: float, wide: torc
 
 @fused
 def _entropy(p_CV: Tensor, logp_CV: Tensor, total_C: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
-    """(entropy H in nats `[C]`, p (log p + H) `[C, V]` or None), in the place of what `_softmax` gave."""
+    """(entropy H in nats `[C]`, p (log p + H) `[C, V]` or None); it overwrites the results of `_softmax`."""
     p_CV.div_(total_C[:, None])
     logp_CV.sub_(total_C.log()[:, None])
     entropy_C = -(p_CV * logp_CV).sum(1)
@@ -119,14 +125,14 @@ def _entropy(p_CV: Tensor, logp_CV: Tensor, total_C: Tensor, slope: bool) -> tup
 
 
 def chunk_rows(weight_VH: Tensor) -> int:
-    """Tokens whose logits are alive at a time."""
+    """Number of tokens whose logits are alive at a time."""
     return max(1, LOGIT_CHUNK["cpu" if weight_VH.device.type == "cpu" else "cuda"] // weight_VH.shape[0])
 
 
 def _through_autograd(
     head: nn.Module, hidden_MH: Tensor, target_M: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same in chunks whose logits are recomputed in backward: for a head that learns, or is more than a matrix."""
+    """`head_logprobs` in chunks whose logits are recomputed in the backward, for any head."""
     rows = chunk_rows(cast(Tensor, head.weight))
     parts = [
         checkpoint(_chunk, head, h, t, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
@@ -146,19 +152,19 @@ def _chunk(head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, 
 
 
 def top_k_logprobs(head: nn.Module, hidden_MH: Tensor, ids_MK: Tensor, temperature: float) -> Tensor:
-    """Log-probs `[M, K]` of K tokens at each position, as wide as `head_logprobs` has them.
+    """Log-probs `[M, K]` of K tokens at each position, with the dtype of `head_logprobs`.
 
-    Logits are made a chunk at a time, and again in the backward.
+    Logits are computed a chunk at a time, and again in the backward.
     """
     rows = chunk_rows(cast(Tensor, head.weight))
     parts = [
-        checkpoint(_of_tokens, head, hidden, ids, temperature, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(_ids_logprobs, head, hidden, ids, temperature, use_reentrant=False, preserve_rng_state=False)
         for hidden, ids in zip(hidden_MH.split(rows), ids_MK.split(rows), strict=True)
     ]
     return torch.cat(parts)
 
 
-def _of_tokens(head: nn.Module, hidden: Tensor, ids: Tensor, temperature: float) -> Tensor:
+def _ids_logprobs(head: nn.Module, hidden: Tensor, ids: Tensor, temperature: float) -> Tensor:
     logits = widened(head(hidden)) / temperature
     return logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
 
@@ -167,9 +173,9 @@ def _of_tokens(head: nn.Module, hidden: Tensor, ids: Tensor, temperature: float)
 def likeliest(
     head: nn.Module, hidden_MH: Tensor, target_M: Tensor, k: int, temperature: float, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs of the targets `[M]`, the k likeliest tokens `[M, K]`, theirs `[M, K]`), a chunk at a time.
+    """(log-probs of the targets `[M]`, the k likeliest tokens `[M, K]`, their log-probs `[M, K]`), a chunk at a time.
 
-    vocabulary: tokens from this one on are not among the likeliest.
+    Only token ids below `vocabulary` are among the likeliest.
     """
     rows = chunk_rows(cast(Tensor, head.weight))
     parts = []
@@ -177,10 +183,10 @@ def likeliest(
         logp_CV = widened(head(hidden)).div(temperature).log_softmax(-1)
         best = logp_CV[:, :vocabulary].topk(k, -1)
         parts.append((logp_CV.gather(-1, target[:, None])[:, 0], best.indices, best.values))
-    logprobs, ids, of_ids = (torch.cat(made) for made in zip(*parts, strict=True))
-    return logprobs, ids, of_ids
+    logprobs, ids, ids_logprobs = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
+    return logprobs, ids, ids_logprobs
 
 
 def widened(logits: Tensor) -> Tensor:
-    """At least float32: a softmax over a vocabulary in 16 bits would be noise."""
+    """The logits in float32 at least: a softmax over a vocabulary in 16 bits would be noise."""
     return logits if logits.dtype == torch.float64 else logits.float()

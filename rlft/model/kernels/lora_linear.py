@@ -4,8 +4,8 @@ PEFT computes the adapter's output, scales it and adds it to the base's, and aut
 passes over `[N, out]` and `[N, in]`. Here the products are added in place as they are made, and only x and x A' are
 kept. Layers that read the same x share its low-rank products and the sum of its gradients (`products`, `gradients`;
 `layer_branches.py` has them). Where W + s B A exists already (`LoraLinear.lend`), y and the gradient of x are one
-product each. The result is the same sum in another order; the layer falls back to PEFT's own for what it does not
-know. DoRA's magnitudes are known to sums only: with gradient PEFT's own forward computes them.
+product each. The result is the same sum in another order; for what it does not know the layer falls back to PEFT's own
+forward, also for DoRA with gradient: only sums include its magnitudes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from torch import Tensor, nn
 
 
 def install(config: LoraConfig) -> None:
-    """Adapters made with this config put `LoraLinear` where PEFT would put its own layer."""
+    """Makes adapters of this config use `LoraLinear` instead of PEFT's own layer."""
     config._register_custom_module({nn.Linear: LoraLinear})
 
 
 class Operands(NamedTuple):
-    """Of one layer: what `products` multiplies x with.
+    """The matrices of one layer with which `products` multiplies x.
 
-    Args:
-        down, up: A and B, None where the layer has no adapter.
-        total: (W + s B A)' `[in, out]`, where it is there.
+    Attributes:
+        weight: W of the base.
+        bias: b of the base, if it has one.
+        down: A; None if the layer has no adapter.
+        up: B; None if the layer has no adapter.
+        total: (W + s B A)' `[in, out]`, if it exists.
+        scale: s.
     """
 
     weight: Tensor
@@ -45,12 +49,12 @@ class Operands(NamedTuple):
 
     @property
     def needed_backward(self) -> tuple[Tensor | None, ...]:
-        """For `save_for_backward`; `restored` makes operands of it again."""
+        """What to pass to `save_for_backward`; `restored` makes operands of it."""
         return self.weight, self.down, self.up, self.total
 
 
 def restored(saved: Sequence[Tensor | None], scales: Sequence[float]) -> list[Operands]:
-    """Of as many layers as there are scales, from what they said they need, one after the other."""
+    """The operands of as many layers as there are scales, from their concatenated `needed_backward`."""
     rows = [saved[i : i + 4] for i in range(0, 4 * len(scales), 4)]
     return [
         Operands(weight=cast(Tensor, weight), down=down, up=up, total=total, scale=scale)
@@ -59,7 +63,7 @@ def restored(saved: Sequence[Tensor | None], scales: Sequence[float]) -> list[Op
 
 
 def regrouped(flat: Sequence[Any]) -> list[Operands]:
-    """Operands of several layers that were passed to an autograd function one value after the other."""
+    """Operands of several layers, whose fields were passed to an autograd function one after the other."""
     size = len(Operands._fields)
     return [Operands(*flat[i : i + size]) for i in range(0, len(flat), size)]
 
@@ -67,9 +71,9 @@ def regrouped(flat: Sequence[Any]) -> list[Operands]:
 class LoraLinear(Linear):
     """A linear layer of the base with adapters, of which one at most is active here.
 
-    sums: by role, (W + s B A)' `[in, out]`, of DoRA with its magnitudes, which multiplies a few rows a sixth faster
-    than its transpose; for passes without gradient where a role is used for long without a change (sampling). lent: by
-    role, another's sum, its own matrices, and how often these had been changed when it was lent.
+    `sums` is {role: (W + s B A)' `[in, out]`, with DoRA's magnitudes if it has them}, for passes without gradient by a
+    role that does not change for long (sampling); this form multiplies a few rows a sixth faster than its transpose.
+    `lent` is {role: (another role's sum, the role's own matrices, their versions when the sum was lent)}.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,42 +82,44 @@ class LoraLinear(Linear):
         self.lent: dict[str, tuple[Tensor, tuple[Tensor, Tensor], tuple[int, ...]]] = {}
 
     def add_up(self, role: str, dtype: torch.dtype | None = None) -> None:
-        """Makes the role's sum, beside the base, which stays as it is. A 16-bit base gets none: B A would be lost.
+        """Makes the role's sum, and leaves the base as it is. A 16-bit base gets no sum, since B A would be lost.
 
-        dtype: the sum is rounded to it once it is made, and x is for the product; None: that of the base.
+        Args:
+            role: the role.
+            dtype: dtype to which the sum is rounded, and x for the product; None: that of the base.
         """
         weight = cast(nn.Linear, self.base_layer).weight
         if weight.dtype not in (torch.float32, torch.float64) or role not in self.lora_A:
             return
         down, up = self._matrices(role)
         rounded = dtype not in (None, weight.dtype)
-        room = None if rounded else self.sums.get(role)
-        self.lent.clear()  # what was lent is made anew in its place
+        old_sum = None if rounded else self.sums.get(role)
+        self.lent.clear()  # the new sum overwrites what was lent
         with torch.no_grad():
-            total = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=room)
+            total = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=old_sum)
             if role in self.lora_variant:
                 self._give_magnitudes(role, total)
             self.sums[role] = total.to(dtype) if rounded else total
 
     def _give_magnitudes(self, role: str, total: Tensor) -> None:
-        """DoRA (arXiv 2402.09353, equation 5): scales the weights of each output, a column of `[in, out]`, to the
-        length that the role has learned for it."""
+        """Scales the weights of each output, a column of `[in, out]`, to the length that the role has learned for it
+        (DoRA, arXiv 2402.09353, equation 5)."""
         magnitude = cast(Tensor, self.lora_magnitude_vector[role].weight)
         total.mul_(magnitude / torch.linalg.norm(total, dim=0))
 
     def lend(self, lender: str, role: str) -> None:
-        """With gradient, `role` takes the lender's sum from now on, until one of its two matrices changes.
+        """Lets `role` use the lender's sum in passes with gradient, until one of its two matrices changes.
 
-        The lender's matrices and scale must be the same, else nothing is lent, nor is a sum that is rounded.
+        Nothing is lent unless the lender has the same matrices and scale, and a sum that is not rounded.
         """
         self.lent.pop(role, None)
         if role in self.lora_variant or lender in self.lora_variant:
             return
         if lender not in self.sums or self.sums[lender].dtype != cast(nn.Linear, self.base_layer).weight.dtype:
             return
-        theirs, own = (self._matrices(name) for name in (lender, role))
+        lender_matrices, own = (self._matrices(name) for name in (lender, role))
         if self.scaling[lender] == self.scaling[role] and all(
-            torch.equal(a, b) for a, b in zip(theirs, own, strict=True)
+            torch.equal(a, b) for a, b in zip(lender_matrices, own, strict=True)
         ):
             self.lent[role] = (self.sums[lender], own, tuple(matrix._version for matrix in own))
 
@@ -122,12 +128,12 @@ class LoraLinear(Linear):
         return cast(nn.Linear, self.lora_A[role]).weight, cast(nn.Linear, self.lora_B[role]).weight
 
     def _borrowed(self, role: str) -> Tensor | None:
-        """The sum that was lent to the role, if its matrices are still those, unchanged."""
+        """The sum that was lent to the role, if the role's matrices have not changed since then."""
         if role not in self.lent:
             return None
-        total, then, versions = self.lent[role]
-        now = self._matrices(role)
-        unchanged = all(a is b and a._version == v for a, b, v in zip(now, then, versions, strict=True))
+        total, lent_matrices, versions = self.lent[role]
+        matrices = self._matrices(role)
+        unchanged = all(a is b and a._version == v for a, b, v in zip(matrices, lent_matrices, versions, strict=True))
         return total if unchanged else None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -148,7 +154,7 @@ class LoraLinear(Linear):
         return cast(Tensor, _LoraProduct.apply(x, *operands))
 
     def operands(self, x: Tensor) -> Operands | None:
-        """What `forward` multiplies x with, if it is two products and nothing else; None: it is done otherwise."""
+        """The operands of `forward`, if it is two products and nothing else; otherwise None."""
         base, role = cast(nn.Linear, self.base_layer), self._lone_role()
         if (
             role is None
@@ -161,7 +167,7 @@ class LoraLinear(Linear):
         return Operands(base.weight, base.bias, *self._matrices(role), total, self.scaling[role])
 
     def _lone_role(self) -> str | None:
-        """The active adapter, if it is the only one, has two matrices, and may have magnitudes (DoRA)."""
+        """The active adapter, if it is the only one and has just two matrices, perhaps with magnitudes (DoRA)."""
         if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
             return None
         [role] = self.active_adapters
@@ -173,16 +179,16 @@ class LoraLinear(Linear):
 
 
 def operands_of(x: Tensor, layers: Iterable[nn.Module]) -> list[Operands] | None:
-    """What each of the layers multiplies x with, or tensors like it; None where one of them does more than that.
+    """The operands of layers for x, or tensors like it; None if one of the layers does more than multiply with them.
 
-    Linear layers without an adapter that are frozen are among those that do not.
+    The layers may include frozen linear layers without an adapter.
     """
     operands: list[Operands] = []
     for layer in layers:
-        own = layer.operands(x) if isinstance(layer, LoraLinear) else _frozen(x, layer)
-        if own is None:
+        layer_operands = layer.operands(x) if isinstance(layer, LoraLinear) else _frozen(x, layer)
+        if layer_operands is None:
             return None
-        operands.append(own)
+        operands.append(layer_operands)
     return operands
 
 
@@ -208,9 +214,11 @@ class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         flat, low, *saved = ctx.saved_tensors
-        x_grad, own = gradients(restored(saved, [ctx.scale]), flat, low, grad_outputs, ctx.needs_input_grad[0])
+        x_grad, operand_grads = gradients(
+            restored(saved, [ctx.scale]), flat, low, grad_outputs, ctx.needs_input_grad[0]
+        )
         shape = grad_outputs[0].shape[:-1]
-        return (None if x_grad is None else x_grad.view(*shape, -1), *own)
+        return (None if x_grad is None else x_grad.view(*shape, -1), *operand_grads)
 
 
 def products(x: Tensor, layers: Sequence[Operands]) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -218,11 +226,11 @@ def products(x: Tensor, layers: Sequence[Operands]) -> tuple[list[Tensor], Tenso
     flat, lent = x.reshape(-1, x.shape[-1]), _all_lent(layers)
     low = flat @ _downs(layers).to(x.dtype).t()
     ys = []
-    for layer, own in zip(layers, low.split([layer.rank for layer in layers], 1), strict=True):
+    for layer, layer_low in zip(layers, low.split([layer.rank for layer in layers], 1), strict=True):
         weight = layer.total if lent and layer.total is not None else layer.weight.t()
         y = flat @ weight if layer.bias is None else torch.addmm(layer.bias, flat, weight)
         if layer.up is not None and not lent:
-            y.addmm_(own, layer.up.to(x.dtype).t(), alpha=layer.scale)
+            y.addmm_(layer_low, layer.up.to(x.dtype).t(), alpha=layer.scale)
         ys.append(y.view(*x.shape[:-1], y.shape[-1]))
     return ys, flat, low
 
@@ -232,20 +240,29 @@ def gradients(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """(gradient of x `[N, in]`, those of every layer's operands in their order), from those of the layers' y.
 
-    flat, low: what `products` gave with y. The tensors are new and nobody else's. An adapter's float32 matrices are
-    used in the dtype of x; their gradients are in their own.
+    The results are new tensors. An adapter's float32 matrices are used in the dtype of x; their gradients are in their
+    own dtype.
+
+    Args:
+        layers: the layers' operands.
+        flat: x as a matrix, from `products`.
+        low: x A' of all layers, from `products`.
+        grads: gradients of the layers' y.
+        of_x: whether the gradient of x is needed.
     """
     lent, sizes, low_grad = _all_lent(layers), [layer.rank for layer in layers], torch.empty_like(low)
     ups: list[Tensor | None] = []
     x_grad: Tensor | None = None
-    for layer, own, own_grad, grad in zip(layers, low.split(sizes, 1), low_grad.split(sizes, 1), grads, strict=True):
+    for layer, layer_low, layer_low_grad, grad in zip(
+        layers, low.split(sizes, 1), low_grad.split(sizes, 1), grads, strict=True
+    ):
         g = grad.reshape(-1, grad.shape[-1])
         if layer.up is None:
             ups.append(None)
         else:
-            torch.addmm(own_grad, g, layer.up.to(g.dtype), beta=0, alpha=layer.scale, out=own_grad)
-            # Turned, because a product that is narrow in its rows is made twice as fast as one narrow in its columns.
-            up = torch.addmm(g.new_empty(()), own.t(), g, beta=0, alpha=layer.scale)
+            torch.addmm(layer_low_grad, g, layer.up.to(g.dtype), beta=0, alpha=layer.scale, out=layer_low_grad)
+            # Transposed, because a product with few rows is computed twice as fast as one with few columns.
+            up = torch.addmm(g.new_empty(()), layer_low.t(), g, beta=0, alpha=layer.scale)
             ups.append(up.t().to(layer.up.dtype))
         if of_x:
             weight = layer.total.t() if lent and layer.total is not None else layer.weight
@@ -260,7 +277,7 @@ def gradients(
 
 
 def _all_lent(layers: Sequence[Operands]) -> bool:
-    """Whether every adapter's sum with its base is there; where one is missing, none is used."""
+    """Whether every adapter's sum with its base exists; if one is missing, none is used."""
     return all(layer.total is not None for layer in layers if layer.down is not None)
 
 

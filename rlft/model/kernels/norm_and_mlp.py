@@ -1,9 +1,9 @@
-"""Root-mean-square norms and gated MLPs of a frozen base with fewer passes over memory: the same numbers, sooner.
+"""Root-mean-square norms and gated MLPs of a frozen base with fewer passes over memory: the same numbers, faster.
 
 Written out in torch, a norm makes six tensors of its input's size forward and backward, and a gated MLP keeps three;
-here each is one autograd function that keeps what its gradient needs. A module gets its function only if, on a probe,
-it gives what the module gave (Gemma's norm, which adds 1 to its weight, keeps its own), and only while its weight is
-frozen.
+here each is one autograd function that keeps only what its gradient needs. A function replaces a module's forward only
+if it gives the same numbers on a probe (Gemma's norm, which adds 1 to its weight, keeps its own), and is used only
+while the weight is frozen.
 
 In 16 bits they serve CUDA cards, with a norm's steps in float32 and its output rounded before it is weighted, as in
 transformers; on a CPU in 16 bits a module keeps its own forward.
@@ -31,7 +31,7 @@ def install(model: nn.Module) -> None:
 
 
 def _same(module: Any, forward: Any) -> bool:
-    """Whether the function gives what the module does, to rounding, on a probe."""
+    """Whether function and module agree on a probe, except for rounding."""
     weight = module.weight if hasattr(module, "weight") else module.gate_proj.weight
     probe = torch.linspace(-3, 3, 4 * weight.shape[-1], device=weight.device, dtype=weight.dtype).view(1, 4, -1)
     try:
@@ -63,14 +63,14 @@ class Norm(NamedTuple):
 
 
 def norm_of(module: Any) -> Norm | None:
-    """What a norm that was replaced is made of; None if it is not one of these, or learns."""
+    """The weight and eps of a norm that was replaced; None if the module is not such a norm, or learns."""
     if not _is_replaced(module, _norm) or module.weight.requires_grad:
         return None
     return Norm(module.weight, _eps(module))
 
 
 def serves(x: Tensor) -> bool:
-    """Whether norms and whole branches of such an x are computed here."""
+    """Whether norms and whole branches for this x are computed here."""
     return is_wide(x) or x.device.type == "cuda"
 
 
@@ -94,9 +94,9 @@ def _norm(module: Any, plain: Any, x: Tensor) -> Tensor:
 
 @fused
 def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x scale weight, scale), with scale = 1 / sqrt(mean(x^2) + eps) over the last axis, kept; no gradient.
+    """(x scale weight, scale), with scale = 1 / sqrt(mean(x^2) + eps) over the last axis, which is kept; no gradient.
 
-    scale is float32 where x has 16 bits.
+    scale is float32 if x has 16 bits.
     """
     wide = x if is_wide(x) else x.float()
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -105,7 +105,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @fused
 def norm_gradient(weighted: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of x, perhaps in the place of `weighted`, which is weight times that of `normed`."""
+    """The gradient of x from `weighted`, which is weight times that of `normed` and may be overwritten."""
     wide, row = (weighted, x) if is_wide(x) else (weighted.float(), x.float())
     along = torch.linalg.vecdot(wide, row)[..., None]
     return wide.mul_(scale).addcmul_(row, along.mul_(scale.pow(3)).div_(-x.shape[-1])).to(x.dtype)
@@ -147,7 +147,7 @@ def _gated(module: Any, plain: Any, x: Tensor) -> Tensor:
 
 
 class _SiLUProduct(torch.autograd.Function):
-    """silu(gate) * up; silu is made again in backward."""
+    """silu(gate) * up; silu is computed again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

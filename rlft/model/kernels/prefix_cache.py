@@ -1,8 +1,8 @@
-"""Keys and values while a group's completions are decoded: each prompt's once, each completion's own.
+"""Keys and values while a group's completions are decoded: each prompt's once, and each completion's own.
 
-Nothing of a prompt is repeated for its siblings: their queries attend to its keys together, and each to its own keys;
-the two are merged as in `split_attention`. Tokens go through the network as one packed row, so neither prompts nor
-completions are padded there. On a CUDA card `flash_prefix_cache` attends.
+Nothing of a prompt is repeated for its completions: their queries attend to its keys together, and each to its own
+keys; the two are merged as in `split_attention`. Tokens go through the network as one packed row, so neither prompts
+nor completions are padded there. On a CUDA card `flash_prefix_cache` attends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ class PrefixCache:
     """The state of decoding U prompts x n completions on a CPU. No gradient.
 
     Args:
-        prompts: token ids of each, none empty.
-        model: whose attention is `rlft_packed`.
+        model: a model whose attention is `rlft_packed`.
+        prompts: token ids of each prompt; none is empty.
+        max_tokens: the most tokens of a completion.
     """
 
     token_axis = 2
-    """Of the rooms of completions' own keys and values, `[R, K, max_tokens, D]` here."""
+    """The axis of tokens in the buffers of completions' own keys and values, `[R, K, max_tokens, D]` here."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         self.model, self.max_tokens = model, max_tokens
@@ -45,11 +46,11 @@ class PrefixCache:
         self._prepare(spans)
 
     def _prepare(self, spans: Sequence[Span]) -> None:
-        """What attention needs to know of the prompts."""
+        """Prepares what attention needs to know about the prompts."""
         self._blocks = make_blocks(spans, (), (), self.model.device)
         index, mask = padded_places(spans)
         self._prompt_index = index.flatten()
-        # In the queries' dtype: the kernel reads a mask as numbers of that type, whatever type it has.
+        # The bias must have the queries' dtype: the kernel reads it as such numbers, whatever type it has.
         zeros = torch.zeros(mask.shape, dtype=self.model.dtype)
         self._bias = None if mask.all() else zeros.masked_fill(~mask, -torch.inf)[:, None, None]
 
@@ -60,16 +61,16 @@ class PrefixCache:
         return self._logits(hidden_UH).repeat_interleave(n, 0)
 
     def step(self, token_R: Tensor) -> Tensor:
-        """Logits `[R, V]` after one more token a row."""
+        """Logits `[R, V]` after one more token in each row."""
         positions_R = self._lengths[self._owner] + self._decoded
         self._decoded += 1
         return self._logits(self._forward(token_R, positions_R))
 
     def fill(self) -> None:
-        """Takes all the memory that the longest completions would: for a rehearsal; what is decoded then is wrong."""
+        """Takes all the memory that the longest completions would take, for a rehearsal; later results are wrong."""
         for pair in self._own:
-            for room in pair:
-                room.zero_()
+            for buffer in pair:
+                buffer.zero_()
 
     def keep(self, rows: Tensor) -> None:
         """Drops every other row from the batch."""
@@ -109,40 +110,40 @@ class PrefixCache:
         return head(hidden)
 
     def _as_prompts(self, x_NKD: Tensor) -> Tensor:
-        """`[U, K, P, D]`, contiguous: read at every step."""
+        """`[U, K, P, D]`, contiguous, since it is read at every step."""
         rows = x_NKD.index_select(0, self._prompt_index).view(len(self._lengths), -1, *x_NKD.shape[1:])
         return rows.transpose(1, 2).contiguous()
 
     def _put(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> tuple[Tensor, Tensor]:
-        """All own keys and values so far, with these as the last: rooms narrowed to the tokens decoded."""
+        """Adds these keys and values to the completions' own; returns all of them so far."""
         if layer == len(self._own):
-            self._own.append((self._room(key_RKD), self._room(value_RKD)))
+            self._own.append((self._buffer(key_RKD), self._buffer(value_RKD)))
         pair = self._own[layer]
-        for room, new in zip(pair, (key_RKD, value_RKD), strict=True):
-            room.select(self.token_axis, self._decoded - 1).copy_(new)
+        for buffer, new in zip(pair, (key_RKD, value_RKD), strict=True):
+            buffer.select(self.token_axis, self._decoded - 1).copy_(new)
         return self._filled(pair[0]), self._filled(pair[1])
 
-    def _room(self, x_RKD: Tensor) -> Tensor:
-        """For all tokens that may come: pages of it that nothing is written to take no memory."""
+    def _buffer(self, x_RKD: Tensor) -> Tensor:
+        """A buffer for all tokens that may come; its pages take no memory until something is written to them."""
         shape = list(x_RKD.shape)
         shape.insert(self.token_axis, self.max_tokens)
         return x_RKD.new_empty(shape)
 
-    def _filled(self, room: Tensor) -> Tensor:
-        return room.narrow(self.token_axis, 0, self._decoded)
+    def _filled(self, buffer: Tensor) -> Tensor:
+        return buffer.narrow(self.token_axis, 0, self._decoded)
 
     def _kept(self, old: Tensor, rows: Tensor) -> Tensor:
-        room = self._room(old.select(self.token_axis, 0)[: len(rows)])
-        self._filled(room).copy_(self._filled(old).index_select(0, rows))
-        return room
+        buffer = self._buffer(old.select(self.token_axis, 0)[: len(rows)])
+        self._filled(buffer).copy_(self._filled(old).index_select(0, rows))
+        return buffer
 
     def _arrange(self, owner_R: Tensor) -> None:
-        """Where each row stands when rows of one prompt are put side by side, `siblings` a prompt; 0 where padded."""
+        """Computes where each row goes when siblings are put side by side, padded to the most siblings of a prompt."""
         self._owner = owner_R
         counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
         self._siblings = int(counts_U.max())
-        before_U = counts_U.cumsum(0) - counts_U
-        self._back = owner_R * self._siblings + torch.arange(len(owner_R)) - before_U[owner_R]
+        start_U = counts_U.cumsum(0) - counts_U
+        self._back = owner_R * self._siblings + torch.arange(len(owner_R)) - start_U[owner_R]
         self._arranged = torch.zeros(len(counts_U) * self._siblings, dtype=torch.int64)
         self._arranged[self._back] = torch.arange(len(owner_R))
         self._in_order = torch.equal(self._arranged, torch.arange(len(owner_R)))

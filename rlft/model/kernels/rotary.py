@@ -1,7 +1,7 @@
-"""Rotary positions (Su et al. 2021, arXiv 2104.09864) with fewer passes over memory: the same numbers, sooner.
+"""Rotary positions (Su et al. 2021, arXiv 2104.09864) with fewer passes over memory: the same numbers, faster.
 
-transformers turns queries and keys with `q * cos + rotate_half(q) * sin`, five tensors of q's size forward and as many
-backward. Here the turned tensor is the only one made, and nothing is kept but cos and sin.
+transformers rotates queries and keys with `q * cos + rotate_half(q) * sin`, five tensors of q's size forward and as
+many backward. Here the rotated tensor is the only one made, and only cos and sin are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlft.model.kernels.fusion import fused
 
 
 def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries `[B, H, N, D]` and keys `[B, K, N, D]` turned by their positions; cos and sin `[B, N, D]`."""
+    """Queries `[B, H, N, D]` and keys `[B, K, N, D]` rotated by their positions; cos and sin are `[B, N, D]`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if not torch.is_grad_enabled():
         return turned(q, cos, sin), turned(k, cos, sin)
@@ -24,7 +24,7 @@ def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 
 @fused
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(x1 cos1 - x2 sin1, x2 cos2 + x1 sin2), with x1 and x2 the halves of the last axis; new. No gradient."""
+    """(x1 cos1 - x2 sin1, x2 cos2 + x1 sin2), with x1 and x2 the halves of the last axis; a new tensor."""
     half = x.shape[-1] // 2
     out = x * cos
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)

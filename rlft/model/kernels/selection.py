@@ -1,10 +1,9 @@
-"""The door to the kernels: which of them a model gets, and what the rest of rlft asks of them.
+"""The interface of the kernels: which of them a model gets, and what the rest of rlft needs from them.
 
-`auto` puts rlft's functions in the place of transformers' attention, rotary positions, norms, gated MLPs and decoder
-layers and of PEFT's LoRA layers, for the model types in `FAMILIES` and the releases of transformers in `TESTED`.
-`plain` is transformers and PEFT as they come. Both compute the same: where the log-probs of a model's own modules are
-not those of ours (`rlft.model.forward.choose` compares them), and wherever a type or release is not listed, a model is
-plain, and the reason is said when a run starts.
+`auto` replaces transformers' attention, rotary positions, norms, gated MLPs and decoder layers and PEFT's LoRA layers
+by rlft's functions, for the model types in `FAMILIES` and the releases of transformers in `TESTED`. `plain` leaves
+transformers and PEFT as they are. Both compute the same: if log-probs differ (`rlft.model.forward.choose` compares
+them), or a type or release is not listed, a model is plain, and the reason is reported when a run starts.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from rlft.model.kernels import attention, decoder_layer, llama_attention, lora_l
 from rlft.model.kernels.families import FAMILIES, TESTED
 
 Replaced = tuple[nn.Module, Any, Any]
-"""(module, its own forward where it had been replaced by another library and None where it is its class's, ours)."""
+"""(module, original forward: one from another library, or None for that of its class, rlft's forward)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Which kernels a model is computed with.
 
-    Args:
-        choice: what is in force.
+    Attributes:
+        choice: the choice that is in effect.
         reason: why, in words.
-        requested: whether `model.kernels` says so.
+        requested: whether `model.kernels` requested it.
     """
 
     choice: KernelChoice
@@ -44,16 +43,16 @@ class Decision:
 
 
 def decide(setting: KernelChoice, model_type: str) -> Decision:
-    """What a model of this type gets, as far as is known without its weights."""
+    """The kernels for a model of this type, as far as they can be known without its weights."""
     version = transformers.__version__
     if setting is KernelChoice.plain:
         return Decision(choice=KernelChoice.plain, reason="transformers and PEFT as they come")
     if not is_tested(version):
-        known = f"transformers {version} is not among the tested releases ({TESTED[0]} to {TESTED[1]})"
-        return Decision(choice=KernelChoice.plain, reason=known, requested=False)
+        reason = f"transformers {version} is not among the tested releases ({TESTED[0]} to {TESTED[1]})"
+        return Decision(choice=KernelChoice.plain, reason=reason, requested=False)
     if model_type not in FAMILIES:
-        known = f"model type {model_type} is not among {', '.join(sorted(FAMILIES))}"
-        return Decision(choice=KernelChoice.plain, reason=known, requested=False)
+        reason = f"model type {model_type} is not among {', '.join(sorted(FAMILIES))}"
+        return Decision(choice=KernelChoice.plain, reason=reason, requested=False)
     return Decision(choice=KernelChoice.auto, reason=f"{model_type} with transformers {version}")
 
 
@@ -75,9 +74,11 @@ def is_tested(version: str) -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Kernels:
-    """What one model is computed with. `decision` turns to plain when `remove` is called.
+    """What a model is computed with.
 
-    replaced: the modules of the model whose forwards are ours.
+    Attributes:
+        decision: which kernels are in effect; `remove` sets it to plain.
+        replaced: the modules of the model whose forwards were replaced.
     """
 
     decision: Decision = Decision(choice=KernelChoice.auto, reason="chosen by hand")
@@ -89,25 +90,25 @@ class Kernels:
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Inside, the model's modules compute as transformers has them; its attention over plain rows is the same."""
-        for module, own, _ in self.replaced:
-            _set_forward(module, own)
+        """Inside, the model's modules compute as in transformers; its attention over plain rows is the same."""
+        for module, original, _ in self.replaced:
+            _set_forward(module, original)
         try:
             yield
         finally:
-            for module, _, ours in self.replaced:
-                _set_forward(module, ours)
+            for module, _, replacement in self.replaced:
+                _set_forward(module, replacement)
 
     def remove(self, reason: str) -> None:
-        """Gives the model's modules their own forwards back, for good."""
-        for module, own, _ in self.replaced:
-            _set_forward(module, own)
+        """Permanently gives the model's modules their original forwards back."""
+        for module, original, _ in self.replaced:
+            _set_forward(module, original)
         self.replaced = ()
         self.decision = Decision(choice=KernelChoice.plain, reason=reason, requested=False)
 
     # -- adapters --------------------------------------------------------------------------------------------------
     def choose_layers(self, config: LoraConfig) -> None:
-        """Adapters that are made with this config lie in our layers, or in PEFT's where kernels are plain."""
+        """Makes adapters of this config use rlft's layers, or PEFT's if kernels are plain."""
         if not self.are_plain:
             lora_linear.install(config)
 
@@ -115,7 +116,10 @@ class Kernels:
 def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: bool) -> Kernels:
     """Gives a loaded, frozen model its kernels.
 
-    own_attention: False where the user has chosen another attention (`model.attn_implementation`).
+    Args:
+        model: the model.
+        setting: `model.kernels`.
+        own_attention: False if the user has chosen another attention (`model.attn_implementation`).
     """
     decision = decide(setting, model.config.model_type)
     if decision.choice is KernelChoice.plain:
@@ -125,22 +129,22 @@ def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: boo
     if own_attention:
         attention.install(model)
     family = FAMILIES[model.config.model_type]
-    before = {module: vars(module).get("forward") for module in model.modules()}
+    originals = {module: vars(module).get("forward") for module in model.modules()}
     norm_and_mlp.install(model)
     if family.attention:
         llama_attention.install(model, family)
     if family.layer:
         decoder_layer.install(model)
     replaced = [
-        (module, own, vars(module)["forward"])
-        for module, own in before.items()
-        if vars(module).get("forward") is not own
+        (module, original, vars(module)["forward"])
+        for module, original in originals.items()
+        if vars(module).get("forward") is not original
     ]
     return Kernels(decision=decision, replaced=replaced)
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:
-    """forward: None for that of the module's class."""
+    """Sets a module's forward; None restores that of its class."""
     if forward is None:
         vars(module).pop("forward", None)
     else:
@@ -149,14 +153,14 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 # -- sums of base and adapter, for passes by a role that does not change --------------------------------------------
 def add_up(model: nn.Module, role: str, dtype: torch.dtype | None) -> None:
-    """Makes the role's sums in every layer of ours (`LoraLinear.add_up`); PEFT's layers have none."""
+    """Makes the role's sums in every `LoraLinear` (`LoraLinear.add_up`); PEFT's layers have none."""
     for layer in model.modules():
         if isinstance(layer, lora_linear.LoraLinear):
             layer.add_up(role, dtype)
 
 
 def lend(model: nn.Module, lender: str, role: str) -> None:
-    """The role learns on the lender's sums while its weights are the lender's (`LoraLinear.lend`)."""
+    """Lets the role learn with the lender's sums while its weights equal the lender's (`LoraLinear.lend`)."""
     for layer in model.modules():
         if isinstance(layer, lora_linear.LoraLinear):
             layer.lend(lender, role)

@@ -1,8 +1,8 @@
 """Attention over a packed row, block by block, on a CPU: torch's flash kernel, forward and backward.
 
 A token's attention over two sets of keys is the mean of its attentions over each, weighted by their shares of the
-normaliser: out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The kernel's backward asks for out and
-lse only to remake the weights exp(score - lse) and the correction sum(grad x out); given those of the whole, each
+normaliser: out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The kernel's backward needs out and lse
+only to recompute the weights exp(score - lse) and the correction sum(grad x out); given out and lse of the whole, each
 block's backward gives exactly its part of the gradients (as in ring attention, Liu et al. 2023, arXiv 2310.01889).
 """
 
@@ -21,14 +21,14 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """(attention `[R, H, C, D]` to all keys but those biased away, its log-sum-exp `[R, H, C]`); no gradient."""
+    """(attention `[R, H, C, D]` to all keys except those with a bias of -inf, its log-sum-exp `[R, H, C]`); no grad."""
     return _FORWARD(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
 
 
 def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(attention over both sets of keys, in the place of `one`; its log-sum-exp), from two over unlike sets.
+    """(attention over both sets of keys, which overwrites `one`; its log-sum-exp), from attentions over disjoint sets.
 
-    one, other `[.., D]`; one_lse, other_lse `[.., 1]`.
+    `one` and `other` are `[.., D]`, `one_lse` and `other_lse` are `[.., 1]`.
     """
     both = torch.logaddexp(one_lse, other_lse)
     # The weights have the normaliser's precision, which is at least float32.
@@ -37,7 +37,7 @@ def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tup
 
 
 def serves(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes these: a CPU's, with queries and values of the same size."""
+    """Whether the kernel takes these: tensors on a CPU, with queries and values of the same size."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
@@ -76,7 +76,7 @@ def attend(
         places = block.queries.real
         if not block.causal:
             part, part_lse = merge(take(out, places), take(lse, places), part, part_lse)
-        if block.causal or not isinstance(places, slice):  # else it was merged in its place
+        if block.causal or not isinstance(places, slice):  # otherwise it was merged in place
             put(out, places, part)
         put(lse, places, part_lse)
     return out, lse
@@ -92,14 +92,14 @@ def attention_gradients(
     blocks: Sequence[Block],
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of query, key and value, new, from that of `out`; out, lse: what `attend` gave."""
+    """Gradients of query, key and value (new tensors) from that of `out`; `out` and `lse` are results of `attend`."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     for block in blocks:
         q, k, v = _gathered(block, query, key, value)
         g, o = (_rows(x, block.queries, block) for x in (grad, out))
         normaliser = _rows(lse, block.queries, block)[..., 0].contiguous()
         if block.queries.slots is not None:
-            # A padded query weighs nothing: exp(score - inf) = 0.
+            # A padded query has no weight: exp(score - inf) = 0.
             padded = torch.ones(block.shape[0] * block.shape[1], dtype=torch.bool)
             padded = padded.index_fill_(0, block.queries.slots, False).view(block.shape[0], 1, block.shape[1])
             normaliser = normaliser.masked_fill(padded, torch.inf)
@@ -120,7 +120,7 @@ def _rows(x_NHD: Tensor, places: Places, block: Block) -> Tensor:
 
 
 def _tokens(places: Places, x_RHCD: Tensor) -> Tensor:
-    """`[n, H, D]`: of the real places, in their order."""
+    """`[n, H, D]`: the tokens of the real places, in their order."""
     flat = x_RHCD.transpose(1, 2).flatten(0, 1)
     return flat if places.slots is None else flat.index_select(0, places.slots)
 
@@ -130,7 +130,7 @@ def _bias(block: Block, query: Tensor) -> Tensor | None:
 
 
 def _add(total: Tensor, places: Tensor | slice, part: Tensor, *, first: bool) -> None:
-    """Puts the part there, or adds it to what is there. No place comes twice: the order of additions is fixed."""
+    """Sets these places to the part, or adds it to them. No place occurs twice, so the order of additions is fixed."""
     if first:
         put(total, places, part)
     elif isinstance(places, slice):
