@@ -310,6 +310,10 @@ TABLE = [
     ("train token_budget=10", "token_budget", "set token_budget=512 or more"),
     ("train algorithm.kl_coef=0.1", "snapshot.reference", "algorithm.kl_coef is above 0"),
     ("train algorithm.dual_clip=1", "algorithm.dual_clip", "must lie above the clip range"),
+    ("train algorithm=gspo algorithm.mismatch=token_mask", "algorithm.mismatch",
+     "ratio=sequence has one number for all of a completion's tokens, got token_mask; use algorithm.mismatch=sequence_m"),
+    ("train algorithm=gmpo algorithm.mismatch=token_truncate", "algorithm.mismatch", "algorithm.surrogate=gmpo has one"),
+    ("train algorithm=gspo overlap.lag=1", "overlap.lag", "set algorithm.mismatch=sequence_truncate, or overlap.lag=0"),
     ("train algorithm.mismatch_low=2", "algorithm.mismatch_low", "must have 1"),
     ("train snapshot.old=never", "snapshot.old", "choose one of auto, sampled, recompute"),
     # Sweeps whose values Optuna chooses

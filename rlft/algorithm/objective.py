@@ -408,6 +408,23 @@ class RatioObjective(Objective):
                 got=self.ratio,
                 remedy="use algorithm.ratio=token, or algorithm.surrogate=clipped",
             )
+        if self.mismatch in (Mismatch.token_truncate, Mismatch.token_mask) and self.joins_tokens:
+            joined = "ratio=sequence" if self.ratio == RatioLevel.sequence else "surrogate=gmpo"
+            way = self.mismatch.removeprefix("token_")
+            raise UserError(
+                "algorithm.mismatch",
+                f"weighs single tokens, and algorithm.{joined} has one number for all of a completion's tokens",
+                got=self.mismatch,
+                remedy=f"use algorithm.mismatch=sequence_{way}",
+            )
+
+    @property
+    def joins_tokens(self) -> bool:
+        """Whether a token's term has the gradients of all tokens of its completion, so that no weight leaves one out."""
+        if self.surrogate == SurrogateKind.gmpo:
+            return True
+        of_ratios = (SurrogateKind.clipped, SurrogateKind.importance, SurrogateKind.sapo)
+        return self.ratio == RatioLevel.sequence and self.surrogate in of_ratios
 
     @property
     def warnings(self) -> tuple[str, ...]:

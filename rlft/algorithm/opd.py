@@ -100,6 +100,7 @@ from rlft.keys.bounds import Decay, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.ops.distillation import Divergence, teacher_advantages, top_k_divergence
 from rlft.ops.lazy import no_grad, torch
 from rlft.ops.mask import keep
+from rlft.ops.ratio import RatioLevel
 from rlft.types import Batch, Outputs, UserError
 
 if TYPE_CHECKING:
@@ -164,6 +165,16 @@ class OPD(GRPO):
     def learns_from_teacher_alone(self) -> bool:
         """Whether nothing but the teacher moves the policy: no reward, no KL term, no entropy bonus."""
         return self.reward_coef == 0 and not self._acts_without_advantage
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Settings that are allowed and hardly ever intended, in words."""
+        if self.teacher_in == TeacherPlace.loss or not self.joins_tokens:
+            return super().warnings
+        key, got = ("surrogate", self.surrogate) if self.ratio == RatioLevel.token else ("ratio", self.ratio)
+        problem = "gives each token the mean of its completion's advantages, and the teacher's are of single tokens"
+        remedy = "use algorithm.surrogate=importance algorithm.ratio=sequence_token"
+        return (*super().warnings, f"algorithm.{key}: {problem}, got {got}; {remedy}")
 
     @property
     def teacher_top_k(self) -> int:

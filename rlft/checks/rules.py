@@ -162,6 +162,8 @@ def _overlap(config: RunConfig, algorithm: Algorithm) -> None:
     if not config.overlap.lag:
         return
     if not algorithm.corrects_mismatch:
+        keys = config.algorithm
+        level = "sequence" if keys.get("ratio") == "sequence" or keys.get("surrogate") == "gmpo" else "token"
         name = config.algorithm["_target_"].rpartition(".")[2]
         problem = "trains on what an earlier policy sampled, which needs importance weights (algorithm.mismatch)"
         raise UserError(
@@ -170,7 +172,7 @@ def _overlap(config: RunConfig, algorithm: Algorithm) -> None:
             got=config.overlap.lag,
             remedy="set overlap.lag=0; Kimi has no such weights"
             if name == "Kimi"
-            else "set algorithm.mismatch=token_truncate, or overlap.lag=0",
+            else f"set algorithm.mismatch={level}_truncate, or overlap.lag=0",
         )
     if config.snapshot.old == "sampled":
         raise UserError(

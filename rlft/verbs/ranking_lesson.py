@@ -67,9 +67,17 @@ class RankingLesson(AdapterLesson[AnyRankingPlan]):
         return parts_within(rankings, texts_of, budget, packed=packed, ending=self.ending)
 
     def largest_part(self) -> list[RankedTokens]:
-        """The first micro-batch of an update on the longest rankings."""
-        rankings = sorted(self.plan.train.rankings, key=lambda r: -sum(map(len, r.completions)))
-        return self.micro_batches(rankings[: self.config.rankings_per_step])[0]
+        """The micro-batch with the most tokens of an update on the rankings that have most, padding included."""
+        forward = self.roles.forward
+
+        def tokens_of(ranking: RankedTokens) -> int:
+            lengths = [len(completion) + self.ending for completion in ranking.completions]
+            if forward.packed:
+                return len(ranking.prompt) + sum(lengths)
+            return len(lengths) * (len(ranking.prompt) + max(lengths))
+
+        rankings = sorted(self.plan.train.rankings, key=tokens_of, reverse=True)[: self.config.rankings_per_step]
+        return max(self.micro_batches(rankings), key=lambda part: forward.network_tokens(self.batch_of(part)))
 
 
 def rows_of(rankings: Sequence[RankedTokens]) -> list[Row]:

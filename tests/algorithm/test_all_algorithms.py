@@ -13,6 +13,8 @@ nan, inf = float("nan"), float("inf")
 
 NAMES = catalog.choices("algorithm")
 EXTRAS = {"": {}, "all terms": {"kl_coef": 0.1, "entropy_coef": 0.02, "mismatch": "token_mask"}}
+OF_COMPLETIONS = {name: {"mismatch": "sequence_mask", "mismatch_low": 0.8} for name in ("gspo", "gmpo")}
+"""Instead of the weights of single tokens, which these refuse."""
 algorithms = pytest.mark.parametrize(("name", "extra"), [(name, extra) for name in NAMES for extra in EXTRAS])
 INPUTS = ("sampled_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "old_values")
 
@@ -22,7 +24,7 @@ def made(make):
     def build(name, extra):
         # Kimi refuses the weights of single tokens: its squared log-ratio is of a whole completion.
         keys = {key: value for key, value in EXTRAS[extra].items() if (name, key) != ("kimi", "mismatch")}
-        return make(name, **keys)
+        return make(name, **keys | (OF_COMPLETIONS.get(name, {}) if extra else {}))
 
     return build
 

@@ -593,3 +593,22 @@ def test_yaml_defaults_are_those_of_the_maths_page(make):
     )
     assert (grpo.clip_low, grpo.clip_high, grpo.dual_clip, grpo.kl_coef) == (0.2, 0.2, None, 0.0)
     assert (grpo.kl_in, grpo.kl_estimator, grpo.mismatch) == (KLPlace.loss, KLEstimator.auto, Mismatch.off)
+
+
+@pytest.mark.parametrize("way", ["truncate", "mask"])
+@pytest.mark.parametrize(
+    ("keys", "joined"),
+    [
+        ({"ratio": "sequence"}, "ratio=sequence"),
+        ({"ratio": "sequence", "surrogate": "sapo"}, "ratio=sequence"),
+        ({"surrogate": "gmpo"}, "surrogate=gmpo"),
+    ],
+)
+def test_weights_of_single_tokens_are_refused_where_a_completion_has_one_number(make, way, keys, joined):
+    with pytest.raises(UserError, match=f"{joined} has one number for all of a completion's tokens") as refused:
+        make("grpo", mismatch=f"token_{way}", **keys)
+    assert refused.value.key == "algorithm.mismatch"
+    assert refused.value.remedy == f"use algorithm.mismatch=sequence_{way}"
+    make("grpo", mismatch=f"sequence_{way}", **keys)
+    make("grpo", mismatch=f"token_{way}", ratio="sequence_token")
+    make("grpo", mismatch=f"token_{way}", ratio="sequence", surrogate="cispo")

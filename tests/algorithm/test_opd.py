@@ -190,3 +190,20 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(make, full_step, s
         parts = gradients(rows_of(outputs, index), rows_of(batch, index))
         for part, of_all in zip(parts, whole, strict=True):
             close(part, of_all[index])
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"ratio": "sequence"}, "algorithm.ratio"),
+        ({"surrogate": "gmpo"}, "algorithm.surrogate"),
+        ({"ratio": "sequence_token"}, None),
+        ({"ratio": "sequence", "surrogate": "policy_gradient"}, None),
+        ({"ratio": "sequence", "teacher_in": "loss"}, None),
+        ({}, None),
+    ],
+)
+def test_what_mixes_the_teachers_signal_of_single_tokens_is_warned_of(make, keys, key):
+    warnings = make("opd", **keys).warnings
+    assert [text.partition(":")[0] for text in warnings] == ([key] if key else [])
+    assert all("ratio=sequence_token" in text for text in warnings)

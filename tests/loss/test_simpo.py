@@ -37,3 +37,13 @@ def test_label_smoothing_takes_pairs_the_other_way_round(compute) -> None:
     loss, gradient, _ = compute(loss_of, [-2.0, -2 - LOG3], [1, 1], None)
     assert loss == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4), abs=1e-12)
     assert gradient == pytest.approx([0.0, 0.0], abs=1e-12)
+
+
+def test_label_smoothing_turns_the_margin_less_gamma_round(compute) -> None:
+    # Margin 2 log 3 less gamma = log 3 is log 3: 3/4 log(1 + 1/3) + 1/4 log(1 + 3); the margin alone, or gamma with the
+    # other sign in the second term, would give 3/4 log(10/9) + 1/4 log(10) and 3/4 log(4/3) + 1/4 log(28).
+    loss_of = SimPo(beta=1.0, gamma=LOG3, label_smoothing=0.25, sft_coef=0.0)
+    loss, gradient, _ = compute(loss_of, [-2.0, -2 - 2 * LOG3], [1, 1], None)
+    assert loss == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4), abs=1e-12)
+    # d / d margin = -3/4 sigmoid(-log 3) + 1/4 sigmoid(log 3) = -3/16 + 3/16
+    assert gradient == pytest.approx([0.0, 0.0], abs=1e-12)
