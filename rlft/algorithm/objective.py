@@ -420,7 +420,7 @@ class RatioObjective(Objective):
 
     @property
     def joins_tokens(self) -> bool:
-        """Whether a token's term has the gradients of all tokens of its completion, so that no weight leaves one out."""
+        """Whether a token's term has the gradients of all tokens of its completion, so no weight leaves one out."""
         if self.surrogate == SurrogateKind.gmpo:
             return True
         of_ratios = (SurrogateKind.clipped, SurrogateKind.importance, SurrogateKind.sapo)
