@@ -23,7 +23,7 @@ from rlft.planning.teacher_memory import TeacherDemand
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
 
-FLOAT32 = 4
+FLOAT32, TOKEN_ID = 4, 8
 LEARNED_COPIES = 3
 """Tensors as large as a trained parameter that are kept for it: its gradient and AdamW's two averages."""
 
@@ -34,6 +34,13 @@ CRITIC_HOLES = 0.45
 
 FIRST_USE = 40 * 2**20
 """Bytes that torch and its matrix library allocate on a CPU when they first compute."""
+
+TOP_K_LOGITS = 4
+"""Copies of a chunk's logits in float32 that are alive in the backward through the log-probs of given tokens: the
+logits, and the gradients of their sum, of the tokens' own and of both."""
+
+TOP_K_FIELDS = 4
+"""Float tensors `[B, T, K]` of a micro-batch that are alive beside them (measured)."""
 
 BATCH_FIELDS = 8
 """Float tensors `[B, T]` that stages add to a batch; token ids and masks take as much memory as three more."""
@@ -58,6 +65,7 @@ class Demand:
         whole_model: whether the model's own weights are trained.
         through_head: whether the LM head computes log-probs (values alone need none).
         entropy: whether the loss needs the entropy.
+        top_k: of how many of a teacher's likeliest tokens distributions are compared.
         own_critic: whether the critic has an adapter, and so a forward and backward of its own.
         beside: bytes of learned rewards that have networks of their own.
         teacher: the demand of a teacher that has a network of its own; None if there is no such teacher.
@@ -85,6 +93,7 @@ class Demand:
     whole_model: bool = False
     through_head: bool = True
     entropy: bool = False
+    top_k: int = 0
     own_critic: bool = False
     frozen: int = 0
     beside: int = 0
@@ -260,13 +269,19 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[Part]:
     )
     head = 0
     if demand.through_head and not model.packed:
-        head = 3 * tokens * model.vocabulary * FLOAT32  # all logits, their log-softmax and its gradient
+        # all logits, their log-softmax and its gradient; of given tokens a gradient of its own
+        head = (3 + (demand.top_k > 0)) * tokens * model.vocabulary * FLOAT32
     elif demand.through_head:
         chunk = LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"]
         copies = (2 if demand.entropy else 1) + (model.itemsize == 2)
         gradients = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1)
+        if demand.top_k:  # this pass and the other one, one after the other
+            copies = max(copies, TOP_K_LOGITS + (model.itemsize == 2))
         head = min(chunk, predicted * model.vocabulary) * FLOAT32 * copies + gradients
     width = demand.prompt_tokens + demand.completion_tokens
+    of_top_k = demand.top_k * (TOKEN_ID + FLOAT32)
+    if demand.top_k:
+        head += predicted // demand.completion_tokens * width * demand.top_k * FLOAT32 * TOP_K_FIELDS
     return [
         Part(name=ACTIVATIONS, bytes=activations, when=When.updating, key="token_budget"),
         Part(
@@ -278,7 +293,7 @@ def updating_parts(model: ModelSizes, demand: Demand) -> list[Part]:
         Part(name="LM head", bytes=head, when=When.updating, key="token_budget"),
         Part(
             name="batch",
-            bytes=demand.rows * width * FLOAT32 * (BATCH_FIELDS + 3),
+            bytes=demand.rows * width * (FLOAT32 * (BATCH_FIELDS + 3) + of_top_k),
             when=When.always,
             key="prompts_per_step",
         ),

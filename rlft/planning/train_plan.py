@@ -184,6 +184,7 @@ class TrainPlan(Plan):
             update_rows=run.completions_per_step // run.minibatches,
             token_budget=run.token_budget,
             entropy=self.algorithm.needs_entropy,
+            top_k=self.algorithm.teacher_top_k,
             recompute=recompute,
             own_critic=critic is CriticKind.adapter,
             beside=sum(networks),

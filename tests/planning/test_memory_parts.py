@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlft.config.compose import compose
 from rlft.generation.memory import Part, When, peak
+from rlft.model.activations import LOGIT_CHUNK
 from rlft.model.config import LoraSettings
+from rlft.model.kernels.lm_head import top_k_logprobs
+from rlft.ops.distillation import Divergence, top_k_divergence
 from rlft.planning.memory_demand import sizes_of
-from rlft.planning.memory_parts import Demand, largest_micro_batch, parts
+from rlft.planning.memory_parts import TOP_K_FIELDS, TOP_K_LOGITS, Demand, largest_micro_batch, parts
 from rlft.planning.sft_plan import make_plan as make_sft_plan
 from rlft.planning.train_plan import make_plan
 
@@ -115,3 +123,56 @@ def test_a_teacher_is_counted_as_what_it_is(teacher, role, adapters, own, model_
     assert counted.get("teacher", 0) == (4 * weights if own else 0)
     assert ("teacher's pass" in counted) == own
     assert plan.parameters(model)["teacher (does not learn)"] == (weights if own else role)
+
+
+def test_a_teachers_likeliest_tokens_are_counted_in_the_batch_and_in_a_second_pass_through_the_head():
+    words = ["algorithm=opd", "snapshot.teacher=base", "snapshot.teacher_hint=x", "data.size=64", "algorithm.top_k=16"]
+    plans = [make_plan(compose([*words, f"algorithm.teacher_in={place}"])) for place in ("loss", "advantage")]
+    sizes = sizes_of(plans[0].config.model, plans[0].config.lora)
+    demands = [plan.demand(sizes, False) for plan in plans]
+    more, less = (by_name(parts(sizes, demand, 0)) for demand in demands)
+    demand = demands[0]
+    shape = demand.rows, demand.prompt_tokens + demand.completion_tokens, 16
+    ids, logprobs = torch.zeros(shape, dtype=torch.int64, device="meta"), torch.zeros(shape, device="meta")
+    assert more["batch"] - less["batch"] == ids.nbytes + logprobs.nbytes
+    _, predicted = largest_micro_batch(demand, packed=True)
+    logits = min(LOGIT_CHUNK["cpu"], predicted * sizes.vocabulary) * 4
+    view = predicted // demand.completion_tokens * shape[1] * 16 * 4
+    assert more["LM head"] - less["LM head"] == 3 * logits + TOP_K_FIELDS * view
+    assert {name for name in more if more[name] != less[name]} == {"batch", "LM head"}
+
+
+@pytest.mark.parametrize("top_k", [4, 16])
+def test_what_is_counted_of_a_second_pass_through_the_head_is_what_is_alive_at_most(top_k):
+    """Log-probs, divergence and backward of 64 tokens in one chunk."""
+    tokens, hidden, vocabulary = 64, 8, 4096
+    head = nn.Linear(hidden, vocabulary, bias=False).requires_grad_(False)
+    states = torch.randn(tokens, hidden, requires_grad=True)
+    teacher = torch.randn(tokens, vocabulary).log_softmax(-1).topk(top_k, -1)
+    with Alive(head.weight) as alive:
+        student = top_k_logprobs(head, states, teacher.indices, 1.0)
+        top_k_divergence(student, teacher.values, Divergence.jensen_shannon).sum().backward()
+    counted = TOP_K_LOGITS * tokens * vocabulary * 4 + TOP_K_FIELDS * tokens * top_k * 4
+    assert alive.peak == pytest.approx(counted, rel=0.02)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of storages that operations make, while they are alive. but: a tensor that was there before."""
+
+    def __init__(self, but):
+        super().__init__()
+        self.sizes, self.now, self.peak = {but.untyped_storage()._cdata: 0}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata)
+        return made
+
+    def _gone(self, storage):
+        self.now -= self.sizes.pop(storage)

@@ -38,7 +38,7 @@ def ranking(prompt: int, *completions: int, token: int = 1) -> RankedTokens:
 @pytest.mark.parametrize(
     ("packed", "largest"),
     [
-        # A prompt of 50 and 2 x 4 against one of 1 with 20 and 1: 58 and 22 in packed rows, 2 x 54 and 2 x 21 padded.
+        # A prompt of 50 and 2 x 4 against one of 1 with 20 and 1: packed 58 and 22, padded 2 x 54 and 2 x 21.
         (True, (50, 4, 4)),
         (False, (50, 4, 4)),
     ],
