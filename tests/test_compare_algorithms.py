@@ -200,7 +200,7 @@ def test_on_chains_dapo_has_steps_of_its_own_unless_the_command_line_says_how_ma
         jobs = compare.make_jobs(asked("--task", *words, "--only", "dapo", "grpo", "--seeds", "0"))
         return {job.name: job.config["steps"] for job in jobs}
 
-    assert steps("chains") == {"dapo": 33, "grpo": 40}
+    assert steps("chains") == {"dapo": 28, "grpo": 40}
     assert steps("arithmetic") == {"dapo": 24, "grpo": 40}
     assert steps("chains", "--override", "steps=5") == {"dapo": 5, "grpo": 5}
     assert steps("chains", "--completions", "512") == {"dapo": 2, "grpo": 2}
@@ -830,6 +830,18 @@ def test_table_and_picture_are_redrawn_from_the_raw_numbers_alone(
     assert {name: (tmp_path / name).read_bytes() for name in names} == first
     assert compare.run(["--redraw", "--out", str(tmp_path / "empty")]) == 2
     assert "there are no raw numbers" in capsys.readouterr().err
+
+
+def test_the_page_has_the_numbers_that_were_measured(compare: ModuleType) -> None:
+    recipes = SCRIPT.parents[1] / "recipes"
+    page = (recipes / "README.md").read_text()
+    comparison = compare.read_comparison(recipes / "chains.json")
+    rows = compare.make_rows(comparison)
+    assert {len(row.runs) for row in rows} == {5}
+    lines = [line for line in compare.table(rows, comparison).splitlines() if line.startswith("| ")]
+    assert len(lines) == 1 + 10 + 1 + 9, "two heads, ten methods, nine of them against grpo"
+    for line in lines:
+        assert line in page
 
 
 # -- the real thing ----------------------------------------------------------------------------------------------------
