@@ -1,1 +1,1 @@
-"""`rlft doctor`: does rlft work on this machine? One file for each kind of row, and the process that makes them."""
+"""`rlft doctor`: does rlft work on this machine? Each kind of row has its own module; supervise runs the checks."""

@@ -18,12 +18,12 @@ MIN_REPEATS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of a model that its arithmetic depends on, numbers of weights over all layers.
+    """The sizes of a model that its arithmetic depends on.
 
-    Args:
-        base: of the layers' matrices.
-        low: of an adapter on them.
-        head: of the LM head.
+    Attributes:
+        base: number of weights in the matrices of all layers.
+        low: number of weights in an adapter on them.
+        head: number of weights in the LM head.
         width: heads x head size, summed over the layers.
     """
 
@@ -34,40 +34,40 @@ class Shape:
 
     @classmethod
     def of_size(cls, size: Size, rank: int) -> Shape:
-        head = size.hidden // size.heads
-        wide, narrow = size.heads * head, size.key_heads * head
+        head_size = size.hidden // size.heads
+        query_width, key_width = size.heads * head_size, size.key_heads * head_size
         matrices = (
-            (size.hidden, wide), (size.hidden, narrow), (size.hidden, narrow), (wide, size.hidden),
+            (size.hidden, query_width), (size.hidden, key_width), (size.hidden, key_width), (query_width, size.hidden),
             (size.hidden, size.intermediate), (size.hidden, size.intermediate), (size.intermediate, size.hidden),
         )  # fmt: skip
         return cls(
-            base=size.layers * sum(inside * outside for inside, outside in matrices),
-            low=size.layers * sum(rank * (inside + outside) for inside, outside in matrices),
+            base=size.layers * sum(num_inputs * num_outputs for num_inputs, num_outputs in matrices),
+            low=size.layers * sum(rank * (num_inputs + num_outputs) for num_inputs, num_outputs in matrices),
             head=size.hidden * size.vocabulary,
-            width=size.layers * wide,
+            width=size.layers * query_width,
         )
 
     @classmethod
     def of_model(cls, model: Any, lora: int) -> Shape:
-        """Of a loaded model of transformers; `lora` is the adapter's number of parameters."""
-        text, head = model.config.get_text_config(), model.get_output_embeddings()
-        inside = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        """The shape of a loaded transformers model; `lora` is the number of parameters of its adapter."""
+        text_config, head = model.config.get_text_config(), model.get_output_embeddings()
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+        head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
         return cls(
-            base=sum(layer.in_features * layer.out_features for layer in inside),
+            base=sum(layer.in_features * layer.out_features for layer in layers),
             low=lora,
-            head=text.hidden_size * text.vocab_size,
-            width=text.num_hidden_layers * text.num_attention_heads * head_size,
+            head=text_config.hidden_size * text_config.vocab_size,
+            width=text_config.num_hidden_layers * text_config.num_attention_heads * head_size,
         )
 
 
 def step_flops(shape: Shape, work: Work) -> float:
-    """Floating-point operations of credit and update: one forward and backward, each prompt once for its group.
+    """Floating-point operations of credit and update: one forward and backward, with each prompt once per group.
 
-    A token costs, in multiples of 2 x the parameters it meets: base 1 forward and 1 for the gradient of its input
-    (weights are frozen), LoRA 1 forward and 2 backward, the head 1 and 1 for completion tokens only. Attention between
-    a query and a key costs 4 x head size x heads forward and twice that backward; the kernel's recomputation of scores
-    in backward is not counted.
+    The cost of a token is a multiple of 2 x the number of parameters involved: for the base 1 forward and 1 for the
+    gradient of its input (its weights are frozen), for LoRA 1 forward and 2 backward, for the head 1 forward and 1
+    backward, for completion tokens only. Attention between a query and a key costs 4 x head size x heads forward and
+    twice that backward; the kernel's recomputation of scores in backward is not counted.
     """
     p, c, g = work.prompt_tokens, work.completion_tokens, work.group
     tokens = work.prompts * (p + g * c)
@@ -77,7 +77,7 @@ def step_flops(shape: Shape, work: Work) -> float:
 
 
 def product_rate(size: Size, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a step's own products `[tokens, hidden] x [hidden, intermediate]` and back, the median of many."""
+    """FLOP/s of the products in a step, `[tokens, hidden] x [hidden, intermediate]` and back: the median of many."""
     x = torch.randn(tokens, size.hidden, device=device, dtype=dtype)
     y = torch.randn(tokens, size.intermediate, device=device, dtype=dtype)
     w = torch.randn(size.intermediate, size.hidden, device=device, dtype=dtype)
@@ -86,16 +86,16 @@ def product_rate(size: Size, tokens: int, device: torch.device, dtype: torch.dty
 
 
 def peak_rate(device: torch.device, dtype: torch.dtype, *, side: int = 4096, seconds: float = 2.0) -> float:
-    """FLOP/s of a large square product, the fastest within so many seconds."""
+    """FLOP/s of a large square product: the fastest of those made within `seconds` seconds."""
     a = torch.randn(side, side, device=device, dtype=dtype)
     return 2 * side**3 / min(_seconds(lambda: a @ a, device, seconds))
 
 
-def _seconds(run: Callable[[], object], device: torch.device, enough: float) -> list[float]:
-    """The seconds of each of its repetitions but the first, for as long as `enough` seconds."""
+def _seconds(run: Callable[[], object], device: torch.device, total_s: float) -> list[float]:
+    """The seconds that each call of `run` takes, repeated for `total_s` seconds; the first call is not counted."""
     seconds: list[float] = []
     begin = time.perf_counter()
-    while time.perf_counter() - begin < enough or len(seconds) < MIN_REPEATS:
+    while time.perf_counter() - begin < total_s or len(seconds) < MIN_REPEATS:
         start = time.perf_counter()
         run()
         if device.type == "cuda":

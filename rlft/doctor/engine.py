@@ -1,4 +1,4 @@
-"""Rows about the engine: it starts, its log-probs are the trainer's, and an adapter that is published takes effect."""
+"""Rows about the engine: it starts, its log-probs equal the trainer's, and a published adapter takes effect."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rlft.types import Adapter, Generator
 
 SCORED_SEQUENCES, SCORED_TOKENS = 4, 64
 FIRST_SPREAD = 0.01
-"""Standard deviation of what is added to an adapter's B first; it is doubled until log-probs move enough."""
+"""Standard deviation of the first noise added to an adapter's B; it is doubled until log-probs move enough."""
 MAX_DOUBLINGS = 12
-LEAST_MOVE = 0.1
-"""Nats by which the moved adapter must change a log-prob, or twice the threshold if that is more."""
+MIN_MOVE = 0.1
+"""Nats by which the changed adapter must move a log-prob; if twice the threshold is more, that counts."""
 
 
 def model_rows(trial: Trial) -> list[Row]:
     """Makes or reads the model's config, and plans the trial."""
     plan, work = trial.plan, trial.work
-    made = trial.settings.makes_model
-    what = "made here with random weights" if made else trial.settings.plain["model"]["path"]
+    makes_model = trial.settings.makes_model
+    model = "made here with random weights" if makes_model else trial.settings.plain["model"]["path"]
     dtype = str(trial.dtype).removeprefix("torch.")
     shape = f"{work.prompts} prompts x {work.group}, {work.prompt_tokens}+{work.completion_tokens} tokens"
-    value = f"{what}, {dtype} on {trial.device}; {shape}; engine {plan.engine} ({plan.engine_reason})"
+    value = f"{model}, {dtype} on {trial.device}; {shape}; engine {plan.engine} ({plan.engine_reason})"
     numbers = {"prompts": work.prompts, "group": work.group, "prompt_tokens": work.prompt_tokens}
     numbers["completion_tokens"] = work.completion_tokens
     return [Row(name="model", status=Status.ok, value=value, numbers=numbers)]
@@ -49,19 +49,19 @@ def engine_rows(trial: Trial) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Differences of log-probs in nats: mean and largest."""
+    """The mean and the largest difference between log-probs, in nats."""
 
     mean: float
     largest: float
 
     @classmethod
-    def between(cls, one: Sequence[float], other: Sequence[float]) -> Gap:
-        largest = largest_gap(one, other)[0]
-        return cls(mean=sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one), largest=largest)
+    def between(cls, first: Sequence[float], second: Sequence[float]) -> Gap:
+        largest = largest_gap(first, second)[0]
+        return cls(mean=sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first), largest=largest)
 
 
 def gap_rows(trial: Trial) -> list[Row]:
-    """The log-prob gap of fixed tokens, as the freshness check scores them, and of sampled ones."""
+    """The log-prob gap of fixed tokens, as in the freshness check, and that of sampled tokens."""
     session = trial.session
     sequences = fixed_sequences(trial)
     fixed = Gap.between(flatten(session.generator.score(sequences)), flatten(session.trainer.score(sequences)))
@@ -76,8 +76,8 @@ def gap_row(fixed: Gap, sampled: Gap, threshold: float, alarm: float | None) -> 
     """Whether a run with this gap would be stopped by its freshness check, or raise an alarm.
 
     Args:
-        fixed: of tokens as the freshness check scores them.
-        sampled: of sampled tokens.
+        fixed: gap of fixed tokens, as in the freshness check.
+        sampled: gap of sampled tokens.
         threshold: the largest gap that the freshness check allows, nats.
         alarm: the mean gap of sampled tokens that raises an alarm, nats; None if there is none.
     """
@@ -92,10 +92,10 @@ def gap_row(fixed: Gap, sampled: Gap, threshold: float, alarm: float | None) -> 
         "sampled_max_nats": sampled.largest,
         "threshold_nats": threshold,
     }
-    stale = not fixed.largest <= threshold  # NaN is wrong
-    off = not sampled.mean <= (threshold if alarm is None else min(alarm, threshold))
+    exceeds_threshold = not fixed.largest <= threshold  # NaN counts as wrong
+    would_alarm = not sampled.mean <= (threshold if alarm is None else min(alarm, threshold))
     remedy = "compare with generation=transformers and with model.dtype=float32: one of them names the part that is off"
-    return judged("log-prob gap", value, remedy, numbers, wrong=stale or off)
+    return judged("log-prob gap", value, remedy, numbers, wrong=exceeds_threshold or would_alarm)
 
 
 class Adapters(Protocol):
@@ -113,61 +113,77 @@ def swap_rows(trial: Trial) -> list[Row]:
 
 
 def swap_row(generator: Generator, adapters: Adapters, sequences: list[list[int]], threshold: float) -> Row:
-    """Publishes an adapter that says something else, then the first one again; leaves the policy as it was.
+    """Publishes a changed adapter, then the original one again; leaves the policy as it was.
 
-    The other adapter is at least two thresholds away, and each time the engine's log-probs must be within one of the
-    trainer's: an engine that has stayed behind is not.
+    The changed adapter moves a log-prob by at least two thresholds. After each publish, the engine's log-probs must be
+    within one threshold of the trainer's, which those of an engine with the other adapter are not.
     """
-    own = adapters.weights(POLICY)
-    before = flatten(adapters.score(sequences))
+    weights = adapters.weights(POLICY)
+    logprobs = flatten(adapters.score(sequences))
     try:
-        after = _moved(adapters, own, sequences, before, max(LEAST_MOVE, 2 * threshold))
+        moved_logprobs = _moved_logprobs(adapters, weights, sequences, logprobs, max(MIN_MOVE, 2 * threshold))
         generator.load(adapters.publish(10**6))
-        there = Gap.between(flatten(generator.score(sequences)), after)
+        gap = Gap.between(flatten(generator.score(sequences)), moved_logprobs)
     finally:
-        adapters.restore_role(POLICY, own)
+        adapters.restore_role(POLICY, weights)
     generator.load(adapters.publish(10**6 + 1))
-    back = Gap.between(flatten(generator.score(sequences)), before)
-    move = largest_gap(before, after)[0]
+    gap_back = Gap.between(flatten(generator.score(sequences)), logprobs)
+    move = largest_gap(logprobs, moved_logprobs)[0]
     value = (
-        f"moved by up to {move:.1e} nats the engine follows to {there.largest:.1e}, and back to {back.largest:.1e}"
+        f"moved by up to {move:.1e} nats the engine follows to {gap.largest:.1e}, and back to {gap_back.largest:.1e}"
         f" (allowed {threshold:g})"
     )
-    numbers = {"move_nats": move, "gap_nats": there.largest, "gap_back_nats": back.largest, "threshold_nats": threshold}
-    wrong = not (there.largest <= threshold and back.largest <= threshold)
+    numbers = {
+        "move_nats": move,
+        "gap_nats": gap.largest,
+        "gap_back_nats": gap_back.largest,
+        "threshold_nats": threshold,
+    }
+    wrong = not (gap.largest <= threshold and gap_back.largest <= threshold)
     remedy = "the engine samples from a stale adapter: use generation=transformers, or another version of the engine"
     return judged("adapter swap", value, remedy, numbers, wrong=wrong)
 
 
-def _moved(
-    adapters: Adapters, own: Mapping[str, Tensor], sequences: list[list[int]], before: Sequence[float], least: float
+def _moved_logprobs(
+    adapters: Adapters,
+    weights: Mapping[str, Tensor],
+    sequences: list[list[int]],
+    logprobs: Sequence[float],
+    min_move: float,
 ) -> list[float]:
-    """The trainer's log-probs by an adapter that differs from `own` in B, and by at least so many nats.
+    """The trainer's log-probs with an adapter whose B is changed; that adapter stays loaded.
+
+    Args:
+        adapters: the roles of the trial.
+        weights: weights of the policy.
+        sequences: the sequences to score.
+        logprobs: the trainer's log-probs with these weights.
+        min_move: nats by which at least one log-prob must change.
 
     Raises:
-        RuntimeError: no adapter changes them by as much.
+        RuntimeError: no log-prob changes by that much.
     """
     spread = FIRST_SPREAD
     for _ in range(MAX_DOUBLINGS):
-        adapters.restore_role(POLICY, with_noise(own, spread))
-        after = flatten(adapters.score(sequences))
-        if largest_gap(before, after)[0] >= least:
-            return after
+        adapters.restore_role(POLICY, with_noise(weights, spread))
+        moved_logprobs = flatten(adapters.score(sequences))
+        if largest_gap(logprobs, moved_logprobs)[0] >= min_move:
+            return moved_logprobs
         spread *= 2
-    raise RuntimeError(f"the adapter has no effect in the trainer: no log-prob moves by {least:g} nats")
+    raise RuntimeError(f"the adapter has no effect in the trainer: no log-prob moves by {min_move:g} nats")
 
 
 def with_noise(weights: Mapping[str, Tensor], spread: float) -> dict[str, Tensor]:
-    """The adapter with normal noise of this standard deviation added to every B, always the same one."""
-    dice, noisy = torch.Generator().manual_seed(1), dict(weights)
+    """The adapter with normal noise of standard deviation `spread` added to every B; the noise is always the same."""
+    rng, noisy = torch.Generator().manual_seed(1), dict(weights)
     for name, tensor in weights.items():
         if ".lora_B" in name:
-            noise: Any = torch.randn(tensor.shape, generator=dice)
+            noise: Any = torch.randn(tensor.shape, generator=rng)
             noisy[name] = tensor + spread * noise.to(tensor)
     return noisy
 
 
 def fixed_sequences(trial: Trial) -> list[list[int]]:
-    """The first tokens of a few prompts."""
+    """The first tokens of a few prompts, which are always the same."""
     prompts = trial.plan.train_prompts.prompts[:SCORED_SEQUENCES]
     return [list(prompt.token_ids[:SCORED_TOKENS]) for prompt in prompts]

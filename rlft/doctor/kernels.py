@@ -1,4 +1,4 @@
-"""The row about kernels: rlft's against those of transformers and PEFT, on this device and in the run's dtype."""
+"""The row about kernels: rlft's compared with those of transformers and PEFT, on this device in the run's dtype."""
 
 from __future__ import annotations
 
@@ -23,29 +23,37 @@ from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.planning.memory_demand import sizes_of
 from rlft.types import Batch
 
-TIMES = 4.0
-"""How many standard deviations of rounding are allowed."""
+ALLOWED_DEVIATIONS = 4.0
+"""Number of standard deviations of the rounding error that are allowed."""
 ROUNDINGS_OF_A_LAYER = 8
-"""Results that a layer rounds one after the other: two norms, three products, rotation, attention, two sums."""
-SPREAD = 0.02
-"""Standard deviation of the adapter's B: a fresh one is 0, and its A would get no gradient."""
+"""Number of results in sequence that a layer rounds: two norms, three products, rotation, attention, two sums."""
+LORA_B_SPREAD = 0.02
+"""Standard deviation of the adapter's B, which is 0 in a new adapter, so that A would get no gradient."""
 PASSES = 3
-"""The first one is not timed."""
+"""Number of passes, of which the first is not timed."""
 TOKENS = 2048
-"""Of a pass without padding; plain kernels hold logits of all of them."""
+"""Most tokens of a pass, without padding; plain kernels hold the logits of all of them."""
 PROMPTS, GROUP = 2, 4
-TIMES_PLAIN = 2.0
-"""How much farther than plain kernels rlft's may be from float32: both round, each in its own order."""
+MAX_RATIO_TO_PLAIN = 2.0
+"""rlft's difference from float32 may be this many times that of plain kernels: both round, in different orders."""
 FLOAT32 = 4
-LEAST_SPEED = 0.9
-"""Of plain kernels' speed."""
+"""Bytes of a float32 number."""
+MIN_SPEED = 0.9
+"""Share of plain kernels' speed below which rlft's kernels are reported as slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A forward and backward: log-probs `[tokens]`, the adapter's gradients by name, float32 on the CPU, and seconds.
+    """The results of a forward and backward pass, float32 on the CPU.
 
-    reason: why these kernels were chosen. layout: how rows were laid out, and why.
+    Attributes:
+        logprobs: log-probs of the completion tokens, `[tokens]`.
+        gradients: {parameter: gradient} of the adapter.
+        seconds: duration of the pass.
+        are_plain: whether the kernels were those of transformers and PEFT.
+        reason: why these kernels were chosen.
+        is_packed: whether rows were packed.
+        layout: how rows were laid out, and why.
     """
 
     logprobs: Tensor
@@ -59,9 +67,13 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Of two passes: the largest and the mean of log-probs (nats), and of gradients' norms (a share of the plain ones).
+    """The differences between two passes.
 
-    where: the name of the gradient that differs most.
+    Attributes:
+        logprobs: largest difference between log-probs, in nats.
+        mean: mean difference between log-probs, in nats.
+        gradients: largest norm of the difference between two gradients, as a share of the expected one's norm.
+        where: name of the parameter whose gradients differ most.
     """
 
     logprobs: float
@@ -72,7 +84,7 @@ class Differences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of these differences."""
+    """The largest allowed values of `Differences`."""
 
     logprobs: float
     mean: float
@@ -84,85 +96,102 @@ def kernel_rows(trial: Trial) -> list[Row]:
     if settings.kernels is KernelChoice.plain:
         raise NotReadyError("model.kernels=plain: there is nothing to compare")
     batch = random_batch(trial)
-    ours = measured_pass(trial, KernelChoice.auto, batch)
-    if ours.are_plain:
+    rlft_pass = measured_pass(trial, KernelChoice.auto, batch)
+    if rlft_pass.are_plain:
         known = decide(settings.kernels, trial.config_of_model.model_type).choice is KernelChoice.plain
-        status = Status.skipped if known else Status.wrong  # wrong: they were tried on this model and disagreed
-        return [Row(name="kernels", status=status, value=f"are plain: {ours.reason}", remedy="use model.kernels=plain")]
-    if sizes_of(settings, trial.config.lora).packed and not ours.is_packed:
-        return [Row(name="kernels", status=Status.wrong, value=ours.layout, remedy="use model.kernels=plain")]
-    plain = measured_pass(trial, KernelChoice.plain, batch)
-    speed = plain.seconds / ours.seconds
+        status = Status.skipped if known else Status.wrong  # wrong: rlft's were tried on this model and disagreed
+        return [
+            Row(name="kernels", status=status, value=f"are plain: {rlft_pass.reason}", remedy="use model.kernels=plain")
+        ]
+    if sizes_of(settings, trial.config.lora).packed and not rlft_pass.is_packed:
+        return [Row(name="kernels", status=Status.wrong, value=rlft_pass.layout, remedy="use model.kernels=plain")]
+    plain_pass = measured_pass(trial, KernelChoice.plain, batch)
+    speed = plain_pass.seconds / rlft_pass.seconds
     config = trial.config_of_model.get_text_config()
     bound = rounding(torch.float32, config.num_hidden_layers, config.hidden_size)
     if trial.dtype.itemsize >= FLOAT32 or not has_room_for_exact(trial):
         bound = rounding(trial.dtype, config.num_hidden_layers, config.hidden_size)
-        return [kernel_row(differences(ours, plain), speed, Bounds(logprobs=bound, mean=bound, gradients=bound))]
-    exact = measured_pass(trial, KernelChoice.plain, batch, dtype="float32")
-    return [kernel_row(differences(ours, exact), speed, bounds_of(differences(plain, exact), bound))]
+        return [
+            kernel_row(differences(rlft_pass, plain_pass), speed, Bounds(logprobs=bound, mean=bound, gradients=bound))
+        ]
+    exact_pass = measured_pass(trial, KernelChoice.plain, batch, dtype="float32")
+    return [
+        kernel_row(differences(rlft_pass, exact_pass), speed, bounds_of(differences(plain_pass, exact_pass), bound))
+    ]
 
 
 def bounds_of(plain: Differences, least: float) -> Bounds:
-    """What 16 bits may do: TIMES_PLAIN what they do to plain kernels, by float32 ones, but not less than `least`."""
-    allowed = (max(least, TIMES_PLAIN * lost) for lost in (plain.logprobs, plain.mean, plain.gradients))
+    """The bounds for rlft's kernels in 16 bits.
+
+    Args:
+        plain: differences of plain kernels in 16 bits from plain kernels in float32, of which rlft's may have
+            MAX_RATIO_TO_PLAIN times as much.
+        least: lower limit of each bound.
+    """
+    allowed = (
+        max(least, MAX_RATIO_TO_PLAIN * difference) for difference in (plain.logprobs, plain.mean, plain.gradients)
+    )
     return Bounds(**dict(zip(("logprobs", "mean", "gradients"), allowed, strict=True)))
 
 
 def has_room_for_exact(trial: Trial) -> bool:
-    """Whether the same weights can be loaded in float32, with as much again for a pass."""
+    """Whether the weights fit in memory in float32, with as much again for a pass."""
     model = trial.config.model
     parameters = sizes_of(model, None).parameters
     return model.quantization is None and 2 * FLOAT32 * parameters <= free_bytes(trial.device)
 
 
-def kernel_row(found: Differences, speed: float, bound: Bounds) -> Row:
-    """Whether rlft's kernels compute what plain ones do, and sooner.
+def kernel_row(measured: Differences, speed: float, bound: Bounds) -> Row:
+    """Whether rlft's kernels compute the same as plain ones, and faster.
 
     Args:
-        found: the differences.
-        speed: seconds of a plain pass / seconds of ours.
-        bound: of these differences.
+        measured: differences between rlft's kernels and plain ones.
+        speed: seconds of a plain pass / seconds of one with rlft's kernels.
+        bound: their bounds.
     """
     value = (
-        f"log-probs differ by up to {found.logprobs:.1e} nats, {found.mean:.1e} in the mean, gradients by "
-        f"{found.gradients:.1e} of their norm (bounds {bound.logprobs:.1e}, {bound.mean:.1e}, {bound.gradients:.1e}); "
-        f"{speed:.2f} times as fast as plain"
+        f"log-probs differ by up to {measured.logprobs:.1e} nats, {measured.mean:.1e} in the mean, gradients by "
+        f"{measured.gradients:.1e} of their norm "
+        f"(bounds {bound.logprobs:.1e}, {bound.mean:.1e}, {bound.gradients:.1e}); {speed:.2f} times as fast as plain"
     )
     numbers = {
-        "logprobs_nats": found.logprobs,
+        "logprobs_nats": measured.logprobs,
         "logprobs_bound_nats": bound.logprobs,
-        "mean_nats": found.mean,
+        "mean_nats": measured.mean,
         "mean_bound_nats": bound.mean,
-        "gradients_share": found.gradients,
+        "gradients_share": measured.gradients,
         "gradients_bound_share": bound.gradients,
         "speed": speed,
     }
-    wrong = not (found.logprobs <= bound.logprobs and found.mean <= bound.mean and found.gradients <= bound.gradients)
-    remedy = f"use model.kernels=plain and report it (worst: {found.where})" if wrong else "use model.kernels=plain"
-    return judged("kernels", value, remedy, numbers, wrong=wrong, slow=speed < LEAST_SPEED)
+    wrong = not (
+        measured.logprobs <= bound.logprobs and measured.mean <= bound.mean and measured.gradients <= bound.gradients
+    )
+    remedy = f"use model.kernels=plain and report it (worst: {measured.where})" if wrong else "use model.kernels=plain"
+    return judged("kernels", value, remedy, numbers, wrong=wrong, slow=speed < MIN_SPEED)
 
 
 def rounding(dtype: torch.dtype, layers: int, width: int) -> float:
-    """A bound of the relative difference of two ways to compute the same network in this dtype.
+    """A bound on the relative difference between two ways to compute the same network in this dtype.
 
-    Every result is rounded, by at most u, half of the dtype's eps; sums over `width` products are kept in float32 and
-    are off by about sqrt(width) of its u. Roundings are independent: R of them in a row add up to sqrt(R) as much. A
-    forward and a backward of each layer have 2 x ROUNDINGS_OF_A_LAYER. TIMES that spread is allowed.
+    Every result is rounded, by at most u, half of the dtype's eps. Sums over `width` products are kept in float32, with
+    an error of about sqrt(width) times its u. Rounding errors are independent, so that R of them in sequence add up to
+    sqrt(R) times one. The forward and backward of a layer have 2 x ROUNDINGS_OF_A_LAYER of them. ALLOWED_DEVIATIONS
+    times that sum is allowed.
     """
     u = torch.finfo(dtype).eps / 2
     accumulated = math.sqrt(width) * torch.finfo(torch.float32).eps / 2
-    return TIMES * math.sqrt(2 * ROUNDINGS_OF_A_LAYER * layers) * (u + accumulated)
+    return ALLOWED_DEVIATIONS * math.sqrt(2 * ROUNDINGS_OF_A_LAYER * layers) * (u + accumulated)
 
 
-def differences(ours: Pass, plain: Pass) -> Differences:
-    """The largest differences; a NaN counts as infinite."""
+def differences(measured: Pass, expected: Pass) -> Differences:
+    """The differences of a pass from the expected one; NaN counts as infinite."""
     worst, where = 0.0, "log-probs"
-    for name, gradient in plain.gradients.items():
-        share = finite((ours.gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-30))
+    for name, gradient in expected.gradients.items():
+        share = finite((measured.gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-30))
         if share > worst:
             worst, where = share, name
-    off = (ours.logprobs - plain.logprobs).abs()
-    return Differences(logprobs=finite(off.max()), mean=finite(off.mean()), gradients=worst, where=where)
+    distances = (measured.logprobs - expected.logprobs).abs()
+    return Differences(logprobs=finite(distances.max()), mean=finite(distances.mean()), gradients=worst, where=where)
 
 
 def finite(value: Tensor) -> float:
@@ -170,19 +199,26 @@ def finite(value: Tensor) -> float:
 
 
 def measured_pass(trial: Trial, kernels: KernelChoice, batch: Batch, dtype: str | None = None) -> Pass:
-    """Loads the model with these kernels, and lets go of it afterwards. dtype: None for that of the run."""
+    """A pass of the model, which is loaded for it and released afterwards.
+
+    Args:
+        trial: the trial.
+        kernels: the kernels to load it with.
+        batch: the batch of the pass.
+        dtype: dtype of the weights; None for that of the run.
+    """
     config = trial.config
     settings = replace(config.model, kernels=kernels, gradient_checkpointing=False, dtype=dtype or config.model.dtype)
     backbone = read_backbone(settings)
     roles = policy_alone(backbone, replace(config.lora, dropout=0.0), token_budget=TOKENS, seed=config.seed)
-    roles.restore_role(POLICY, with_noise(roles.weights(POLICY), SPREAD))
+    roles.restore_role(POLICY, with_noise(roles.weights(POLICY), LORA_B_SPREAD))
     seconds, logprobs = [], torch.empty(0)
     for _ in range(PASSES):
         start = time.perf_counter()
         logprobs = one_pass(roles, batch)
         seconds.append(time.perf_counter() - start)
     gradients = {name: p.grad.float().cpu() for name, p in roles.named_parameters() if p.grad is not None}
-    made = Pass(
+    result = Pass(
         logprobs=logprobs,
         gradients=gradients,
         seconds=min(seconds[1:]),
@@ -196,11 +232,11 @@ def measured_pass(trial: Trial, kernels: KernelChoice, batch: Batch, dtype: str 
     gc.collect()
     if trial.device.type == "cuda":
         torch.cuda.empty_cache()
-    return made
+    return result
 
 
 def one_pass(roles: Roles, batch: Batch) -> Tensor:
-    """Log-probs of the completion tokens; the gradients of their mean are left on the parameters."""
+    """Log-probs of the completion tokens; leaves the gradients of their mean on the parameters."""
     for _, parameter in roles.named_parameters():
         parameter.grad = None
     logprobs_BT = torch.zeros_like(batch.sampled_logprobs)
@@ -214,13 +250,13 @@ def one_pass(roles: Roles, batch: Batch) -> Tensor:
 
 
 def random_batch(trial: Trial) -> Batch:
-    """Groups of random tokens, as long as the trial's, but at most TOKENS in a row."""
+    """Groups of random tokens: with the trial's lengths, but at most TOKENS tokens per group."""
     work = trial.work
     prompt, completion = min(work.prompt_tokens, TOKENS // 4), min(work.completion_tokens, TOKENS // 8)
-    dice, rows = torch.Generator().manual_seed(0), PROMPTS * GROUP
+    rng, rows = torch.Generator().manual_seed(0), PROMPTS * GROUP
     vocabulary = trial.config_of_model.get_text_config().vocab_size
-    prompts = torch.randint(vocabulary, (PROMPTS, prompt), generator=dice).repeat_interleave(GROUP, 0)
-    completions = torch.randint(vocabulary, (rows, completion), generator=dice)
+    prompts = torch.randint(vocabulary, (PROMPTS, prompt), generator=rng).repeat_interleave(GROUP, 0)
+    completions = torch.randint(vocabulary, (rows, completion), generator=rng)
     loss_mask = torch.zeros(rows, prompt + completion, dtype=torch.bool)
     loss_mask[:, prompt:] = True
     return Batch(

@@ -1,6 +1,6 @@
 """Rows about the machine: driver and card, memory, disk, the hub, and the sandbox for programs.
 
-What is looked up is apart from what is made of it, so that every verdict can be tested without a card.
+Looking values up and judging them are separate functions, so that every verdict can be tested without a card.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rlft.system.disk import room, size_text
 from rlft.system.hub import hub_answers
 from rlft.system.memory import free_memory
 
-LEAST_DISK = 2 * 10**9
-"""Bytes: a few checkpoints of an adapter with its optimizer, and rollouts."""
-LEAST_FREE_SHARE = 0.5
-"""Of a card's memory; less is held by another program."""
+MIN_FREE_DISK = 2 * 10**9
+"""Bytes for a few checkpoints of an adapter with its optimizer, and rollouts."""
+MIN_FREE_SHARE = 0.5
+"""Share of a card's memory. If less is free, another program uses the card."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuda:
-    """What torch and the driver say.
+    """What torch and the driver report about CUDA.
 
-    Args:
-        build: the CUDA release that torch is built for, as "12.8"; None for a build without CUDA.
-        driver: the newest CUDA release that the driver takes, as (12, 8); None if there is no driver.
+    Attributes:
+        build: the CUDA release that torch is built for, such as "12.8"; None for a build without CUDA.
+        driver: the newest CUDA release that the driver supports, such as (12, 8); None if there is no driver.
         works: whether torch can use a card.
     """
 
@@ -47,7 +47,15 @@ class Cuda:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A card. capability: as (9, 0). built_for: torch's list of architectures, as "sm_90". Memory in bytes."""
+    """A card.
+
+    Attributes:
+        name: name of the card.
+        capability: its compute capability, such as (9, 0).
+        built_for: the architectures that torch is built for, such as "sm_90".
+        total: bytes of its memory.
+        free: bytes that are free.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -57,7 +65,7 @@ class Card:
 
 
 def rows(trial: Trial) -> Iterator[Row]:
-    """Driver, card and memory."""
+    """The rows of driver, card, memory and disk."""
     cuda = Cuda(build=torch.version.cuda, driver=driver_release(), works=torch.cuda.is_available())
     yield driver_row(cuda)
     if cuda.works:
@@ -69,7 +77,7 @@ def rows(trial: Trial) -> Iterator[Row]:
         yield card_row(card)
     yield Row(name="memory", status=Status.ok, value=f"{size_text(free_memory())} free", numbers=_memory())
     runs = trial.settings.runs
-    yield disk_row(runs, room(runs)[0], os.access(_nearest(runs), os.W_OK))
+    yield disk_row(runs, room(runs)[0], os.access(_existing_ancestor(runs), os.W_OK))
 
 
 def _memory() -> dict[str, float]:
@@ -77,7 +85,7 @@ def _memory() -> dict[str, float]:
 
 
 def driver_release() -> tuple[int, int] | None:
-    """The newest CUDA release that the installed driver takes; None if there is no driver."""
+    """The newest CUDA release that the installed driver supports; None if there is no driver."""
     with suppress(OSError):
         driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         if driver.cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value:
@@ -86,10 +94,10 @@ def driver_release() -> tuple[int, int] | None:
 
 
 def driver_row(cuda: Cuda) -> Row:
-    """Whether torch's CUDA build and the driver fit. Within a major release, newer builds run on older drivers."""
+    """Whether torch's CUDA build fits the driver. Within a major release, newer builds run on older drivers."""
     build, driver = cuda.build, cuda.driver
-    takes = "no NVIDIA driver here" if driver is None else f"the driver takes CUDA {driver[0]}.{driver[1]}"
-    value = f"torch is built {f'for CUDA {build}' if build else 'without CUDA'}; {takes}"
+    supported = "no NVIDIA driver here" if driver is None else f"the driver takes CUDA {driver[0]}.{driver[1]}"
+    value = f"torch is built {f'for CUDA {build}' if build else 'without CUDA'}; {supported}"
     if cuda.works:
         return Row(name="driver", status=Status.ok, value=value)
     if driver is None:
@@ -105,16 +113,21 @@ def driver_row(cuda: Cuda) -> Row:
 
 
 def card_row(card: Card) -> Row:
-    """Whether torch has kernels for the card (those of one major release run on its later minors), and it is free."""
+    """Whether torch has kernels for the card, and the card is free.
+
+    Kernels for a compute capability also run on cards with the same major and a higher minor number.
+    """
     major, minor = card.capability
     numbers = {"memory_bytes": card.total, "free_bytes": card.free, "capability": major + minor / 10}
-    free = f"{size_text(card.free)} of {size_text(card.total)} free"
-    value = f"{card.name}, compute capability {major}.{minor}, {free}"
+    free_text = f"{size_text(card.free)} of {size_text(card.total)} free"
+    value = f"{card.name}, compute capability {major}.{minor}, {free_text}"
     if not any(runs_on(name, card.capability) for name in card.built_for):
         remedy = f"install a torch that is built for sm_{major}{minor}, or use another card"
         return judged("card", f"{value}; torch is built for {', '.join(card.built_for)}", remedy, numbers, wrong=True)
-    held = card.free < LEAST_FREE_SHARE * card.total
-    return judged("card", value, "nvidia-smi names the programs that hold the rest", numbers, wrong=False, slow=held)
+    is_in_use = card.free < MIN_FREE_SHARE * card.total
+    return judged(
+        "card", value, "nvidia-smi names the programs that hold the rest", numbers, wrong=False, slow=is_in_use
+    )
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
@@ -128,34 +141,40 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     if len(digits) < 2:
         return False
     major, minor = int(digits[:-1]), int(digits[-1])
-    if kind == "compute":  # is compiled for the card when it is loaded
+    if kind == "compute":  # such a kernel is compiled for the card when it is loaded
         return (major, minor) <= capability
     return major == capability[0] and minor <= capability[1]
 
 
 def disk_row(folder: Path, free: int | None, may_write: bool) -> Row:
-    """free: bytes; None if the file system does not say."""
-    where = f"{folder.absolute()}"
+    """Whether the folder can be written to and its disk has room.
+
+    Args:
+        folder: the folder in which runs would be.
+        free: number of free bytes; None if the file system does not report it.
+        may_write: whether the folder can be written to.
+    """
+    place = f"{folder.absolute()}"
     if not may_write:
         remedy = "go to another folder, or choose hydra.run.dir"
-        return judged("disk", f"{where} cannot be written to", remedy, {}, wrong=True)
-    value = f"{'an unknown amount' if free is None else size_text(free)} free at {where}"
-    short = free is not None and free < LEAST_DISK
-    remedy = f"free {size_text(LEAST_DISK)} there, or choose hydra.run.dir on another disk"
-    return judged("disk", value, remedy, {} if free is None else {"free_bytes": free}, wrong=short)
+        return judged("disk", f"{place} cannot be written to", remedy, {}, wrong=True)
+    value = f"{'an unknown amount' if free is None else size_text(free)} free at {place}"
+    is_too_little = free is not None and free < MIN_FREE_DISK
+    remedy = f"free {size_text(MIN_FREE_DISK)} there, or choose hydra.run.dir on another disk"
+    return judged("disk", value, remedy, {} if free is None else {"free_bytes": free}, wrong=is_too_little)
 
 
-def _nearest(folder: Path) -> Path:
+def _existing_ancestor(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
-    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def hub_rows(trial: Trial) -> list[Row]:
     from huggingface_hub import constants
 
     path = trial.settings.plain["model"]["path"]
-    named = None if trial.settings.makes_model or Path(resolve_path(path)).is_dir() else path
-    return [hub_row(hub_answers(), constants.HF_HUB_OFFLINE, named)]
+    hub_id = None if trial.settings.makes_model or Path(resolve_path(path)).is_dir() else path
+    return [hub_row(hub_answers(), constants.HF_HUB_OFFLINE, hub_id)]
 
 
 def hub_row(answers: bool, switched_off: bool, model: str | None) -> Row:
@@ -163,15 +182,15 @@ def hub_row(answers: bool, switched_off: bool, model: str | None) -> Row:
 
     Args:
         answers: whether it answered.
-        switched_off: whether HF_HUB_OFFLINE forbids asking.
-        model: the model that the user has named on the hub; None if it is made here or local.
+        switched_off: whether HF_HUB_OFFLINE is set, so that the hub is not used.
+        model: hub id of the model that the user has named; None if the model is made here or local.
     """
     if answers:
         return Row(name="hub", status=Status.ok, value="can be reached")
-    needs = f"; {model} must be in its cache here" if model else ""
+    requirement = f"; {model} must be in its cache here" if model else ""
     if switched_off:
-        return Row(name="hub", status=Status.ok, value=f"is not asked, by HF_HUB_OFFLINE{needs}")
-    value = f"cannot be reached{needs}"
+        return Row(name="hub", status=Status.ok, value=f"is not asked, by HF_HUB_OFFLINE{requirement}")
+    value = f"cannot be reached{requirement}"
     remedy = "connect to the network, or set HF_HUB_OFFLINE=1 and use local paths, which saves waiting for it"
     return judged("hub", value, remedy, {}, wrong=model is not None, slow=True)
 
@@ -189,7 +208,14 @@ def uses_code(rewards: Mapping[str, Any]) -> bool:
 
 
 def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) -> Row:
-    """Whether reward=code can isolate programs; is_used: whether the run has that reward."""
+    """Whether reward=code can isolate programs.
+
+    Args:
+        isolation: what isolates programs here.
+        sentence: a description of it.
+        bound: how their memory is limited, in words; empty if it is not.
+        is_used: whether the run has that reward.
+    """
     if isolation is not Isolation.none:
         return Row(name="sandbox", status=Status.ok, value=f"{sentence}; {bound}" if bound else sentence)
     remedy = "install bubblewrap (apt install bubblewrap) for reward=code"

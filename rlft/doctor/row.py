@@ -1,4 +1,4 @@
-"""A row of `rlft doctor`: what was looked at, how it stands, the measured value, and what to do."""
+"""A row of `rlft doctor`: what was checked, the verdict, the measured value, and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How a row stands. `slow` works, but wastes time or leaves something unused; `skipped` could not be looked at."""
+    """The verdict of a row. `slow` works, but wastes time or leaves something unused; `skipped` could not be run."""
 
     ok = "ok"
     slow = "slow"
@@ -20,12 +20,12 @@ class Status(StrEnum):
 class Row:
     """A row of the table.
 
-    Args:
-        name: what was looked at.
-        status: how it stands.
-        value: what was measured, in words; of a skipped row the reason.
+    Attributes:
+        name: what was checked.
+        status: the verdict.
+        value: what was measured, in words; in a skipped row, the reason.
         remedy: what to do; empty if the row is ok.
-        numbers: the measured numbers by name, with their units in the names.
+        numbers: {name: measured number}, with the unit in the name.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Row:
 
 
 class NotReadyError(RuntimeError):
-    """Something that this check needs is not there, because an earlier check failed; the message is the reason."""
+    """Something that a check needs is missing, because an earlier check failed; the message is the reason."""
 
 
 def judged(name: str, value: str, remedy: str, numbers: Mapping[str, float], *, wrong: bool, slow: bool = False) -> Row:
-    """The row of a measurement: wrong, else slow, else ok, in which case it needs no remedy."""
+    """The row of a measurement: wrong, else slow, else ok; a row that is ok has no remedy."""
     status = Status.wrong if wrong else Status.slow if slow else Status.ok
     return Row(name=name, status=status, value=value, remedy="" if status is Status.ok else remedy, numbers=numbers)

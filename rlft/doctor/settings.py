@@ -1,4 +1,4 @@
-"""What a trial of `rlft doctor` is made from; it imports no torch."""
+"""The settings of a trial of `rlft doctor`; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 class Settings:
     """The settings of a trial.
 
-    Args:
+    Attributes:
         plain: the composed config, with the user's sections in it.
-        typed: the keys that the user has typed, whose values are kept.
-        rewards: the user's `reward` section, of which nothing is computed.
+        typed: the keys that the user has typed, whose values the trial keeps.
+        rewards: the user's `reward` section; the trial computes none of these rewards.
         runs: the folder in which the user's runs would be.
     """
 

@@ -15,18 +15,18 @@ from rlft.planning.fit import in_words
 from rlft.planning.memory_demand import on_a_gpu, sizes_of
 from rlft.planning.memory_parts import parts
 
-MOST_SAMPLING = 20.0
-"""Times as long as the update that sampling may take."""
-LEAST_SHARE = {"cpu": 0.05, "cuda": 0.2}
-"""Of the product rate that an update reaches at least; on a GPU not measured yet."""
-MOST_PUBLISHING, LEAST_PUBLISH_S = 0.1, 1.0
-"""The share of a step that a publish may take, and the seconds that are nothing."""
-ALLOWED = 0.15
-"""How far the planned peak may be from the measured one."""
+MAX_SAMPLING_RATIO = 20.0
+"""Sampling may take this many times as long as the update."""
+MIN_SHARE = {"cpu": 0.05, "cuda": 0.2}
+"""{kind of device: lowest share of the product rate that an update should reach}; not measured on a GPU yet."""
+MAX_PUBLISH_SHARE, MIN_PUBLISH_S = 0.1, 1.0
+"""The share of a step that a publish may take; one of at most MIN_PUBLISH_S seconds is always fine."""
+MAX_PLAN_ERROR = 0.15
+"""Largest allowed relative difference between the planned and the measured peak."""
 
 
 def step_rows(trial: Trial) -> list[Row]:
-    """Sampling, update and publish of the trial's steps."""
+    """The rows of sampling, update and publish in the trial's steps."""
     measured, roles, work = trial.measured, trial.roles, trial.work
     sample, update, publish = (measured.fastest(stage) for stage in ("sample", "update", "publish"))
     shape = Shape.of_model(trial.session.backbone.model, sizes_of(trial.config.model, trial.config.lora).lora)
@@ -38,29 +38,36 @@ def step_rows(trial: Trial) -> list[Row]:
     kind = "cuda" if trial.device.type == "cuda" else "cpu"
     return [
         sampling_row(measured.completion_tokens, sample, update, str(trial.plan.engine)),
-        update_row(tokens, update, flops, trial.product_rate, LEAST_SHARE[kind]),
+        update_row(tokens, update, flops, trial.product_rate, MIN_SHARE[kind]),
         publish_row(publish, sample + update + publish),
     ]
 
 
 def sampling_row(tokens: int, seconds: float, update_s: float, engine: str) -> Row:
-    """tokens: sampled in these seconds; update_s: seconds of the update on them."""
-    times = seconds / update_s
-    value = f"{tokens / seconds:,.0f} tokens/s by {engine}; {times:.1f} times as long as the update on them"
-    numbers = {"tokens_per_s": tokens / seconds, "seconds": seconds, "times_the_update": times}
+    """The speed of sampling.
+
+    Args:
+        tokens: number of sampled tokens.
+        seconds: seconds that sampling took.
+        update_s: seconds that the update on them took.
+        engine: name of the engine.
+    """
+    ratio = seconds / update_s
+    value = f"{tokens / seconds:,.0f} tokens/s by {engine}; {ratio:.1f} times as long as the update on them"
+    numbers = {"tokens_per_s": tokens / seconds, "seconds": seconds, "times_the_update": ratio}
     remedy = "on a GPU use generation=vllm without enforce_eager; on a CPU look at what else runs"
-    return judged("sampling", value, remedy, numbers, wrong=False, slow=times > MOST_SAMPLING)
+    return judged("sampling", value, remedy, numbers, wrong=False, slow=ratio > MAX_SAMPLING_RATIO)
 
 
 def update_row(tokens: int, seconds: float, flops: float, rate: float, least_share: float) -> Row:
     """Tokens/s, and the share of the machine's arithmetic that the update reaches.
 
     Args:
-        tokens: that entered the network.
-        seconds: of credit and update.
-        flops: operations that they need.
+        tokens: number of tokens that entered the network.
+        seconds: seconds that credit and update took.
+        flops: number of floating-point operations that they need.
         rate: FLOP/s of a large product in the same dtype.
-        least_share: below which the update is slow.
+        least_share: share of the rate below which the update is slow.
     """
     share = flops / seconds / rate
     value = f"{tokens / seconds:,.0f} tokens/s, {share:.0%} of {rate / 1e9:,.0f} GFLOP/s, the rate of a large product"
@@ -70,16 +77,21 @@ def update_row(tokens: int, seconds: float, flops: float, rate: float, least_sha
 
 
 def publish_row(seconds: float, step_s: float) -> Row:
-    """seconds: of a publish with its freshness check, in a step of `step_s` seconds."""
+    """The time of a publish.
+
+    Args:
+        seconds: seconds that a publish took, with its freshness check.
+        step_s: seconds of the whole step.
+    """
     share = seconds / step_s
     value = f"{1000 * seconds:.0f} ms with the freshness check, {share:.0%} of the step"
     remedy = f"make room in memory for adapters (now {memory_folder()}), or lower lora.rank"
-    slow = seconds > LEAST_PUBLISH_S and share > MOST_PUBLISHING
+    slow = seconds > MIN_PUBLISH_S and share > MAX_PUBLISH_SHARE
     return judged("publish", value, remedy, {"seconds": seconds, "share": share}, wrong=False, slow=slow)
 
 
 def memory_rows(trial: Trial) -> list[Row]:
-    """The trial's peak beside what `rlft plan` counts: on a CPU the process's, on a GPU the allocator's."""
+    """The trial's peak compared with that of `rlft plan`: on a CPU the process's, on a GPU the allocator's."""
     model = sizes_of(trial.config.model, trial.config.lora)
     recompute = bool(getattr(trial.session.backbone.model, "is_gradient_checkpointing", False))
     demand = trial.plan.demand(model, recompute)
@@ -91,9 +103,9 @@ def memory_rows(trial: Trial) -> list[Row]:
 
 
 def memory_row(planned: int, measured: int) -> Row:
-    """Whether what `rlft plan` counts is what is taken (bytes)."""
+    """Whether the planned peak of `rlft plan` is close to the measured one, both in bytes."""
     ratio = planned / measured
     value = f"planned {in_words(planned)}, measured {in_words(measured)} ({ratio:.2f} of it)"
     numbers = {"planned_bytes": planned, "measured_bytes": measured, "ratio": ratio}
     remedy = "do not rely on rlft plan here: leave room, lower token_budget, and report these numbers"
-    return judged("memory plan", value, remedy, numbers, wrong=abs(ratio - 1) > ALLOWED)
+    return judged("memory plan", value, remedy, numbers, wrong=abs(ratio - 1) > MAX_PLAN_ERROR)

@@ -1,8 +1,8 @@
-"""Runs the checks in a process of their own, each under a time limit.
+"""Runs the checks in a child process, each under a time limit.
 
-So a check that hangs, or takes its process with it, is a row like the others, and Ctrl-C ends native code, too. What a
-check opens (a model, an engine) stays open for those after it. A check after one that ended the process begins in a new
-one, and is told which checks have failed.
+A check that hangs, or that crashes the process, is therefore a row like the others, and Ctrl-C ends native code, too.
+What a check opens (a model, an engine) stays open for the checks after it. If a check ended the process, the next one
+runs in a new process, which receives the names of the checks that have failed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from rlft.system.running_time import TICK_S, RunningTime
 from rlft.types import UserError
 
 OUTPUT = "output.txt"
-"""What the checks, and the libraries they use, print."""
+"""The file with the output of the checks and of the libraries they use."""
 MAX_SHOWN_CHARS = 300
 END_S = 10.0
+"""Seconds to wait for the end of the process."""
 BOOT = """
 import sys
 from multiprocessing.connection import Connection
@@ -40,18 +41,18 @@ sys.path[:] = connection.recv()
 from rlft.doctor.supervise import serve
 serve(connection, *connection.recv())
 """
-"""The program of the process. It is no child of multiprocessing's, whose helper would print a warning about what a
-process that was killed had open."""
+"""The program of the process. multiprocessing is not used, because its helper would print a warning about what a killed
+process had open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """A check, which makes one row or several.
 
-    Args:
-        name: of its row, if it makes none itself.
-        function: `module:function`, called with what the subject opens as; returns its rows.
-        limit_s: seconds after which it has failed.
+    Attributes:
+        name: name of the check, and of its row if the check fails before it makes one.
+        function: `module:function` that returns its rows, called with the result of the subject's `opens`.
+        limit_s: seconds after which it counts as failed.
         fresh: whether it needs a process in which nothing has been allocated yet.
     """
 
@@ -63,13 +64,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is checked, in a form that a new process can be given.
+    """What is checked, in a form that can be sent to a new process.
 
-    Args:
-        opens: `module:function`, called in that process with these settings, the folder and the names of the checks
-            that have failed so far; what it returns is handed to each check.
-        settings: plain values.
-        folder: for files; removed by its owner.
+    Attributes:
+        opens: `module:function`, called in that process with the settings, the folder and the names of the checks that
+            have failed so far; its result is passed to each check.
+        settings: the settings, as plain values.
+        folder: folder for files, which the caller removes.
     """
 
     opens: str
@@ -81,9 +82,9 @@ def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], 
     """The rows of these checks, as they are made.
 
     Args:
-        checks: in their order.
-        subject: what they look at.
-        tell: is called with the name of each check that begins.
+        checks: the checks in their order.
+        subject: what they check.
+        tell: called with the name of each check when it begins.
     """
     failed: list[str] = []
     child: Child | None = None
@@ -95,8 +96,8 @@ def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], 
                 child = None
             if child is None:
                 child = Child(subject, failed)
-            rows, lives = child.rows(check)
-            if not lives:
+            rows, is_alive = child.rows(check)
+            if not is_alive:
                 child.end()
                 child = None
             if any(row.status is Status.wrong for row in rows):
@@ -109,61 +110,61 @@ def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], 
 
 
 class Child:
-    """A process that runs checks until it is ended, or ends."""
+    """A process that runs checks until it ends or is ended."""
 
     def __init__(self, subject: Subject, failed: Sequence[str]) -> None:
         self._output = subject.folder / OUTPUT
-        ours, theirs = socket.socketpair()
-        with theirs, self._output.open("ab") as output:
+        parent_end, child_end = socket.socketpair()
+        with child_end, self._output.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-c", BOOT, str(child_end.fileno())],
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
             )
-        self._ours = Connection(ours.detach())
-        self._ours.send(sys.path)
-        self._ours.send((subject, tuple(failed), os.getpid()))
+        self._connection = Connection(parent_end.detach())
+        self._connection.send(sys.path)
+        self._connection.send((subject, tuple(failed), os.getpid()))
 
     def rows(self, check: Check) -> tuple[list[Row], bool]:
         """(the rows of this check, whether the process can run another one)."""
         try:
-            self._ours.send(check)
+            self._connection.send(check)
             clock = RunningTime()
-            while not self._ours.poll(TICK_S):
+            while not self._connection.poll(TICK_S):
                 if clock() >= check.limit_s:
                     return [_failed(check, f"no answer in {check.limit_s:g} s", self._last_line())], False
-            return self._ours.recv(), True
+            return self._connection.recv(), True
         except (EOFError, ConnectionError):
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
-            ended = f"the process that looked at it {how_it_ended(self._process.returncode)}"
-            return [_failed(check, ended, self._last_line())], False
+            problem = f"the process that looked at it {how_it_ended(self._process.returncode)}"
+            return [_failed(check, problem, self._last_line())], False
 
     def end(self) -> None:
-        """Ends the process with all that it has started, if need be against their will."""
+        """Ends the process and all processes that it has started, by force if necessary."""
         if self._process.poll() is None:
             kill_group(self._process.pid)
             self._process.kill()
             self._process.wait(END_S)
-        self._ours.close()
+        self._connection.close()
 
     def _last_line(self) -> str:
-        """What the process printed last; empty if nothing."""
+        """The last line that the process printed; empty if there is none."""
         with suppress(OSError):
             lines = self._output.read_text(errors="replace").strip().splitlines()
             return lines[-1] if lines else ""
         return ""
 
 
-def _failed(check: Check, problem: str, said: str) -> Row:
-    value = f"{problem}; it said last: {_short(said)}" if said else problem
+def _failed(check: Check, problem: str, last_line: str) -> Row:
+    value = f"{problem}; it said last: {_short(last_line)}" if last_line else problem
     return Row(name=check.name, status=Status.wrong, value=value, remedy="look at what else runs on this machine")
 
 
 def serve(connection: Connection, subject: Subject, failed: tuple[str, ...], parent: int) -> None:
-    """The life of the process: answers each check with its rows until the parent closes its end, or dies."""
+    """The main function of the process: answers each check with its rows until the parent closes its end, or dies."""
     detach(parent)
     opened: Any = None
     with suppress(EOFError, ConnectionError):
@@ -172,20 +173,20 @@ def serve(connection: Connection, subject: Subject, failed: tuple[str, ...], par
             start = time.monotonic()
             try:
                 if opened is None:
-                    opened = _named(subject.opens)(subject.settings, subject.folder, failed)
-                rows = list(_named(check.function)(opened))
-            except Exception as error:  # a check that fails is a row of the table, and the checks after it run
+                    opened = _function_of(subject.opens)(subject.settings, subject.folder, failed)
+                rows = list(_function_of(check.function)(opened))
+            except Exception as error:  # a failed check is a row of the table, and the checks after it run
                 if debugging():
                     traceback.print_exception(error)
                 rows = [row_of(check, error)]
             print(f"{check.name}: {time.monotonic() - start:.1f} s", flush=True)
             connection.send(rows)
-    # Engines and libraries have threads and exit handlers that may not come back; nothing is left to save.
+    # Threads and exit handlers of engines and libraries may hang; nothing is left to save.
     os._exit(0)
 
 
 def row_of(check: Check, error: Exception) -> Row:
-    """The row of a check that has raised this."""
+    """The row of a check that has raised this error."""
     if isinstance(error, NotReadyError):
         return Row(name=check.name, status=Status.skipped, value=str(error), remedy="repair what is wrong above")
     if isinstance(error, UserError):
@@ -206,6 +207,6 @@ def _short(text: str) -> str:
     return line if len(line) <= MAX_SHOWN_CHARS else f"{line[:MAX_SHOWN_CHARS]}..."
 
 
-def _named(target: str) -> Callable[..., Any]:
+def _function_of(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
-"""The run that `rlft doctor` looks at: a config of its own around the user's model, adapter, engine and optimizer.
+"""The run that `rlft doctor` checks: a small one with the user's model, adapter, engine and optimizer.
 
-Its prompts are letters and its rewards alternate, so that it needs no data and every group teaches. Plan, model and
-engine are those of an ordinary run, opened when a check first needs them.
+Its prompts are letters and its rewards alternate, so that it needs no data and every group has a gradient. Plan, model
+and engine are those of an ordinary run, opened when a check first needs them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,22 @@ from rlft.system.memory import resident_bytes
 from rlft.types import Batch, Group, Scores
 
 STEPS = 3
-"""The first one, in which things are warmed up, is not measured."""
+"""Number of steps; the first, which warms up, is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large the trial is on a kind of device. side: of the square matrices whose product is measured."""
+    """The size of the trial on a kind of device.
+
+    Attributes:
+        size: name of the model's size, where the user has named no model.
+        prompts: number of prompts per step.
+        group: number of completions per prompt.
+        prompt_tokens: number of tokens of a prompt.
+        completion_tokens: number of tokens of a completion.
+        side: side of the square matrices whose product is measured.
+        product_s: seconds for which that product is measured.
+    """
 
     size: str
     prompts: int
@@ -58,7 +68,14 @@ SCALES: Mapping[str, Scale] = {
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What the trial's steps took: {stage: seconds} of each measured one, the last one's tokens, and the most bytes."""
+    """Measurements of the trial's steps.
+
+    Attributes:
+        seconds: {stage: seconds} of each measured step.
+        prompt_tokens: number of prompt tokens in the last step.
+        completion_tokens: number of completion tokens in the last step.
+        peak: peak memory, in bytes.
+    """
 
     seconds: list[dict[str, float]] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -66,14 +83,20 @@ class Measured:
     peak: int = 0
 
     def fastest(self, stage: str) -> float:
-        """Seconds; the fastest, because other programs only ever slow a step down."""
+        """The least seconds of a stage: the fastest step counts, because other programs can only slow a step down."""
         return min(step[stage] for step in self.seconds)
 
 
 class Trial:
     """The trial of one process.
 
-    failed: the checks that have failed so far. process: bytes of the process before the model was loaded.
+    Args:
+        settings: the settings.
+        folder: folder for its files.
+        failed: names of the checks that have failed so far.
+
+    Attributes:
+        process: bytes of the process before the model was loaded.
     """
 
     def __init__(self, settings: Settings, folder: Path, failed: Sequence[str]) -> None:
@@ -99,7 +122,7 @@ class Trial:
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """The config with this device's sizes in place of those that the user has not typed, a model and prompts."""
+        """The config, with this device's sizes in place of those that the user has not typed, a model and prompts."""
         scale, typed = self.scale, self.settings.typed
         sizes = {
             "prompts_per_step": scale.prompts,
@@ -110,10 +133,15 @@ class Trial:
         plain = with_values(self.settings.plain, {key: value for key, value in sizes.items() if key not in typed})
         if self.settings.makes_model:
             dtype = str(self.dtype).removeprefix("torch.")
-            made = make_model(self.folder / f"{scale.size}-{dtype}", SIZES[scale.size], dtype)
-            # An adapter and stop tokens are those of another model.
-            others = {"model.path": str(made), "model.revision": None, "lora.path": None, "generation.stop": []}
-            plain = with_values(plain, others)
+            model_folder = make_model(self.folder / f"{scale.size}-{dtype}", SIZES[scale.size], dtype)
+            # The adapter and the stop tokens in the config belong to another model.
+            overrides = {
+                "model.path": str(model_folder),
+                "model.revision": None,
+                "lora.path": None,
+                "generation.stop": [],
+            }
+            plain = with_values(plain, overrides)
         prompts = write_prompts(self.folder / "prompts.jsonl", work_of(plain), STEPS)
         return with_values(plain, {"data.path": str(prompts)})
 
@@ -136,9 +164,9 @@ class Trial:
         """transformers' config of the model."""
         return read_config(self.config.model)
 
-    # -- what is open ------------------------------------------------------------------------------------------------
+    # -- the open session -------------------------------------------------------------------------------------------
     def start(self) -> Session:
-        """Loads the model and starts the engine, and notes what the process took before."""
+        """Loads the model and starts the engine, and records the memory of the process before that."""
         plan = self.plan
         self.process = resident_bytes()
         if self.device.type == "cuda":
@@ -149,10 +177,10 @@ class Trial:
 
     @property
     def session(self) -> Session:
-        """The live run.
+        """The open session.
 
         Raises:
-            NotReadyError: it could not be opened.
+            NotReadyError: the session could not be opened.
         """
         if self._session is None:
             raise NotReadyError("the engine has not started")
@@ -167,7 +195,7 @@ class Trial:
         self.num_published += 1
         self.session.publish(self.num_published)
 
-    # -- what is measured --------------------------------------------------------------------------------------------
+    # -- measurements -----------------------------------------------------------------------------------------------
     @cached_property
     def product_rate(self) -> float:
         """FLOP/s of a large product in the model's dtype."""
@@ -175,7 +203,7 @@ class Trial:
 
     @cached_property
     def measured(self) -> Measured:
-        """Steps of the trial: the longest rows first, as a run rehearses them, then the stages of the loop."""
+        """The measurements of the steps, which run after a rehearsal of the longest rows, as in a run."""
         session, measured = self.session, Measured()
         self.publish()
         session.rehearse_sampling(0)
@@ -204,7 +232,7 @@ class Trial:
         trainer.update(algorithm, batch, inert_B, step)
 
     def collated(self, groups: Sequence[Group]) -> Batch:
-        """The batch of these groups, of whose completions every second one is right."""
+        """The batch of these groups, in which every second completion has reward 1."""
         return collate(groups, alternating(groups), self.session.backbone.decode)
 
 
@@ -225,7 +253,7 @@ def work_of(plain: Mapping[str, Any]) -> Work:
 
 
 def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with other values at these keys, as in {"lora.rank": 4}; sections that change are copied."""
+    """The config with other values at these keys, such as {"lora.rank": 4}; sections that change are copied."""
     result = dict(plain)
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -237,7 +265,7 @@ def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 
 
 def import_run() -> None:
-    """Imports what a run needs, so that the process has its size before anything is measured."""
+    """Imports what a run needs, so that its memory is not counted in later measurements."""
     import transformers
 
     _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer

@@ -1,7 +1,7 @@
-"""What `rlft doctor` and the benchmarks run on: models with random weights, and prompts of a given length.
+"""Models with random weights and prompts of a given length, for `rlft doctor` and the benchmarks.
 
-No model or data set is downloaded. A prompt is letters, one token each, and the end token lies outside the model's
-vocabulary, so that every completion has the length it is asked for.
+No model or data set is downloaded. A prompt consists of letters, one token each, and the end token lies outside the
+model's vocabulary, so that every completion has the requested length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Size:
 
 
 SIZES = {
-    # To try the scripts with.
+    # For trying out the scripts.
     "1m": Size(hidden=128, layers=2, heads=4, key_heads=2, intermediate=384, vocabulary=4096),
     "17m": Size(hidden=384, layers=8, heads=6, key_heads=2, intermediate=1152, vocabulary=8192),
     "120m": Size(hidden=768, layers=12, heads=12, key_heads=4, intermediate=2304, vocabulary=32768),
@@ -37,7 +37,15 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One step: prompts x group completions. Lengths in tokens; rank of the LoRA on all linear layers."""
+    """The work of one step.
+
+    Attributes:
+        prompts: number of prompts.
+        group: number of completions per prompt.
+        prompt_tokens: number of tokens of a prompt.
+        completion_tokens: number of tokens of a completion.
+        rank: rank of the LoRA on all linear layers.
+    """
 
     prompts: int = 8
     group: int = 8
@@ -55,7 +63,7 @@ class Work:
 
 
 def make_model(folder: Path, size: Size, dtype: str) -> Path:
-    """Config, weights (normal, 0.02) and a tokenizer of bytes; made once."""
+    """A folder with a config, random weights (normal, 0.02) and a byte tokenizer; it is made only once."""
     if (folder / "config.json").exists():
         return folder
     import torch
@@ -64,7 +72,7 @@ def make_model(folder: Path, size: Size, dtype: str) -> Path:
 
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=letters | {"<end>": size.vocabulary}, merges=[]))
-    # The library's own stubs give these two properties getters alone.
+    # The library's type stubs have only getters for these two properties.
     setattr(tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))  # noqa: B010
     setattr(tokenizer, "decoder", decoders.ByteLevel())  # noqa: B010
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="!")
@@ -88,10 +96,10 @@ def make_model(folder: Path, size: Size, dtype: str) -> Path:
 
 
 def write_prompts(file: Path, work: Work, steps: int) -> Path:
-    """JSONL of prompts of exactly `work.prompt_tokens` letters; the answers are never looked at."""
-    dice = random.Random(0)
+    """A JSONL file of prompts of exactly `work.prompt_tokens` letters; their answers are not used."""
+    rng = random.Random(0)
     rows = [
-        {"prompt": "".join(dice.choices(string.ascii_letters, k=work.prompt_tokens)), "answer": "a"}
+        {"prompt": "".join(rng.choices(string.ascii_letters, k=work.prompt_tokens)), "answer": "a"}
         for _ in range(4 * work.prompts * steps)  # some are held out
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

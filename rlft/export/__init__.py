@@ -1,1 +1,1 @@
-"""What becomes of an exported folder: pushed to the Hugging Face hub, or converted for llama.cpp."""
+"""What follows an export: the model card, the push to the Hugging Face hub, and the conversion for llama.cpp."""

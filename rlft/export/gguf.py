@@ -16,7 +16,7 @@ MODEL_SCRIPT, ADAPTER_SCRIPT = "llama.cpp/convert_hf_to_gguf.py", "llama.cpp/con
 
 
 def model_command(folder: str) -> str:
-    """The command that converts a model folder into <folder>.gguf, in its own 16-bit format.
+    """The command that converts a model folder into <folder>.gguf, in the model's 16-bit format.
 
     >>> model_command("exports/mine")
     'python llama.cpp/convert_hf_to_gguf.py exports/mine --outfile exports/mine.gguf --outtype auto'
@@ -41,7 +41,7 @@ def adapter_command(folder: str, base: str, *, base_is_folder: bool) -> str:
 def why_no_adapter(adapter: Mapping[str, Any]) -> str | None:
     """Why the converter cannot take an adapter with this adapter_config.json; None if it can.
 
-    The converter stores only `lora_alpha`, because llama.cpp scales every adapter by alpha / rank, and only A and B.
+    The converter stores only A, B and `lora_alpha`, because llama.cpp scales every adapter by alpha / rank.
     """
     if adapter.get("use_dora"):
         return "llama.cpp has no DoRA"
@@ -76,7 +76,7 @@ def card_section(folder: str, adapter: Mapping[str, Any] | None, base_id: str | 
     else:
         command = adapter_command(folder, base_id or "base", base_is_folder=base_id is None)
         note = "" if base_id else "`base` is a folder with the base model."
-    about = (
+    introduction = (
         f"For [llama.cpp]({REPOSITORY}) and programs built on it, beside a clone of it and this folder as `{folder}`:"
     )
-    return "\n\n".join(part for part in ("## GGUF", about, f"```\n{command}\n```", note) if part)
+    return "\n\n".join(part for part in ("## GGUF", introduction, f"```\n{command}\n```", note) if part)

@@ -1,4 +1,4 @@
-"""The README.md of an exported model, from its run folder alone.
+"""The README.md of an exported model, made from its run folder alone.
 
 Its front matter is the one that the hub reads. A base or data set without a hub id is named only in the text, and
 without its folder.
@@ -53,7 +53,7 @@ def model_card(
         source: the run.
         folder: the checkpoint's folder.
         kind: what the checkpoint holds.
-        is_model: whether a whole model is exported, and not an adapter alone.
+        is_model: whether a whole model is exported, rather than only an adapter.
         name: the exported folder's name.
         repo_id: the repository that the folder is pushed to.
         has_template: whether the tokenizer's chat template is used.
@@ -65,18 +65,18 @@ def model_card(
     evaluations = [line for line in read_lines(source.run / EVALUATIONS) if line["step"] <= step]
     adapter = {} if kind is CheckpointKind.weights else json.loads((folder / kind / CONFIG).read_text())
     base_id = config["model"]["path"] if is_hub_id(config["model"]["path"]) else None
-    what = "reward model" if kind is CheckpointKind.reward else "model" if is_model else "adapter"
-    parts = [
+    exported_as = "reward model" if kind is CheckpointKind.reward else "model" if is_model else "adapter"
+    sections = [
         front_matter(config, kind, is_model),
         f"# {config['name']}",
-        f"A {what}, trained with rlft for {step} steps.",
+        f"A {exported_as}, trained with rlft for {step} steps.",
         table(("", ""), [*facts(config), ("Trained with", ", ".join(f"{k} {v}" for k, v in origin.items()))]),
         results(evaluations, config),
         usage(config, adapter, kind, is_model, repo_id or name, has_template, dtype),
         *([] if kind is CheckpointKind.reward else [card_section(name, None if is_model else adapter, base_id)]),
         "## Licence\n\nNot recorded in the run: whoever publishes this chooses it, as base and data allow.",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in sections if part) + "\n"
 
 
 def front_matter(config: Config, kind: CheckpointKind, is_model: bool) -> str:
@@ -103,9 +103,9 @@ def front_matter(config: Config, kind: CheckpointKind, is_model: bool) -> str:
     return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
 
 
-# -- what it was made of and how ---------------------------------------------------------------------------------------
+# -- the table of the run's settings -----------------------------------------------------------------------------------
 def facts(config: Config) -> list[tuple[str, str]]:
-    """Rows (what, how) from the sections of the run's config."""
+    """Rows (name, value) of the table, from the sections of the run's config."""
     rows = [("Base", public_name(config["model"]["path"], config["model"].get("revision")))]
     if data := config.get("data"):
         rows.append(("Data", described(data)))
@@ -117,11 +117,11 @@ def facts(config: Config) -> list[tuple[str, str]]:
         rows.append(("Rewards" if "algorithm" in config else "Rewards (only measured)", weights))
     if "group_size" in config:
         rows.append(("A step", f"{config['prompts_per_step']} prompts x {config['group_size']} completions"))
-    rows += [("A step", f"{config[key]} {what}") for key, what in STEPS.items() if key in config]
+    rows += [("A step", f"{config[key]} {unit}") for key, unit in STEPS.items() if key in config]
     if lora := config.get("lora"):
-        kinds = {name: True for name in ("use_rslora", "use_dora") if lora.get(name)}
-        shown = {key: lora[key] for key in ("rank", "alpha", "dropout", "target_modules")}
-        rows.append(("Adapter", keys_text({**shown, **kinds})))
+        lora_kinds = {name: True for name in ("use_rslora", "use_dora") if lora.get(name)}
+        lora_keys = {key: lora[key] for key in ("rank", "alpha", "dropout", "target_modules")}
+        rows.append(("Adapter", keys_text({**lora_keys, **lora_kinds})))
     if trainer := config.get("trainer"):
         rows.append(("AdamW", keys_text(trainer)))
     if generation := config.get("generation"):
@@ -132,7 +132,7 @@ def facts(config: Config) -> list[tuple[str, str]]:
 
 
 def described(section: Config) -> str:
-    """A component's module with its keys."""
+    """A component as text: the name of its module and its keys."""
     return f"{module_name(section)}: {keys_text({k: v for k, v in section.items() if k not in IN_THE_PROMPT})}"
 
 
@@ -154,36 +154,36 @@ def is_hub_id(path: str) -> bool:
 
 
 def public_name(path: str, revision: str | None = None) -> str:
-    """A hub id or embedded name unchanged; of a local path only the last part."""
-    shown = path if is_hub_id(path) or path.startswith(EMBEDDED) else Path(path).name
-    return shown if revision is None else f"{shown} at {revision}"
+    """A hub id or embedded name unchanged, or the last part of a local path."""
+    name = path if is_hub_id(path) or path.startswith(EMBEDDED) else Path(path).name
+    return name if revision is None else f"{name} at {revision}"
 
 
-# -- what it reached ---------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 def results(evaluations: Sequence[Config], config: Config) -> str:
-    """The first and last evaluation up to this step, with standard errors; empty if there was none."""
+    """The section with the first and the last evaluation, with standard errors; empty if there was no evaluation."""
     if not evaluations:
         return ""
-    ends = [evaluations[0], evaluations[-1]][-min(2, len(evaluations)) :]
-    names = [n for n in dict.fromkeys(n for line in ends for n in line) if n.startswith("eval/") and n[-3:] != "_se"]
-    rows = [(name.removeprefix("eval/"), *(value_text(line, name) for line in ends)) for name in names]
-    samples = ("samples of each prompt", *(num_samples(line) for line in ends))
-    heading = ("", *(f"step {line['step']}" for line in ends))
-    about = f"Held-out {measured_on(config)}; ± is a standard error over them."
-    by_samples = [samples] if "sampled" in about else []
-    return f"## Results\n\n{about}\n\n{table(heading, [*by_samples, *rows])}"
+    columns = [evaluations[0], evaluations[-1]][-min(2, len(evaluations)) :]
+    names = [n for n in dict.fromkeys(n for line in columns for n in line) if n.startswith("eval/") and n[-3:] != "_se"]
+    rows = [(name.removeprefix("eval/"), *(value_text(line, name) for line in columns)) for name in names]
+    samples = ("samples of each prompt", *(num_samples(line) for line in columns))
+    heading = ("", *(f"step {line['step']}" for line in columns))
+    introduction = f"Held-out {measured_on(config)}; ± is a standard error over them."
+    by_samples = [samples] if "sampled" in introduction else []
+    return f"## Results\n\n{introduction}\n\n{table(heading, [*by_samples, *rows])}"
 
 
 def measured_on(config: Config) -> str:
-    """The data that an evaluation measures on, and how it samples."""
+    """A description of the data that an evaluation uses, and of how it samples."""
     settings = config.get("eval") or {}
     if "num_rankings" in settings:
         return f"rankings, at most {settings['num_rankings']}"
     if not config.get("data"):
         return f"demonstrations, at most {settings['num_prompts']}"
     temperature = settings["temperature"]
-    how = "as in training" if temperature is None else f"at temperature {temperature:g}"
-    return f"prompts, at most {settings['num_prompts']}, sampled {how}"
+    sampling = "as in training" if temperature is None else f"at temperature {temperature:g}"
+    return f"prompts, at most {settings['num_prompts']}, sampled {sampling}"
 
 
 def value_text(line: Config, name: str) -> str:
@@ -199,9 +199,9 @@ def num_samples(line: Config) -> str:
     return str(max(sizes)) if sizes else "-"
 
 
-# -- how it is used ----------------------------------------------------------------------------------------------------
+# -- use ---------------------------------------------------------------------------------------------------------------
 def reward_command(config: Config, adapter: Config, name: str) -> str:
-    """The `rlft train` command with this reward model, for an adapter of the same shape on the same base."""
+    """The `rlft train` command that uses this reward model, for an adapter of the same shape on the same base."""
     base, targets = (config.get("model") or {}).get("path") or "", (config.get("lora") or {}).get("target_modules")
     keys: dict[str, object] = {"model.path": base} if base.startswith(EMBEDDED) or is_hub_id(base) else {}
     keys |= {"reward.learned.path": name, "lora.rank": adapter["r"], "lora.alpha": f"{adapter['lora_alpha']:g}"}
@@ -221,18 +221,18 @@ def usage(
     sampling = [f"{key}={generation[key]}" for key in ("temperature", "top_p", "top_k") if key in generation]
     length = generation.get("max_tokens", 256)
     by_transformers, by_vllm = stop_code(generation)
-    drawn = ["do_sample=True", *sampling, f"max_new_tokens={length}", *by_transformers]
-    shared = [
+    generate_options = ["do_sample=True", *sampling, f"max_new_tokens={length}", *by_transformers]
+    shared_lines = [
         f'path = "{name}"',
         *(["base = path"] if is_model else ["base = PeftConfig.from_pretrained(path).base_model_name_or_path"]),
         *messages_code(config),
     ]
     names = "AutoModelForCausalLM, AutoTokenizer"
-    transformers = [
+    transformers_lines = [
         *([] if is_model else ["from peft import PeftConfig, PeftModel"]),
         f"from transformers import {names}",
         "",
-        *shared,
+        *shared_lines,
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         'model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")',
         *([] if is_model else ["model = PeftModel.from_pretrained(model, path)"]),
@@ -240,30 +240,32 @@ def usage(
         "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)"
         if has_template
         else f'inputs = tokenizer({PLAIN_PROMPT}, return_tensors="pt")',
-        f"output = model.generate(**inputs, {', '.join(drawn)})",
+        f"output = model.generate(**inputs, {', '.join(generate_options)})",
         'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
-    exact = ', dtype="float32"' if dtype == "float32" else ""  # vLLM rounds float32 weights to 16 bits by default
-    lora = "" if is_model else f", enable_lora=True, max_lora_rank={engine_rank(adapter['r'])}"
-    vllm = [
+    # vLLM rounds float32 weights to 16 bits by default.
+    dtype_option = ', dtype="float32"' if dtype == "float32" else ""
+    lora_options = "" if is_model else f", enable_lora=True, max_lora_rank={engine_rank(adapter['r'])}"
+    vllm_lines = [
         *([] if is_model else ["from peft import PeftConfig"]),
         "from vllm import LLM, SamplingParams",
         *([] if is_model else ["from vllm.lora.request import LoRARequest"]),
         "",
-        *shared,
+        *shared_lines,
         f"sampling = SamplingParams({', '.join([*sampling, f'max_tokens={length}', *by_vllm])})",
-        f"answers = LLM(base{exact}{lora}).{'chat(messages' if has_template else f'generate({PLAIN_PROMPT}'}, sampling"
+        f"answers = LLM(base{dtype_option}{lora_options})."
+        f"{'chat(messages' if has_template else f'generate({PLAIN_PROMPT}'}, sampling"
         + ("" if is_model else ', lora_request=LoRARequest("policy", 1, path)')
         + ")",
         "print(answers[0].outputs[0].text)",
     ]
-    served = is_model or not adapter.get("use_dora")  # vLLM refuses DoRA adapters
-    programs = [code(transformers), *([code(vllm)] if served else [])]
+    vllm_can_load = is_model or not adapter.get("use_dora")  # vLLM refuses DoRA adapters
+    programs = [code(transformers_lines), *([code(vllm_lines)] if vllm_can_load else [])]
     return "## Use\n\n" + "\n\nor\n\n".join(programs)
 
 
 def stop_code(generation: Config) -> tuple[list[str], list[str]]:
-    """Arguments of transformers' `generate` and of vLLM's `SamplingParams` with which both stop as the run did."""
+    """Arguments for transformers' `generate` and vLLM's `SamplingParams` that make both stop where the run did."""
     texts = [stop for stop in generation.get("stop", ()) if isinstance(stop, str)]
     tokens = [stop for stop in generation.get("stop", ()) if isinstance(stop, int)]
     ends = ", ".join(["tokenizer.eos_token_id", *map(str, tokens)])
@@ -277,7 +279,7 @@ def stop_code(generation: Config) -> tuple[list[str], list[str]]:
 
 
 def messages_code(config: Config) -> list[str]:
-    """Python code with the messages that the run's data would make of a question."""
+    """Python code of the messages that the run would make of a question."""
     data = config.get("data") or {}
     template = data.get("prompt_template") or PLACEHOLDER
     messages = chat([{"role": "user", "content": "What is 17 + 25?"}], data.get("system_prompt"), template)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 QUESTION_SECONDS = 15.0
-"""Time limit of each wait for the hub before the export; huggingface_hub alone would wait for ever."""
+"""Time limit of each wait for the hub before the export; huggingface_hub itself would wait forever."""
 UPLOAD_SECONDS = 300.0
 """Time limit of each wait during the upload: the hub may check gigabytes before it answers."""
 LOG_IN = "hf auth login"
@@ -29,12 +29,17 @@ NO_ACCESS = (401, 403)
 
 
 class PushError(RuntimeError):
-    """The folder was exported but not, or not completely, pushed; the message says why and which command does it."""
+    """The folder was exported, but not (completely) pushed; the message says why, and which command pushes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The repository to push to: `user/name` or `organisation/name`, and who may see it if it is new."""
+    """The repository to push to.
+
+    Attributes:
+        repo_id: `user/name` or `organisation/name`.
+        private: whether a new repository is private.
+    """
 
     repo_id: str
     private: bool
@@ -47,9 +52,9 @@ class Target:
 class Push:
     """A prepared push.
 
-    Args:
+    Attributes:
         target: the repository.
-        api: None if nothing can be pushed.
+        api: the client of the hub; None if nothing can be pushed.
         problem: why nothing can be pushed.
         fix: the command to run before the one that uploads.
     """
@@ -62,10 +67,10 @@ class Push:
 
 # -- before the export -------------------------------------------------------------------------------------------------
 def read_target(repo_id: str | None, private: str | None) -> Target | None:
-    """The target that the words push= and private= name; None without them.
+    """The target that push= and private= name; None without them.
 
     Raises:
-        UserError: push= is no repository id, or private= is neither true nor false.
+        UserError: push= is not a repository id, or private= is neither true nor false.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -135,13 +140,13 @@ def check_visibility(api: HfApi, target: Target) -> None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        exists_private = bool(api.model_info(target.repo_id).private)
+        is_private = bool(api.model_info(target.repo_id).private)
     except RepositoryNotFoundError:
         return
-    if exists_private != target.private:
-        word, other = ("private", "true") if exists_private else ("public", "false")
-        problem = f"{target.repo_id} exists on the hub and is {word}; a push does not change that"
-        remedy = f"write private={other}, or push to another repository"
+    if is_private != target.private:
+        visibility, matching_value = ("private", "true") if is_private else ("public", "false")
+        problem = f"{target.repo_id} exists on the hub and is {visibility}; a push does not change that"
+        remedy = f"write private={matching_value}, or push to another repository"
         raise UserError("private", problem, got=str(target.private).lower(), remedy=remedy)
 
 
@@ -151,19 +156,19 @@ def limited_waits(seconds: float) -> Iterator[None]:
     from huggingface_hub import get_session
 
     client = get_session()
-    before = client.timeout
+    original_timeout = client.timeout
     client.timeout = seconds
     try:
         yield
     finally:
-        client.timeout = before
+        client.timeout = original_timeout
 
 
-# -- after it ----------------------------------------------------------------------------------------------------------
+# -- after the export --------------------------------------------------------------------------------------------------
 def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
     """Uploads the files of the folder, and returns the address of the repository.
 
-    In an existing repository, files of the same name are replaced and others stay; its history keeps all.
+    In an existing repository, files with the same names are replaced and others stay; its history keeps all versions.
 
     Raises:
         PushError: nothing, or not everything, was uploaded.
@@ -173,10 +178,10 @@ def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
     target, command = request.target, upload_command(request.target, folder)
     if request.api is None:
         commands = " and then ".join(f"`{each}`" for each in (request.fix, command) if each)
-        would = f"what would go to {target}: {size}, by {commands}"
-        raise PushError(f"not pushed: {request.problem}; {folder} is kept; {would}")
+        not_pushed = f"what would go to {target}: {size}, by {commands}"
+        raise PushError(f"not pushed: {request.problem}; {folder} is kept; {not_pushed}")
     say(f"pushing {size} to {target}")
-    interrupt.keeps(f"{folder} is exported, and perhaps not all of it is on the hub; `{command}` goes on")
+    interrupt.keeps(f"{folder} is exported, and perhaps not all of it is on the hub; `{command}` uploads the rest")
     try:
         with limited_waits(UPLOAD_SECONDS):
             address = request.api.create_repo(target.repo_id, private=target.private, exist_ok=True)
@@ -188,7 +193,7 @@ def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
 
 
 def upload_command(target: Target, folder: Path) -> str:
-    """The command that does the same by hand.
+    """The command that uploads the folder by hand.
 
     >>> upload_command(Target(repo_id="me/mine", private=True), Path("exports/mine"))
     'hf upload me/mine exports/mine --private'

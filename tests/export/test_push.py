@@ -256,7 +256,7 @@ def test_a_push_that_fails_keeps_the_folder_and_names_the_command(
     assert line.startswith(f"rlft: stopped: not pushed to the private repository {ID}: {problem}")
     assert line.endswith(f"; {out} is kept; try `hf upload {ID} {out} --private`")
     assert (out / "adapter_model.safetensors").is_file()
-    assert interrupt.line().endswith(f"`hf upload {ID} {out} --private` goes on")
+    assert interrupt.line().endswith(f"`hf upload {ID} {out} --private` uploads the rest")
 
 
 def test_a_hub_that_is_broken_or_silent_does_not_keep_the_export_from_being_written(
