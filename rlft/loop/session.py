@@ -426,7 +426,7 @@ def critic_source(config: RunConfig) -> str:
     """`critic.init`, with `reward` replaced by the folder of the learned reward's adapter."""
     if config.critic.init != "reward":
         return config.critic.init
-    [learned] = learned_rewards(specs(config.reward))  # checks/rules.py refuses any other number
+    [learned] = learned_rewards(specs(config.reward))  # checks/roles.py refuses any other number
     return learned.kwargs["path"]
 
 
