@@ -202,7 +202,7 @@ class Roles:
 
     def values(self, batch: Batch, layout: PackedRows | None = None) -> Tensor:
         """The critic's values `[B, T]` for these rows in units of reward, with the active adapter."""
-        assert self.critic is not None, "checks/rules.py refuses algorithms that need values without a critic"
+        assert self.critic is not None, "checks/roles.py refuses algorithms that need values without a critic"
         return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
 
     @contextmanager
@@ -244,7 +244,7 @@ class Roles:
             self.copy(POLICY, REFERENCE)
             due.append(REFERENCE)
         if self.snapshot.reference == "ema":
-            assert decay is not None, "checks/rules.py refuses ema without a decay"
+            assert decay is not None, "checks/roles.py refuses ema without a decay"
             policy = self.weights(POLICY)
             moved = {name: decay * old + (1 - decay) * policy[name] for name, old in self.weights(REFERENCE).items()}
             self.restore_role(REFERENCE, moved)

@@ -53,7 +53,7 @@ class RewardRefresh:
 
     def collect(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
         """Adds pairs of a finished step: siblings with different labels, at most `pairs_per_group` of a group."""
-        assert self.config.labels is not None, "checks/rules.py refuses a training without labels"
+        assert self.config.labels is not None, "checks/roles.py refuses a training without labels"
         generator = torch.Generator().manual_seed(derive(self.seed, step, "reward pairs"))
         for group, labels in zip(groups, scores.by_reward[self.config.labels].tolist(), strict=True):
             pairs = pairs_of(group, labels)

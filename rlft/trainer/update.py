@@ -94,7 +94,7 @@ def update(
                 metrics.add(backward(roles, algorithm, micro, scale, learns), share)
                 metrics.add_tokens(roles.forward.real_tokens(micro), roles.forward.network_tokens(micro))
             if algorithm.needs_text and learns:
-                assert text is not None, "checks/rules.py refuses algorithms that need text without any"
+                assert text is not None, "checks/roles.py refuses algorithms that need text without any"
                 text_batch = text.batch(settings.seed, step, i)
                 metrics.add(text_backward(roles, algorithm, text_batch, settings.token_budget), 1.0)
             metrics.add_update(optimizer_step(optimizers, settings, step, i, learns))
