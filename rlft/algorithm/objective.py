@@ -300,7 +300,7 @@ class Objective(ABC):
     def _kl_loss(self, logprobs: Tensor, old: Tensor, batch: Batch) -> Tensor:
         match self.kl_to:
             case KLAnchor.old:
-                # The old policy sampled the tokens: this is KL(old || policy), with its true gradient E_old[(r - 1) grad lp].
+                # Tokens are sampled by old, so this is KL(old || policy) with the true gradient E_old[(r - 1) grad lp].
                 return k3(old, logprobs)
             case KLAnchor.reference:
                 reference = required(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0").detach()
