@@ -1,6 +1,6 @@
-"""The loss of an algorithm in writing: the lines of its family's docstring that count with its keys.
+"""The loss of an algorithm as formulas: the lines of its family's docstring that apply with its keys.
 
-The docstring of a family's module has definitions, indented by four, the loss `L` among them:
+The docstring of a family's module has definitions, indented by four spaces, among them the loss `L`:
 
     L = agg(S)
       + kl_coef * agg(KL)            if kl_coef > 0 and kl_in=loss
@@ -8,9 +8,9 @@ The docstring of a family's module has definitions, indented by four, the loss `
     S = -A * lp                      if surrogate=policy_gradient
     A: what a symbol means, where it is not one of SYMBOLS
 
-Right of the equals sign stand keys, symbols and other definitions, written as in Python; a line that begins with + or -
-goes on with the definition above. A condition joins `key=value`, `key=value|value`, `key!=value` and `key > number` by
-`and`. Definitions that L does not lead to are left out, so that they need no condition.
+The right-hand side is Python code of keys, symbols and other definitions. A line that begins with + or - continues the
+definition above. A condition joins `key=value`, `key=value|value`, `key!=value` and `key > number` with `and`.
+Definitions that L does not use, directly or indirectly, are left out, so that they need no condition.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SYMBOLS = {
     "stop": "the same value, without gradient",
     "exp": "e to the power of x; a difference of log-probs is first kept within -20 .. 20 (d and d_old: above -20)",
 }
-"""What the symbols mean that all families use, tensors and functions."""
+"""{symbol: its meaning} of the tensors and functions that all families use."""
 
 LOSS = "L"
 _DEFINITION = re.compile(r" {4}(?P<head>(?P<name>\w+)(?:\(\w+\))?) = (?P<value>.+?)(?: +if (?P<condition>.+))?")
@@ -71,11 +71,11 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """What counts of a docstring.
+    """The part of a docstring that applies to an algorithm.
 
-    Args:
-        lines: definitions `name = ...`, each in one line, in the order of the docstring.
-        symbols: `{name: what it means}` of those in the lines.
+    Attributes:
+        lines: definitions `name = ...`, each on one line, in the order of the docstring.
+        symbols: `{name: its meaning}` of the symbols in the lines.
     """
 
     lines: tuple[str, ...]
@@ -83,7 +83,11 @@ class Formula:
 
 
 def formula_of(algorithm: Any, keys: Mapping[str, Any]) -> Formula | None:
-    """The loss in writing of an algorithm's class, with these values of its keys; None where its module states none.
+    """The loss of an algorithm as formulas; None where its module states none.
+
+    Args:
+        algorithm: class of the algorithm.
+        keys: {key: value} of the algorithm.
 
     Raises:
         ValueError: the docstring of the module breaks the rules above.
@@ -92,25 +96,25 @@ def formula_of(algorithm: Any, keys: Mapping[str, Any]) -> Formula | None:
 
 
 def formula(docstring: str, keys: Mapping[str, Any]) -> Formula | None:
-    """As `formula_of`, of the docstring of a module and the values of the keys."""
+    """Like `formula_of`, from the docstring of the module."""
     lines: dict[str, str] = {}
-    for name, line in _that_count(docstring.splitlines(), keys):
+    for name, line in _applying_definitions(docstring.splitlines(), keys):
         if name in lines:
             raise ValueError(f"{name} has two definitions with these keys: {lines[name]!r} and {line!r}")
         lines[name] = line
     if LOSS not in lines:
         return None
-    used = _reached(lines)
-    own = {match["name"]: match["meaning"] for match in map(_SYMBOL.fullmatch, docstring.splitlines()) if match}
-    symbols = {name: meaning for name, meaning in {**SYMBOLS, **own}.items() if name in used}
+    used = _names_used(lines)
+    own_symbols = {match["name"]: match["meaning"] for match in map(_SYMBOL.fullmatch, docstring.splitlines()) if match}
+    symbols = {name: meaning for name, meaning in {**SYMBOLS, **own_symbols}.items() if name in used}
     return Formula(lines=tuple(line for name, line in lines.items() if name in used), symbols=symbols)
 
 
-def _that_count(docstring: list[str], keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, whole definition) of those whose condition holds, each with its further terms that count."""
+def _applying_definitions(docstring: list[str], keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, whole definition) of those whose condition holds, each with the further terms whose condition holds."""
     name = line = ""
-    for written in docstring:
-        definition, term = _DEFINITION.fullmatch(written), _TERM.fullmatch(written)
+    for docstring_line in docstring:
+        definition, term = _DEFINITION.fullmatch(docstring_line), _TERM.fullmatch(docstring_line)
         if term is not None:
             line += f" {term['value']}" if name and _holds(term["condition"], keys) else ""
             continue
@@ -138,20 +142,20 @@ def _part_holds(part: str, keys: Mapping[str, Any]) -> bool:
 
 
 def _word(value: Any) -> str:
-    """A key's value as YAML writes it."""
+    """A key's value as it is written in YAML."""
     words = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return words[value]
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def _reached(lines: Mapping[str, str]) -> set[str]:
-    """Every name in the definitions that the loss leads to."""
-    reached: set[str] = set()
+def _names_used(lines: Mapping[str, str]) -> set[str]:
+    """Every name that the loss uses, directly or through other definitions."""
+    names: set[str] = set()
     waiting = [LOSS]
     while waiting:
         name = waiting.pop()
-        if name not in reached:
-            reached.add(name)
+        if name not in names:
+            names.add(name)
             waiting += _NAME.findall(lines.get(name, ""))
-    return reached
+    return names

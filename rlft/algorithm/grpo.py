@@ -3,8 +3,8 @@
 Dr. GRPO, GSPO, GSPO-token, DAPO, CISPO, SAPO, GMPO, GDPO and GRPO with process rewards are the same class with other
 keys: see configs/algorithm/.
 
-The whole loss of an update, in the keys of configs/algorithm/grpo.yaml; a line counts where the keys are as its
-`if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
+The complete loss of an update, with the keys of configs/algorithm/grpo.yaml; a line applies where its `if` holds.
+`rlft algorithms <name>` prints the lines that apply to an algorithm. The symbols of all families are in formula.py.
 
     L = agg(w * m * S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
@@ -45,9 +45,9 @@ The whole loss of an update, in the keys of configs/algorithm/grpo.yaml; a line 
     KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
     d = lp - lp_ref
 
-Credit: the advantage A of a completion's tokens is its score among those of its siblings, exactly 0 in a group of
-equal scores. With process rewards, or rewards of turns, a token has the normalised scores of the steps that end at or
-after it, in its turn or in the whole trajectory. With several rewards each may be normalised by itself (GDPO).
+Credit: the advantage A of all tokens of a completion is its score normalised among its siblings, exactly 0 in a group
+of equal scores. With process rewards, or rewards of turns, a token has the sum of the normalised scores of the steps
+that end at or after it, in its turn or in the whole trajectory. Several rewards may be normalised separately (GDPO).
 
     A = z(R)                            if supervision=outcome and reward_aggregation=sum_then_normalize
     A = Z / (std_all(Z) + eps)          if supervision=outcome and reward_aggregation=normalize_then_sum
@@ -67,9 +67,9 @@ after it, in its turn or in the whole trajectory. With several rewards each may 
     KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
     d_old = lp_old - lp_ref
 
-Differences from the paper: the KL coefficient is 0 by default (the paper: 0.04), the standard deviation is the sample
-one, with eps added (the paper does not say), a correction for the generator/trainer gap can be switched on, and rewards
-of whole completions count beside those of steps.
+Differences from the paper: the KL coefficient is 0 by default (in the paper 0.04); the standard deviation is that of a
+sample, with eps added (the paper does not specify it); a correction for the generator/trainer gap can be switched on;
+and rewards of whole completions are added to those of steps.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
 
 
 class RewardAggregation(StrEnum):
-    """Several rewards of a completion: their weighted sum is normalised, or each of them before they are added."""
+    """What is normalised if a completion has several rewards: their weighted sum, or each before they are added."""
 
     sum_then_normalize = "sum_then_normalize"
     normalize_then_sum = "normalize_then_sum"
@@ -117,7 +117,7 @@ class GRPO(RatioObjective):
     supervision: Supervision
     std: Std
     eps: NonNegativeFloat
-    # As in runs begun before these keys existed.
+    # The defaults are those of runs that began before these keys existed.
     credit_span: CreditSpan = CreditSpan.trajectory
     reward_aggregation: RewardAggregation = RewardAggregation.sum_then_normalize
 
@@ -154,7 +154,7 @@ class GRPO(RatioObjective):
 
     @property
     def needs_steps(self) -> bool:
-        """Whether `Batch.token_rewards` and `Batch.step_ends` must be there."""
+        """Whether `Batch.token_rewards` and `Batch.step_ends` are required."""
         return self.supervision == Supervision.process
 
     @property
@@ -163,11 +163,11 @@ class GRPO(RatioObjective):
 
     @property
     def min_group_size(self) -> int:
-        """The smallest G that can learn anything: one alone always has advantage 0."""
+        """The smallest G from which anything can be learned: a single completion always has advantage 0."""
         return 2
 
     def inert(self, batch: Batch) -> Tensor:
-        """Rows of groups without any difference, bool `[B]`, unless a KL or an entropy bonus acts on them."""
+        """Rows of groups whose scores are all equal, bool `[B]`; none if a KL or an entropy bonus acts on them."""
         if self._acts_without_advantage:
             return super().inert(batch)
         if self._normalizes_each_reward:
@@ -179,24 +179,26 @@ class GRPO(RatioObjective):
                 return group_is_equal(self.completion_scores(batch), batch.group_ids)
             case Supervision.process:
                 token_rewards, step_ends = _steps(batch)
-                steps_B = steps_are_equal(token_rewards, step_ends & batch.loss_mask, batch.group_ids)
-                return steps_B & group_is_equal(batch.rewards, batch.group_ids)
+                steps_equal_B = steps_are_equal(token_rewards, step_ends & batch.loss_mask, batch.group_ids)
+                return steps_equal_B & group_is_equal(batch.rewards, batch.group_ids)
 
     @no_grad
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages `[B, T]`, 0 outside the completions.
 
-        outcome: the group z-score of the completion's score on each of its tokens; a KL in the reward is part of the
-        score, so it goes in *before* normalisation. process: the z-scores of the steps that end at or after the token,
-        each among all steps of the group (section 4.1.3); rewards of whole completions are normalised on their own and
-        added on every token (without any they add exactly 0, which is the paper's). A turn that has a reward is a step.
-        credit_span=turn: of those steps only the ones in the token's own turn. reward_aggregation=normalize_then_sum:
-        `ops.advantage.decoupled_zscore` of the rewards on each of a completion's tokens.
+        - supervision=outcome: each token has the z-score of its completion's score within the group. A KL in the reward
+          is part of the score, so it is included *before* normalisation.
+        - supervision=process: each token has the sum of the z-scores of the steps that end at or after it, normalised
+          among all steps of the group (section 4.1.3). Rewards of whole completions are normalised separately and added
+          to every token (without such rewards exactly 0 is added, as in the paper). A turn with a reward is a step.
+        - credit_span=turn: only the steps in the token's own turn count.
+        - reward_aggregation=normalize_then_sum: each token has the `ops.advantage.decoupled_zscore` of its completion's
+          rewards.
         """
-        mask, ids = batch.loss_mask, batch.group_ids
+        mask, group_ids = batch.loss_mask, batch.group_ids
         if self._normalizes_each_reward:
             rewards_BK, weights_BK = (x.to(batch.sampled_logprobs) for x in _each_reward(batch))
-            advantages_B = decoupled_zscore(rewards_BK, weights_BK, ids, self.std, self.eps)
+            advantages_B = decoupled_zscore(rewards_BK, weights_BK, group_ids, self.std, self.eps)
             return replace(batch, advantages=keep(advantages_B.unsqueeze(-1).expand(mask.shape), mask))
         match self.supervision:
             case Supervision.outcome:
@@ -207,17 +209,17 @@ class GRPO(RatioObjective):
                 scores_B = batch.rewards.to(batch.sampled_logprobs.dtype)
                 ends = self.credit_span.ends(batch)
                 steps_BT = process_advantages(
-                    token_rewards.to(scores_B), step_ends, mask, ids, self.std, self.eps, ends
+                    token_rewards.to(scores_B), step_ends, mask, group_ids, self.std, self.eps, ends
                 )
-        outcome_B = group_zscore(scores_B, ids, self.std, self.eps)
+        outcome_B = group_zscore(scores_B, group_ids, self.std, self.eps)
         return replace(batch, advantages=keep(outcome_B.unsqueeze(-1) + steps_BT, mask))
 
 
 def _each_reward(batch: Batch) -> tuple[Tensor, Tensor]:
-    why = "reward_aggregation=normalize_then_sum"
-    return required(batch.each_reward, "each_reward", why), required(batch.each_weight, "each_weight", why)
+    needed_by = "reward_aggregation=normalize_then_sum"
+    return required(batch.each_reward, "each_reward", needed_by), required(batch.each_weight, "each_weight", needed_by)
 
 
 def _steps(batch: Batch) -> tuple[Tensor, Tensor]:
-    why = "supervision=process (a reward that scores steps)"
-    return required(batch.token_rewards, "token_rewards", why), required(batch.step_ends, "step_ends", why)
+    needed_by = "supervision=process (a reward that scores steps)"
+    return required(batch.token_rewards, "token_rewards", needed_by), required(batch.step_ends, "step_ends", needed_by)

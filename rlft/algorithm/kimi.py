@@ -1,7 +1,7 @@
 """Kimi k1.5: mirror descent, a squared log-ratio in place of a clip. arXiv 2501.12599, section 2.3.
 
-The whole loss of an update, in the keys of configs/algorithm/kimi.yaml; a line counts where the keys are as its
-`if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
+The complete loss of an update, with the keys of configs/algorithm/kimi.yaml; a line applies where its `if` holds.
+`rlft algorithms <name>` prints the lines that apply to an algorithm. The symbols of all families are in formula.py.
 
     L = agg(S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
@@ -21,8 +21,8 @@ The whole loss of an update, in the keys of configs/algorithm/kimi.yaml; a line 
     KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
     d = lp - lp_ref
 
-Credit: the advantage A of all of a completion's tokens is its score less its group's baseline. Over a completion S
-then sums to -(R - b) log pi(o) + tau / 2 (log pi / pi_old (o))^2.
+Credit: the advantage A of all tokens of a completion is its score minus its group's baseline. Summed over a
+completion, S is then -(R - b) log pi(o) + tau / 2 (log pi / pi_old (o))^2.
 
     A = R - b
     b = mean_group(R)                                               if baseline=mean
@@ -41,9 +41,9 @@ Symbols of this family:
     n: the number of the completion's tokens
 
 Differences from the paper: the loss is the paper's surrogate (R - b - tau log pi/pi_old)^2 over 2 tau, up to a
-constant, so that its scale does not move with tau; its gradient is the paper's update. The baseline is by default the
-group's mean, as in the paper's update; its tau log Z is `baseline: soft`. That the optimizer starts anew each iteration
-is a key of the run (trainer.reset_every).
+constant, so that its scale does not depend on tau; its gradient is the paper's update. The baseline is by default the
+group's mean, as in the paper's update; the paper's tau log Z is `baseline: soft`. Whether the optimizer is reset in
+each iteration is a key of the run (trainer.reset_every).
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ class Kimi(Objective):
 
     @property
     def min_group_size(self) -> int:
-        """The smallest G that can learn anything: one alone is its own baseline."""
+        """The smallest G from which anything can be learned: a single completion is its own baseline."""
         return 2
 
     def inert(self, batch: Batch) -> Tensor:
-        """Rows of equal groups, bool `[B]`, where nothing else acts on them.
+        """Rows of groups whose scores are all equal, bool `[B]`; none if another term acts on them.
 
-        With tau > 0 something does: from the second update on the samples, the squared log-ratio pulls them back too.
+        With tau > 0 the squared log-ratio acts on all rows, from the second update on the same samples.
         """
         if self._acts_without_advantage or self.tau > 0:
             return super().inert(batch)
@@ -119,17 +119,17 @@ class Kimi(Objective):
 
     @no_grad
     def credit(self, batch: Batch) -> Batch:
-        """The batch with advantages R_i - b on each completion token, 0 elsewhere; exactly 0 in an equal group."""
-        scores_B, ids, mask = self.completion_scores(batch), batch.group_ids, batch.loss_mask
+        """The batch with advantages R_i - b on completion tokens, 0 elsewhere; exactly 0 in a group of equal scores."""
+        scores_B, group_ids, mask = self.completion_scores(batch), batch.group_ids, batch.loss_mask
         match self.baseline:
             case Baseline.mean:
-                advantages_B = group_zscore(scores_B, ids, Std.none, eps=0.0)
+                advantages_B = group_zscore(scores_B, group_ids, Std.none, eps=0.0)
             case Baseline.soft:
-                advantages_B = scores_B - soft_mean(scores_B, ids, self.tau)
+                advantages_B = scores_B - soft_mean(scores_B, group_ids, self.tau)
         return replace(batch, advantages=keep(advantages_B.unsqueeze(-1).expand(mask.shape), mask))
 
     def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        """A row's -(R_i - b) log pi(o_i) + tau/2 (log pi/pi_old (o_i))^2, spread over its tokens; nothing binds."""
+        """A row's -(R_i - b) log pi(o_i) + tau/2 (log pi/pi_old (o_i))^2, spread over its tokens, without a clip."""
         nowhere = torch.zeros_like(mask)
         loss_BT = mirror_descent(logprobs, old_logprobs, advantages, mask, self.tau)
         return Surrogate(loss=loss_BT, low=nowhere, high=nowhere, dual=nowhere)
@@ -138,6 +138,6 @@ class Kimi(Objective):
 def soft_mean(scores: Tensor, group_ids: Tensor, tau: float) -> Tensor:
     """tau log mean exp(R / tau) over each entry's group, `[B]`: the mean for large tau, the maximum for small."""
     groups, index = group_ids.unique(return_inverse=True)
-    best_B = scores.new_zeros(len(groups)).scatter_reduce(0, index, scores, "amax", include_self=False)[index]
-    # With the maximum subtracted no exp overflows, their mean is at least 1 / G, and of equal scores it is exactly 1.
-    return best_B + tau * group_mean(((scores - best_B) / tau).exp(), group_ids).log()
+    maximum_B = scores.new_zeros(len(groups)).scatter_reduce(0, index, scores, "amax", include_self=False)[index]
+    # With the maximum subtracted, no exp overflows, and their mean is at least 1 / G; for equal scores it is exactly 1.
+    return maximum_B + tau * group_mean(((scores - maximum_B) / tau).exp(), group_ids).log()

@@ -1,8 +1,8 @@
-"""What the algorithms share: a loss of policy, KL and entropy terms, and a KL coefficient that may move.
+"""What the algorithms share: a loss of policy, KL and entropy terms, and a KL coefficient that may change.
 
-A family (grpo, reinforce, ppo, kimi) says in `credit` what a token's advantage is; an algorithm is a family's YAML.
-`Objective` leaves open what advantages are made into; `RatioObjective` knows the surrogates made of ratios and
-log-probs, and all families but Kimi's stand on it.
+A family (grpo, reinforce, ppo, kimi, opd) computes advantages in `credit`; an algorithm is a YAML file of a family.
+`Objective` leaves the policy term open; `RatioObjective` has the surrogates made of ratios and log-probs, and is the
+base class of all families but Kimi's.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SMALLEST_COEF, LARGEST_COEF = 1e-12, 1e12
-"""Between these a controller moves the KL coefficient: one that has become 0 or inf could never come back."""
+"""Limits of a KL coefficient that a controller changes: one that became 0 or inf would stay so."""
 
 WEIGHT, WEIGHT_SQUARED = "sampler/weight", "sampler/weight_squared"
-"""Means over tokens of the uncut importance weight and of its square, which give the effective sample size."""
+"""Means over tokens of the unclipped importance weight and of its square, which give the effective sample size."""
 
 
 class CreditSpan(StrEnum):
-    """How far back a reward counts: to the first token of the trajectory, or of the turn that earned it."""
+    """The first token that a reward counts for: that of the trajectory, or that of the turn that earned it."""
 
     trajectory = "trajectory"
     turn = "turn"
 
     def ends(self, batch: Batch) -> Tensor | None:
-        """The tokens after which nothing counts at a token before, bool `[B, T]`; None: the last ones alone."""
+        """The tokens that end an episode, bool `[B, T]`, as in ops/advantage.py; None: only the last of each row."""
         return last_of_turns(batch.turn_ends, batch.loss_mask) if self is CreditSpan.turn else None
 
 
 SEQUENCE_CLIP_LIMIT = 0.05
-"""A clip range above this hardly ever binds on a length-normalised ratio (GSPO's ranges are 3e-4 and 4e-4)."""
+"""A clip range above this hardly ever clips a length-normalised ratio (GSPO's ranges are 3e-4 and 4e-4)."""
 
 
 class KLAnchor(StrEnum):
@@ -83,7 +83,7 @@ class Objective(ABC):
     mismatch: Mismatch
     mismatch_low: NonNegativeFloat
     mismatch_high: PositiveFloat
-    off_policy_limit: PositiveFloat | None = None  # runs begun before this key existed have none
+    off_policy_limit: PositiveFloat | None = None  # runs that began before this key existed have no limit
 
     def __post_init__(self) -> None:
         if not self.mismatch_low <= 1 <= self.mismatch_high:
@@ -121,45 +121,45 @@ class Objective(ABC):
                 remedy="start for instance with algorithm.kl_coef=1, or set algorithm.kl_controller=fixed",
             )
 
-    # -- what it needs -------------------------------------------------------------------------------------------------
+    # -- requirements --------------------------------------------------------------------------------------------------
     @property
     def needs_values(self) -> bool:
-        """Whether `Batch.old_values` and `Outputs.values` must be there."""
+        """Whether `Batch.old_values` and `Outputs.values` are required."""
         return False
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `Batch.reference_logprobs` must be there."""
+        """Whether `Batch.reference_logprobs` is required."""
         return self.kl_coef > 0 and self.kl_to == KLAnchor.reference
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether `Batch.teacher_logprobs` must be there."""
+        """Whether `Batch.teacher_logprobs` is required."""
         return False
 
     @property
     def learns_from_teacher_alone(self) -> bool:
-        """Whether nothing but a teacher moves the policy: no reward, no KL term, no entropy bonus."""
+        """Whether only a teacher changes the policy: no reward, no KL term, no entropy bonus."""
         return False
 
     @property
     def teacher_top_k(self) -> int:
-        """Of how many of its likeliest tokens the teacher's log-probs must be there, at each token; 0: of none."""
+        """Number of the teacher's most likely tokens whose log-probs are required at each token; 0: none are."""
         return 0
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `Outputs.entropy` must be there, with gradient."""
+        """Whether `Outputs.entropy` is required, with gradient."""
         return self.entropy_coef > 0
 
     @property
     def needs_old_in_credit(self) -> bool:
-        """Whether `Batch.old_logprobs` must be there before `credit`."""
+        """Whether `credit` requires `Batch.old_logprobs`."""
         return self._kl_in_reward
 
     @property
     def needs_steps(self) -> bool:
-        """Whether `Batch.token_rewards` and `Batch.step_ends` must be there."""
+        """Whether `Batch.token_rewards` and `Batch.step_ends` are required."""
         return False
 
     @property
@@ -169,52 +169,55 @@ class Objective(ABC):
 
     @property
     def corrects_mismatch(self) -> bool:
-        """Whether sampling must be undistorted (top_p = 1, top_k = 0) for the importance weights to mean anything."""
+        """Whether there are importance weights, which require undistorted sampling (top_p = 1, top_k = 0)."""
         return self.mismatch != Mismatch.off
 
     @property
     def min_group_size(self) -> int:
-        """The smallest G that can learn anything."""
+        """The smallest G from which anything can be learned."""
         return 1
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Settings that are allowed and hardly ever intended, in words."""
+        """Messages about settings that are allowed but hardly ever intended."""
         if self.kl_coef > 0 and self.kl_in == KLPlace.loss and self.kl_estimator == KLEstimator.k1:
             return ("algorithm.kl_estimator: k1 has zero expected gradient as a loss, got k1; use k2 or k3_unbiased",)
         return ()
 
     def inert(self, batch: Batch) -> Tensor:
-        """Rows that add exactly nothing to loss and gradient, bool `[B]`, from rewards and group ids alone.
+        """Rows that add exactly 0 to loss and gradient, bool `[B]`, as known from rewards and group ids.
 
-        They need no forward pass, but still count in `LossScale`. batch: whole groups, before or after `credit`.
+        They need no forward pass, but still count in `LossScale`.
+
+        Args:
+            batch: a batch of whole groups, before or after `credit`.
         """
         return torch.zeros_like(batch.group_ids, dtype=torch.bool)
 
     @property
     def _kl_in_reward(self) -> bool:
-        """Whether the KL to the reference is a part of the scores."""
+        """Whether the KL to the reference is part of the scores."""
         return self.needs_reference and self.kl_in == KLPlace.reward
 
     @property
     def _acts_without_advantage(self) -> bool:
-        """Whether a row without advantage still has a gradient."""
+        """Whether a row without an advantage still has a gradient."""
         return self.kl_coef > 0 or self.needs_entropy
 
     # -- credit --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def credit(self, batch: Batch) -> Batch:
-        """The batch with advantages `[B, T]`, 0 outside the completions (and returns). batch: whole groups."""
+        """A batch of whole groups, with advantages `[B, T]` (and returns) that are 0 outside the completions."""
 
     def completion_scores(self, batch: Batch) -> Tensor:
-        """What each completion earned in all, `[B]`: R_i, plus the scores of its steps, minus beta sum_t KL_t.
+        """The total score of each completion, `[B]`: R_i, plus the scores of its steps, minus beta sum_t KL_t.
 
-        The KL is subtracted where it acts in the reward; it is that of the log-probs at sampling time.
+        The KL is subtracted only if it is part of the reward; it is computed from the log-probs at sampling time.
         """
         dtype, mask = batch.sampled_logprobs.dtype, batch.loss_mask
         scores_B = batch.rewards.to(dtype)
         if batch.token_rewards is not None:
-            # In float64, where sums of a few float32 are exact: the same steps in another order are no difference.
+            # In float64, where sums of a few float32 are exact, so that the order of the steps makes no difference.
             scores_B = (batch.rewards.double() + row_sum(batch.token_rewards.double(), mask)).to(dtype)
         if self._kl_in_reward:
             scores_B = scores_B - self.kl_coef * row_sum(self._kl_at_sampling(batch), mask)
@@ -223,8 +226,8 @@ class Objective(ABC):
     def token_scores(self, batch: Batch, ends: Tensor | None = None) -> Tensor:
         """The reward r_t of each token, `[B, T]`: R_i on the last one, the steps' scores, and -beta KL_t on each.
 
-        Like `completion_scores`, which they add up to; an empty completion has no token to hold its reward. With `ends`
-        (`ops.advantage.last_of_turns`) R_i is on the last token of each turn.
+        They add up to `completion_scores`, except in an empty completion, which has no token for its reward. With
+        `ends` (`ops.advantage.last_of_turns`), R_i is on the last token of each turn.
         """
         dtype, mask = batch.sampled_logprobs.dtype, batch.loss_mask
         scores_BT = place_at_last_token(batch.rewards.to(dtype), mask, ends)
@@ -248,7 +251,7 @@ class Objective(ABC):
     # -- loss ----------------------------------------------------------------------------------------------------------
     @abstractmethod
     def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
-        """Each token's policy loss `[B, T]`, made of its advantage; the inputs are 0 outside the mask."""
+        """Each token's policy loss `[B, T]`, from its advantage; the inputs are 0 outside the mask."""
 
     def corrected_terms(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         """{name of the metric: `[B, T]`} of terms beside the policy's that have its weights for mismatch and lag."""
@@ -257,9 +260,9 @@ class Objective(ABC):
     def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
         """The loss of any subset of the optimizer batch's rows, divided by the whole batch's sizes (`scale`).
 
-        `batch.old_logprobs = None` says that this is the first update on the samples: old is the current policy,
-        detached. Metrics `loss/*` are the terms as they stand in the sum; the others are means over all completion
-        tokens of the optimizer batch (`_max`: maxima).
+        If `batch.old_logprobs` is None, this is the first update on the samples, and the old policy is the current one,
+        detached. Metrics `loss/*` are the terms of the sum; the others are means over all completion tokens of the
+        optimizer batch, or maxima (`_max`).
         """
         mask = batch.loss_mask
         logprobs = keep(outputs.logprobs, mask)
@@ -295,17 +298,17 @@ class Objective(ABC):
         return Loss(total=total, metrics=metrics | self._diagnostics(outputs, batch, scale, old, surrogate, correction))
 
     def value_loss(self, values: Tensor, batch: Batch, scale: LossScale) -> Tensor:
-        """The critic's term of the loss, `[]`: 0, there is none."""
+        """The critic's term of the loss, `[]`: 0, as there is no critic."""
         return values.new_zeros(())
 
     def text_loss(self, logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-        """The term `[]` that pretraining text adds: 0, there is none."""
+        """The term `[]` that pretraining text adds: 0, as there is no text."""
         return logprobs.new_zeros(())
 
     def _kl_loss(self, logprobs: Tensor, old: Tensor, batch: Batch) -> Tensor:
         match self.kl_to:
             case KLAnchor.old:
-                # The tokens are old's, so this is KL(old || policy), with its true gradient: E_old[(r - 1) grad lp].
+                # Tokens are sampled by old, so this is KL(old || policy) with the true gradient E_old[(r - 1) grad lp].
                 return k3(old, logprobs)
             case KLAnchor.reference:
                 reference = required(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0").detach()
@@ -324,7 +327,7 @@ class Objective(ABC):
         mask = batch.loss_mask
         logprobs, gap = outputs.logprobs, old - batch.sampled_logprobs
         means = self.clip_fractions(surrogate) | {
-            "kl/old": k3(old, logprobs),  # KL(old || current): the tokens are old's, so the roles turn round
+            "kl/old": k3(old, logprobs),  # KL(old || current), as the old policy sampled the tokens
             "sampler/logprob_gap_mean": gap.abs(),
             "waste/importance_dropped_fraction": correction.dropped,
         }
@@ -347,14 +350,14 @@ class Objective(ABC):
         return metrics | {"sampler/logprob_gap_max": max_abs(gap, mask)}
 
     def clip_fractions(self, surrogate: Surrogate) -> dict[str, Tensor]:
-        """Where a clip binds, bool `[B, T]`, by the name of the metric."""
+        """{metric: where a clip takes effect, bool `[B, T]`}."""
         return {"ratio/clip_low_fraction": surrogate.low, "ratio/clip_high_fraction": surrogate.high}
 
     # -- the KL coefficient between steps ------------------------------------------------------------------------------
     def adapt(self, metrics: Mapping[str, float]) -> Self:
-        """The algorithm of the next step: the controller moves kl_coef, after a step with these metrics.
+        """The algorithm of the next step, for which the controller changes kl_coef after a step with these metrics.
 
-        It looks at `kl/old_last` (of the step's last update) or `kl/reference`, by kl_to, in nats a token.
+        It uses `kl/old_last` (of the step's last update) or `kl/reference`, depending on kl_to, in nats per token.
         """
         if self.kl_controller == KLController.fixed:
             return self
@@ -364,7 +367,7 @@ class Objective(ABC):
         return replace(self, kl_coef=min(max(coef, SMALLEST_COEF), LARGEST_COEF))
 
     def state(self) -> dict[str, float]:
-        """The values that `adapt` has changed, for a checkpoint."""
+        """{name: value} of what `adapt` has changed, for a checkpoint."""
         return {} if self.kl_controller == KLController.fixed else {"kl_coef": self.kl_coef}
 
     def restored(self, state: Mapping[str, float]) -> Self:
@@ -381,7 +384,7 @@ class RatioObjective(Objective):
     clip_low: Fraction
     clip_high: NonNegativeFloat
     dual_clip: PositiveFloat | None
-    # Runs begun before these keys existed have no surrogate that reads them.
+    # Runs that began before these keys existed have no surrogate that reads them.
     tau_positive: PositiveFloat = 1.0
     tau_negative: PositiveFloat = 1.05
 
@@ -428,7 +431,7 @@ class RatioObjective(Objective):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Settings that are allowed and hardly ever intended, in words."""
+        """Messages about settings that are allowed but hardly ever intended."""
         problems = super().warnings
         if self.surrogate == SurrogateKind.clipped and self.ratio != RatioLevel.token:
             problems += tuple(
@@ -459,16 +462,21 @@ class RatioObjective(Objective):
                 return gmpo(logprobs, old_logprobs, advantages, mask, clip_low=low, clip_high=high)
 
     def clip_fractions(self, surrogate: Surrogate) -> dict[str, Tensor]:
-        """Where a clip binds, bool `[B, T]`, by the name of the metric."""
+        """{metric: where a clip takes effect, bool `[B, T]`}."""
         dual = {} if self.dual_clip is None else {"ratio/dual_clip_fraction": surrogate.dual}
         return super().clip_fractions(surrogate) | dual
 
 
 def required(tensor: Tensor | None, name: str, why: str) -> Tensor:
-    """The tensor, which must be there; name, why: for the error.
+    """The tensor, unless it is None.
+
+    Args:
+        tensor: the tensor.
+        name: its name, for the error.
+        why: what needs it, for the error.
 
     Raises:
-        ValueError: it is None.
+        ValueError: the tensor is None.
     """
     if tensor is None:
         raise ValueError(f"{name} is None, but {why} needs it")

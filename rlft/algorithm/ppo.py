@@ -3,8 +3,8 @@
 PPO with a penalty instead of the clip, PPO with pretraining text, and A2C (arXiv 1602.01783) are the same class with
 other keys: see configs/algorithm/.
 
-The whole loss of an update, in the keys of configs/algorithm/ppo.yaml; a line counts where the keys are as its
-`if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
+The complete loss of an update, with the keys of configs/algorithm/ppo.yaml; a line applies where its `if` holds.
+`rlft algorithms <name>` prints the lines that apply to an algorithm. The symbols of all families are in formula.py.
 
     L = agg(w * m * S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
@@ -51,9 +51,9 @@ The whole loss of an update, in the keys of configs/algorithm/ppo.yaml; a line c
     E = max((V - G) ** 2, (V_clipped - G) ** 2) / (2 * s ** 2)      if value_clip!=null
     V_clipped = clip(V, V_old - value_clip * s, V_old + value_clip * s)
 
-Credit: the advantage A of a token is how much more came of it than the critic had expected: rewards up to the end or
-for n_steps tokens, and then the critic's value. G is what the critic learns. With credit_span=turn each turn is an
-episode of its own, which ends with the reward of the completion and those of its own steps.
+Credit: the advantage A of a token is how much more it yielded than the critic expected: the rewards up to the end, or
+those of n_steps tokens and then the critic's value. G is what the critic learns. With credit_span=turn each turn is a
+separate episode, with the rewards of its own steps and, at its end, the reward of the completion.
 
     A = A_raw                                                       if whiten=false
     A = (A_raw - mean_tokens(A_raw)) / (std_tokens(A_raw) + 1e-8)   if whiten=true
@@ -92,11 +92,11 @@ Symbols of this family:
     lp_text: log-prob of a token of pretraining text
     mean_text: mean over the tokens of pretraining text in the update
 
-A critic with an adapter of its own learns value_coef * agg(E) alone, at critic.lr; the other terms do not move it.
+A critic with its own adapter learns only value_coef * agg(E), at critic.lr; the other terms do not change it.
 
-Differences from the paper: values and policy share no parameters unless `critic.kind=shared` says so, errors of values
-are clipped and advantages whitened over the batch (as in the reference implementation), there is no entropy bonus by
-default, and past the end of a truncated completion a value is 0 unless `bootstrap_truncated` says so.
+Differences from the paper: values and policy share no parameters unless `critic.kind=shared`; errors of values are
+clipped and advantages whitened over the batch (as in the reference implementation); there is no entropy bonus by
+default; and the value past the end of a truncated completion is 0 unless `bootstrap_truncated` is set.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ if TYPE_CHECKING:
 
 
 class AdvantageEstimator(StrEnum):
-    """How rewards and values make an advantage: lambda-weighted over all horizons, or with one horizon."""
+    """How advantages are made of rewards and values: lambda-weighted over all horizons, or with a single horizon."""
 
     gae = "gae"
     n_step = "n_step"
@@ -139,11 +139,11 @@ class PPO(RatioObjective):
     value_coef: NonNegativeFloat
     value_clip: PositiveFloat | None
     ptx_coef: NonNegativeFloat
-    credit_span: CreditSpan = CreditSpan.trajectory  # as in runs begun before this key existed
+    credit_span: CreditSpan = CreditSpan.trajectory  # as in runs that began before this key existed
 
     @property
     def needs_values(self) -> bool:
-        """Whether `Batch.old_values` and `Outputs.values` must be there."""
+        """Whether `Batch.old_values` and `Outputs.values` are required."""
         return True
 
     @property
@@ -155,40 +155,40 @@ class PPO(RatioObjective):
     def credit(self, batch: Batch) -> Batch:
         """The batch with advantages and returns `[B, T]`, 0 outside the completions.
 
-        Advantages are whitened over the whole batch where `whiten` says so; the returns, A + V, never.
+        With `whiten`, advantages are whitened over the whole batch; the returns, A + V, never are.
         """
         mask, ends = batch.loss_mask, self.credit_span.ends(batch)
         rewards_BT = self.token_scores(batch, ends)
         values_BT = required(batch.old_values, "old_values", "a critic's advantage").to(rewards_BT)
-        shared: dict[str, Any] = {"gamma": self.gamma, "truncated": batch.truncated, "ends": ends}
-        shared["bootstrap"] = self.bootstrap_truncated
+        common: dict[str, Any] = {"gamma": self.gamma, "truncated": batch.truncated, "ends": ends}
+        common["bootstrap"] = self.bootstrap_truncated
         match self.estimator:
             case AdvantageEstimator.gae:
-                advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask, lam=self.lam, **shared)
+                advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask, lam=self.lam, **common)
             case AdvantageEstimator.n_step:
-                advantages_BT, returns_BT = n_step(rewards_BT, values_BT, mask, n=self.n_steps, **shared)
+                advantages_BT, returns_BT = n_step(rewards_BT, values_BT, mask, n=self.n_steps, **common)
         advantages_BT = whiten(advantages_BT, mask) if self.whiten else advantages_BT
         return replace(batch, advantages=advantages_BT, returns=returns_BT)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Settings that are allowed and hardly ever intended, in words."""
+        """Messages about settings that are allowed but hardly ever intended."""
         problems = super().warnings
         if self.bootstrap_truncated and self.gamma == 1:
-            # At the last token d = R + V - V: its advantage is R whatever V is, and its target V + R.
+            # At the last token, d = R + V - V: its advantage is R, whatever V is, and its target is V + R.
             problem = "with algorithm.gamma=1 the value of a truncated completion's last token is its own target plus R"
             problems += (f"algorithm.bootstrap_truncated: {problem}, got true; use false, or a gamma below 1",)
         return problems
 
     def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:
         """The shared loss plus c_v agg[0.5 (V - return)^2], with `loss/value` and `value/clip_fraction`."""
-        others = super().loss(outputs, batch, scale)
+        loss_without_critic = super().loss(outputs, batch, scale)
         losses_BT, clipped_BT = self._value_errors(
             required(outputs.values, "values", "the critic's loss"), batch, scale
         )
         term = self.value_coef * aggregate(losses_BT, batch.loss_mask, scale, self.aggregate)
-        total = others.total + term
-        metrics = {**others.metrics, "loss/total": total.detach(), "loss/value": term.detach()}
+        total = loss_without_critic.total + term
+        metrics = {**loss_without_critic.metrics, "loss/total": total.detach(), "loss/value": term.detach()}
         if self.value_clip is not None:
             fraction = aggregate(clipped_BT.to(losses_BT.dtype), batch.loss_mask, scale, Aggregate.token_mean)
             metrics["value/clip_fraction"] = fraction
@@ -200,7 +200,7 @@ class PPO(RatioObjective):
         return self.value_coef * aggregate(losses_BT, batch.loss_mask, scale, self.aggregate)
 
     def text_loss(self, logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-        """The term `[]` that pretraining text adds: -ptx_coef * mean lp, over the `num_tokens` of the whole update."""
+        """The term `[]` that pretraining text adds: -ptx_coef * mean lp over the `num_tokens` of the whole update."""
         return self.ptx_coef * negative_log_likelihood(logprobs, mask, num_tokens)
 
     def _value_errors(self, values: Tensor, batch: Batch, scale: LossScale) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The interface between the loop and an algorithm: a frozen dataclass whose fields are the keys of its YAML."""
+"""The interface between the loop and an algorithm, a frozen dataclass whose fields are the keys of its YAML file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Algorithm(Protocol):
     @property
     def needs_values(self) -> bool:
-        """Whether there must be a critic: `old_values` before `credit`, `Outputs.values` in `loss`."""
+        """Whether it requires a critic: `old_values` before `credit`, and `Outputs.values` in `loss`."""
         ...
 
     @property
@@ -22,17 +22,17 @@ class Algorithm(Protocol):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether there must be a teacher (`teacher_logprobs`)."""
+        """Whether it requires a teacher (`teacher_logprobs`)."""
         ...
 
     @property
     def learns_from_teacher_alone(self) -> bool:
-        """Whether nothing but a teacher moves the policy, so that one that equals the policy teaches nothing."""
+        """Whether only a teacher changes the policy, so that nothing is learned from one that equals the policy."""
         ...
 
     @property
     def teacher_top_k(self) -> int:
-        """Of how many of its likeliest tokens the teacher's log-probs must be there (`teacher_top_k_ids`); 0: none."""
+        """Number of the teacher's most likely tokens whose log-probs it requires (`teacher_top_k_ids`); 0: none."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class Algorithm(Protocol):
 
     @property
     def needs_steps(self) -> bool:
-        """Whether a reward must score steps, or an engine turns (`token_rewards`, `step_ends`)."""
+        """Whether it requires a reward's scores of steps, or an engine's of turns (`token_rewards`, `step_ends`)."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Algorithm(Protocol):
 
     @property
     def corrects_mismatch(self) -> bool:
-        """Whether the engine's log-probs enter the loss, so that sampling must be undistorted."""
+        """Whether the loss uses the engine's log-probs, which requires undistorted sampling."""
         ...
 
     @property
@@ -63,11 +63,11 @@ class Algorithm(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Settings that are allowed and hardly ever intended, in words for the person watching."""
+        """Messages for the user about settings that are allowed but hardly ever intended."""
         ...
 
     def inert(self, batch: Batch) -> Tensor:
-        """bool `[B]`: rows that add exactly nothing to loss and gradient; known from rewards and group ids alone."""
+        """Rows that add exactly 0 to loss and gradient, bool `[B]`, as known from rewards and group ids."""
         ...
 
     def credit(self, batch: Batch) -> Batch:
@@ -79,19 +79,19 @@ class Algorithm(Protocol):
         ...
 
     def value_loss(self, values: Tensor, batch: Batch, scale: LossScale) -> Tensor:
-        """The critic's term of that loss alone, `[]`; called where `needs_values`."""
+        """The critic's term of that loss, `[]`; called if `needs_values`."""
         ...
 
     def text_loss(self, logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-        """The term `[]` that pretraining text adds, from its log-probs `[B, T]`; called where `needs_text`."""
+        """The term `[]` that pretraining text adds, from its log-probs `[B, T]`; called if `needs_text`."""
         ...
 
     def adapt(self, metrics: Mapping[str, float]) -> Self:
-        """The algorithm of the next step, after a step with these metrics: a KL controller moves its coefficient."""
+        """The algorithm of the next step, after a step with these metrics: a KL controller changes its coefficient."""
         ...
 
     def state(self) -> dict[str, float]:
-        """The values that `adapt` has changed, for the checkpoint."""
+        """{name: value} of what `adapt` has changed, for the checkpoint."""
         ...
 
     def restored(self, state: Mapping[str, float]) -> Self:

@@ -2,8 +2,8 @@
 
 RLOO and REINFORCE++ are the same class with other keys: see configs/algorithm/.
 
-The whole loss of an update, in the keys of configs/algorithm/reinforce.yaml; a line counts where the keys are as its
-`if` says. `rlft algorithms <name>` prints what counts for an algorithm. The symbols of all families are in formula.py.
+The complete loss of an update, with the keys of configs/algorithm/reinforce.yaml; a line applies where its `if` holds.
+`rlft algorithms <name>` prints the lines that apply to an algorithm. The symbols of all families are in formula.py.
 
     L = agg(w * m * S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
@@ -44,8 +44,8 @@ The whole loss of an update, in the keys of configs/algorithm/reinforce.yaml; a 
     KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
     d = lp - lp_ref
 
-Credit: the advantage A of a token is the return that is still to come, or the score of the whole completion, less a
-baseline, which is the mean return of whole completions.
+Credit: the advantage A of a token is the return from that token on, or the score of the whole completion, minus a
+baseline: the mean return of whole completions.
 
     A = A_raw                                                       if whiten=false
     A = (A_raw - mean_tokens(A_raw)) / (std_tokens(A_raw) + 1e-8)   if whiten=true
@@ -71,8 +71,8 @@ baseline, which is the mean return of whole completions.
     KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
     d_old = lp_old - lp_ref
 
-Differences from the paper: a baseline may look at the batch or at siblings, a KL to the reference may be part of the
-reward, and the loss of REINFORCE++ has PPO's clip.
+Differences from the paper: a baseline may be computed from the batch or from siblings, a KL to the reference may be
+part of the reward, and the loss of REINFORCE++ has PPO's clip.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ class Reinforce(RatioObjective):
 
     @property
     def min_group_size(self) -> int:
-        """The smallest G that can learn anything: 2 where siblings are the baseline."""
+        """The smallest G from which anything can be learned: 2 where siblings are the baseline."""
         return 2 if self.baseline in (Baseline.group, Baseline.leave_one_out) else 1
 
     def inert(self, batch: Batch) -> Tensor:
-        """Rows whose advantages are all exactly 0, bool `[B]`, unless a KL or an entropy bonus acts on them."""
+        """Rows whose advantages are all exactly 0, bool `[B]`; none if a KL or an entropy bonus acts on them."""
         if self._acts_without_advantage:
             return super().inert(batch)
         advantages = self.credit(batch).advantages
@@ -125,10 +125,10 @@ class Reinforce(RatioObjective):
 
     @no_grad
     def credit(self, batch: Batch) -> Batch:
-        """The batch with advantages `[B, T]`: G_t - b, with `whiten` whitened over the batch; 0 outside completions.
+        """The batch with advantages `[B, T]`: G_t - b, whitened over the batch with `whiten`; 0 outside completions.
 
-        G_t = sum_{k>=t} gamma^(k-t) r_k; or, without reward_to_go, the completion is one action and each of its tokens
-        has the plain sum of all r_t. b: the mean of returns of whole completions, over those that `baseline` names.
+        G_t = sum_{k>=t} gamma^(k-t) r_k. Without reward_to_go, the completion is one action, and each of its tokens has
+        the plain sum of all r_t. The baseline b is the mean return of the completions that `baseline` names.
         """
         mask = batch.loss_mask
         if self.reward_to_go:
@@ -137,13 +137,13 @@ class Reinforce(RatioObjective):
         else:
             total_B = self.completion_scores(batch)
             returns_BT = total_B.unsqueeze(-1).expand(mask.shape)
-        # total - b is exactly 0 in an equal group, so it is kept in one piece: G_t - b = (G_t - total) + (total - b).
+        # total - b, exactly 0 in a group of equal scores, is computed first: G_t - b = (G_t - total) + (total - b).
         centred_B = self._minus_baseline(total_B, batch.group_ids)
         advantages_BT = keep((returns_BT - total_B.unsqueeze(-1)) + centred_B.unsqueeze(-1), mask)
         return replace(batch, advantages=whiten(advantages_BT, mask) if self.whiten else advantages_BT)
 
     def _first_returns(self, returns: Tensor, batch: Batch) -> Tensor:
-        """G_0 of each completion, `[B]`; the reward of an empty one."""
+        """G_0 of each completion, `[B]`; for an empty completion its reward."""
         is_first_BT = batch.loss_mask & (batch.loss_mask.cumsum(-1) == 1)
         return torch.where(batch.loss_mask.any(-1), row_sum(returns, is_first_BT), batch.rewards.to(returns))
 

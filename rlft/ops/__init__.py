@@ -1,1 +1,1 @@
-"""Pure functions of tensors, and of seeds: no model, tokenizer, config or device in them. `[B, T]`, any float dtype."""
+"""Pure functions of tensors `[B, T]` in any float dtype, and of seeds, without model, tokenizer, config or device."""

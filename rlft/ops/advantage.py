@@ -1,11 +1,11 @@
 """Advantages: from the rewards of siblings, from returns over the tokens of a completion, and from a critic's values.
 
-Siblings, completions of one prompt, share a group id (any integers, in any order). values[b, t] is the critic's V_t:
-what is still to come before token t is drawn. A row's masked tokens follow upon each other: what lies between them
-(another's turn, a tool's answer) is no step, earns nothing and is not discounted.
+Siblings, the completions of one prompt, share a group id (any integers, in any order). values[b, t] is the critic's
+V_t: the expected return before token t is sampled. The masked tokens of a row count as consecutive: tokens between them
+(another's turn, a tool's answer) are not time steps, so that they have no reward and nothing is discounted over them.
 
-Where `ends` (bool `[B, T]`, `last_of_turns`) is given, a row is several episodes, each up to a masked token where it is
-True: nothing that comes after such a token counts at it or before.
+With `ends` (bool `[B, T]`, `last_of_turns`), a row is several episodes. Each ends with a masked token at which `ends`
+is True: no later reward or value counts for that token or earlier ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Std(StrEnum):
-    """What a centred reward is divided by: the group's (`population`: n, `sample`: n - 1), or the `batch`'s (n - 1)."""
+    """Which standard deviation to divide by: the group's (`population`: n, `sample`: n - 1), or the batch's (n - 1)."""
 
     population = "population"
     sample = "sample"
@@ -46,18 +46,19 @@ def group_std(values: Tensor, group_ids: Tensor, correction: int) -> Tensor:
 
 
 def group_is_equal(values: Tensor, group_ids: Tensor) -> Tensor:
-    """Whether all of an entry's group have exactly the same value (so also when it is alone), bool `[B]`."""
+    """Whether all values in an entry's group are exactly the same (True in a group of one), bool `[B]`."""
     groups, index = group_ids.unique(return_inverse=True)
-    blank = values.new_zeros(len(groups))
-    low = blank.scatter_reduce(0, index, values, "amin", include_self=False)
-    high = blank.scatter_reduce(0, index, values, "amax", include_self=False)
+    zeros = values.new_zeros(len(groups))
+    low = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
+    high = zeros.scatter_reduce(0, index, values, "amax", include_self=False)
     return (low == high)[index]
 
 
 def group_zscore(rewards: Tensor, group_ids: Tensor, std: Std, eps: float) -> Tensor:
     """(R_i - mean) / (std + eps) within the group, `[B]`. Exactly 0 in a group of one or of equal rewards.
 
-    `std=none` divides by nothing, not even eps (Dr. GRPO, arXiv 2503.20783). GRPO: arXiv 2402.03300, section 4.1.2.
+    With `std=none` nothing is divided, not even by eps (Dr. GRPO, arXiv 2503.20783). GRPO: arXiv 2402.03300, section
+    4.1.2.
     """
     centred_B = rewards - group_mean(rewards, group_ids)
     match std:
@@ -74,12 +75,19 @@ def group_zscore(rewards: Tensor, group_ids: Tensor, std: Std, eps: float) -> Te
 
 
 def decoupled_zscore(rewards: Tensor, weights: Tensor, group_ids: Tensor, std: Std, eps: float) -> Tensor:
-    """z / (std(z) + eps) with z the weighted sum of each reward's own group z-score, std over all B (n - 1), `[B]`.
+    """z / (std(z) + eps), where z is the weighted sum of the rewards' group z-scores, std over all B (n - 1), `[B]`.
 
-    Each reward is normalised in its group by itself before they are added, so that a reward with a small spread is not
-    lost beside one with a large spread, and different mixes of rewards with the same sum stay apart. The paper also
-    subtracts the mean over the batch, which is 0 as that of every group is. Exactly 0 in a group in which no reward
-    differs. rewards, weights `[B, K]`: a column a reward. GDPO, arXiv 2601.05242, equations 4 to 6.
+    Each reward is normalised separately in its group before they are added, so that a reward with a small spread is not
+    lost beside one with a large spread, and different combinations of rewards with the same sum stay distinct. The
+    paper also subtracts the mean over the batch, which is 0, like that of every group. The result is exactly 0 in a
+    group in which no reward differs. GDPO, arXiv 2601.05242, equations 4 to 6.
+
+    Args:
+        rewards: the rewards, `[B, K]`, with a column per reward.
+        weights: their weights, `[B, K]`.
+        group_ids: ids of the groups, `[B]`.
+        std: how each reward is normalised in its group.
+        eps: what is added to every standard deviation.
     """
     assert rewards.shape == weights.shape, (rewards.shape, weights.shape)
     scores_K = [group_zscore(column, group_ids, std, eps) for column in rewards.unbind(-1)]
@@ -92,7 +100,7 @@ def decoupled_zscore(rewards: Tensor, weights: Tensor, group_ids: Tensor, std: S
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """R_i minus the mean of its siblings = G/(G-1) * (R_i - mean), `[B]`. RLOO, arXiv 2402.14740.
 
-    Needs G >= 2; one alone has no baseline and gets 0, as does a group of equal rewards, exactly.
+    A completion without siblings has no baseline. It gets exactly 0, as in a group of equal rewards.
     """
     size_B = group_size(rewards, group_ids)
     advantages_B = size_B / (size_B - 1).clamp(min=1) * (rewards - group_mean(rewards, group_ids))
@@ -108,11 +116,20 @@ def process_advantages(
     eps: float,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """The sum of the normalised scores of the steps that end with or after a token, `[B, T]`; 0 outside the mask.
+    """The sum of the normalised scores of the steps that end at or after a token, `[B, T]`; 0 outside the mask.
 
-    A step's score is normalised among all steps of its group, whichever sibling's: (r - mean) / (std + eps), as
-    `group_zscore` does. So exactly 0 in a group with one step or with equal scores, and after a row's last step.
-    token_rewards `[B, T]`: scores at step ends (elsewhere ignored). GRPO, arXiv 2402.03300, section 4.1.3.
+    A step's score is normalised among all steps of all completions in its group, by `group_zscore`. The result is
+    therefore exactly 0 in a group with a single step or with equal scores, and after a row's last step. GRPO, arXiv
+    2402.03300, section 4.1.3.
+
+    Args:
+        token_rewards: the scores at the ends of steps, `[B, T]`; other entries are ignored.
+        step_ends: whether a step ends with the token, bool `[B, T]`.
+        mask: the masked tokens, bool `[B, T]`.
+        group_ids: ids of the groups, `[B]`.
+        std: as in `group_zscore`.
+        eps: as in `group_zscore`.
+        ends: the ends of episodes, bool `[B, T]`; None: each row is one episode.
     """
     step_ends_BT = step_ends & mask
     ids_BT = group_ids.unsqueeze(-1).expand(mask.shape)
@@ -123,7 +140,7 @@ def process_advantages(
 
 
 def steps_are_equal(token_rewards: Tensor, step_ends: Tensor, group_ids: Tensor) -> Tensor:
-    """Whether all step scores of an entry's group are exactly the same, or there are none, bool `[B]`."""
+    """Whether all step scores in an entry's group are exactly the same, or there are none, bool `[B]`."""
     groups, index = group_ids.unique(return_inverse=True)
     scores, index_of_step = token_rewards[step_ends], index.unsqueeze(-1).expand(step_ends.shape)[step_ends]
     low = scores.new_full((len(groups),), torch.inf).scatter_reduce(0, index_of_step, scores, "amin")
@@ -132,15 +149,15 @@ def steps_are_equal(token_rewards: Tensor, step_ends: Tensor, group_ids: Tensor)
 
 
 def place_at_last_token(values: Tensor, mask: Tensor, ends: Tensor | None = None) -> Tensor:
-    """`[B, T]` with values `[B]` on each row's last masked token and 0 elsewhere; nothing of an empty row's.
+    """The values `[B]` on each row's last masked token and 0 elsewhere, `[B, T]`; an empty row has only zeros.
 
-    With `ends` on all of them: a row's value is that of each of its episodes.
+    With `ends`, a row's value is on all of these tokens, as the value of each of its episodes.
     """
     return keep(values.unsqueeze(-1).expand(mask.shape), _is_last(mask) if ends is None else ends)
 
 
 def last_of_turns(turn_ends: Tensor | None, mask: Tensor) -> Tensor:
-    """The masked tokens that end a turn, bool `[B, T]`: those that `turn_ends` names, and each row's last."""
+    """The masked tokens that end a turn, bool `[B, T]`: those marked in `turn_ends`, and the last of each row."""
     return _is_last(mask) if turn_ends is None else (turn_ends & mask) | _is_last(mask)
 
 
@@ -170,9 +187,19 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantages and returns = A + V, both `[B, T]` and 0 outside the mask.
 
-    A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t. V past a row's end is 0 where the model stopped;
-    with `bootstrap`, where the length limit cut it off (truncated, bool `[B]`; None: nowhere), it is taken to be V of
-    the last token, the nearest known. GAE, arXiv 1506.02438, equation 16.
+    A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t. V past a row's end is 0. With `bootstrap`, where
+    the length limit cut the row, it is V of the last token, the nearest known value. GAE, arXiv 1506.02438, equation
+    16.
+
+    Args:
+        rewards: reward of each token, `[B, T]`.
+        values: the critic's values, `[B, T]`.
+        mask: the masked tokens, bool `[B, T]`.
+        gamma: discount per token.
+        lam: lambda of GAE.
+        truncated: whether the length limit cut the row, bool `[B]`; None: no row was cut.
+        bootstrap: whether a value past the end of a truncated row is estimated.
+        ends: the ends of episodes, bool `[B, T]`; None: each row is one episode.
     """
     rewards_BT, values_BT = keep(rewards, mask), keep(values, mask)
     past_B = _value_past_end(values_BT, mask, truncated, bootstrap)
@@ -194,14 +221,15 @@ def n_step(
 ) -> tuple[Tensor, Tensor]:
     """n-step advantages and returns = A + V, both `[B, T]` and 0 outside the mask.
 
-    A_t = sum_{k<n} gamma^k r_{t+k} + gamma^n V_{t+n} - V_t. A row that ends L < n tokens later has its L rewards and
-    gamma^L V past the end, which is as in `gae`. A2C: arXiv 1602.01783, section 4.
+    A_t = sum_{k<n} gamma^k r_{t+k} + gamma^n V_{t+n} - V_t. If the row ends after L < n tokens, the sum has these L
+    rewards and gamma^L V past the end, as in `gae`, which explains the other parameters. A2C: arXiv 1602.01783,
+    section 4.
     """
     assert n >= 1, n
     rewards_BT, values_BT = keep(rewards, mask), keep(values, mask)
     past_B = _value_past_end(values_BT, mask, truncated, bootstrap)
     returns_BT = values_BT
-    for _ in range(min(n, mask.shape[1])):  # beyond the longest row nothing changes any more
+    for _ in range(min(n, mask.shape[1])):  # more iterations than the longest row has tokens change nothing
         returns_BT = keep(rewards_BT + gamma * _successors(returns_BT, mask, past_B, ends), mask)
     advantages_BT = returns_BT - values_BT
     return advantages_BT, advantages_BT + values_BT
@@ -210,7 +238,8 @@ def n_step(
 def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """(x - mean) / (std + eps) over all masked tokens together (n - 1), `[B, T]`; 0 outside the mask.
 
-    Exactly 0 where there are fewer than two tokens, or all are equal. values: of the whole step, not of a micro-batch.
+    Exactly 0 where there are fewer than two tokens, or all are equal. `values` must be those of the whole step, not of
+    a micro-batch.
     """
     tokens = values[mask]
     if len(tokens) < 2 or tokens.amin() == tokens.amax():
@@ -229,7 +258,7 @@ def _value_past_end(values: Tensor, mask: Tensor, truncated: Tensor | None, boot
 
 
 def _successors(values: Tensor, mask: Tensor, past_B: Tensor, ends: Tensor | None) -> Tensor:
-    """At each token the value of the row's next masked token, `[B, T]`; `past_B` if there is none, 0 at other ends."""
+    """The value of the next masked token in the row, `[B, T]`; `past_B` at the last token, 0 at other ends."""
     num_tokens = mask.shape[1]
     index_BT = torch.where(mask, torch.arange(num_tokens, device=mask.device), num_tokens)
     at_or_after_BT = index_BT.flip(-1).cummin(-1).values.flip(-1)
@@ -239,7 +268,7 @@ def _successors(values: Tensor, mask: Tensor, past_B: Tensor, ends: Tensor | Non
 
 
 def _zero_where_equal(advantages: Tensor, rewards: Tensor, group_ids: Tensor) -> Tensor:
-    # The mean of three times 0.1 is not 0.1: without this, rounding noise over a tiny std becomes an advantage.
+    # The mean of three times 0.1 is not exactly 0.1: rounding errors divided by a tiny std would become advantages.
     return advantages.masked_fill(group_is_equal(rewards, group_ids), 0.0)
 
 

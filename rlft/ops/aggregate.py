@@ -1,4 +1,4 @@
-"""From per-token losses to one number, the same however the optimizer batch is cut into micro-batches."""
+"""Aggregation of per-token losses, independent of how the optimizer batch is split into micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Aggregate(StrEnum):
-    """Which tokens weigh how much. Denominators are those of the whole optimizer batch."""
+    """The weights of tokens. Denominators are those of the whole optimizer batch."""
 
     token_mean = "token_mean"
     sequence_mean_token_mean = "sequence_mean_token_mean"
@@ -24,9 +24,15 @@ class Aggregate(StrEnum):
 def aggregate(values: Tensor, mask: Tensor, scale: LossScale, how: Aggregate) -> Tensor:
     """This micro-batch's share `[]` of the optimizer batch's loss; the shares of all micro-batches add up to it.
 
-    `token_mean` sum / tokens; `sequence_mean_token_mean` mean over sequences of the mean over tokens;
-    `sequence_mean_token_sum` mean over sequences of the sum; `constant` sum / (sequences * longest allowed completion).
-    values `[B, T]`, mask bool `[B, T]`. A row with an empty mask contributes 0 (and still counts as a sequence).
+    A row with an empty mask contributes 0, but still counts as a sequence.
+
+    Args:
+        values: loss of each token, `[B, T]`.
+        mask: the masked tokens, bool `[B, T]`.
+        scale: sizes of the optimizer batch.
+        how: `token_mean`: sum / tokens; `sequence_mean_token_mean`: mean over sequences of the mean over tokens;
+            `sequence_mean_token_sum`: mean over sequences of the sum over tokens; `constant`: sum / (sequences *
+            longest allowed completion).
     """
     assert values.shape == mask.shape, (values.shape, mask.shape)
     num_tokens, num_sequences = max(scale.num_tokens, 1), max(scale.num_sequences, 1)

@@ -1,18 +1,18 @@
-"""Controllers of a KL coefficient: what beta becomes after a step whose KL is known."""
+"""Controllers of a KL coefficient, which compute beta for the next step from the measured KL of the last."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 TOLERANCE = 1.5
-"""A KL within target / 1.5 .. 1.5 target, ends included, moves no adaptive coefficient (PPO, section 4)."""
+"""An adaptive coefficient does not change if the KL is from target / 1.5 to 1.5 target (PPO, section 4)."""
 
 LARGEST_ERROR = 0.2
-"""The relative error of the KL that a proportional controller sees is clipped to -+0.2."""
+"""A proportional controller clips the relative error of the KL to +-0.2."""
 
 
 class KLController(StrEnum):
-    """How the KL coefficient moves: never, by factors of 2 (PPO), or in proportion to the error (Ziegler)."""
+    """How the KL coefficient changes: never, by factors of 2 (PPO), or in proportion to the error (Ziegler)."""
 
     fixed = "fixed"
     adaptive = "adaptive"
@@ -20,10 +20,15 @@ class KLController(StrEnum):
 
 
 def next_coefficient(controller: KLController, coef: float, kl: float, *, target: float, gain: float) -> float:
-    """The coefficient beta of the next step. kl and target in nats a token, target > 0.
+    """The coefficient of the next step.
 
-    fixed: beta. adaptive: beta / 2 where kl < target / 1.5, 2 beta where kl > 1.5 target, else beta; arXiv 1707.06347,
-    section 4. proportional: beta (1 + K clip(kl / target - 1, -0.2, 0.2)) with K = gain; arXiv 1909.08593.
+    Args:
+        controller: fixed: beta. adaptive: beta / 2 if kl < target / 1.5, 2 beta if kl > 1.5 target, else beta (arXiv
+            1707.06347, section 4). proportional: beta (1 + gain clip(kl / target - 1, -0.2, 0.2)) (arXiv 1909.08593).
+        coef: the coefficient beta of the last step.
+        kl: measured KL, in nats per token.
+        target: its target, in nats per token, above 0.
+        gain: the gain of a proportional controller.
     """
     match controller:
         case KLController.fixed:

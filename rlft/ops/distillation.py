@@ -1,6 +1,6 @@
-"""What a teacher's log-probs make of a student's tokens: an advantage, a divergence, and how far the two agree.
+"""Comparisons of a teacher's log-probs with a student's: an advantage, a divergence, and the agreement of the two.
 
-Log-probs are natural ones at temperature 1 of both networks, at tokens that the student sampled.
+Log-probs are natural logarithms at temperature 1, of tokens that the student sampled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Divergence(StrEnum):
-    """Between student and teacher: KL(student || teacher), KL(teacher || student), or one between these two."""
+    """A divergence of student and teacher: KL(student || teacher), KL(teacher || student), or one between these two."""
 
     reverse = "reverse"
     forward = "forward"
@@ -27,8 +27,8 @@ class Divergence(StrEnum):
 def teacher_advantages(student_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
     """A_t = log p_teacher(y_t) - log p_student(y_t), `[B, T]`; 0 outside the mask.
 
-    Its mean over tokens of the student is -KL(student || teacher), and its policy gradient that KL's gradient, token by
-    token: without a discount, what a token does to those after it does not count. Thinking Machines, "On-Policy
+    Its mean over tokens of the student is -KL(student || teacher), and its policy gradient is the gradient of that KL
+    for each token on its own: the effect of a token on later ones is ignored. Thinking Machines, "On-Policy
     Distillation" (2025); MiniLLM (Gu 2023, arXiv 2306.08543), section 2.2, calls it the single-step part.
     """
     return keep(teacher_logprobs, mask) - keep(student_logprobs, mask)
@@ -37,8 +37,8 @@ def teacher_advantages(student_logprobs: Tensor, teacher_logprobs: Tensor, mask:
 def agreement(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     """min(1, p_teacher / p_student) of tokens that the student sampled, `[B, T]`, in (0, 1].
 
-    Its expectation is sum_v min(p_student, p_teacher), the share of probability that both have in common: 1 less their
-    total variation distance. (It is the rate at which speculative decoding accepts, Leviathan 2022, arXiv 2211.17192.)
+    Its expectation is sum_v min(p_student, p_teacher), the probability mass that both have in common: 1 minus their
+    total variation distance. (It is the acceptance rate of speculative decoding, Leviathan 2022, arXiv 2211.17192.)
     """
     return (teacher_logprobs - student_logprobs).clamp(max=0).exp()
 

@@ -3,9 +3,9 @@
 | estimator | value | its gradient as a loss, on-policy |
 |---|---|---|
 | k1 | unbiased | 0 in expectation |
-| k2 | biased | the reverse KL's |
-| k3 | unbiased, never negative | the forward KL's |
-| k3_unbiased | unbiased, also off-policy | the reverse KL's, also off-policy |
+| k2 | biased | that of the reverse KL |
+| k3 | unbiased, never negative | that of the forward KL |
+| k3_unbiased | unbiased, also off-policy | that of the reverse KL, also off-policy |
 
 A loss *adds* beta * KL (the objective subtracts it). Source: J. Schulman, "Approximating KL divergence" (2020).
 """
@@ -32,7 +32,7 @@ class KLEstimator(StrEnum):
 
 
 class KLPlace(StrEnum):
-    """Where the KL penalty acts: a term of the loss, or a part of the score."""
+    """Where the KL penalty is applied: as a term of the loss, or as part of the score."""
 
     loss = "loss"
     reward = "reward"
@@ -44,24 +44,25 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Half its square, d^2 / 2. `[B, T]`."""
+    """Half the squared log-ratio, d^2 / 2. `[B, T]`."""
     return (logprobs - reference_logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """The never negative exp(-d) - 1 + d. `[B, T]`.
+    """exp(-d) - 1 + d, which is never negative. `[B, T]`.
 
-    d is clamped to at least -20, so value and gradient stay finite. There is no clamp at +20: exp(-d) is harmless
-    there, and the gradient, 1, is what pulls a policy back that has drifted that far.
+    d is clamped to at least -20, so that value and gradient stay finite. It is not clamped at +20: exp(-d) is harmless
+    there, and the gradient, 1, pulls back a policy that has drifted that far.
     """
     d = (logprobs - reference_logprobs).clamp(min=-LOG_RATIO_LIMIT)
     return d + (-d).expm1()  # expm1: exp(-d) - 1 would lose all digits (and the sign) at small d
 
 
 def k3_unbiased(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Importance-weighted k3: r * k3 with r = exp(lp - lp_old) and gradient through r too. `[B, T]`.
+    """Importance-weighted k3: r * k3 with r = exp(lp - lp_old), with a gradient through r, too. `[B, T]`.
 
-    The gradient is r * d * grad lp, the score-function form of the reverse KL's, for samples of `old`. DeepSeek-V3.2.
+    The gradient is r * d * grad lp: the score-function gradient of the reverse KL, for samples of the old policy.
+    DeepSeek-V3.2.
     """
     return token_ratio(logprobs, old_logprobs) * k3(logprobs, reference_logprobs)
 

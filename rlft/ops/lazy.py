@@ -1,4 +1,4 @@
-"""torch, imported when it is first used: what an algorithm's keys say is checked without it."""
+"""torch, imported when it is first used, so that an algorithm's keys can be checked without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
 
     class _Torch:
-        """Its attributes are torch's; each is looked up in torch once."""
+        """Stands for torch: its attributes are torch's, and each is looked up in torch only once."""
 
         def __getattr__(self, name: str) -> Any:
             import torch
@@ -27,7 +27,7 @@ else:
 
 
 def no_grad(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The function without gradients, as `torch.no_grad()` decorates one."""
+    """A function that calls `function` without gradients, like the decorator `torch.no_grad()`."""
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""How likely a text is: the loss of supervised fine-tuning and of pretraining text."""
+"""The likelihood of a text: the loss of supervised fine-tuning and of pretraining text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 
 def negative_log_likelihood(logprobs: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-    """-sum over the masked tokens of their log-prob / num_tokens, `[]`, in nats a token; log-probs and mask `[B, T]`.
+    """-(sum of the masked tokens' log-probs) / num_tokens, `[]`, in nats per token.
 
-    num_tokens: of the whole optimizer batch, so that micro-batches add up to its mean over tokens.
+    Args:
+        logprobs: log-probs, `[B, T]`.
+        mask: the masked tokens, bool `[B, T]`.
+        num_tokens: number of masked tokens in the whole optimizer batch, so that micro-batches add up to its mean.
     """
     return -row_sum(logprobs, mask).sum() / max(1, num_tokens)

@@ -1,6 +1,6 @@
 """Importance weights for the gap between the generator's log-probs and the trainer's, of the same policy.
 
-Right only when sampling is undistorted (top_p = 1, no top_k, the trainer at the generator's temperature).
+They are correct only if sampling is undistorted (top_p = 1, no top_k, the trainer at the generator's temperature).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Mismatch(StrEnum):
-    """Correct per token or per completion (geometric mean); cap large weights, or drop what is out of bounds."""
+    """Weights per token or per completion (geometric mean); large ones are capped, or those out of bounds dropped."""
 
     off = "off"
     token_truncate = "token_truncate"
@@ -29,7 +29,13 @@ class Mismatch(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Weights `[B, T]` without gradient, and where they were cut, bool `[B, T]`: dropped (to 0), capped (to high)."""
+    """Weights, and where they were changed.
+
+    Attributes:
+        weight: the weights, `[B, T]`, without gradient.
+        dropped: where they were set to 0, bool `[B, T]`.
+        capped: where they were lowered to the upper bound, bool `[B, T]`.
+    """
 
     weight: Tensor
     dropped: Tensor
@@ -40,10 +46,10 @@ class Correction:
 def mismatch_correction(
     old_logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, mode: Mismatch, *, low: float, high: float
 ) -> Correction:
-    """Weights w = exp(sg[lp_old - lp_sampled]) to multiply the policy-gradient term (only) with.
+    """Weights by which the policy-gradient term, and only that, is multiplied; w = exp(sg[lp_old - lp_sampled]).
 
     truncate: min(w, high). mask: w * 1[low <= w <= high]. off: 1. The sequence modes use the geometric mean over a
-    completion's tokens: the plain product makes every long completion explode and be dropped.
+    completion's tokens, because the plain product explodes for long completions, which would then all be dropped.
     """
     nowhere = torch.zeros_like(mask)
     match mode:
@@ -67,8 +73,9 @@ def far_off_policy(
 ) -> Tensor:
     """Tokens that DeepSeek-V3.2's off-policy sequence mask drops, bool `[B, T]`. arXiv 2512.02556, equation 9.
 
-    Those with A < 0 in completions with mean_t(lp_sampled - lp) > limit, nats a token: what the policy already finds
-    far less likely than its sampler did is not pushed down further. Tokens with A >= 0 stay.
+    These are the tokens with A < 0 in completions with mean_t(lp_sampled - lp) > limit, in nats per token: completions
+    that have already become far less likely than when they were sampled are not pushed down further. Tokens with A >= 0
+    are never dropped.
     """
     distance_B = row_mean(sampled_logprobs - logprobs, mask)
     return mask & (advantages < 0) & (distance_B > limit).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""pass@k: the chance that at least one of k samples is right, from more samples than k."""
+"""pass@k: the probability that at least one of k samples is correct, estimated from at least k samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def pass_sizes(k: int) -> list[int]:
 
 
 def pass_at(size: int, num_samples: int, num_right: int) -> float:
-    """Unbiased chance that at least one of `size` samples is right: 1 - C(n - c, size) / C(n, size) (arXiv 2107.03374).
+    """Unbiased estimate of pass@size, 1 - C(n - c, size) / C(n, size) for c of n samples correct (arXiv 2107.03374).
 
     >>> pass_at(1, 4, 1), pass_at(4, 4, 1), round(pass_at(2, 4, 1), 3)
     (0.25, 1.0, 0.5)

@@ -1,4 +1,4 @@
-"""Importance ratios of the current policy to the one that sampled the batch."""
+"""Importance ratios of the current policy to the policy that sampled the batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-20 nats before exp: e^20 = 4.9e8 still squares in float32, and no gradient is inf."""
+"""Log-ratios are clamped to +-20 nats before exp: the square of e^20 = 4.9e8 fits in float32; no gradient is inf."""
 
 
 class RatioLevel(StrEnum):
-    """What one ratio is taken over: a token, or a whole completion."""
+    """What a ratio refers to: a token, or a whole completion."""
 
     token = "token"
     sequence = "sequence"
@@ -30,16 +30,17 @@ def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """s_i = exp(mean_t(lp - lp_old)), the geometric mean of a completion's token ratios. `[B, 1]`; 1 for an empty row.
 
-    A mean, not a sum: long rows must not explode or vanish (GSPO, arXiv 2507.18071).
+    It is a mean, not a sum, so that ratios of long rows neither explode nor vanish (GSPO, arXiv 2507.18071).
     """
     mean_B = row_mean(logprobs - old_logprobs, mask)
     return mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().unsqueeze(-1)
 
 
 def sequence_token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """s_it = sg[s_i] * exp(lp - sg[lp]). `[B, T]`: the value of s_i, but token t's gradient stays with token t.
+    """s_it = sg[s_i] * exp(lp - sg[lp]). `[B, T]`: the value of s_i, but with a separate gradient for each token.
 
-    Same gradient as `sequence_ratio` when the advantage is constant over the tokens. GSPO-token, arXiv 2507.18071.
+    It has the same gradient as `sequence_ratio` if the advantage is constant over the tokens. GSPO-token, arXiv
+    2507.18071.
     """
     return sequence_ratio(logprobs, old_logprobs, mask).detach() * (logprobs - logprobs.detach()).exp()
 

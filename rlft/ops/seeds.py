@@ -1,4 +1,4 @@
-"""Every random number of a run derives from (seed, step, what it is for), so a resumed run draws the same ones."""
+"""Every random number of a run derives from (seed, step, purpose), so that a resumed run draws the same ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def derive(seed: int, step: int, purpose: str) -> int:
 
 
 def sampling_seeds(seed: int, step: int, num_prompts: int, group_size: int, purpose: str = "sample") -> list[int]:
-    """One seed a prompt, spaced by the group size: completion i of a prompt is drawn with its seed + i."""
+    """One seed per prompt, spaced by the group size: completion i of a prompt is sampled with its seed + i."""
     first = derive(seed, step, purpose)
     return [first + p * group_size for p in range(num_prompts)]

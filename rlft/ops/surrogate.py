@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 
 class SurrogateKind(StrEnum):
-    """The ratio, clipped where it would gain (PPO) or not; log-probs (REINFORCE), or by a clamped ratio (CISPO).
+    """Kinds of surrogate.
 
-    A smooth gate in place of the clip (SAPO); the geometric mean of clipped token ratios (GMPO).
+    clipped: the ratio, clipped where that lowers the gain (PPO). importance: the ratio without a clip. policy_gradient:
+    log-probs (REINFORCE). cispo: log-probs weighted by a clamped ratio. sapo: the ratio with a smooth gate in place of
+    the clip. gmpo: the geometric mean of clipped token ratios.
     """
 
     clipped = "clipped"
@@ -32,8 +34,13 @@ class SurrogateKind(StrEnum):
 class Surrogate:
     """A surrogate, and where a clip *binds*: where the loss is that of the clip, not of the ratio.
 
-    loss `[B, T]`; low, high, dual: bool `[B, T]`. The gradient there is 0, except in CISPO, and in GMPO where a row has
-    advantages of both signs.
+    Where a clip binds, the gradient is 0, except in CISPO, and in GMPO if a row has advantages of both signs.
+
+    Attributes:
+        loss: loss of each token, `[B, T]`.
+        low: where the lower clip binds, bool `[B, T]`.
+        high: where the upper clip binds, bool `[B, T]`.
+        dual: where the dual clip binds, bool `[B, T]`.
     """
 
     loss: Tensor
@@ -47,7 +54,7 @@ def clipped_surrogate(
 ) -> Surrogate:
     """-min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at most -c A with a dual clip c > 1.
 
-    Only the side that would gain is clipped: A > 0 above, A < 0 below. PPO: arXiv 1707.06347;
+    Only the side on which the objective gains is clipped: A > 0 above, A < 0 below. PPO: arXiv 1707.06347;
     two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729.
     """
     assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
@@ -62,14 +69,14 @@ def clipped_surrogate(
 
 
 def importance(ratio: Tensor, advantages: Tensor) -> Surrogate:
-    """-r A, where nothing binds: what PPO's penalty on KL(old, new) goes with. arXiv 1707.06347, section 4."""
+    """-r A without a clip, the surrogate of PPO with a penalty on KL(old, new). arXiv 1707.06347, section 4."""
     assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
     nowhere = torch.zeros_like(advantages, dtype=torch.bool)
     return Surrogate(loss=-ratio * advantages, low=nowhere, high=nowhere, dual=nowhere)
 
 
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Surrogate:
-    """-A lp, where nothing binds. Williams (1992)."""
+    """-A lp without a clip. Williams (1992)."""
     assert logprobs.shape == advantages.shape, (logprobs.shape, advantages.shape)
     nowhere = torch.zeros_like(advantages, dtype=torch.bool)
     return Surrogate(loss=-advantages * logprobs, low=nowhere, high=nowhere, dual=nowhere)
@@ -78,7 +85,7 @@ def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Surrogate:
 def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Surrogate:
     """-sg[clamp(r, 1 - low, 1 + high)] A lp: the weight is clipped, so every token keeps its gradient.
 
-    low and high: where the clamp cuts a weight that has an advantage to weigh, of either sign. MiniMax-M1, arXiv
+    A clip binds where the clamp changes the weight of a nonzero advantage, of either sign. MiniMax-M1, arXiv
     2506.13585, whose clamp has no lower end: clip_low = 1.
     """
     assert logprobs.shape == ratio.shape == advantages.shape, (logprobs.shape, ratio.shape, advantages.shape)
@@ -89,10 +96,10 @@ def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: floa
 
 
 def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Surrogate:
-    """-f(r) A with the gate f(r) = 4 / tau * sigmoid(tau (r - 1)), where nothing binds. `[B, T]`.
+    """-f(r) A with the gate f(r) = 4 / tau * sigmoid(tau (r - 1)), without a clip. `[B, T]`.
 
     tau is tau_positive where A > 0, tau_negative elsewhere. The gate's slope is 1 at r = 1 and falls off smoothly on
-    both sides, the faster the larger tau: 4 p (1 - p) with p = sigmoid(tau (r - 1)). SAPO, arXiv 2511.20347, section 3.
+    both sides, faster for larger tau: 4 p (1 - p) with p = sigmoid(tau (r - 1)). SAPO, arXiv 2511.20347, section 3.
     """
     assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
     nowhere = torch.zeros_like(advantages, dtype=torch.bool)
@@ -106,17 +113,17 @@ def gmpo(
 ) -> Surrogate:
     """-s A with s = exp(mean_t(clipped log r_t)), the geometric mean of a row's clipped token ratios. `[B, T]`.
 
-    Each log-ratio is clipped before the mean, only on the side that would gain: to at most clip_high where A > 0, to at
-    least -clip_low where A < 0 (nats: the ratio's range is exp(-clip_low) .. exp(clip_high)). With one advantage on all
-    of a row's tokens each of them has the paper's loss of the row, and so has the row's mean. Where a row's advantages
-    differ in sign, each token has the mean that its own sign asks for, so that none is optimistic.
+    Each log-ratio is clipped before the mean, only on the side on which the objective gains: to at most clip_high where
+    A > 0, to at least -clip_low where A < 0 (in nats: the ratio's range is exp(-clip_low) .. exp(clip_high)). If all
+    tokens of a row have the same advantage, each token has the paper's loss of the row, and so has their mean. If a
+    row's advantages differ in sign, each token has the mean for its own sign, so that none is optimistic.
     GMPO, arXiv 2507.20673, section 3.
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
     log_ratio = (keep(logprobs, mask) - keep(old_logprobs, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    for_good_B = row_mean(log_ratio.clamp(max=clip_high), mask).exp()
-    for_bad_B = row_mean(log_ratio.clamp(min=-clip_low), mask).exp()
-    mean_BT = torch.where(advantages > 0, for_good_B.unsqueeze(-1), for_bad_B.unsqueeze(-1))
+    mean_if_positive_B = row_mean(log_ratio.clamp(max=clip_high), mask).exp()
+    mean_if_negative_B = row_mean(log_ratio.clamp(min=-clip_low), mask).exp()
+    mean_BT = torch.where(advantages > 0, mean_if_positive_B.unsqueeze(-1), mean_if_negative_B.unsqueeze(-1))
     low = mask & (advantages < 0) & (log_ratio < -clip_low)
     high = mask & (advantages > 0) & (log_ratio > clip_high)
     return Surrogate(loss=keep(-mean_BT * advantages, mask), low=low, high=high, dual=torch.zeros_like(mask))
@@ -125,9 +132,9 @@ def gmpo(
 def mirror_descent(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, tau: float) -> Tensor:
     """-A_t lp_t + (tau / 2) L^2 / |o| with L = sum_t(lp - lp_old), `[B, T]`; 0 outside the mask.
 
-    With A_t = R_i - b on all of a row's tokens the row sums to -(R_i - b) log pi(o) + tau/2 (log pi/pi_old (o))^2: the
-    surrogate (R_i - b - tau log pi/pi_old (o))^2 over 2 tau, up to a constant. The square belongs to the whole row and
-    is dealt to its tokens evenly. tau in reward per nat. Kimi k1.5, arXiv 2501.12599.
+    With A_t = R_i - b on all tokens of a row, the row sums to -(R_i - b) log pi(o) + tau/2 (log pi/pi_old (o))^2: the
+    surrogate (R_i - b - tau log pi/pi_old (o))^2 over 2 tau, up to a constant. The square of the whole row is divided
+    evenly among its tokens. tau is in reward per nat. Kimi k1.5, arXiv 2501.12599.
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
     logprobs, old_logprobs = keep(logprobs, mask), keep(old_logprobs, mask)
