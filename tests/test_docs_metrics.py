@@ -28,7 +28,7 @@ RUNS = [
     (*TRAIN, "algorithm=grpo", "algorithm.kl_coef=0.1", "snapshot.reference=base", "algorithm.kl_controller=adaptive",
      "algorithm.kl_target=0.1", "dynamic_sampling.max_rounds=1", "cluster.lanes=2"),
     (*TRAIN, "algorithm=opd", "snapshot.teacher=base", "snapshot.teacher_hint=x", "algorithm.teacher_in=loss",
-     "algorithm.mismatch=token_truncate", "algorithm.off_policy_limit=0.1"),
+     "algorithm.mismatch=token_truncate", "algorithm.off_policy_limit=0.1", "algorithm.reward_coef=1"),
     ("sft", *SMALL, *SAMPLED, "demonstrations.path=embedded:arithmetic-demonstrations", "data=arithmetic",
      "max_completion_tokens=64", "examples_per_step=2"),
     ("rm", *(word for word in SMALL if not word.startswith(("generation", "eval."))),
