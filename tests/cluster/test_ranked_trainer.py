@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rlft.cluster.ranked_trainer import RankedTrainer, RankError
 from rlft.config.schema import RunConfig
 from rlft.loop.rank_worker import opened_trainer
 from rlft.loop.shell import deterministic_on_cpu
+from rlft.model.packing import prompt_lengths
 from rlft.trainer import lane_update
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.protocol import Trainer, TrainerState
@@ -51,7 +52,15 @@ CASES = {
     ),
     "ppo, a critic that shares the policy's": ("ppo", ("algorithm=ppo", "critic.kind=shared", "epochs=2")),
     "ppo with pretraining text": ("ppo_ptx", ("algorithm=ppo_ptx", "critic.kind=adapter", "minibatches=2")),
+    "opd, the base with a hint": (
+        "opd", ("algorithm=opd", "snapshot.teacher=base", "snapshot.teacher_hint=x", "epochs=2", "minibatches=2"),
+    ),
+    "opd, a separate model with a hint in the loss": (
+        "opd", ("algorithm=opd", "snapshot.teacher=embedded:tiny-student", "snapshot.teacher_hint=x",
+                "algorithm.teacher_in=loss", "algorithm.top_k=4", "minibatches=2"),
+    ),
 }  # fmt: skip
+IN_LOSS = {"teacher_in": "loss", "top_k": 4}
 GRPO = next(iter(CASES))
 SHARDED = ("cluster.ranks=2", "cluster.shard_base=true", "cluster.engines=1")
 
@@ -111,8 +120,14 @@ def texts(make_batch: Callable[..., Batch]) -> Texts:
     return Texts([select(whole, torch.tensor(chosen)) for chosen in ([0, 1, 5], [2, 3], [4, 0, 2])])
 
 
+def top_k_of(config: RunConfig) -> int:
+    """Of how many of its likeliest tokens a teacher is asked."""
+    keys = config.algorithm
+    return keys["top_k"] if keys.get("teacher_in") == "loss" else 0
+
+
 def specs_of(config: RunConfig, ranks: int) -> list[MemberSpec]:
-    arguments = {"config": config, "needs_old": True, "lanes": LANES}
+    arguments = {"config": config, "needs_old": True, "teacher_top_k": top_k_of(config), "lanes": LANES}
     factory = "rlft.loop.rank_worker:RankWorker"
     return [
         MemberSpec(name=f"rank-{rank}", factory=factory, arguments=arguments | {"rank": rank})
@@ -125,7 +140,8 @@ def opened(
     config: RunConfig, texts: Texts, launcher: ReusedProcesses | None = None, ranks: int = 1, timeout: float = 60.0
 ) -> Iterator[tuple[Trainer, LocalTrainer]]:
     """A trainer of so many ranks, and rank 0's own."""
-    with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, needs_old=True) as local:
+    alike = {"needs_old": True, "teacher_top_k": top_k_of(config)}
+    with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, **alike) as local:
         local.text = texts
         if launcher is None:
             local.share = Share(lanes=LANES)
@@ -149,7 +165,9 @@ def train(trainer: Trainer, case: str, batches: list[Batch]) -> Trained:
     """The steps as the loop makes them, without sampling and scoring."""
     metrics = []
     for step, batch in enumerate(batches):
-        algorithm = rlft.load_algorithm(CASES[case][0])
+        algorithm = rlft.load_algorithm(CASES[case][0], **(IN_LOSS if "in the loss" in case else {}))
+        if "with a hint" in case:
+            batch = replace(batch, teacher_prompts=hinted(batch))
         inert_B = algorithm.inert(batch)
         credited = algorithm.credit(trainer.annotate(batch, inert_B))
         metrics.append(trainer.update(algorithm, credited, inert_B, step))
@@ -157,6 +175,15 @@ def train(trainer: Trainer, case: str, batches: list[Batch]) -> Trained:
         trainer.refresh(step + 1, Rollouts(groups=[], scores=Scores(total=torch.zeros(0), by_reward={}), num_sampled=0))
         state = trainer.state()
     return Trained(metrics=metrics, tensors=flat(state))
+
+
+def hinted(batch: Batch) -> Tensor:
+    """The prompts with two more tokens at their ends, as a teacher with a hint reads them."""
+    lengths_B = prompt_lengths(batch)
+    prompts_BP = torch.full((len(lengths_B), int(lengths_B.max()) + 2), -1)
+    for b, length in enumerate(lengths_B.tolist()):
+        prompts_BP[b, : length + 2] = torch.tensor([*batch.token_ids[b, :length].tolist(), 61, 62])
+    return prompts_BP
 
 
 def flat(state: TrainerState) -> dict[str, Tensor]:
@@ -180,6 +207,7 @@ def alone(make_config: Callable[[str], RunConfig], texts: Texts, batches: list[B
             before = flat(local.state())
             trained = train(trainer, case, batches)
         assert not all(torch.equal(t, trained.tensors[n]) for n, t in before.items() if n.startswith("adapter/policy"))
+        assert all(step["kl/teacher"] > 1e-4 for step in trained.metrics if case.startswith("opd"))
         return trained
 
     return run
@@ -211,18 +239,20 @@ def test_four_ranks_give_the_bits_of_one(
         assert_same(train(trainer, "ppo with pretraining text", batches), expected)
 
 
+@pytest.mark.parametrize("case", ["ppo with pretraining text", "opd, the base with a hint"])
 def test_two_ranks_that_divide_the_base_give_the_bits_of_one(
+    case: str,
     alone: Callable[[str], Trained],
     make_config: Callable[..., RunConfig],
     texts: Texts,
     batches: list[Batch],
     launcher: ReusedProcesses,
 ) -> None:
-    expected = alone("ppo with pretraining text")
-    with opened(make_config("ppo with pretraining text", *SHARDED), texts, launcher, ranks=2) as (trainer, local):
+    expected = alone(case)
+    with opened(make_config(case, *SHARDED), texts, launcher, ranks=2) as (trainer, local):
         held = [p.untyped_storage().data_ptr() for p in local.roles.backbone.model.parameters() if p.dim() > 1]
         assert len(set(held)) < len(held), "layers lie in buffers"
-        assert_same(train(trainer, "ppo with pretraining text", batches), expected)
+        assert_same(train(trainer, case, batches), expected)
 
 
 def test_ranks_without_rows_wait_for_the_others(

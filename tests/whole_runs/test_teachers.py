@@ -83,10 +83,13 @@ def test_a_fork_may_learn_from_the_base_which_its_policy_is_no_longer(teacher: P
     assert metrics(tmp_path / "fork")[-1]["kl/teacher"] > 1e-5
 
 
-def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [(), ("overlap.lag=1", "algorithm.mismatch=token_truncate")], ids=["", "lag"])
+def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(
+    beside: tuple[str, ...], tmp_path: Path
+) -> None:
     """No reward counts. At the first step the policy is the base: with the same prompt both agree to rounding."""
     hint = 'snapshot.teacher_hint="The answer is {answer}."'
-    words = (*OPD, "snapshot.teacher=base", "prompts.max_tokens=64", "token_budget=1024", "lora.dropout=0.1")
+    words = (*OPD, *beside, "snapshot.teacher=base", "prompts.max_tokens=64", "token_budget=1024", "lora.dropout=0.1")
     run, halted, bare = (tmp_path / name for name in ("run", "halted", "bare"))
     assert cli.run([*words, hint, "steps=2", f"hydra.run.dir={run}"]) == 0
     assert cli.run([*words, hint, "steps=1", f"hydra.run.dir={halted}"]) == 0
