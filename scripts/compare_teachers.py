@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import yaml
 from bench_work import table, where_and_when
 from compare_conversations import spread
+from fresh_export import fresh_export
 
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.types import UserError
@@ -141,8 +142,7 @@ def teach(folder: Path, seed: int, names: Sequence[str], overrides: Sequence[str
     """Makes the teacher of a seed, its traces where they are asked for, and the students."""
     folder.mkdir(parents=True, exist_ok=True)
     rlft("train", "+recipe=grpo_arithmetic", "checkpoint.keep=1", *in_folder(folder / TEACHER, seed), *overrides)
-    if not (folder / MODEL).is_dir():
-        rlft("export", f"run={folder / TEACHER}", f"out={folder / MODEL}")
+    fresh_export(folder / TEACHER, folder / MODEL, rlft)
     if "traces" in names:
         traces = [f"run={folder / TEACHER}", "n=4", "num_prompts=2844", "dedupe=false", f"seed={seed}", "resume=auto"]
         rlft("sample", *traces, f"hydra.run.dir={folder / TRACES}")

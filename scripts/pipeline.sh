@@ -41,5 +41,7 @@ sample() {
   local folder=$1; shift
   "${rlft[@]}" sample "$@" seed="$seed" resume=auto hydra.run.dir="$out/$folder"
 }
+# exported <folder> <run's folder>: the model of a run, made again where that run is another one by now.
+exported() { "$python" "$here/fresh_export.py" "$out/$2" "$out/$1" "${rlft[@]}"; }
 # table <name=folder> ..: what each stage reached; the same as numbers in stages.json.
 table() { "$python" "$here/stage_table.py" --in "$out" --json "$out/stages.json" "$@"; }

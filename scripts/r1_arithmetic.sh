@@ -26,12 +26,14 @@ learn train 7-final +recipe=r1_final_arithmetic model.path="$out/4-keepers-sft" 
 sample 8-lessons run="$out/7-final" n=1 num_prompts=4000 keep=above min_reward=1.35 "${english[@]}"
 learn sft 9-student-distilled +recipe=distill_arithmetic demonstrations.path="$out/8-lessons/samples.jsonl"
 learn train 10-student-grpo +recipe=r1_grpo_arithmetic model.path=embedded:tiny-student
-# The alternative to traces: the student samples, and a teacher judges each of its tokens. It is R1-Zero's model, since the
-# bare student has never seen a letter, and what it samples is digits.
-[ -d "$out/11-teacher" ] || "${rlft[@]}" export run="$out/0-zero" out="$out/11-teacher"
-learn train 12-student-opd +recipe=opd_arithmetic snapshot.teacher="$out/11-teacher" generation.max_tokens=80
+# The alternative to more traces: the student samples, and the model that wrote the lessons judges each of its tokens. It
+# begins with a third of the updates on the lessons, since the bare student has not been trained on words.
+learn sft 11-student-start +recipe=distill_arithmetic demonstrations.path="$out/8-lessons/samples.jsonl" steps=100
+exported 7-final-model 7-final
+learn train 12-student-opd +recipe=opd_arithmetic model.path="$out/11-student-start" snapshot.teacher="$out/7-final-model" \
+  generation.max_tokens=80
 table "R1-Zero=0-zero" "cold start=1-cold-start" "GRPO, rule rewards=2-grpo" "rejection sampling=3-keepers" \
   "SFT on the keepers=4-keepers-sft" "samples to rank=5-ranked" "reward model=6-reward-model" \
   "GRPO, rules and reward model=7-final" "lessons=8-lessons" "student, distilled=9-student-distilled" \
   "student, GRPO alone=10-student-grpo" \
-  "student, judged by R1-Zero=12-student-opd"
+  "student, a third of the lessons' updates=11-student-start" "student, taught by the teacher=12-student-opd"

@@ -19,6 +19,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from fresh_export import fresh_export
 
 from rlft.config.compose import build, compose
 from rlft.keys import verbs
@@ -96,12 +97,53 @@ def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(
     found = stages(recorder())
     exported = sum(verb == "export" for verb, *_ in recorder())
     assert len(found) + exported == len(recorder())
-    assert (len(found), exported) == {"rlhf_arithmetic": (4, 0), "r1_arithmetic": (12, 1)}[pipeline]
+    assert (len(found), exported) == {"rlhf_arithmetic": (4, 0), "r1_arithmetic": (13, 1)}[pipeline]
     for name, (verb, words) in found.items():
         config = build(composed(verb, words), verbs.named(verb).root, verb)
         assert config.seed == 3, name
         assert "resume=auto" in words, name
         assert re.search(rf'={name}["\s]', (SCRIPTS / f"{pipeline}.sh").read_text()), "the table has it"
+
+
+def test_the_second_student_of_r1_begins_with_lessons_and_is_taught_by_the_model_that_wrote_them(
+    tmp_path: Path, recorder: Recorded
+) -> None:
+    """A third of the 300 updates on the same lessons, then the model of the run that they were sampled from."""
+    out = tmp_path / "out"
+    start(SCRIPTS / "r1_arithmetic.sh", str(out), RLFT=str(tmp_path / "bin" / "rlft"))
+    found = {name: composed(verb, words) for name, (verb, words) in stages(recorder()).items()}
+    distilled, begun, taught = (found[name] for name in ("9-student-distilled", "11-student-start", "12-student-opd"))
+    assert begun["demonstrations"]["path"] == distilled["demonstrations"]["path"]
+    assert (begun["steps"], distilled["steps"]) == (100, 300)
+    assert begun["model"]["path"] == distilled["model"]["path"] == "embedded:tiny-student"
+    assert taught["model"]["path"] == str(out / "11-student-start")
+    assert taught["generation"]["max_tokens"] == distilled["generation"]["max_tokens"] == 80
+    [[_, run, made]] = [call for call in recorder() if call[0] == "export"]
+    assert (run, made) == (f"run={out / '7-final'}", f"out={taught['snapshot']['teacher']}")
+    assert f"run={out / '7-final'}" in stages(recorder())["8-lessons"][1]
+
+
+def test_a_model_is_exported_again_where_its_run_is_another_one(tmp_path: Path) -> None:
+    calls: list[tuple[str, ...]] = []
+
+    def rlft(*words: str) -> None:
+        calls.append(words)
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text(str(len(calls)))
+
+    def made(step: int, manifest: str) -> int:
+        """Exports after the run has this checkpoint; returns how often that has been done."""
+        folder = tmp_path / "run" / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "MANIFEST").write_text(manifest)
+        fresh_export(tmp_path / "run", tmp_path / "model", rlft)
+        assert (tmp_path / "model" / "config.json").read_text() == str(len(calls))
+        return len(calls)
+
+    assert [made(1, "a"), made(1, "a"), made(1, "b"), made(2, "b2"), made(2, "b2"), made(1, "c")] == [1, 1, 2, 3, 3, 3]
+    assert set(calls) == {("export", f"run={tmp_path / 'run'}", f"out={tmp_path / 'model'}")}
+    (tmp_path / "model.made_from").unlink()  # as in folders from before there was one, or after a kill
+    assert made(2, "b2") == 4
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
