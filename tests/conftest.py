@@ -111,7 +111,7 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
     """Builds roles on the embedded model (or another `backbone`) in place of those built before; takes them off again.
 
     `noise` is the standard deviation of what is added to the policy's weights: a fresh LoRA changes nothing.
-    `teacher_forward` is that of a teacher with a model of its own.
+    `teacher_forward` is that of a teacher with a separate model.
     """
     opened: list[Roles] = []
 

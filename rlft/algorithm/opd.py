@@ -48,7 +48,7 @@ The whole loss of an update, in the keys of configs/algorithm/opd.yaml; a line c
     KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
     d = lp - lp_ref
 
-Credit: the advantage A of a token is what the teacher finds it likelier than the student did, in nats, without a
+Credit: the advantage A of a token is the teacher's log-prob of it minus the student's, in nats, without a
 discount or a baseline, plus GRPO's advantage of the rewards where they count.
 
     A = teacher_coef * (lp_teacher - lp_old)                        if teacher_in=advantage
@@ -130,7 +130,7 @@ class OPD(GRPO):
         if self.teacher_in == TeacherPlace.advantage and self.divergence != Divergence.reverse:
             raise UserError(
                 "algorithm.divergence",
-                "the advantage of a token that was sampled is that of the reverse KL",
+                "from sampled tokens only the reverse KL can be estimated",
                 got=self.divergence,
                 remedy="set algorithm.teacher_in=loss, or algorithm.divergence=reverse",
             )

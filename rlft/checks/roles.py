@@ -11,12 +11,13 @@ from pathlib import Path
 
 from rlft.algorithm.protocol import Algorithm
 from rlft.checks.environments import environment_of
+from rlft.checks.rules import check_model
 from rlft.checks.teachers import teacher_is_meant
 from rlft.config.schema import RunConfig
 from rlft.generation.config import section_of
 from rlft.model.adapter_folder import is_adapter
-from rlft.model.config import ANSWER, CriticKind
-from rlft.model.paths import check_local, resolve_path
+from rlft.model.config import ANSWER, CriticKind, teacher_settings
+from rlft.model.paths import resolve_path
 from rlft.scoring.reward_spec import RewardSpec
 from rlft.types import UserError
 
@@ -135,9 +136,9 @@ def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
             remedy="use 1.0",
         )
     _teacher_engine(config)
-    if snapshot.teacher_model is not None:
+    if (settings := teacher_settings(snapshot, config.model)) is not None:
         with teacher_is_meant():
-            check_local(snapshot.teacher_model)
+            check_model(settings)
     if algorithm.learns_from_teacher_alone and config.resume is None and _is_the_first_policy(config):
         raise UserError(
             "snapshot.teacher",
@@ -166,13 +167,19 @@ def _folder(path: str) -> Path:
 
 def _teacher_engine(config: RunConfig) -> None:
     snapshot, key = config.snapshot, "snapshot.teacher_engine"
+    what = f"an adapter on the run's base ({snapshot.teacher})" if snapshot.teacher_adapter else snapshot.teacher
+    for name in ("teacher_dtype", "teacher_quantization"):
+        value = getattr(snapshot, name)
+        if value is not None and snapshot.teacher_model is None:
+            problem = f"is of a teacher that is a separate model, and snapshot.teacher is {what}"
+            remedy = "leave it out, or name a model's folder or hub id in snapshot.teacher"
+            raise UserError(f"snapshot.{name}", problem, got=value, remedy=remedy)
     if snapshot.teacher_engine == "transformers":
         return
     if snapshot.teacher_model is None:
-        teacher = f"an adapter on the run's base ({snapshot.teacher})" if snapshot.teacher_adapter else snapshot.teacher
         raise UserError(
             key,
-            f"computes a teacher that is a model of its own, and snapshot.teacher is {teacher}",
+            f"computes a teacher that is a separate model, and snapshot.teacher is {what}",
             got=snapshot.teacher_engine,
             remedy="set it to transformers, or name a model's folder or hub id in snapshot.teacher",
         )

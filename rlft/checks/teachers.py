@@ -1,4 +1,4 @@
-"""Rules for a teacher that is a model of its own: its config and tokenizer are read, never its weights."""
+"""Rules for a teacher that is a separate model: its config and tokenizer are read, never its weights."""
 
 from __future__ import annotations
 
@@ -17,16 +17,24 @@ if TYPE_CHECKING:
     from rlft.config.schema import RunConfig
 
 KEY, ENGINE_KEY = "snapshot.teacher", "snapshot.teacher_engine"
+OWN_KEYS = {
+    "model.path": KEY,
+    "model.dtype": "snapshot.teacher_dtype",
+    "model.quantization": "snapshot.teacher_quantization",
+}
+"""{key of the base: that of a teacher which is a separate model}."""
 
 
 @contextmanager
 def teacher_is_meant() -> Iterator[None]:
-    """Replaces `model.path` by the teacher's key in UserErrors raised inside, also in their remedies."""
+    """Replaces the base's keys by the teacher's in UserErrors raised inside, also in their remedies."""
     try:
         yield
     except UserError as error:
-        remedy = error.remedy.replace("model.path", KEY)
-        raise UserError(error.key.replace("model.path", KEY), error.problem, got=error.got, remedy=remedy) from None
+        key, remedy = error.key, error.remedy
+        for base, own in OWN_KEYS.items():
+            key, remedy = key.replace(base, own), remedy.replace(base, own)
+        raise UserError(key, error.problem, got=error.got, remedy=remedy) from None
 
 
 def check_top_k(top_k: int, vocabulary: int) -> None:
@@ -52,6 +60,17 @@ def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
     if runs_here:
         raise UserError(ENGINE_KEY, missing.problem, got="vllm", remedy=remedy)
     return f"{missing.problem} here, and the teacher needs it where the run is: {remedy}"
+
+
+def check_teachers_machine(config: RunConfig, *, runs_here: bool) -> None:
+    """Checks that this machine can hold the weights of a teacher that is a separate model, as `rules.check_machine`."""
+    from rlft.checks.rules import check_machine
+    from rlft.model.config import teacher_settings
+
+    settings = teacher_settings(config.snapshot, config.model)
+    if settings is not None:
+        with teacher_is_meant():
+            check_machine(settings, runs_here=runs_here)
 
 
 def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_here: bool) -> None:

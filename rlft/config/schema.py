@@ -51,6 +51,8 @@ ADDED_KEYS: Mapping[str, Any] = {
     "snapshot.teacher": "none",
     "snapshot.teacher_hint": None,
     "snapshot.teacher_engine": "transformers",
+    "snapshot.teacher_dtype": None,
+    "snapshot.teacher_quantization": None,
     "snapshot.teacher_gpu_memory_utilization": 0.3,
 }
 """{key: value} of keys that configs of older runs lack, with the values that those runs used."""

@@ -63,7 +63,7 @@ def load_for_training(
 
 
 def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None:
-    """The forward of a teacher that is a model of its own; None where the teacher is on the base or there is none."""
+    """The forward of a teacher that is a separate model; None where the teacher is on the base or there is none."""
     settings = teacher_settings(snapshot, model)
     if settings is None:
         return None

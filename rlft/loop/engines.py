@@ -97,7 +97,7 @@ class Engines:
 
 
 def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forward | VLLMTeacher | None:
-    """The teacher of this run if it is a model of its own: its forward in transformers, or the vLLM that computes it.
+    """The teacher of this run if it is a separate model: its forward in transformers, or the vLLM that computes it.
 
     Args:
         engines: opens the teacher in vLLM.

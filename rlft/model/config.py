@@ -95,7 +95,9 @@ class SnapshotConfig:
     Attributes:
         reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter.
         teacher: `none`, `base`, the folder of a PEFT adapter, or another model (a folder, a hub id, `embedded:<name>`).
-        teacher_engine: what computes a teacher that is a model of its own.
+        teacher_engine: what computes a teacher that is a separate model.
+        teacher_dtype: of its weights; None: that of the base.
+        teacher_quantization: likewise; "none" for weights that are not quantised.
         teacher_gpu_memory_utilization: share of a GPU's memory that vLLM gets for the teacher.
     """
 
@@ -106,6 +108,8 @@ class SnapshotConfig:
     teacher: str = "none"  # runs begun before these keys existed have none of them
     teacher_hint: str | None = None
     teacher_engine: Literal["transformers", "vllm"] = "transformers"
+    teacher_dtype: str | None = None
+    teacher_quantization: Literal["none", "4bit"] | None = None
     teacher_gpu_memory_utilization: PositiveFraction = 0.3
 
     @property
@@ -115,7 +119,7 @@ class SnapshotConfig:
 
     @property
     def teacher_model(self) -> str | None:
-        """The path of a teacher that is a model of its own; None if the teacher is not one."""
+        """The path of a teacher that is a separate model; None if the teacher is not one."""
         return self.teacher if self._has_teacher_folder and not is_adapter(self.teacher) else None
 
     @property
@@ -124,10 +128,20 @@ class SnapshotConfig:
 
 
 def teacher_settings(snapshot: SnapshotConfig, model: ModelConfig) -> ModelConfig | None:
-    """The settings of a teacher that is a model of its own: the base's, except for the path; None without one."""
+    """The settings of a teacher that is a separate model: the base's where it has no key; None without one."""
     if snapshot.teacher_model is None:
         return None
-    return replace(model, path=snapshot.teacher_model, revision=None, gradient_checkpointing=False)
+    quantization = model.quantization
+    if snapshot.teacher_quantization is not None:
+        quantization = None if snapshot.teacher_quantization == "none" else Quantization(snapshot.teacher_quantization)
+    return replace(
+        model,
+        path=snapshot.teacher_model,
+        revision=None,
+        gradient_checkpointing=False,
+        dtype=model.dtype if snapshot.teacher_dtype is None else snapshot.teacher_dtype,
+        quantization=quantization,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class Roles:
         temperature: temperature at which log-probs are taken.
         token_budget: the most tokens in a forward.
         seed: the run's seed.
-        teacher: the forward of a teacher that is a model of its own, or the engine that computes it; otherwise None.
+        teacher: the forward of a teacher that is a separate model, or the engine that computes it; otherwise None.
     """
 
     def __init__(

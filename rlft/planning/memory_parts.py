@@ -68,7 +68,7 @@ class Demand:
         top_k: of how many of a teacher's likeliest tokens distributions are compared.
         own_critic: whether the critic has an adapter, and so a forward and backward of its own.
         beside: bytes of learned rewards that have networks of their own.
-        teacher: the demand of a teacher that has a network of its own; None if there is no such teacher.
+        teacher: the demand of a teacher that is a separate model; None if there is no such teacher.
         engine: the engine that samples completions; None if nothing is sampled.
         section: the engine's section in `generation`.
         decodings: what the engine decodes.
@@ -232,7 +232,7 @@ def engine_memory(model: ModelSizes, demand: Demand) -> EngineMemory:
 
 
 def teacher_memory(demand: Demand) -> EngineMemory:
-    """The memory of a teacher with a network of its own."""
+    """The memory of a teacher that is a separate model."""
     if demand.teacher is None:
         return EngineMemory()
     beside_vllm = demand.section == "vllm"

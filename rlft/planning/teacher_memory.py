@@ -1,4 +1,4 @@
-"""The memory that a teacher with a network of its own takes on the trainer's device, in transformers or vLLM."""
+"""The memory that a teacher that is a separate model takes on the trainer's device, in transformers or vLLM."""
 
 from __future__ import annotations
 

@@ -16,7 +16,13 @@ from rlft.checks.adapters import check_adapters, check_classifiers, empty_model,
 from rlft.checks.environments import environment_of
 from rlft.checks.ranks import idle_engines, why_whole
 from rlft.checks.servers import check_servers
-from rlft.checks.teachers import check_teacher, check_teacher_engine, check_top_k, missing_engine
+from rlft.checks.teachers import (
+    check_teacher,
+    check_teacher_engine,
+    check_teachers_machine,
+    check_top_k,
+    missing_engine,
+)
 from rlft.checks.train import check_config
 from rlft.cluster.placement import Placement
 from rlft.cluster.ray_session import check_address, check_installed
@@ -196,7 +202,7 @@ class TrainPlan(Plan):
         )
 
     def _teacher_demand(self) -> TeacherDemand | None:
-        """The demand of a teacher that is a model of its own."""
+        """The demand of a teacher that is a separate model."""
         snapshot = self.config.snapshot
         if snapshot.teacher_model is None:
             return None
@@ -262,6 +268,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     config, algorithm, loggers = check_config(plain, trains=trains)
     rules.check_machine(config.model, runs_here=runs_here)
     if trains:
+        check_teachers_machine(config, runs_here=runs_here)
         rules.check_lag_has_devices(config, resolve_device(config.model.device).type)
     teacher_note = missing_engine(config, runs_here=runs_here) if trains else None
     rewards = specs(config.reward)
@@ -405,9 +412,9 @@ def frozen_parameters(snapshot: SnapshotConfig) -> dict[str, int]:
 
 
 def teacher_sizes(config: RunConfig) -> ModelSizes:
-    """The sizes of a teacher that is a model of its own."""
+    """The sizes of a teacher that is a separate model."""
     settings = teacher_settings(config.snapshot, config.model)
-    assert settings is not None, "the teacher is a model of its own"
+    assert settings is not None, "the teacher is a separate model"
     return sizes_of(settings, None)
 
 

@@ -227,7 +227,7 @@ def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[
 
 TEACHER = "snapshot.teacher"
 TEACHER_FINGERPRINTS = (f"{TEACHER}_fingerprint", "teacher_fingerprint")
-"""Names of the fingerprint of a teacher that is an adapter, and of one that is a model of its own."""
+"""Names of the fingerprint of a teacher that is an adapter, and of one that is a separate model."""
 
 
 NAMED_INPUTS = {

@@ -153,7 +153,7 @@ def test_what_it_asks_for(make):
 @pytest.mark.parametrize(
     ("keys", "key", "problem"),
     [
-        ({"divergence": "forward"}, "algorithm.divergence", "is that of the reverse KL"),
+        ({"divergence": "forward"}, "algorithm.divergence", "only the reverse KL can be estimated"),
         (
             {"teacher_in": "loss", "divergence": "jensen_shannon", "jsd_beta": 0.0},
             "algorithm.jsd_beta",

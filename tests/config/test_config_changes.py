@@ -67,7 +67,7 @@ def test_a_run_from_before_a_key_can_be_told_it_and_goes_on_with_its_default(tmp
 
 @pytest.mark.parametrize("began", ["snapshot.teacher_fingerprint", "teacher_fingerprint"])
 def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began: str, tmp_path: Path) -> None:
-    """An adapter's fingerprint and that of a model of its own have names of their own."""
+    """An adapter's fingerprint and that of a separate model have names of their own."""
     before, now, base = (
         {**PLAIN, "snapshot": {**PLAIN["snapshot"], "teacher": teacher}} for teacher in ("here", "there", "base")
     )

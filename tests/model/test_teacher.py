@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.loop.base_loading import load_teacher
 from rlft.model import forward
-from rlft.model.config import Old, SnapshotConfig
+from rlft.model.config import Old, Quantization, SnapshotConfig, teacher_settings
 from rlft.model.teacher import teacher_logprobs, with_other_prompts
 
 
@@ -42,7 +42,7 @@ def adapter(make_roles, tmp_path):
 
 @pytest.fixture(scope="module")
 def student_as_teacher(model_config):
-    """The forward of `tiny-student`, which has the same tokens, as a teacher with a model of its own."""
+    """The forward of `tiny-student`, which has the same tokens, as a teacher that is a separate model."""
     keys = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
     return load_teacher(SnapshotConfig(**keys, teacher="embedded:tiny-student"), model_config())
 
@@ -61,7 +61,7 @@ def by_transformers():
     return logprobs
 
 
-def test_an_adapters_word_is_what_it_says_as_a_policy(adapter, make_roles, batch, nobody):
+def test_an_adapter_gives_the_log_probs_that_it_gives_as_a_policy(adapter, make_roles, batch, nobody):
     policy = make_roles(path=adapter)
     expected = policy.logprobs(batch, "policy")
     roles = make_roles(teacher=adapter)
@@ -338,3 +338,37 @@ def test_nothing_is_packed_for_an_engine_alone(by_engine, batch, nobody, monkeyp
     monkeypatch.setattr(forward, "pack", lambda rows: packed.append(rows) or forward_pack(rows))
     roles.annotate(batch, nobody, needs_old=False)
     assert packed == []
+
+
+def test_a_separate_teacher_may_have_another_dtype_than_the_base(model_config, make_batch):
+    """bfloat16 has 8 bits: the log-probs of some tokens are off by hundredths, none by more than a few tenths."""
+    keys = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
+    snapshots = [
+        SnapshotConfig(**keys, teacher="embedded:tiny-student", teacher_dtype=dtype) for dtype in (None, "bfloat16")
+    ]
+    as_the_base, rounded = (load_teacher(snapshot, model_config()) for snapshot in snapshots)
+    assert as_the_base.model.dtype == torch.float32
+    assert {p.dtype for p in rounded.model.parameters()} == {torch.bfloat16}
+    batch = make_batch([(0, [5, 6, 7], [20, 21, 22, 23]), (1, [9, 8], [24, 25, 26])])
+    with torch.no_grad():
+        gap = (rounded(batch, 1.0).logprobs - as_the_base(batch, 1.0).logprobs).abs().max()
+    assert 1e-4 < gap < 0.5
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "expected"),
+    [
+        (("float32", None), (None, None), ("float32", None)),
+        (("bfloat16", Quantization.four_bit), (None, None), ("bfloat16", Quantization.four_bit)),
+        (("bfloat16", None), (None, "4bit"), ("bfloat16", Quantization.four_bit)),
+        (("bfloat16", Quantization.four_bit), ("float16", "none"), ("float16", None)),
+    ],
+)
+def test_a_separate_teacher_is_loaded_as_the_base_where_it_has_no_key(model_config, base, own, expected):
+    snapshot = SnapshotConfig(
+        reference="none", refresh_every=0, ema_decay=None, old=Old.auto, teacher="embedded:tiny-student",
+        teacher_dtype=own[0], teacher_quantization=own[1],
+    )  # fmt: skip
+    settings = teacher_settings(snapshot, model_config(dtype=base[0], quantization=base[1]))
+    assert (settings.dtype, settings.quantization) == expected
+    assert settings.path == "embedded:tiny-student"

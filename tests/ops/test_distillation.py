@@ -20,7 +20,7 @@ def close(value, expected, tol=1e-12):
     torch.testing.assert_close(value, torch.as_tensor(expected, dtype=torch.float64), rtol=tol, atol=tol)
 
 
-def test_an_advantage_is_what_the_teacher_finds_a_token_likelier():
+def test_an_advantage_is_the_teachers_log_prob_minus_the_students():
     # log(0.5) - log(0.25) = log 2 where the teacher is surer, -log 2 where the student is; nothing outside the mask.
     student, teacher = exact([[0.25, 0.5, 0.3]]).log(), exact([[0.5, 0.25, 0.9]]).log()
     mask = torch.tensor([[True, True, False]])

@@ -1,4 +1,4 @@
-"""What a teacher with a network of its own takes, against sums by hand."""
+"""What a teacher that is a separate model takes, against sums by hand."""
 
 from __future__ import annotations
 
@@ -137,3 +137,18 @@ def test_the_start_up_table_says_what_computes_the_teacher(plan) -> None:
     from rlft.planning.train_plan import roles_text
 
     assert roles_text(plan).endswith("; teacher = embedded:tiny-chains in vLLM")
+
+
+def test_a_plan_counts_a_teachers_own_dtype() -> None:
+    """Two bytes of four a weight in bfloat16."""
+    words = ["+recipe=grpo_arithmetic", "algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "model.dtype=float32"]
+
+    def teacher(*more: str) -> ModelSizes:
+        plan = make_plan(compose([*words, "data.size=64", *more]), runs_here=False)
+        demand = plan.demand(sizes_of(plan.config.model, plan.config.lora), recompute=False)
+        assert demand.teacher is not None
+        return demand.teacher.model
+
+    whole, rounded = teacher(), teacher("snapshot.teacher_dtype=bfloat16")
+    assert whole.base_bytes == 4 * whole.parameters
+    assert rounded.base_bytes == 2 * whole.parameters

@@ -102,7 +102,7 @@ def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(
 
 
 def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path) -> None:
-    """`tiny-student` learns from `tiny-arithmetic`, which is told the answer, by four tokens in each place."""
+    """`tiny-student` learns from `tiny-arithmetic`, with the answer in its prompt, by four tokens in each place."""
     words = (
         "model.path=embedded:tiny-student", "snapshot.teacher=embedded:tiny-arithmetic", "algorithm.top_k=4",
         "snapshot.teacher_hint='The answer is {answer}.'", "algorithm.teacher_in=loss", "prompts.max_tokens=48",
