@@ -124,6 +124,7 @@ class EngineWorker:
             seed=settings.seed,
             temperature=generation.temperature,
         )
+        self._stack.callback(roles.close)
         return opening_on(backbone, model, settings.prompts, generation, slot=roles, rank=rank, seed=settings.seed)
 
 

@@ -82,6 +82,16 @@ def test_a_member_answers_with_the_version_and_the_hash_of_what_has_come(config:
         worker.close()
 
 
+def test_a_member_that_is_closed_leaves_its_base_without_adapters(
+    config: RunConfig, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlft.loop.engine_worker.load_backbone", lambda model: backbone)
+    worker = EngineWorker(**engine_specs(config, "transformers", ON_THE_CPU)[0].arguments)
+    assert hasattr(backbone.model, "peft_config")
+    worker.close()
+    assert not hasattr(backbone.model, "peft_config")
+
+
 def test_members_have_as_many_threads_as_this_process_and_no_card_of_a_cpu(config: RunConfig) -> None:
     specs = engine_specs(config, "transformers", ON_THE_CPU)
     assert [spec.name for spec in specs] == ["engine-0", "engine-1"]
