@@ -257,4 +257,5 @@ def _symbol_lines(symbols: Mapping[str, str], width: int) -> list[str]:
 def _wrapped(text: str, first: str, others: str) -> list[str]:
     """The text in lines of the terminal's width; `first` precedes the first line, `others` the rest."""
     width = max(shutil.get_terminal_size((WIDTH, 24)).columns, len(others) + 20)
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others) or [first.rstrip()]
+    lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+    return lines or [first.rstrip()]
