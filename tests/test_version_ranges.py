@@ -47,3 +47,10 @@ def test_make_test_runs_it_before_the_suite_and_stops_where_it_fails() -> None:
     assert places == sorted(places)
     assert not lines[places[0]].lstrip("\t@").startswith("-"), "make goes on after a line that begins with a dash"
     assert "|| true" not in lines[places[0]]
+
+
+def test_every_quick_test_exists(script: Any) -> None:
+    for name in (*script.QUICK_TESTS, *script.TIMED):
+        path, _, test = name.partition("::")
+        text = (REPOSITORY / path).read_text(encoding="utf-8")
+        assert f"def {test.partition('[')[0]}(" in text if test else "def test_" in text, name

@@ -11,6 +11,7 @@ from rlft.doctor.row import Row, judged
 from rlft.doctor.trial import Trial
 from rlft.generation.adapter_files import memory_folder
 from rlft.generation.memory import peak
+from rlft.model.activations import is_checkpointed
 from rlft.planning.fit import in_words
 from rlft.planning.memory_demand import on_a_gpu, sizes_of
 from rlft.planning.memory_parts import parts
@@ -93,7 +94,7 @@ def publish_row(seconds: float, step_s: float) -> Row:
 def memory_rows(trial: Trial) -> list[Row]:
     """The trial's peak compared with that of `rlft plan`: on a CPU the process's, on a GPU the allocator's."""
     model = sizes_of(trial.config.model, trial.config.lora)
-    recompute = bool(getattr(trial.session.backbone.model, "is_gradient_checkpointing", False))
+    recompute = is_checkpointed(trial.session.backbone.model)
     demand = trial.plan.demand(model, recompute)
     process = trial.process
     if trial.device.type == "cuda":

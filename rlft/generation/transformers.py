@@ -7,6 +7,7 @@ stream of random numbers, so it depends on its seed alone.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -257,6 +258,15 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]
     return frozenset(t for t in (*configured_ids, tokenizer.eos_token_id) if isinstance(t, int))
 
 
+def cache_argument(model: Any) -> str:
+    """The name of the forward's argument for a cache, under PEFT or not: transformers 5.24 renamed its own.
+
+    An older release, and a model with code of its own, has the old name.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+
+
 def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
     """float64 `[P * n, max_tokens]` in [0, 1): row r is drawn from its own seed, whatever else is in the batch."""
     rows = [
@@ -280,6 +290,7 @@ class RepeatedCache:
         from transformers import DynamicCache
 
         self.cache = DynamicCache(config=model.config)
+        self.cache_argument = cache_argument(model)
 
     def prefill(self, n: int) -> Tensor:
         """Logits `[P * n, V]` of the first completion token; each prompt has gone through the network once."""
@@ -315,9 +326,9 @@ class RepeatedCache:
             input_ids=ids,
             attention_mask=self.mask,
             position_ids=positions,
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self.cache_argument: self.cache},
         )
         return output.logits[:, -1]
 

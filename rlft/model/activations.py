@@ -31,6 +31,12 @@ def _method(model: PreTrainedModel, verb: str) -> Callable[..., None]:
     return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
 
 
+def is_checkpointed(model: PreTrainedModel) -> bool:
+    """Whether gradient checkpointing is on, by the model's own answer, which was renamed in the same release."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return next((bool(getattr(model, name)) for name in names if hasattr(model, name)), False)
+
+
 @contextmanager
 def peft_reads_the_old_name() -> Iterator[None]:
     """Inside, PEFT may wrap a model without a FutureWarning.

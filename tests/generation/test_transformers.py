@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from rlft.generation.transformers import TransformersGenerator, Weights, draw, end_tokens
+from rlft.generation.transformers import TransformersGenerator, Weights, cache_argument, draw, end_tokens
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.types import FinishReason, Ongoing, Sampling
@@ -425,3 +425,22 @@ def test_whatever_is_multiplied_with_it_samples_the_policy(weights, roles, backb
     assert {layer.sums["sampler"].dtype for layer in layers if layer.sums} == {
         "apart": set(), "merged": {torch.float64}, "merged_bfloat16": {torch.bfloat16},
     }[weights]  # fmt: skip
+
+
+# -- other releases of transformers ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_is_given_by_the_name_that_the_model_has_for_it_under_peft_too(name):
+    class New:
+        def forward(self, input_ids, cache=None): ...
+
+    class Old:
+        def forward(self, input_ids, past_key_values=None, **kwargs): ...
+
+    class Wrapped:
+        def forward(self, *args, **kwargs): ...
+
+        def get_base_model(self):
+            return model
+
+    model = New() if name == "cache" else Old()
+    assert cache_argument(model) == cache_argument(Wrapped()) == name

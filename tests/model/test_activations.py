@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft.model.activations import AdapterLayers, activation_bytes
+from rlft.model.activations import AdapterLayers, activation_bytes, is_checkpointed, set_checkpointing
 from rlft.model.backbone import load_backbone
 from rlft.model.config import KernelChoice
 from rlft.model.scalar_head import ScalarHead
@@ -93,3 +93,13 @@ def test_layers_that_read_the_same_input_share_it_where_nothing_is_dropped():
     # PEFT's layers on a base of 4 bits keep what they keep on any other.
     quantized, usual = (AdapterLayers.of(shapes, dropout=False, dora=False, quantized=q) for q in (True, False))
     assert quantized.bytes_of_a_token(2, "cuda", plain=False) == usual.bytes_of_a_token(2, "cuda", plain=True) > 0
+
+
+def test_a_model_says_whether_it_is_checkpointed(model_config, recwarn):
+    model = load_backbone.__wrapped__(model_config()).model
+    found = []
+    for on in (True, False):
+        set_checkpointing(model, on)
+        found.append(is_checkpointed(model))
+    assert found == [True, False]
+    assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]

@@ -48,5 +48,5 @@ def test_a_fall_back_is_told_in_the_table_and_in_a_note(
     finally:
         load_backbone.cache_clear()
     shown = " ".join(capsys.readouterr().out.split())
-    assert "transformers 5.99.0 is not among the tested releases (5.17 to 5.23)" in shown
+    assert "transformers 5.99.0 is not among the tested releases (5.17 to 5.24)" in shown
     assert "model.kernels: plain instead of auto" in shown

@@ -13,8 +13,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlft.model.kernels import layer_branches, llama_attention, norm_and_mlp
 from rlft.model.kernels.lora_linear import operands_of
@@ -41,12 +43,27 @@ def _forward(layer: Any, plain: Any, is_last: bool, hidden_states: Tensor, **kwa
     packed = kwargs.get("packed")
     if packed is None:
         return plain(hidden_states, **kwargs)
+    if not kwargs.pop("is_checkpointed", not _needs_checkpoint(layer)):
+        # The whole module, as older releases do it: its hooks bring the weights of a divided base in the backward, too.
+        inner = functools.partial(layer, is_checkpointed=True, **kwargs)
+        return layer._gradient_checkpointing_func(inner, hidden_states)
     attended = None
     if llama_attention.is_installed(layer.self_attn):
         attended = _fused_attention(layer, hidden_states, packed, *kwargs["position_embeddings"])
     if attended is None:
         attended = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
     return _mlp(layer, attended.index_select(1, packed.predictor) if is_last else attended)
+
+
+def _needs_checkpoint(layer: Any) -> bool:
+    """Whether this pass has to be checkpointed in the layer's forward, which is replaced.
+
+    Since transformers 5.24 a class derived from GradientCheckpointingLayer does that in its `forward`, before that in
+    `__call__`.
+    """
+    if "__call__" in vars(GradientCheckpointingLayer) or not isinstance(layer, GradientCheckpointingLayer):
+        return False
+    return layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
 
 
 def _fused_attention(layer: Any, x: Tensor, packed: PackedRows, cos: Tensor, sin: Tensor) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-TESTED = ("5.17", "5.23")
+TESTED = ("5.17", "5.24")
 """Releases of transformers, the first and the last, whose modules the kernels are tested against."""
 
 

@@ -38,10 +38,15 @@ def _forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
+    cache: Any = None,
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """(`[B, N, hidden]`, attention weights if the attention function gives any) from hidden states `[B, N, hidden]`."""
+    """(`[B, N, hidden]`, attention weights if the attention function gives any) from hidden states `[B, N, hidden]`.
+
+    The cache of earlier keys and values comes as `cache` since transformers 5.24, before that as `past_key_values`.
+    """
+    cache = past_key_values if cache is None else cache
     shape = hidden_states.shape[:-1]
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
     query, key, value = (layer(hidden_states).view(*shape, -1, attention.head_dim) for layer in layers)
@@ -49,8 +54,8 @@ def _forward(
         query, key = attention.q_norm(query), attention.k_norm(key)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     query, key = rotary.apply(query, key, *position_embeddings)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, attention.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
     implementation = attention.config._attn_implementation
     attend = AttentionInterface().get_interface(implementation, eager_attention_forward)
     out, weights = attend(

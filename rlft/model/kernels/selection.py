@@ -59,7 +59,7 @@ def decide(setting: KernelChoice, model_type: str) -> Decision:
 def is_tested(version: str) -> bool:
     """Whether this release of transformers is one whose modules the kernels are tested against.
 
-    >>> is_tested("5.17.0"), is_tested("5.23.1"), is_tested("5.16.2"), is_tested("5.24.0.dev0"), is_tested("unknown")
+    >>> is_tested("5.17.0"), is_tested("5.23.1"), is_tested("5.16.2"), is_tested("5.25.0.dev0"), is_tested("unknown")
     (True, True, False, False, False)
     """
 

@@ -49,6 +49,7 @@ def test_with_a_cache_it_decodes_the_same(kind, random_model):
     for change in (lambda model: model, installed):
         model = change(random_model(kind, dtype=torch.float64))
         first = model(input_ids=ids, use_cache=True)
-        second = model(input_ids=torch.tensor([[3]]), past_key_values=first.past_key_values)
+        name = "cache" if hasattr(first, "cache") else "past_key_values"  # renamed in transformers 5.24
+        second = model(input_ids=torch.tensor([[3]]), **{name: first[name]})
         found.append((first.logits, second.logits))
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)

@@ -227,13 +227,13 @@ def test_plain_is_transformers_and_peft_as_they_come(model_config, make_roles) -
     assert roles.prefix_cache([(1, 2)], 4) is None
 
 
-@pytest.mark.parametrize("version", ["5.16.4", "5.24.0", "6.0.0", "5.24.0.dev0", "nightly"])
+@pytest.mark.parametrize("version", ["5.16.4", "5.25.0", "6.0.0", "5.25.0.dev0", "nightly"])
 def test_an_untested_release_of_transformers_falls_back_by_name(version, build, make_roles, monkeypatch) -> None:
     monkeypatch.setattr(selection.transformers, "__version__", version)
     loaded = build("qwen2", KernelChoice.auto)
     decision = loaded.kernels.decision
     assert (decision.choice, decision.requested) == (KernelChoice.plain, False)
-    assert decision.reason == f"transformers {version} is not among the tested releases (5.17 to 5.23)"
+    assert decision.reason == f"transformers {version} is not among the tested releases (5.17 to 5.24)"
     roles: Roles = make_roles(backbone=loaded)
     assert not forwards_of_rlft(roles.model)
     assert not roles.forward.packed
