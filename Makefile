@@ -3,15 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# Without torch, which is not installed yet: a machine with a card has its driver.
-define NO_CARD
+# Without torch, which is not installed yet: a machine with a GPU has its driver.
+define NO_GPU
 import ctypes, sys
 try:
     ctypes.CDLL("libcuda.so.1")
 except OSError:
-    sys.exit("make test-cuda: there is no CUDA card (no libcuda.so.1) here; make test is for the CPU")
+    sys.exit("make test-cuda: there is no CUDA GPU (no libcuda.so.1) here; make test is for the CPU")
 endef
-export NO_CARD
+export NO_GPU
 
 .PHONY: demo test test-cuda lint clean
 
@@ -24,8 +24,8 @@ test: $(BIN)/python  ## quick tests with the oldest and newest libraries, then t
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/test_versions.py
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-cuda: $(BIN)/python  ## what needs a CUDA card; refuses where there is none
-	@$(BIN)/python -c "$$NO_CARD"
+test-cuda: $(BIN)/python  ## what needs a CUDA GPU; refuses where there is none
+	@$(BIN)/python -c "$$NO_GPU"
 	@$(BIN)/python scripts/install.py --extras dev,vllm
 	@$(BIN)/python -m pytest -n 0 tests/cuda
 

@@ -293,7 +293,7 @@ class Batch:
         None  # int64 [B, P]: what the teacher reads in place of the prompt, -1 after its end
     )
     teacher_logprobs: Tensor | None = None
-    teacher_top_k_ids: Tensor | None = None  # int64 [B, T, K]: the teacher's likeliest tokens in the place of each
+    teacher_top_k_ids: Tensor | None = None  # int64 [B, T, K]: the teacher's most likely tokens in the place of each
     teacher_top_k_logprobs: Tensor | None = None  # [B, T, K]: of these, by the teacher
     old_values: Tensor | None = None
     each_reward: Tensor | None = (
@@ -316,7 +316,7 @@ class Outputs:
     logprobs: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
-    top_k_logprobs: Tensor | None = None  # [B, T, K]: of the teacher's likeliest tokens (Batch.teacher_top_k_ids)
+    top_k_logprobs: Tensor | None = None  # [B, T, K]: of the teacher's most likely tokens (Batch.teacher_top_k_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,10 +359,10 @@ class Sampling:
 
     Args:
         max_tokens: the most tokens of a completion.
-        temperature: 0 takes the likeliest token.
-        top_p: the likeliest tokens with this probability together are kept.
-        top_k: this many of the likeliest tokens are kept.
-        min_p: tokens less likely than this share of the likeliest one are dropped, before top_k and top_p.
+        temperature: 0 takes the most likely token.
+        top_p: the most likely tokens with this probability together are kept.
+        top_k: this many of the most likely tokens are kept.
+        min_p: tokens less likely than this share of the most likely one are dropped, before top_k and top_p.
         stop: a completion ends with the token that completes one of these texts; it is the last of its token_ids.
         stop_token_ids: a completion ends with one of these tokens.
         include_stop_str_in_output: whether the completion's text includes the stop; otherwise it ends before it.

@@ -102,7 +102,7 @@ def ratio_table(results: Sequence[Result]) -> str:
 def utilisation_table(results: Sequence[Result], rates: Mapping[str, float]) -> str:
     """Model FLOPs utilisation of the training part: what rlft's packed row needs, over what the device could do.
 
-    The same number of operations for every trainer, so that repeating a prompt for its siblings is no use of the card.
+    The same number of operations for every trainer, so that repeating a prompt for its siblings is no use of the GPU.
     """
     rows = [
         [result.name, trainer, f"{rates[result.name] / result.middle(trainer, 'train'):.0%}"]

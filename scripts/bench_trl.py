@@ -19,7 +19,7 @@ from rlft.doctor.work import Work
 from rlft.loop.metrics import peak_memory_bytes
 
 ENGINE_SHARE = 0.45
-"""Of the card's memory, for vLLM: rlft's default as well (generation.vllm.gpu_memory_utilization)."""
+"""Of the GPU's memory, for vLLM: rlft's default as well (generation.vllm.gpu_memory_utilization)."""
 ROOM = 8
 """Tokens that vLLM may take beside prompt and completion."""
 

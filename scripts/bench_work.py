@@ -35,8 +35,8 @@ EMBEDDED = "embedded:tiny-arithmetic"
 class Measured:
     """One process: seconds by stage of each measured step, and the most memory it held, in bytes.
 
-    `train` is credit + update (TRL's is what is neither sampling nor reward). card: the most that was taken of a whole
-    CUDA card meanwhile (card_memory.py).
+    `train` is credit + update (TRL's is what is neither sampling nor reward). GPU: the most that was taken of a whole
+    CUDA GPU meanwhile (card_memory.py).
     """
 
     seconds: list[dict[str, float]]

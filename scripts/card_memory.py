@@ -1,4 +1,4 @@
-"""The memory of a whole CUDA card while something runs, as the driver counts it: all processes, contexts and caches."""
+"""The memory of a whole CUDA GPU while something runs, as the driver counts it: all processes, contexts and caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TO_STOP = 10
 
 
 class CardMemory:
-    """Inside it, the first card is watched; `peak` is the most that was taken, in bytes, less what was at the start.
+    """Inside it, the first GPU is watched; `peak` is the most that was taken, in bytes, less what was at the start.
 
     peak: None where nvidia-smi is not there, or says nothing.
     """

@@ -21,7 +21,7 @@ Group = tuple[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """Seconds that parts of a step take in a process that has a core or a card of its own.
+    """Seconds that parts of a step take in a process that has a core or a GPU of its own.
 
     Args:
         unit, position, token: of an engine for each call, for each position that it decodes (as many as the longest

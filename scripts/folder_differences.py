@@ -25,7 +25,7 @@ MEASURED = re.compile(r"(time|memory)/.+|seconds")
 
 IGNORED_FILES = {
     "MANIFEST",  # checksums of files that are compared themselves
-    "README.md",  # the card of an exported model, a text with its date
+    "README.md",  # the GPU of an exported model, a text with its date
     "log.txt",  # what the commands have printed, with times
 }
 IGNORED_KEYS = re.compile(

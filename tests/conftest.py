@@ -27,7 +27,7 @@ from rlft.types import Batch, Group, Prompt
 pytest_plugins = ("done_once", "saved_runs")
 
 collect_ignore = ["cuda"]
-"""Its tests need a card: `make test-cuda` names that folder, and then it is collected."""
+"""Its tests need a GPU: `make test-cuda` names that folder, and then it is collected."""
 
 # The models here are so small that a second thread only gets in the way, most of all on a machine that has other work.
 torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))

@@ -63,7 +63,7 @@ TESTED_ELSEWHERE = {
     "cluster/launcher": "whole_runs/test_engines_apart.py",
     "cluster/ray_host": "cluster/test_ray_actors.py",
     "cluster/ray_keeper": "cluster/test_ray_actors.py",
-    "cluster/ray_own_card": "cluster/test_ray_actors.py",
+    "cluster/ray_own_gpu": "cluster/test_ray_actors.py",
     "cluster/ray_session": "cluster/test_ray_actors.py",
     "cluster/serve": "cluster/test_processes.py",
     "config/schema": "config/test_compose.py",
@@ -389,7 +389,7 @@ def test_tests_mirror_the_tree(module: Path) -> None:
 
 
 def places_of_events() -> list[tuple[str, str]]:
-    """Where tests plant events in other processes, `module:name`; also in tests that run with a CUDA card only."""
+    """Where tests plant events in other processes, `module:name`; also in tests that run with a CUDA GPU only."""
     named = re.compile(r"""["'](rlft(?:\.\w+)+):([\w.]+)["']""")
     return sorted({place for file in TESTS.rglob("*.py") for place in named.findall(file.read_text())})
 

@@ -83,7 +83,7 @@ def test_what_was_measured_otherwise_or_elsewhere_is_measured_anew(change, monke
     processes.clear()
     words = {"steps": ["--steps", "3"], "engine": ["--engine", "vllm"], "override": ["--override", "a=b"], "place": []}
     if change == "place":
-        monkeypatch.setattr(bench_step, "where", lambda: "another card")
+        monkeypatch.setattr(bench_step, "where", lambda: "another GPU")
     benchmark(monkeypatch, tmp_path, "--rounds", "1", "--steps", "2", *words[change])
     assert len(processes) == 3
     assert len((tmp_path / "measurements.jsonl").read_text().splitlines()) == 2 * lines, "the others stay"
@@ -180,7 +180,7 @@ def test_the_tables_have_stages_shares_ratios_and_utilisation() -> None:
     assert "| 14 | 1.00 GB | 8.00 GB |" in text
     assert "| 6 | 1.00 GB | 20.00 GB |" in text
     assert "| 0.5b 8+4 G2 | rlft | 22% | 9% | 44% | 13% |" in text
-    # Of processes that ran one after the other: 12 / 4 and 10 / 5; the most that rlft took of the card to theirs.
+    # Of processes that ran one after the other: 12 / 4 and 10 / 5; the most that rlft took of the GPU to theirs.
     assert "| 0.5b 8+4 G2 | trl | 2.50 (2.00 to 3.00) | 1.00 (1.00 to 1.00) | 1.00 | 0.40 | 8 |" in text
     assert "| 0.5b 8+4 G2 | rlft | 25% |" in text, "0.5 s of products in 2 s"
     assert text.endswith("foot")
@@ -193,7 +193,7 @@ def test_a_cpus_table_has_no_column_of_a_card() -> None:
     assert bench_report.most_of_card(result.runs["rlft"]) is None
 
 
-# -- the memory of a card --------------------------------------------------------------------------------------------
+# -- the memory of a GPU --------------------------------------------------------------------------------------------
 def test_the_memory_of_a_card_is_the_most_that_was_added(monkeypatch, tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/words\nfor n in 500 '[N/A]' 2500 1500; do echo $n; done\n"

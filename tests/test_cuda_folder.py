@@ -1,4 +1,4 @@
-"""The tests for CUDA cards on a machine without one: they are there, import what they need, and are not collected."""
+"""The tests for CUDA GPUs on a machine without one: they are there, import what they need, and are not collected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_its_files_import_and_hold_tests(file: Path) -> None:
     assert all(callable(getattr(module, name)) for name in tests)
 
 
-def test_they_are_collected_only_where_the_folder_is_named_and_skipped_without_a_card(
+def test_they_are_collected_only_where_the_folder_is_named_and_skipped_without_a_gpu(
     request: pytest.FixtureRequest,
 ) -> None:
     asked = [Path(word.partition("::")[0]).resolve() for word in request.config.args]
@@ -48,7 +48,7 @@ def test_they_are_collected_only_where_the_folder_is_named_and_skipped_without_a
         command, cwd=TESTS.parent, capture_output=True, text=True, timeout=300, env=environment, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "there is no CUDA card here" in done.stdout
+    assert "there is no CUDA GPU here" in done.stdout
     assert "passed" not in done.stdout
     assert sum(f"tests/cuda/{file.name}" in done.stdout for file in FILES) == len(FILES)
 
@@ -67,5 +67,5 @@ def test_make_refuses_in_a_line_where_there_is_no_driver() -> None:
             command, cwd=TESTS.parent, capture_output=True, text=True, timeout=60, env=environment, check=False
         )
         assert done.returncode == 2
-        assert done.stderr.startswith("make test-cuda: there is no CUDA card (no libcuda.so.1) here; ")
+        assert done.stderr.startswith("make test-cuda: there is no CUDA GPU (no libcuda.so.1) here; ")
         assert done.stdout == ""

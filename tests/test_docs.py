@@ -253,14 +253,14 @@ def test_files_for_clusters_are_sound(tmp_path: Path) -> None:
         cluster["headGroupSpec"]["template"],
         *(group["template"] for group in groups for _ in range(group["replicas"])),
     ]
-    cards = [pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods]
+    gpus = [pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods]
     [words] = [
         words
         for words in commands_shown("cluster.md")
         if "cluster.address=auto" in words and "cluster.engines=24" in words
     ]
     config = build(compose(words)).cluster
-    assert sum(cards) == config.engines * config.gpus_per_engine + config.ranks
+    assert sum(gpus) == config.engines * config.gpus_per_engine + config.ranks
     volumes = {volume["name"] for volume in pods[-1]["spec"]["volumes"]}
     assert {mount["name"] for mount in pods[0]["spec"]["containers"][0]["volumeMounts"]} == volumes
 

@@ -382,14 +382,14 @@ TABLE = [
     ("train -m seed=0,1 cluster.jobs=2 cluster.scoring=true", "cluster.scoring", "is one process, got"),
     ("train cluster.gpus_per_engine=2", "cluster.gpus_per_engine", "applies to engines in processes of their own, and"),
     ("train generation=transformers cluster.engines=1 cluster.gpus_per_engine=2",
-     "cluster.gpus_per_engine", "the transformers engine computes on one card, got 2"),
+     "cluster.gpus_per_engine", "the transformers engine computes on one GPU, got 2"),
     ("train generation=vllm generation.vllm.weights=merged cluster.engines=1",
      "generation.vllm.weights", "adds the policy to the base that engine and trainer share, and cluster.engines"),
     ("train cluster=ray cluster.engines=1 cluster.address=head", "cluster.address", "is no address, got head; use"),
     ("train cluster=ray cluster.engines=1 cluster.address=ray://head:10001", "cluster.address", "is one of Ray Client"),
     ("train cluster=ray cluster.engines=1 cluster.address=127.0.0.1:1", "cluster.address", "no Ray answers there (C"),
     ("plan cluster.engines=4 cluster.ranks=4 cluster.placement=pairs model.device=cuda device_memory=1GiB",
-     "cluster.placement", "an engine and a rank do not fit on one card"),
+     "cluster.placement", "an engine and a rank do not fit on one GPU"),
     ("train overlap.lag=1", "overlap.lag", "an earlier policy sampled"),
     ("train overlap.lag=1 algorithm=kimi", "overlap.lag", "Kimi has no such weights"),
     ("train overlap.lag=2", "overlap.lag", "must be 0 or 1"),
@@ -1242,7 +1242,7 @@ READ_BY_LIBRARIES = (
     "cannot be read", "policy,wider", "critic,critic_wider", "vLLM cannot serve",
     # devices
     "no CUDA device", "need a CUDA device", "(job 1: model.device=cuda)",
-    "share_base=true", "weights=merged", "batch_invariant=true", "fit on one card", "no Ray answers",
+    "share_base=true", "weights=merged", "batch_invariant=true", "fit on one GPU", "no Ray answers",
 )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ class Objective(ABC):
             raise UserError(
                 "algorithm.kl_target",
                 f"algorithm.kl_controller={self.kl_controller} steers towards a target, and there is none",
-                remedy="set algorithm.kl_target=0.01 (nats a token), or algorithm.kl_controller=fixed",
+                remedy="set algorithm.kl_target=0.01 (nats per token), or algorithm.kl_controller=fixed",
             )
         if self.kl_controller != KLController.fixed and self.kl_coef == 0:
             raise UserError(

@@ -77,7 +77,7 @@ discount or a baseline, plus GRPO's advantage of the rewards where they count.
 Symbols of this family:
 
     lp_teacher: log-prob of a completion's token by the teacher (snapshot.teacher), without gradient
-    p: probabilities, by the policy that is trained, of the teacher's top_k likeliest tokens, and of all others together
+    p: probabilities, by the trained policy, of the teacher's top_k most likely tokens, and of all others together
     q: the same probabilities by the teacher, without gradient
     sum_top: sum over these top_k + 1 outcomes, whose probabilities add up to 1
 
@@ -178,7 +178,7 @@ class OPD(GRPO):
 
     @property
     def teacher_top_k(self) -> int:
-        """Of how many of its likeliest tokens the teacher's log-probs must be there, at each token; 0: of none."""
+        """Of how many of its most likely tokens the teacher's log-probs must be there, at each token; 0: of none."""
         return self.top_k if self.teacher_in == TeacherPlace.loss else 0
 
     @property

@@ -184,15 +184,15 @@ def _overlap(config: RunConfig, algorithm: Algorithm) -> None:
 
 
 def check_lag_has_devices(config: RunConfig, device: str) -> None:
-    """Refuses a lag where engine and trainer share a card, which gains nothing.
+    """Refuses a lag where engine and trainer share a GPU, which gains nothing.
 
     Args:
         config: the typed config.
         device: the trainer's device, such as "cuda".
     """
     if config.overlap.lag and device != "cpu" and (not config.cluster.engines or config.cluster.placement == "pairs"):
-        problem = "samples beside the update, and the engine shares the trainer's card, so that nothing would be gained"
-        remedy = "give engines cards of their own (cluster.engines=1 cluster.placement=divided), or set overlap.lag=0"
+        problem = "samples beside the update, and the engine shares the trainer's GPU, so that nothing would be gained"
+        remedy = "give engines GPUs of their own (cluster.engines=1 cluster.placement=divided), or set overlap.lag=0"
         raise UserError("overlap.lag", problem, got=config.overlap.lag, remedy=remedy)
 
 
@@ -201,7 +201,7 @@ def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None
     temperature = settings.temperature
     if temperature is not None and temperature < 0:
         raise UserError(
-            "eval.temperature", "must not be negative", got=temperature, remedy="use 0 for the likeliest token"
+            "eval.temperature", "must not be negative", got=temperature, remedy="use 0 for the most likely token"
         )
     samples_as_training = temperature in (None, generation.temperature)
     if settings.kl_base and settings.every and not samples_as_training:
@@ -251,10 +251,10 @@ def check_members(config: RunConfig) -> None:
 
 
 def check_apart(config: RunConfig, engine: str) -> None:
-    """Checks that this engine can run in processes of its own, with `cluster.gpus_per_engine` cards each."""
+    """Checks that this engine can run in processes of its own, with `cluster.gpus_per_engine` GPUs each."""
     with _keys_of(engine):
         separate = config.generation.named(engine).apart()
-    separate.on_cards(config.cluster.gpus_per_engine)
+    separate.on_gpus(config.cluster.gpus_per_engine)
 
 
 def _resampling(config: RunConfig, algorithm: Algorithm) -> None:

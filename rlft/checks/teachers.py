@@ -38,7 +38,7 @@ def teacher_is_meant() -> Iterator[None]:
 
 
 def check_top_k(top_k: int, vocabulary: int) -> None:
-    """Refuses more of the teacher's likeliest tokens than the student's vocabulary has.
+    """Refuses more of the teacher's most likely tokens than the student's vocabulary has.
 
     A teacher never has fewer: `check_embeddings`.
     """

@@ -18,8 +18,8 @@ def open_launcher(
     config: ClusterConfig,
     folder: Path,
     *,
-    on_cards: bool = False,
-    own_card: str | None = None,
+    on_gpus: bool = False,
+    own_gpu: str | None = None,
     threads: int = 1,
     scorers: int = 0,
 ) -> Iterator[Launcher]:
@@ -28,25 +28,25 @@ def open_launcher(
     Args:
         config: the section `cluster`.
         folder: the run's folder; logs of members are in `<folder>/cluster/`.
-        on_cards: whether members need cards.
-        own_card: the card of this process, as CUDA_VISIBLE_DEVICES names it; None if it has none. If the run joins a
-            cluster, the card is reserved there.
+        on_gpus: whether members need GPUs.
+        own_gpu: the GPU of this process, as CUDA_VISIBLE_DEVICES names it; None if it has none. If the run joins a
+            cluster, the GPU is reserved there.
         threads: number of threads of each member, except reward workers.
         scorers: number of reward workers among the members.
 
     Raises:
-        UserError: the cluster that is joined does not answer, is too small, or others use this process's card.
+        UserError: the cluster that is joined does not answer, is too small, or others use this process's GPU.
     """
     launcher: Launcher = LocalProcesses(folder)
     if config.kind == "ray":
-        launcher = _ray(config, folder, own_card, {"on_cards": on_cards, "threads": threads, "scorers": scorers})
+        launcher = _ray(config, folder, own_gpu, {"on_gpus": on_gpus, "threads": threads, "scorers": scorers})
     try:
         yield launcher
     finally:
         launcher.close()
 
 
-def _ray(config: ClusterConfig, folder: Path, own_card: str | None, needs: Mapping[str, Any]) -> Launcher:
+def _ray(config: ClusterConfig, folder: Path, own_gpu: str | None, needs: Mapping[str, Any]) -> Launcher:
     """The launcher of Ray's actors, on a cluster that has room for `needs`, the arguments of `check_room`."""
     from rlft.cluster.ray_actors import RayActors
     from rlft.cluster.ray_session import RaySession
@@ -54,7 +54,7 @@ def _ray(config: ClusterConfig, folder: Path, own_card: str | None, needs: Mappi
     session = RaySession(config.address, log=folder / LOGS / "ray.log")
     if config.is_joined:
         try:
-            counts_own = own_card is None or session.reserve(own_card)
+            counts_own = own_gpu is None or session.reserve(own_gpu)
             check_room(config, session.resources, counts_own=counts_own, **needs)
         except BaseException:
             session.close()

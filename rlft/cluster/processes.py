@@ -226,8 +226,5 @@ def start_python(spec: MemberSpec, connection: int, output: int) -> subprocess.P
 
 def environment(spec: MemberSpec) -> dict[str, str]:
     """The environment variables that a member has in addition to those of this process."""
-    return {**_threads_of_libraries(spec.threads), **spec.environment}
-
-
-def _threads_of_libraries(threads: int) -> dict[str, str]:
-    return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads_of_libraries = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(spec.threads))
+    return {**threads_of_libraries, **spec.environment}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.cluster.member import MemberError, MemberSpec, last_lines
-from rlft.cluster.processes import LOGS, RemoteTracebackError
+from rlft.cluster.processes import LOGS, RemoteTracebackError, environment
 from rlft.cluster.ray_host import Host, LogReader, Place
 from rlft.cluster.ray_session import RaySession, python_path
 from rlft.cluster.room import cores_of_a_member
@@ -140,21 +140,21 @@ class RayMember:
         self._ended: str | None = None
         self._was_killed = False
         self._place: Place | None = None
-        environment = {**_threads_of_libraries(spec.threads), **spec.environment}
+        variables = environment(spec)
         if not spec.gpus:
-            environment.setdefault("CUDA_VISIBLE_DEVICES", "")
+            variables.setdefault("CUDA_VISIBLE_DEVICES", "")
         actor: Any = ray.remote(Host)
         # On a Ray that this run has started, nothing else needs its cores.
-        cpus = 0 if session.started_here else cores_of_a_member(spec.threads, on_cards=spec.gpus > 0)
+        cpus = 0 if session.started_here else cores_of_a_member(spec.threads, on_gpus=spec.gpus > 0)
         self._actor = actor.options(
             num_cpus=cpus,
             num_gpus=spec.gpus,
             max_restarts=0,
             scheduling_strategy="SPREAD",
-            runtime_env=_runtime_environment(environment),
+            runtime_env=_runtime_environment(variables),
         ).remote(spec.name, str(log), session.node, [path or str(Path.cwd()) for path in sys.path])
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"{spec.name}: Ray is asked for a process with {spec.gpus:g} cards and {cpus} cores\n")
+            file.write(f"{spec.name}: Ray is asked for a process with {spec.gpus:g} GPUs and {cpus} cores\n")
         placed = self._actor.place.remote().future()
         placed.add_done_callback(self._placed)
         self._actor.make.remote(spec.factory, dict(spec.arguments))
@@ -258,7 +258,3 @@ def _says_death(error: Exception) -> bool:
 def _runtime_environment(variables: Mapping[str, str]) -> dict[str, Any]:
     """Sets variables before Python starts; this rlft is found if the machine has the same folders."""
     return {"env_vars": {"PYTHONPATH": python_path(), **variables}}
-
-
-def _threads_of_libraries(threads: int) -> dict[str, str]:
-    return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

@@ -73,9 +73,6 @@ class LogReader:
             return stream.read(most)
         return b""
 
-    def remove(self, file: str) -> None:
-        Path(file).unlink(missing_ok=True)
-
 
 def _write_to(file: Path) -> None:
     """Appends all that this process and its children print to the file."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlft.cluster.ray_keeper import END_S, end_session
-from rlft.cluster.ray_own_card import is_of_a_job, reserve
+from rlft.cluster.ray_own_gpu import is_of_a_job, reserve
 from rlft.cluster.room import Resources
 from rlft.types import UserError
 
@@ -99,8 +99,8 @@ class RaySession:
         cpus, gpus = sum(node.get("CPU", 0.0) for node in nodes), [int(node.get("GPU", 0)) for node in nodes]
         return Resources(cpus=cpus, gpus=gpus)
 
-    def reserve(self, card: str) -> bool:
-        """Keeps the card of this process, until `close`, from being given to others.
+    def reserve(self, gpu: str) -> bool:
+        """Keeps the GPU of this process, until `close`, from being given to others.
 
         Returns:
             Whether it is one of the cluster's.
@@ -110,7 +110,7 @@ class RaySession:
         """
         if is_of_a_job(os.environ):
             return True  # Ray has given it to this process
-        self._holder = reserve(card, self.node)
+        self._holder = reserve(gpu, self.node)
         return self._holder is not None
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class _Keeper:
         options = {
             "address": "local",
             "num_cpus": os.cpu_count() or 1,
-            "num_gpus": 0,  # members are told which cards they have
+            "num_gpus": 0,  # members are told which GPUs they have
             "include_dashboard": False,
             "log_to_driver": False,
             "logging_level": logging.ERROR,

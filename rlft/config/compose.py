@@ -490,7 +490,7 @@ def _unknown_choice(group: str, name: str, verb: str) -> UserError:
 
 
 def unknown_key(key: str, verb: str = USUAL, known: Collection[str] | None = None) -> UserError:
-    """The refusal of a key that the composed config does not have, with the likeliest suggestion as the remedy.
+    """The refusal of a key that the composed config does not have, with the most likely suggestion as the remedy.
 
     `known` are the existing keys; None means all keys of the verb.
     """

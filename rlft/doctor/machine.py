@@ -1,6 +1,6 @@
-"""Rows about the machine: driver and card, memory, disk, the hub, and the sandbox for programs.
+"""Rows about the machine: driver and GPU, memory, disk, the hub, and the sandbox for programs.
 
-Looking values up and judging them are separate functions, so that every verdict can be tested without a card.
+Looking values up and judging them are separate functions, so that every verdict can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlft.system.memory import free_memory
 MIN_FREE_DISK = 2 * 10**9
 """Bytes for a few checkpoints of an adapter with its optimizer, and rollouts."""
 MIN_FREE_SHARE = 0.5
-"""Share of a card's memory. If less is free, another program uses the card."""
+"""Share of a GPU's memory. If less is free, another program uses the GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Cuda:
     Attributes:
         build: the CUDA release that torch is built for, such as "12.8"; None for a build without CUDA.
         driver: the newest CUDA release that the driver supports, such as (12, 8); None if there is no driver.
-        works: whether torch can use a card.
+        works: whether torch can use a GPU.
     """
 
     build: str | None
@@ -46,11 +46,11 @@ class Cuda:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A card.
+class Gpu:
+    """A GPU.
 
     Attributes:
-        name: name of the card.
+        name: name of the GPU.
         capability: its compute capability, such as (9, 0).
         built_for: the architectures that torch is built for, such as "sm_90".
         total: bytes of its memory.
@@ -65,7 +65,7 @@ class Card:
 
 
 def rows(trial: Trial) -> Iterator[Row]:
-    """The rows of driver, card, memory and disk."""
+    """The rows of driver, GPU, memory and disk."""
     cuda = Cuda(build=torch.version.cuda, driver=driver_release(), works=torch.cuda.is_available())
     yield driver_row(cuda)
     if cuda.works:
@@ -73,8 +73,8 @@ def rows(trial: Trial) -> Iterator[Row]:
         free, total = torch.cuda.mem_get_info(0)
         built_for = tuple(torch.cuda.get_arch_list())
         capability = (properties.major, properties.minor)
-        card = Card(name=properties.name, capability=capability, built_for=built_for, total=total, free=free)
-        yield card_row(card)
+        gpu = Gpu(name=properties.name, capability=capability, built_for=built_for, total=total, free=free)
+        yield gpu_row(gpu)
     yield Row(name="memory", status=Status.ok, value=f"{size_text(free_memory())} free", numbers=_memory())
     runs = trial.settings.runs
     yield disk_row(runs, room(runs)[0], os.access(_existing_ancestor(runs), os.W_OK))
@@ -109,29 +109,29 @@ def driver_row(cuda: Cuda) -> Row:
         remedy = f"update the driver, or install a torch that is built for CUDA {driver[0]}"
         return Row(name="driver", status=Status.wrong, value=value, remedy=remedy)
     remedy = "look at nvidia-smi, at the rights on /dev/nvidia*, and at CUDA_VISIBLE_DEVICES"
-    return Row(name="driver", status=Status.wrong, value=f"{value}; torch finds no card", remedy=remedy)
+    return Row(name="driver", status=Status.wrong, value=f"{value}; torch finds no GPU", remedy=remedy)
 
 
-def card_row(card: Card) -> Row:
-    """Whether torch has kernels for the card, and the card is free.
+def gpu_row(gpu: Gpu) -> Row:
+    """Whether torch has kernels for the GPU, and the GPU is free.
 
-    Kernels for a compute capability also run on cards with the same major and a higher minor number.
+    Kernels for a compute capability also run on GPUs with the same major and a higher minor number.
     """
-    major, minor = card.capability
-    numbers = {"memory_bytes": card.total, "free_bytes": card.free, "capability": major + minor / 10}
-    free_text = f"{size_text(card.free)} of {size_text(card.total)} free"
-    value = f"{card.name}, compute capability {major}.{minor}, {free_text}"
-    if not any(runs_on(name, card.capability) for name in card.built_for):
-        remedy = f"install a torch that is built for sm_{major}{minor}, or use another card"
-        return judged("card", f"{value}; torch is built for {', '.join(card.built_for)}", remedy, numbers, wrong=True)
-    is_in_use = card.free < MIN_FREE_SHARE * card.total
+    major, minor = gpu.capability
+    numbers = {"memory_bytes": gpu.total, "free_bytes": gpu.free, "capability": major + minor / 10}
+    free_text = f"{size_text(gpu.free)} of {size_text(gpu.total)} free"
+    value = f"{gpu.name}, compute capability {major}.{minor}, {free_text}"
+    if not any(runs_on(name, gpu.capability) for name in gpu.built_for):
+        remedy = f"install a torch that is built for sm_{major}{minor}, or use another GPU"
+        return judged("card", f"{value}; torch is built for {', '.join(gpu.built_for)}", remedy, numbers, wrong=True)
+    is_in_use = gpu.free < MIN_FREE_SHARE * gpu.total
     return judged(
         "card", value, "nvidia-smi names the programs that hold the rest", numbers, wrong=False, slow=is_in_use
     )
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether a card can run kernels that are built for this architecture.
+    """Whether a GPU can run kernels that are built for this architecture.
 
     >>> runs_on("sm_80", (8, 6)), runs_on("sm_86", (8, 0)), runs_on("compute_80", (9, 0)), runs_on("sm_90a", (9, 0))
     (True, False, True, True)
@@ -141,7 +141,7 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     if len(digits) < 2:
         return False
     major, minor = int(digits[:-1]), int(digits[-1])
-    if kind == "compute":  # such a kernel is compiled for the card when it is loaded
+    if kind == "compute":  # such a kernel is compiled for the GPU when it is loaded
         return (major, minor) <= capability
     return major == capability[0] and minor <= capability[1]
 

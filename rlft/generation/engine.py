@@ -161,11 +161,11 @@ class Engine(ABC):
         """The engine for a process without the trainer's base. UserError by its own key if it cannot run there."""
         return self
 
-    def on_cards(self, cards: int) -> Self:
-        """The engine for a process of its own in which it computes on `cards` cards. UserError if it cannot."""
-        if cards > 1:
-            problem, remedy = f"{self.title} computes on one card", "set it to 1, or use generation=vllm"
-            raise UserError("cluster.gpus_per_engine", problem, got=cards, remedy=remedy)
+    def on_gpus(self, gpus: int) -> Self:
+        """The engine for a process of its own in which it computes on `gpus` GPUs. UserError if it cannot."""
+        if gpus > 1:
+            problem, remedy = f"{self.title} computes on one GPU", "set it to 1, or use generation=vllm"
+            raise UserError("cluster.gpus_per_engine", problem, got=gpus, remedy=remedy)
         return self
 
     def memory(self, model: ModelSizes, load: Load) -> EngineMemory:

@@ -386,14 +386,14 @@ def _complete_a_stop(watch: StopStrings, rows_R: Tensor, token_R: Tensor, unfini
 def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """(token int64 `[R]`, its log-prob float32 `[R]`), by inverting the cumulative distribution at `uniform_R`.
 
-    Temperature 0 takes the likeliest token and gives its log-prob at temperature 1.
+    Temperature 0 takes the most likely token and gives its log-prob at temperature 1.
     """
     logits_RV = logits_RV.float()
     if sampling.temperature == 0:
-        likeliest = logits_RV.max(-1)
-        return likeliest.indices, likeliest.values - logits_RV.logsumexp(-1)
+        most_likely = logits_RV.max(-1)
+        return most_likely.indices, most_likely.values - logits_RV.logsumexp(-1)
     scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
-    logits_RV = _keep_likeliest(scaled_RV, sampling)
+    logits_RV = _keep_most_likely(scaled_RV, sampling)
     top_R1 = logits_RV.amax(-1, keepdim=True)
     weights_RV = (logits_RV - top_R1).exp_()
     token_R1, total_R1 = _invert(weights_RV, uniform_R[:, None])
@@ -423,8 +423,8 @@ def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
     return block_R1 * BLOCK + torch.minimum(place_R1, last_R1), total_R1
 
 
-def _keep_likeliest(logits_RV: Tensor, sampling: Sampling) -> Tensor:
-    """Sets logits outside min_p, top_k and top_p, in this order, to -inf; the likeliest token always stays."""
+def _keep_most_likely(logits_RV: Tensor, sampling: Sampling) -> Tensor:
+    """Sets logits outside min_p, top_k and top_p, in this order, to -inf; the most likely token always stays."""
     if sampling.min_p > 0:
         least_R1 = logits_RV.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)

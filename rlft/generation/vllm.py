@@ -79,11 +79,11 @@ class VLLM(Engine):
             raise UserError("weights", problem, got="merged", remedy="set weights=adapter")
         return replace(self, share_base=False)
 
-    def on_cards(self, cards: int) -> Self:
+    def on_gpus(self, gpus: int) -> Self:
         """With tensor parallelism, by vLLM's own processes, which end with the engine's."""
-        if cards == 1:
+        if gpus == 1:
             return self
-        return replace(self, options={**self.options, **vllm_options.tensor_parallel(cards)})
+        return replace(self, options={**self.options, **vllm_options.tensor_parallel(gpus)})
 
     def check_device(self, *, device: str, itemsize: int, quantized: bool) -> None:
         why = self.why_two_bases(device=device, itemsize=itemsize, quantized=quantized)

@@ -75,13 +75,13 @@ def engine_rank(rank: int) -> int:
     )
 
 
-def tensor_parallel(cards: int) -> dict[str, Any]:
-    """Arguments for an engine that divides each layer among `cards` cards of its machine.
+def tensor_parallel(gpus: int) -> dict[str, Any]:
+    """Arguments for an engine that divides each layer among `gpus` GPUs of its machine.
 
-    It uses processes of its own, because inside a Ray actor vLLM would ask Ray for further actors with cards, which the
+    It uses processes of its own, because inside a Ray actor vLLM would ask Ray for further actors with GPUs, which the
     engine's actor holds already.
     """
-    return {"tensor_parallel_size": cards, "distributed_executor_backend": "mp"}
+    return {"tensor_parallel_size": gpus, "distributed_executor_backend": "mp"}
 
 
 def check(options: Mapping[str, Any]) -> None:

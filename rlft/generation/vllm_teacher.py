@@ -1,4 +1,4 @@
-"""A teacher in vLLM, in this process: the log-probs of rows' own tokens and of the likeliest ones in the place of each.
+"""A teacher in vLLM, in this process: the log-probs of rows' own tokens and of the most likely ones in their places.
 
 They are vLLM's `prompt_logprobs`: of the model's own logits, at temperature 1 whatever a request's temperature is, and
 computed afresh, since vLLM reads no prefix cache for such requests. The order and the composition of what is computed
@@ -101,13 +101,13 @@ class VLLMTeacher:
     def logprobs(
         self, rows: Sequence[Sequence[int]], top_k: int, vocabulary: int
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each row of T tokens: log-probs of its tokens but the first `[T - 1]`, the top_k likeliest tokens in the
+        """Of each row of T tokens: log-probs of its tokens but the first `[T - 1]`, the top_k most likely tokens in the
         place of each (int64 `[T - 1, K]`), and theirs `[T - 1, K]`; natural log, float32, on the CPU.
 
         Args:
             rows: token ids, 2 .. `row_tokens` of each.
             top_k: 0 for none.
-            vocabulary: tokens from this one on are not among the likeliest; a model may have more than its tokenizer.
+            vocabulary: tokens from this one on are not among the most likely; a model may have more than its tokenizer.
         """
         if self._llm is None:
             raise ValueError("this teacher is closed")
@@ -123,7 +123,7 @@ class VLLMTeacher:
         return [done[i] for i in range(len(rows))]
 
     def _asked(self, rows: Sequence[Sequence[int]], width: int) -> list[tuple[Tensor, Tensor]]:
-        """Of each row its tokens, each with the `width` likeliest, and their log-probs, `[T - 1, 1 + width]`."""
+        """Of each row its tokens, each with the `width` most likely, and their log-probs, `[T - 1, 1 + width]`."""
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
         params = [
@@ -147,7 +147,7 @@ class VLLMTeacher:
 
 
 def _within(ids: Tensor, logprobs: Tensor, top_k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What `logprobs` says of a row; None where fewer than top_k of the likeliest tokens are in the vocabulary.
+    """What `logprobs` says of a row; None where fewer than top_k of the most likely tokens are in the vocabulary.
 
     Args:
         ids, logprobs: as `_asked` gives them.

@@ -146,7 +146,7 @@ class Alarms:
         if self._exceeds("kl", kl, limit):
             yield (
                 "kl",
-                f"kl/reference is {kl:.3g} nats a token (alarms.kl={limit:g}): the policy has left its reference."
+                f"kl/reference is {kl:.3g} nats per token (alarms.kl={limit:g}): the policy has left its reference."
                 " Raise algorithm.kl_coef, lower trainer.lr, or refresh the reference (snapshot.refresh_every)",
             )
 
@@ -155,9 +155,9 @@ class Alarms:
         if self._exceeds("logprob_gap", None if gap is None else abs(gap), limit):
             yield (
                 "logprob_gap",
-                f"engine and trainer disagree by {gap:.3g} nats a token (alarms.logprob_gap={limit:g}): what is trained"
-                " is not what was sampled. Use model.dtype=float32, generation.transformers.weights=merged, or a"
-                " mismatch correction (algorithm.mismatch)",
+                f"engine and trainer disagree by {gap:.3g} nats per token (alarms.logprob_gap={limit:g}): what is"
+                " trained is not what was sampled. Use model.dtype=float32, generation.transformers.weights=merged, or"
+                " a mismatch correction (algorithm.mismatch)",
             )
 
     def _sampler_kl(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -165,8 +165,8 @@ class Alarms:
         if self._exceeds("sampler_kl", kl, limit):
             yield (
                 "sampler_kl",
-                f"the policy is {kl:.3g} nats a token from the version that sampled (alarms.sampler_kl={limit:g}): the"
-                " update is far off policy. Lower trainer.lr, epochs or minibatches, set"
+                f"the policy is {kl:.3g} nats per token from the version that sampled (alarms.sampler_kl={limit:g}):"
+                " the update is far off policy. Lower trainer.lr, epochs or minibatches, set"
                 " algorithm.off_policy_limit=0.1, or use overlap.lag=0",
             )
 

@@ -12,7 +12,7 @@ from rlft.cluster.placement import Placement
 from rlft.config.schema import RunConfig
 from rlft.environment.protocol import Environment
 from rlft.loop.engine_worker import EngineSettings
-from rlft.loop.members import Cards, cards_of_a_member, model_of_a_member
+from rlft.loop.members import Gpus, gpus_of_a_member, model_of_a_member
 from rlft.planning.train_plan import TrainPlan
 
 FACTORY = "rlft.loop.engine_worker:EngineWorker"
@@ -47,7 +47,7 @@ def engine_specs(
     cluster = config.cluster
     settings = EngineSettings(
         engine=engine,
-        cards=cluster.gpus_per_engine,
+        gpus=cluster.gpus_per_engine,
         model=model_of_a_member(config.model),
         lora=config.lora,
         prompts=config.prompts,
@@ -62,16 +62,16 @@ def engine_specs(
             factory=FACTORY,
             arguments={"settings": settings},
             threads=torch.get_num_threads(),
-            **_cards(config, placement, number),
+            **_gpus(config, placement, number),
         )
         for number in range(cluster.engines)
     ]
 
 
-def _cards(config: RunConfig, placement: Placement, number: int) -> Cards:
+def _gpus(config: RunConfig, placement: Placement, number: int) -> Gpus:
     if placement.kind == "processes":
         return {"gpus": 0, "environment": NOT_BOUND}
-    return cards_of_a_member(config, placement.engines[number])
+    return gpus_of_a_member(config, placement.engines[number])
 
 
 NOT_BOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -32,7 +32,7 @@ class EngineSettings:
     """The settings that a member opens its engine with; `engine` is the engine's name in `generation`."""
 
     engine: str
-    cards: int
+    gpus: int
     model: ModelConfig
     lora: LoraSettings
     prompts: PromptsConfig
@@ -49,7 +49,7 @@ class EngineWorker:
         self._stack = ExitStack()
         device = resolve_device(settings.model.device)
         self._stack.enter_context(deterministic_on_cpu(device))
-        engine: Engine = settings.generation.named(settings.engine).apart().on_cards(settings.cards)
+        engine: Engine = settings.generation.named(settings.engine).apart().on_gpus(settings.gpus)
         opening = self._opening(engine, settings)
         self._engine = engine.open(opening)
         # Conversations are held here: each group continues with its own engine, without waiting for other engines.

@@ -1,4 +1,4 @@
-"""Opens the launcher of a run's members, and says which cards a member gets."""
+"""Opens the launcher of a run's members, and says which GPUs a member gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import torch
 
-from rlft.cluster.cards import all_cards
+from rlft.cluster.gpus import all_gpus
 from rlft.cluster.launcher import open_launcher
 from rlft.cluster.member import Launcher
 from rlft.cluster.placement import environment_of
@@ -22,35 +22,35 @@ from rlft.planning.train_plan import TrainPlan
 from rlft.scoring.reward_spec import RewardSpec
 
 
-class Cards(TypedDict):
-    """The fields of a `MemberSpec` that say which cards it has."""
+class Gpus(TypedDict):
+    """The fields of a `MemberSpec` that say which GPUs it has."""
 
     gpus: float
     environment: Mapping[str, str]
 
 
-def cards_of_a_member(config: RunConfig, cards: Sequence[int]) -> Cards:
-    """The fields for a member with these cards of the run's placement.
+def gpus_of_a_member(config: RunConfig, gpus: Sequence[int]) -> Gpus:
+    """The fields for a member with these GPUs of the run's placement.
 
-    A cluster that the run has joined assigns cards itself. Members on this machine, also those of a Ray that the run
+    A cluster that the run has joined assigns GPUs itself. Members on this machine, also those of a Ray that the run
     has started, see theirs through environment variables.
     """
     device = resolve_device(config.model.device)
     if device.type != "cuda":
         return {"gpus": 0, "environment": {}}
     if config.cluster.is_joined:
-        return {"gpus": len(cards), "environment": {}}
-    return {"gpus": 0, "environment": environment_of(cards, all_cards(device))}
+        return {"gpus": len(gpus), "environment": {}}
+    return {"gpus": 0, "environment": environment_of(gpus, all_gpus(device))}
 
 
 def opened_launcher(plan: TrainPlan, folder: Path) -> AbstractContextManager[Launcher]:
-    """Opens the launcher of a run's engines and ranks; it keeps the run's own card from them unless they share it."""
+    """Opens the launcher of a run's engines and ranks; it keeps the run's own GPU from them unless they share it."""
     config, device = plan.config, resolve_device(plan.config.model.device)
-    on_cards = device.type == "cuda"
-    own_card = all_cards(device)[0] if on_cards else None
+    on_gpus = device.type == "cuda"
+    own_gpu = all_gpus(device)[0] if on_gpus else None
     scorers = config.scoring.workers if config.cluster.scoring else 0
     threads = torch.get_num_threads()
-    return open_launcher(config.cluster, folder, on_cards=on_cards, own_card=own_card, threads=threads, scorers=scorers)
+    return open_launcher(config.cluster, folder, on_gpus=on_gpus, own_gpu=own_gpu, threads=threads, scorers=scorers)
 
 
 def open_reward_members(
@@ -70,5 +70,5 @@ def open_reward_members(
 
 
 def model_of_a_member(model: ModelConfig) -> ModelConfig:
-    """The model's settings for a process that sees only its own cards."""
+    """The model's settings for a process that sees only its own GPUs."""
     return replace(model, device=resolve_device(model.device).type)

@@ -10,7 +10,7 @@ import torch
 from rlft.cluster.config import ClusterConfig
 from rlft.cluster.member import Launcher, Member, MemberSpec
 from rlft.cluster.ranked_trainer import RankedTrainer
-from rlft.loop.members import cards_of_a_member, model_of_a_member
+from rlft.loop.members import gpus_of_a_member, model_of_a_member
 from rlft.planning.train_plan import TrainPlan
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.protocol import Trainer
@@ -44,7 +44,7 @@ def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
     """The specs of the members that are ranks 1, 2, .."""
     config, cluster = plan.config, plan.config.cluster
     assert plan.placement is not None, "a run with ranks is placed"
-    cards = plan.placement.ranks
+    gpus = plan.placement.ranks
     return [
         MemberSpec(
             name=f"rank-{rank}",
@@ -57,7 +57,7 @@ def rank_specs(plan: TrainPlan) -> list[MemberSpec]:
                 "lanes": cluster.num_lanes,
             },
             threads=torch.get_num_threads(),
-            **cards_of_a_member(config, cards[rank : rank + 1]),
+            **gpus_of_a_member(config, gpus[rank : rank + 1]),
         )
         for rank in range(1, cluster.ranks)
     ]

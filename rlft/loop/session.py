@@ -470,7 +470,7 @@ def open_session(
         open_rewards: Callable[[Sequence[RewardSpec]], Pool] | None = None
         if config.cluster.engines or has_ranks or config.cluster.scoring:
             launcher = stack.enter_context(opened_launcher(plan, folder))
-            if config.cluster.engines:  # before ranks: with several cards each, engines are the hardest to place
+            if config.cluster.engines:  # before ranks: with several GPUs each, engines are the hardest to place
                 pool = open_engines(plan, launcher, say)
                 stack.callback(pool.close)
             ranks = start_ranks(plan, launcher) if has_ranks else None

@@ -71,7 +71,7 @@ class PreferenceLoss(ABC):
         """`[N]`: the loss of each pair, of its margin `[N]`."""
 
     def __call__(self, given: Likelihoods, ranks: Sequence[float]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(the loss of one ranking `[]`, {metric: its mean over the pairs `[]`, log-probs in nats a token}).
+        """(the loss of one ranking `[]`, {metric: its mean over the pairs `[]`, log-probs in nats per token}).
 
         ranks: a number for each completion; higher is better, equal ones are no pair, and there is at least one pair.
         """

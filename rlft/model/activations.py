@@ -137,7 +137,7 @@ def activation_bytes(
 
     A layer keeps the inputs and outputs of its two norms, queries, keys, values and attention output, and of its gated
     MLP the gate, up and their product. In 16 bits the norms' inputs are kept in float32, except by the kernels of a
-    CUDA card. Low-rank products and normalisers are left out (a few per cent), and so are logits, which are alive for a
+    CUDA GPU. Low-rank products and normalisers are left out (a few per cent), and so are logits, which are alive for a
     chunk of tokens only. The last layer is counted like the others, though its MLP keeps less.
 
     Args:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rlft.model.branches import paths_of
 from rlft.model.kernels import decoder_layer
 from rlft.model.kernels.attention import NAME, obstacle, on_this_device
-from rlft.model.kernels.lm_head import head_logprobs, likeliest, top_k_logprobs, widened
+from rlft.model.kernels.lm_head import head_logprobs, most_likely, top_k_logprobs, widened
 from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches, padded_sizes
 from rlft.model.scalar_head import ScalarHead
@@ -60,23 +60,23 @@ class Forward:
             return packed_forward(self.model, batch, temperature, entropy, head, layout, top_k)
         return padded_forward(self.model, batch, temperature, entropy, head, top_k)
 
-    def likeliest(
+    def most_likely(
         self, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probs `[B, T]`, the k likeliest tokens at each place `[B, T, K]`, their log-probs `[B, T, K]`), no grad.
+        """(log-probs `[B, T]`, the k most likely tokens of each place `[B, T, K]`, their log-probs `[B, T, K]`).
 
-        They are at temperature 1, and 0 outside the completions.
+        They are at temperature 1, without gradient, and 0 outside the completions.
 
         Args:
             batch: the rows.
-            k: number of likeliest tokens.
-            vocabulary: only token ids below this are among the likeliest.
+            k: number of most likely tokens.
+            vocabulary: only token ids below this are among the most likely.
             layout: the packed form of this batch, if it exists already.
         """
         with torch.no_grad():
             if self.packed:
-                return packed_likeliest(self.model, batch, k, vocabulary, layout)
-            return padded_likeliest(self.model, batch, k, vocabulary)
+                return packed_most_likely(self.model, batch, k, vocabulary, layout)
+            return padded_most_likely(self.model, batch, k, vocabulary)
 
     def values(self, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
         """`[B, T]`, 0 outside the completions: the head on the hidden state that precedes each completion token.
@@ -126,11 +126,11 @@ def packed_forward(
     return _masked(_placed(logprobs_M, packed, batch), entropy_BT, values_BT, batch, top_k_BTK)
 
 
-def packed_likeliest(
+def packed_most_likely(
     model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = layout or pack(batch)
-    results = likeliest(_head(model), _predicting(model, packed), packed.target, k, 1.0, vocabulary)
+    results = most_likely(_head(model), _predicting(model, packed), packed.target, k, 1.0, vocabulary)
     logprobs_BT, ids_BTK, ids_logprobs_BTK = (_placed(values, packed, batch) for values in results)
     return logprobs_BT, ids_BTK, ids_logprobs_BTK
 
@@ -209,10 +209,10 @@ def padded_forward(
     return _masked(_shifted(logprobs_BT, batch), entropy_BT, values_BT, batch, top_k_BTK)
 
 
-def padded_likeliest(model: PreTrainedModel, batch: Batch, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+def padded_most_likely(model: PreTrainedModel, batch: Batch, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     if batch.previous is not None:
         paths = paths_of(batch)
-        logprobs, ids, ids_logprobs = map(paths.fold, padded_likeliest(model, paths.batch, k, vocabulary))
+        logprobs, ids, ids_logprobs = map(paths.fold, padded_most_likely(model, paths.batch, k, vocabulary))
     else:
         ids_BT, mask_BT = _narrowed(batch)
         logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False).logits[:, :-1]

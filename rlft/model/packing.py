@@ -165,7 +165,7 @@ def pack(batch: Batch, *, prompts_first: bool | None = None) -> PackedRows:
 
     Args:
         batch: the rows.
-        prompts_first: whether all prompts stand before all completions; None: only on a CUDA card.
+        prompts_first: whether all prompts stand before all completions; None: only on a CUDA GPU.
     """
     if prompts_first is None:
         prompts_first = batch.token_ids.device.type == "cuda"

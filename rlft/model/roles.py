@@ -191,7 +191,7 @@ class Roles:
             batch: the rows.
             entropy: whether to compute entropies.
             layout: the packed form of these rows, if it exists already.
-            top_k: whether to compute the log-probs of the teacher's likeliest tokens.
+            top_k: whether to compute the log-probs of the teacher's most likely tokens.
         """
         critic = self.critic
         if critic is None or critic.role != POLICY:
@@ -267,7 +267,7 @@ class Roles:
             inert_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
             needs_old: whether `snapshot.old: auto` has to recompute old log-probs; otherwise the loss takes those of
                 the current policy, detached, at no cost.
-            teacher_top_k: number of the teacher's likeliest tokens whose log-probs are added, too.
+            teacher_top_k: number of the teacher's most likely tokens whose log-probs are added, too.
         """
         parts = self.forward.micro_batches(batch, (~inert_B).nonzero()[:, 0], self.token_budget)
         fields = self.annotations(batch, parts, needs_old=needs_old, teacher_top_k=teacher_top_k)

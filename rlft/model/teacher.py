@@ -26,10 +26,10 @@ class TeacherEngine(Protocol):
     def logprobs(
         self, rows: Sequence[Sequence[int]], top_k: int, vocabulary: int
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each row of T tokens: log-probs of its tokens but the first `[T - 1]`, the top_k likeliest tokens in the
+        """Of each row of T tokens: log-probs of its tokens but the first `[T - 1]`, the top_k most likely tokens in the
         place of each (int64 `[T - 1, K]`), and theirs `[T - 1, K]`; at temperature 1, float32, on the CPU.
 
-        vocabulary: tokens from this one on are not among the likeliest.
+        vocabulary: tokens from this one on are not among the most likely.
         """
         ...
 
@@ -49,7 +49,7 @@ def teacher_logprobs(
         forward: of the teacher, whose adapter is the active one if it has one.
         micro: rows that fit the token budget of the student's forward.
         layout: of these rows, where they are packed already.
-        top_k: of how many of its likeliest tokens the teacher is asked, 0 for none.
+        top_k: of how many of its most likely tokens the teacher is asked, 0 for none.
         vocabulary: tokens from this one on are not among them.
         token_budget: the most tokens that enter the teacher's network at a time.
     """
@@ -98,7 +98,7 @@ def _in_one_pass(
 ) -> dict[str, Tensor]:
     if not top_k:
         return {"teacher_logprobs": forward(batch, 1.0, layout=layout).logprobs.float()}
-    logprobs, ids, of_ids = forward.likeliest(batch, top_k, vocabulary, layout)
+    logprobs, ids, of_ids = forward.most_likely(batch, top_k, vocabulary, layout)
     return {
         "teacher_logprobs": logprobs.float(),
         "teacher_top_k_ids": ids,

@@ -44,7 +44,7 @@ def agreement(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 
 
 def top_k_divergence(student: Tensor, teacher: Tensor, divergence: Divergence, beta: float = 0.5) -> Tensor:
-    """The divergence of both distributions over the teacher's k likeliest tokens and the rest, `[B, T]`, in nats.
+    """The divergence of both distributions over the teacher's k most likely tokens and the rest, `[B, T]`, in nats.
 
     The rest is all other tokens together, so that each side has k + 1 outcomes whose probabilities add up to 1, p the
     student's and q the teacher's:

@@ -65,7 +65,7 @@ class Demand:
         whole_model: whether the model's own weights are trained.
         through_head: whether the LM head computes log-probs (values alone need none).
         entropy: whether the loss needs the entropy.
-        top_k: of how many of a teacher's likeliest tokens distributions are compared.
+        top_k: of how many of a teacher's most likely tokens distributions are compared.
         own_critic: whether the critic has an adapter, and so a forward and backward of its own.
         beside: bytes of learned rewards that have networks of their own.
         teacher: the demand of a teacher that is a separate model; None if there is no such teacher.

@@ -70,7 +70,7 @@ class TrainPlan(Plan):
     pretrain_text: PretrainText | None
     environment: Environment | None = None
     teacher_row_tokens: int = 0  # number of tokens of the longest row that a teacher reads
-    placement: Placement | None = None  # where engines and ranks are; None until their cards are known
+    placement: Placement | None = None  # where engines and ranks are; None until their GPUs are known
 
     @property
     def num_steps(self) -> int:
@@ -155,18 +155,18 @@ class TrainPlan(Plan):
             return rows
         engines = [f"{cluster.engines} engine{'s' * (cluster.engines > 1)}"] if cluster.engines else []
         value = ", ".join([*engines, f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)}"])
-        location = "processes" if placement.kind == "processes" else f"{placement.cards} cards, {placement.kind}:"
+        location = "processes" if placement.kind == "processes" else f"{placement.gpus} GPUs, {placement.kind}:"
         return [("cluster", value, f"{cluster.kind}: {location} {placement.reason}"), *rows]
 
     def _sampling_demand(self) -> SamplingDemand:
-        """The demand of engines on the trainer's device; empty where they have cards of their own."""
+        """The demand of engines on the trainer's device; empty where they have GPUs of their own."""
         run, engines = self.config, self.config.cluster.engines
         if engines and self.placement is not None and self.placement.kind == "divided":
             return {}
         fields = sampling_of(run, self.engine, of_training(self.train_prompts, self.held_out, run))
         if engines and "engine" in fields:
-            on_cards = self.placement is None or self.placement.kind == "pairs"
-            fields["engine"], fields["engines_apart"] = fields["engine"].apart(), 1 if on_cards else engines
+            on_gpus = self.placement is None or self.placement.kind == "pairs"
+            fields["engine"], fields["engines_apart"] = fields["engine"].apart(), 1 if on_gpus else engines
         return fields
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand:

@@ -34,7 +34,7 @@ class LocalTrainer:
         optimizers: {role: optimizer} for every role that the algorithm trains (`open_optimizers`).
         settings: how a batch is divided into updates.
         needs_old: whether `snapshot.old: auto` has to recompute the old policy's log-probs.
-        teacher_top_k: number of the teacher's likeliest tokens whose log-probs are computed; 0: none of them.
+        teacher_top_k: number of the teacher's most likely tokens whose log-probs are computed; 0: none of them.
         text: pretraining text of each update, for algorithms that need it.
         reward_training: the training of the learned reward between steps; None if it is not trained.
         share: the lanes of this process, if passes are divided into lanes; None: they are not divided.

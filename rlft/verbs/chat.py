@@ -64,7 +64,7 @@ COMMANDS = """\
 /score [<answer>] the run's rewards for the last answer, given what would be right
 /new              forgets the conversation
 /system [<text>]  starts a new conversation with this system prompt, or with none
-/temperature <t>  0: always the likeliest token
+/temperature <t>  0: always the most likely token
 /help             this
 /quit             or Ctrl-D; Ctrl-C stops an answer
 A message that begins with / is written with two."""

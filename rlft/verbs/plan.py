@@ -146,10 +146,10 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
     model, device = sizes_of(settings, plan.config.lora), resolve_device(settings.device)
     # This process has imported all libraries that the run needs, and has scanned its data.
     process, free = resident_bytes(), free_bytes(device)
-    on_cards = on_another or device.type == "cuda"
-    device_limit = free + (CUDA_CONTEXT if on_cards else process) if limit is None else limit
-    plan = placed_elsewhere(plan, model, device_limit if on_cards else None, on_cards=on_cards, absent=on_another)
-    if on_cards:
+    on_gpus = on_another or device.type == "cuda"
+    device_limit = free + (CUDA_CONTEXT if on_gpus else process) if limit is None else limit
+    plan = placed_elsewhere(plan, model, device_limit if on_gpus else None, on_gpus=on_gpus, absent=on_another)
+    if on_gpus:
         process = context_bytes(plan)
     demand = plan.demand(model, False)
     if demand is None:
@@ -184,7 +184,7 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         lengths=plan.lengths(),
         trials=trials_of(plan),
         conversation=conversation_of(plan),
-        notes=[*notes_of(plan), *_note_of_another_engine(plan, demand), *_note_of_ranks(plan, on_cards)],
+        notes=[*notes_of(plan), *_note_of_another_engine(plan, demand), *_note_of_ranks(plan, on_gpus)],
         disk=plan.disk_bytes(model),
     )
 
@@ -196,9 +196,9 @@ def _note_of_another_engine(plan: Plan, demand: Demand) -> list[str]:
     return [ENGINE_ON_A_GPU.format(demand.engine.title)]
 
 
-def _note_of_ranks(plan: Plan, on_cards: bool) -> list[str]:
+def _note_of_ranks(plan: Plan, on_gpus: bool) -> list[str]:
     """A note if other ranks are on the same CPU, because the parts do not include them."""
-    ranks = 0 if on_cards else getattr(getattr(plan.config, "cluster", None), "ranks", 1) - 1
+    ranks = 0 if on_gpus else getattr(getattr(plan.config, "cluster", None), "ranks", 1) - 1
     if ranks < 1:
         return []
     others = "the other rank takes" if ranks == 1 else f"each of the {ranks} other ranks takes"

@@ -32,7 +32,7 @@ from rlft.verbs.policy_page import print_policy_page
 
 
 class DemonstrationLesson:
-    """The lesson of supervised fine-tuning: the demonstrated completions become likelier.
+    """The lesson of supervised fine-tuning: the demonstrated completions become more likely.
 
     Args:
         plan: the planned run.

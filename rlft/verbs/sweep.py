@@ -25,7 +25,7 @@ from rlft.system.terminal import command_line, override, resuming, say
 from rlft.types import Logger, UserError
 from rlft.verbs.launch import import_libraries, launch, saved_steps
 from rlft.verbs.study.space import check_one_by_one
-from rlft.verbs.sweep_jobs import SideBySide, are_on_cards, cards_of, cluster_of, opened_for
+from rlft.verbs.sweep_jobs import SideBySide, are_on_gpus, cluster_of, gpus_of, opened_for
 
 # Keys that no file of data, model or adapters is read by: jobs that differ only in these are planned once.
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "steps", "epochs", "minibatches", "logger", "rollouts",
@@ -70,7 +70,7 @@ def sweep(verb: str, parsed: Arguments) -> None:
         if cluster is None or cluster.jobs == 1:
             _one_after_the_other(verb, parsed, names, number_of_job)
         else:
-            _side_by_side(verb, parsed, jobs, names, number_of_job, cluster, on_cards=are_on_cards(plains))
+            _side_by_side(verb, parsed, jobs, names, number_of_job, cluster, on_gpus=are_on_gpus(plains))
     finally:
         if folders:
             table = sweep.rows(folders[0], jobs)
@@ -103,10 +103,10 @@ def _side_by_side(
     number_of_job: Callable[[], int],
     cluster: ClusterConfig,
     *,
-    on_cards: bool,
+    on_gpus: bool,
 ) -> None:
     """Does the jobs in processes of their own, `cluster.jobs` at a time."""
-    cards = cards_of(cluster) if on_cards else []
+    gpus = gpus_of(cluster) if on_gpus else []
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
         interrupt.in_step = True  # a signal ends the jobs as it ends a run, after its step
@@ -119,8 +119,8 @@ def _side_by_side(
                 say(f"job {number} is finished already: {folder}")
                 return
             if not started:
-                launcher = stack.enter_context(opened_for(cluster, folder.parent, on_cards=on_cards))
-                started.append(SideBySide(launcher, cluster, interrupt, say, on_cards=on_cards, cards=cards))
+                launcher = stack.enter_context(opened_for(cluster, folder.parent, on_gpus=on_gpus))
+                started.append(SideBySide(launcher, cluster, interrupt, say, on_gpus=on_gpus, gpus=gpus))
             kept = [word for word in jobs[number] if not word.startswith("hydra.")]
             options = [option for option in parsed.options if option not in SWEEPING]
             words = [verb, *options, *kept, "resume=auto", override("hydra.run.dir", folder)]

@@ -1,4 +1,4 @@
-"""Jobs of a sweep side by side (cluster.jobs): each is an `rlft` of its own, on a card of its own where there are any.
+"""Jobs of a sweep side by side (cluster.jobs): each is an `rlft` of its own, on a GPU of its own where there are any.
 
 A job is the run that it would be alone: it has its folder, is resumed where it stopped when the sweep is repeated, and
 saves when the sweep is interrupted. Its output is in `<sweep>/cluster/job-<number>.log`.
@@ -43,7 +43,7 @@ class RunningJob:
     number: int
     member: Member
     folder: Path
-    card: str | None
+    gpu: str | None
     asked: Future[Any]
     clock: RunningTime = field(default_factory=RunningTime)
     stopping: RunningTime | None = None
@@ -55,8 +55,8 @@ class SideBySide:
     Args:
         launcher: starts a member for each job.
         config: how many run at a time, and how long a member may take to answer.
-        on_cards: whether each job needs a card of its own.
-        cards: of this machine, which jobs get in turn; empty where a cluster that is joined gives them out.
+        on_gpus: whether each job needs a GPU of its own.
+        gpus: of this machine, which jobs get in turn; empty where a cluster that is joined gives them out.
         interrupt: its first signal makes the jobs save and end.
         say: prints a line.
 
@@ -70,11 +70,11 @@ class SideBySide:
         interrupt: Interrupt,
         say: Say,
         *,
-        on_cards: bool = False,
-        cards: Sequence[str] = (),
+        on_gpus: bool = False,
+        gpus: Sequence[str] = (),
     ) -> None:
         self._launcher, self._jobs, self._timeout_s = launcher, config.jobs, config.timeout
-        self._on_cards, self._free_cards = on_cards, list(cards)
+        self._on_gpus, self._free_gpus = on_gpus, list(gpus)
         self._interrupt, self._say = interrupt, say
         self._running: list[RunningJob] = []
         self._told = False
@@ -87,19 +87,19 @@ class SideBySide:
             self.poll()
         if self._interrupt.requested:
             return
-        card = self._free_cards.pop(0) if self._free_cards else None
+        gpu = self._free_gpus.pop(0) if self._free_gpus else None
         spec = MemberSpec(
             name=f"job-{number}",
             factory=FACTORY,
             arguments={"words": list(words), "cwd": str(Path.cwd())},
-            gpus=1.0 if self._on_cards and card is None else 0.0,
+            gpus=1.0 if self._on_gpus and gpu is None else 0.0,
             threads=threads_of_a_job(self._jobs),
-            environment={} if card is None else {"CUDA_VISIBLE_DEVICES": card},
+            environment={} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu},
         )
         member = self._launcher.start(spec)
         self._say(f"job {number}: {name}; its output is in {os.path.relpath(member.log)}")
         asked = member.call("exit_code")
-        self._running.append(RunningJob(number=number, member=member, folder=folder, card=card, asked=asked))
+        self._running.append(RunningJob(number=number, member=member, folder=folder, gpu=gpu, asked=asked))
 
     def finish(self) -> None:
         """Waits for the jobs that run.
@@ -175,19 +175,19 @@ class SideBySide:
     def _remove(self, job: RunningJob) -> None:
         self._running.remove(job)
         job.member.kill()
-        if job.card is not None:
-            self._free_cards.append(job.card)
+        if job.gpu is not None:
+            self._free_gpus.append(job.gpu)
 
 
-def are_on_cards(plains: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether jobs with these plain configs compute on cards here."""
+def are_on_gpus(plains: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether jobs with these plain configs compute on GPUs here."""
     from rlft.model.backbone import resolve_device
 
     return any(resolve_device(plain["model"]["device"]).type == "cuda" for plain in plains)
 
 
-def cards_of(config: ClusterConfig) -> list[str]:
-    """The cards of this machine for jobs, as CUDA_VISIBLE_DEVICES names them; none where a cluster has its own.
+def gpus_of(config: ClusterConfig) -> list[str]:
+    """The GPUs of this machine for jobs, as CUDA_VISIBLE_DEVICES names them; none where a cluster has its own.
 
     Raises:
         UserError: there are fewer than jobs at a time.
@@ -197,18 +197,18 @@ def cards_of(config: ClusterConfig) -> list[str]:
     if config.address is not None:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    if len(cards) < config.jobs:
-        problem = f"each job that runs at a time has a card of its own, and there are {len(cards)} here"
-        raise UserError("cluster.jobs", problem, got=config.jobs, remedy=f"use cluster.jobs={max(1, len(cards))}")
-    return cards
+    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if len(gpus) < config.jobs:
+        problem = f"each job that runs at a time has a GPU of its own, and there are {len(gpus)} here"
+        raise UserError("cluster.jobs", problem, got=config.jobs, remedy=f"use cluster.jobs={max(1, len(gpus))}")
+    return gpus
 
 
-def opened_for(config: ClusterConfig, folder: Path, *, on_cards: bool) -> AbstractContextManager[Launcher]:
+def opened_for(config: ClusterConfig, folder: Path, *, on_gpus: bool) -> AbstractContextManager[Launcher]:
     """The launcher of a sweep's jobs. folder: of the sweep."""
     from rlft.cluster.launcher import open_launcher
 
-    return open_launcher(config, folder, on_cards=on_cards, threads=threads_of_a_job(config.jobs))
+    return open_launcher(config, folder, on_gpus=on_gpus, threads=threads_of_a_job(config.jobs))
 
 
 def threads_of_a_job(jobs: int) -> int:

@@ -116,7 +116,7 @@ def rows_of():
 @pytest.fixture(scope="session")
 def full_step(random_step):
     """Builds (outputs, batch) as `random_step` does, with a critic's values, scored steps, turns and who was cut off,
-    and log-probs of a teacher's four likeliest tokens.
+    and log-probs of a teacher's four most likely tokens.
 
     The steps of the equal group and of the row alone differ in nothing: the one step of each has the same score. Of two
     rewards by themselves the second differs in other groups than the first does, and in neither of those two.

@@ -66,7 +66,7 @@ def test_metrics_say_how_far_the_teacher_is_and_how_much_both_agree(make, batch,
     close(metrics["teacher/agreement"], (2 + torch.exp(exact(-0.25))) / 3)
 
 
-def test_the_divergence_of_the_teachers_likeliest_tokens_is_a_term_of_the_loss(make, batch, close):
+def test_the_divergence_of_the_teachers_most_likely_tokens_is_a_term_of_the_loss(make, batch, close):
     """Of each token the same: p = (0.5, 0.3) and 0.2 for all others, q = (0.6, 0.1) and 0.3."""
     algorithm = make("opd", teacher_in="loss", teacher_coef=3.0)
     shape = batch.token_ids.shape
@@ -90,7 +90,7 @@ def test_the_divergence_of_the_teachers_likeliest_tokens_is_a_term_of_the_loss(m
         ({"mismatch": "token_truncate"}, (1.5, 0.25, 2.0)),
         ({"mismatch": "token_mask"}, (1.5, 0.0, 0.0)),
         ({"mismatch": "sequence_mask"}, (0.375**0.5, 0.375**0.5, 0.0)),
-        # The first row is log(1 / 0.375) / 2 = 0.49 nats a token off, and its advantage of the rewards is -0.5.
+        # The first row is log(1 / 0.375) / 2 = 0.49 nats per token off, and its advantage of the rewards is -0.5.
         ({"off_policy_limit": 0.4, "reward_coef": 1.0, "std": "none"}, (0.0, 0.0, 1.0)),
     ],
 )

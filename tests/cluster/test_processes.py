@@ -44,7 +44,7 @@ def test_calls_are_answered_in_order(member: ProcessMember) -> None:
 
 def test_a_member_has_the_threads_and_the_environment_of_its_spec(member: ProcessMember) -> None:
     facts = member.call("facts").result(ANSWER_S)
-    assert facts.pop("cards") == os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert facts.pop("gpus") == os.environ.get("CUDA_VISIBLE_DEVICES")
     assert facts == {"pid": member.pid, "group": member.pid, "threads": "3", "extra": "yes"}
 
 

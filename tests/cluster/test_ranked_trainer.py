@@ -121,7 +121,7 @@ def texts(make_batch: Callable[..., Batch]) -> Texts:
 
 
 def top_k_of(config: RunConfig) -> int:
-    """Of how many of its likeliest tokens a teacher is asked."""
+    """Of how many of its most likely tokens a teacher is asked."""
     keys = config.algorithm
     return keys["top_k"] if keys.get("teacher_in") == "loss" else 0
 

@@ -19,7 +19,7 @@ import ray_driver
 from cluster_members import SPEC
 from run_processes import happens
 
-from rlft.cluster import ray_own_card, ray_session
+from rlft.cluster import ray_own_gpu, ray_session
 from rlft.cluster.member import MemberError
 from rlft.cluster.ray_actors import RayActors, RayMember, how_it_died
 from rlft.cluster.ray_session import RaySession
@@ -125,7 +125,7 @@ def test_a_member_that_finds_no_room_says_what_it_waits_for(launcher: RayActors)
     member = launcher.start(replace(SPEC, name="calculator-4", threads=1000))
     with pytest.raises(TimeoutError):
         member.call("add", 1).result(0.5)
-    assert "Ray is asked for a process with 0 cards and 1000 cores" in member.log.read_text()
+    assert "Ray is asked for a process with 0 GPUs and 1000 cores" in member.log.read_text()
     member.kill()
 
 
@@ -146,34 +146,34 @@ def test_a_cluster_of_another_ray_is_refused(cluster: Any, launcher: RayActors) 
     assert caught.value.got == cluster.address
 
 
-def test_the_card_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayActors, member: RayMember) -> None:
-    """Of the two cards of a machine, as Ray sees it, the run computes on the second."""
+def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayActors, member: RayMember) -> None:
+    """Of the two GPUs of a machine, as Ray sees it, the run computes on the second."""
     member.call("facts").result(ANSWER_S)
     assert member.place is not None
     node = member.place.node
-    holders = [ray_own_card.reserve("1", node)]
+    holders = [ray_own_gpu.reserve("1", node)]
     assert holders[0] is not None
     other = launcher.start(replace(SPEC, name="calculator-5", gpus=1.0))
-    assert other.call("facts").result(ANSWER_S)["cards"] == "0"
-    with pytest.raises(UserError, match=r"^cluster\.address: card 0 .* is not free: in 2 s Ray has given out no card"):
-        ray_own_card.reserve("0", node, 2.0)
+    assert other.call("facts").result(ANSWER_S)["gpus"] == "0"
+    with pytest.raises(UserError, match=r"^cluster\.address: GPU 0 .* is not free: in 2 s Ray has given out no GPU"):
+        ray_own_gpu.reserve("0", node, 2.0)
     other.kill()
-    # What was started for nothing has ended: the other card is free again.
-    with pytest.raises(UserError, match=r"card GPU-8a .* is not free: in 4 s Ray has given out only 0 here"):
-        ray_own_card.reserve("GPU-8a", node, 4.0)
-    holders.append(ray_own_card.reserve("0", node))
+    # What was started for nothing has ended: the other GPU is free again.
+    with pytest.raises(UserError, match=r"GPU GPU-8a .* is not free: in 4 s Ray has given out only 0 here"):
+        ray_own_gpu.reserve("GPU-8a", node, 4.0)
+    holders.append(ray_own_gpu.reserve("0", node))
     assert holders[1] is not None
 
 
-def test_a_machine_without_cards_for_the_cluster_keeps_its_own(launcher: RayActors) -> None:
-    assert ray_own_card.reserve("0", launcher.node) is None
+def test_a_machine_without_gpus_for_the_cluster_keeps_its_own(launcher: RayActors) -> None:
+    assert ray_own_gpu.reserve("0", launcher.node) is None
 
 
-def test_the_entrypoint_of_a_job_has_its_card_already() -> None:
-    job = {ray_own_card.JOB: "{}", "CUDA_VISIBLE_DEVICES": "0"}
-    assert ray_own_card.is_of_a_job(job)
-    assert not ray_own_card.is_of_a_job({**job, ray_own_card.SEES_ALL: "1"})
-    assert not ray_own_card.is_of_a_job({"CUDA_VISIBLE_DEVICES": "0"})
+def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:
+    job = {ray_own_gpu.JOB: "{}", "CUDA_VISIBLE_DEVICES": "0"}
+    assert ray_own_gpu.is_of_a_job(job)
+    assert not ray_own_gpu.is_of_a_job({**job, ray_own_gpu.SEES_ALL: "1"})
+    assert not ray_own_gpu.is_of_a_job({"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_a_joined_cluster_stays_up_and_the_runs_actors_end(

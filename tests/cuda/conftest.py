@@ -1,4 +1,4 @@
-"""Tests that need a CUDA card: `make test-cuda`. Without one they are collected and skipped."""
+"""Tests that need a CUDA GPU: `make test-cuda`. Without one they are collected and skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-REASON = "there is no CUDA card here"
+REASON = "there is no CUDA GPU here"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,5 +24,5 @@ def skip(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def card() -> torch.device:
+def gpu() -> torch.device:
     return torch.device("cuda")

@@ -280,7 +280,7 @@ def test_a_model_without_an_end_token_runs_to_the_limit(make_generator, prompts,
 
 
 # -- the distribution ------------------------------------------------------------------------------------------------
-def test_temperature_0_takes_the_likeliest_token_and_gives_its_logprob_at_1(make_generator, prompts, backbone):
+def test_temperature_0_takes_the_most_likely_token_and_gives_its_logprob_at_1(make_generator, prompts, backbone):
     groups = make_generator().sample(prompts, 2, [0, 10, 20, 30, 40], replace(HOT, temperature=0))
     for group in groups:
         first, second = (r.completion for r in group.rollouts)
@@ -326,13 +326,13 @@ def test_tokens_are_drawn_with_their_probabilities(temperature):
         ({"top_k": 1}, [0]),
         ({"top_k": 2}, [0, 2]),
         ({"top_k": 9}, [0, 1, 2, 3, 4]),
-        ({"top_p": 0.01}, [0]),  # the likeliest always stays
+        ({"top_p": 0.01}, [0]),  # the most likely always stays
         ({"top_p": 0.5}, [0, 2]),  # 0.4 is not enough, 0.4 + 0.3 is
         ({"top_p": 0.75}, [0, 2, 3]),
         ({"top_k": 3, "top_p": 0.7}, [0, 2]),  # of the three that top_k leaves: 4/9 + 3/9 = 0.78
     ],
 )
-def test_top_k_and_top_p_keep_the_likeliest_and_renormalise(keys, kept):
+def test_top_k_and_top_p_keep_the_most_likely_and_renormalise(keys, kept):
     token, logprob = drawn(Sampling(max_tokens=1, temperature=1.0, **keys))
     probabilities = torch.zeros(5)
     probabilities[kept] = PROBABILITIES[kept]

@@ -36,7 +36,7 @@ from rlft.environment.game import Game
 from rlft.generation.adapter_files import AdapterFiles, remove_abandoned
 from rlft.generation.shared_base import Rows, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
-from rlft.generation.transformers import _keep_likeliest
+from rlft.generation.transformers import _keep_most_likely
 from rlft.generation.vllm import VLLM
 from rlft.generation.vllm_generator import VLLMGenerator, _start
 from rlft.generation.vllm_options import engine_rank
@@ -485,7 +485,7 @@ def test_min_p_leaves_out_what_the_transformers_engine_leaves_out(bench: Bench) 
         ids = [*rollout.prompt.token_ids, *rollout.completion.token_ids]
         with torch.no_grad():
             logits = bench.trainer.model(torch.tensor([ids])).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
-        kept = _keep_likeliest(logits / sampling.temperature, sampling).log_softmax(-1)
+        kept = _keep_most_likely(logits / sampling.temperature, sampling).log_softmax(-1)
         expected = kept.gather(-1, torch.tensor(rollout.completion.token_ids)[:, None])[:, 0]
         assert list(rollout.completion.logprobs) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 

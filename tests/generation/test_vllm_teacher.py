@@ -40,7 +40,7 @@ TOLERANCE = 1e-4
 
 # -- without an engine -----------------------------------------------------------------------------------------------
 class FakeLLM:
-    """Has a vocabulary of 8 whose tokens from 6 on are no tokenizer's; its likeliest are 7, 6, 5, .., each -1 less."""
+    """Has a vocabulary of 8 whose tokens from 6 on are no tokenizer's; the most likely are 7, 6, 5, .., each 1 less."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[list[int]], int]] = []
@@ -55,11 +55,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def asked(self: VLLMTeacher, rows: Sequence[Sequence[int]], width: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         llm.asked.append(([list(row) for row in rows], width))
-        likeliest = torch.arange(7, 7 - width, -1)
+        most_likely = torch.arange(7, 7 - width, -1)
         return [
             (
-                torch.cat([torch.tensor(row)[1:, None], likeliest.expand(len(row) - 1, width)], 1),
-                torch.cat([torch.full((len(row) - 1, 1), -9.0), (likeliest - 8.0).expand(len(row) - 1, width)], 1),
+                torch.cat([torch.tensor(row)[1:, None], most_likely.expand(len(row) - 1, width)], 1),
+                torch.cat([torch.full((len(row) - 1, 1), -9.0), (most_likely - 8.0).expand(len(row) - 1, width)], 1),
             )
             for row in rows
         ]
@@ -91,8 +91,8 @@ def test_on_a_gpu_it_takes_its_share_and_few_tokens_at_a_time(fake: Any) -> None
     assert (given["max_num_batched_tokens"], given["enable_chunked_prefill"]) == (TEACHER_BATCHED_TOKENS, True)
 
 
-def test_tokens_that_no_tokenizer_has_are_not_among_the_likeliest_and_others_are_asked_for(fake: Any) -> None:
-    """Of the three likeliest two are 6 and 7, beyond the student's vocabulary: the row is asked for again, with six."""
+def test_tokens_that_no_tokenizer_has_are_not_among_the_most_likely_and_others_are_asked_for(fake: Any) -> None:
+    """Of the three most likely two are 6 and 7, beyond the student's vocabulary: the row is asked again, for six."""
     teacher, llm, _ = fake()
     [(own, ids, logprobs)] = teacher.logprobs([[1, 2, 3]], 3, 6)
     assert llm.asked[1:] == [([[1, 2, 3]], 3), ([[1, 2, 3]], 6)]
@@ -108,7 +108,7 @@ def test_at_most_the_whole_vocabulary_is_asked_for(fake: Any) -> None:
     assert ids.tolist() == [[4, 3, 2, 1, 0]]
 
 
-def test_likeliest_tokens_keep_their_order_where_others_stand_between() -> None:
+def test_most_likely_tokens_keep_their_order_where_others_stand_between() -> None:
     ids, logprobs = torch.tensor([[0, 9, 2, 8, 1], [0, 3, 4, 9, 5]]), -torch.arange(10.0).view(2, 5)
     found = _within(ids, logprobs, 2, 6)
     assert found is not None
@@ -204,19 +204,19 @@ def by_transformers() -> Any:
 @pytest.mark.parametrize("top_k", [0, 16])
 def test_the_log_probs_are_those_of_transformers(teacher: VLLMTeacher, by_transformers: Any, top_k: int) -> None:
     """16 of 272: the k-th log-prob is compared and not the token, since two may be equal but for a rounding."""
-    for row, (own, ids, likeliest) in zip(ROWS, teacher.logprobs(ROWS, top_k, 272), strict=True):
+    for row, (own, ids, most_likely) in zip(ROWS, teacher.logprobs(ROWS, top_k, 272), strict=True):
         expected = by_transformers(row)
         torch.testing.assert_close(own, expected.gather(1, torch.tensor(row)[1:, None])[:, 0], rtol=0, atol=TOLERANCE)
-        assert ids.shape == likeliest.shape == (len(row) - 1, top_k)
-        torch.testing.assert_close(likeliest, expected.topk(top_k, 1).values, rtol=0, atol=TOLERANCE)
-        torch.testing.assert_close(likeliest, expected.gather(1, ids), rtol=0, atol=TOLERANCE)
+        assert ids.shape == most_likely.shape == (len(row) - 1, top_k)
+        torch.testing.assert_close(most_likely, expected.topk(top_k, 1).values, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(most_likely, expected.gather(1, ids), rtol=0, atol=TOLERANCE)
 
 
 def test_tokens_beyond_a_smaller_vocabulary_are_left_out(teacher: VLLMTeacher, by_transformers: Any) -> None:
-    [(_, ids, likeliest)] = teacher.logprobs([ROWS[2]], 4, 20)
+    [(_, ids, most_likely)] = teacher.logprobs([ROWS[2]], 4, 20)
     expected = by_transformers(ROWS[2])[:, :20].topk(4, 1)
     assert torch.equal(ids, expected.indices)
-    torch.testing.assert_close(likeliest, expected.values, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(most_likely, expected.values, rtol=0, atol=TOLERANCE)
 
 
 def test_the_same_rows_in_the_same_order_have_the_same_bits(teacher: VLLMTeacher) -> None:

@@ -52,7 +52,7 @@ class Calculator:
     def facts(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "group": os.getpgrp(), "threads": os.environ["OMP_NUM_THREADS"]} | {
             "extra": os.environ.get("EXTRA"),
-            "cards": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
 
     def start_a_child(self) -> int:

@@ -6,7 +6,7 @@ H a multiple of K; starts int32 `[n + 1]`. The forward gives (out `[Tq, H, D]`, 
 of dropout's generator, an unused tensor, a mask for debugging). The backward reads of out and log-sum-exp no more than
 exp(score - lse) and rowsum(grad x out): given those of a whole, it gives exactly its part of the gradients.
 
-As on a card, what the kernel does not take is refused: a query without a key, runs that are not those of the tensors,
+As on a GPU, what the kernel does not take is refused: a query without a key, runs that are not those of the tensors,
 and a `longest` that is not the longest.
 """
 

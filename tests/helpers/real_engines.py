@@ -45,7 +45,7 @@ def check_pool_against(
     """Publishes, samples in this process and by the pool, and again with each disturbance in the middle."""
     adapter = roles.publish(1)
     # Engines in members start while the one here works.
-    placement = place(config.cluster, on_cards=False)
+    placement = place(config.cluster, on_gpus=False)
     plan: Any = SimpleNamespace(config=config, engine=engine, placement=placement, environment=None)
     pool = open_engines(plan, launcher, notes.append)
     try:

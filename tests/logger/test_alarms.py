@@ -54,7 +54,7 @@ def after(step: int, value: float, before: float) -> Callable[[int], float]:
 CASES: list[tuple[dict[str, Any], list[tuple[int, str]], str]] = [
     # patience is 5: raised in the fifth step in a row, and again 50 steps later
     ({"kl__reference": after(10, 0.6, 0.1)}, [(15, "kl"), (65, "kl")], "Raise algorithm.kl_coef"),
-    ({"sampler__kl": after(10, 0.2, 0.01)}, [(15, "sampler_kl"), (65, "sampler_kl")], "is 0.2 nats a token"),
+    ({"sampler__kl": after(10, 0.2, 0.01)}, [(15, "sampler_kl"), (65, "sampler_kl")], "is 0.2 nats per token"),
     (
         {"sampler__effective_sample_size": after(10, 0.2, 0.9)},
         [(15, "effective_samples"), (65, "effective_samples")],

@@ -92,21 +92,21 @@ def test_a_member_that_is_closed_leaves_its_base_without_adapters(
     assert not hasattr(backbone.model, "peft_config")
 
 
-def test_members_have_as_many_threads_as_this_process_and_no_card_of_a_cpu(config: RunConfig) -> None:
+def test_members_have_as_many_threads_as_this_process_and_no_gpu_of_a_cpu(config: RunConfig) -> None:
     specs = engine_specs(config, "transformers", ON_THE_CPU)
     assert [spec.name for spec in specs] == ["engine-0", "engine-1"]
     assert {(spec.threads, spec.gpus) for spec in specs} == {(torch.get_num_threads(), 0)}
 
 
-def test_several_cards_are_tensor_parallelism_of_vllm(config: RunConfig) -> None:
+def test_several_gpus_are_tensor_parallelism_of_vllm(config: RunConfig) -> None:
     engine = config.generation.named("vllm")
-    assert engine.on_cards(1) is engine
-    options = engine.on_cards(4).options  # type: ignore[attr-defined]
+    assert engine.on_gpus(1) is engine
+    options = engine.on_gpus(4).options  # type: ignore[attr-defined]
     assert options["tensor_parallel_size"] == 4
     assert options["distributed_executor_backend"] == "mp"
     for name in ("transformers", "scripted"):
-        with pytest.raises(UserError, match=r"^cluster\.gpus_per_engine: .* computes on one card, got 4"):
-            config.generation.named(name).on_cards(4)
+        with pytest.raises(UserError, match=r"^cluster\.gpus_per_engine: .* computes on one GPU, got 4"):
+            config.generation.named(name).on_gpus(4)
 
 
 def test_a_process_whose_engine_is_dead_ends() -> None:

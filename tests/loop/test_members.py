@@ -1,4 +1,4 @@
-"""Which cards the members of a run have."""
+"""Which GPUs the members of a run have."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KEYS = ("model.device=cuda:1", "generation=transformers", "cluster.engines=2", "
 
 
 @pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five cards, of which the run's own process has the second."""
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five GPUs, of which the run's own process has the second."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,2,0")
     monkeypatch.setattr(members, "resolve_device", torch.device)
 
 
 def specs(config: RunConfig, placement: Placement) -> dict[str, tuple[float, dict[str, str]]]:
-    """{name: (cards that the launcher is asked for, its variables)} of all members."""
+    """{name: (GPUs that the launcher is asked for, its variables)} of all members."""
     algorithm = SimpleNamespace(teacher_top_k=0)
     plan: Any = SimpleNamespace(config=config, placement=placement, needs_old=False, algorithm=algorithm)
     all_specs = [*engine_specs(config, "transformers", placement), *rank_specs(plan)]
@@ -36,33 +36,33 @@ def specs(config: RunConfig, placement: Placement) -> dict[str, tuple[float, dic
 
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
-def test_members_here_see_the_cards_of_the_placement(
-    kind: str, cards: None, run_config: Callable[..., RunConfig]
+def test_members_here_see_the_gpus_of_the_placement(
+    kind: str, gpus: None, run_config: Callable[..., RunConfig]
 ) -> None:
     config = run_config(*KEYS, f"cluster={kind}")
-    divided = specs(config, place(config.cluster, on_cards=True, available=5))
-    named = {name: (0, {"CUDA_VISIBLE_DEVICES": card}) for name, card in
+    divided = specs(config, place(config.cluster, on_gpus=True, available=5))
+    named = {name: (0, {"CUDA_VISIBLE_DEVICES": gpu}) for name, gpu in
              {"engine-0": "2", "engine-1": "0", "rank-1": "7", "rank-2": "3"}.items()}  # fmt: skip
     assert divided == named
-    pairs = specs(config, place(config.cluster, on_cards=True, available=3))
+    pairs = specs(config, place(config.cluster, on_gpus=True, available=3))
     assert {name: variables["CUDA_VISIBLE_DEVICES"] for name, (_, variables) in pairs.items()} == {
         "engine-0": "5", "engine-1": "7", "rank-1": "7", "rank-2": "3"}  # fmt: skip
 
 
-def test_a_cluster_that_is_joined_is_asked_for_cards(cards: None, run_config: Callable[..., RunConfig]) -> None:
+def test_a_cluster_that_is_joined_is_asked_for_gpus(gpus: None, run_config: Callable[..., RunConfig]) -> None:
     config = run_config(*KEYS, "cluster=ray", "cluster.address=auto")
     two_each = replace(config, cluster=replace(config.cluster, gpus_per_engine=2))
-    placement = place(two_each.cluster, on_cards=True)
+    placement = place(two_each.cluster, on_gpus=True)
     asked = specs(two_each, placement)
     assert asked == {"engine-0": (2, {}), "engine-1": (2, {}), "rank-1": (1, {}), "rank-2": (1, {})}
 
 
-def test_the_launcher_is_told_the_runs_own_card(
-    cards: None, run_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+def test_the_launcher_is_told_the_runs_own_gpu(
+    gpus: None, run_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     told: list[Any] = []
     monkeypatch.setattr(members, "open_launcher", lambda *args, **kwargs: told.append(kwargs))
     for device in ("cuda:1", "cpu"):
         plan: Any = SimpleNamespace(config=run_config(*KEYS, f"model.device={device}"))
         members.opened_launcher(plan, tmp_path)
-    assert [(kwargs["on_cards"], kwargs["own_card"]) for kwargs in told] == [(True, "5"), (False, None)]
+    assert [(kwargs["on_gpus"], kwargs["own_gpu"]) for kwargs in told] == [(True, "5"), (False, None)]

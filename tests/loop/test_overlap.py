@@ -275,14 +275,14 @@ def test_dynamic_sampling_replaces_groups_by_the_newest_version_and_repeats(tmp_
         (("overlap.lag=0",), "cuda", False),
     ],
 )
-def test_a_lag_on_a_card_that_engine_and_trainer_share_is_refused(
+def test_a_lag_on_a_gpu_that_engine_and_trainer_share_is_refused(
     words: tuple[str, ...], device: str, refused: bool
 ) -> None:
     config = sampler_with(Engine(), *words).config
     if not refused:
         check_lag_has_devices(config, device)
         return
-    with pytest.raises(UserError, match=r"overlap\.lag: .* shares the trainer's card.*got 1; give engines cards"):
+    with pytest.raises(UserError, match=r"overlap\.lag: .* shares the trainer's GPU.*got 1; give engines GPUs"):
         check_lag_has_devices(config, device)
 
 

@@ -69,7 +69,7 @@ def test_only_the_order_of_ranks_counts(name: str, compute) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_better_completion_that_becomes_likelier_lowers_the_loss(name: str, compute) -> None:
+def test_a_better_completion_that_becomes_more_likely_lowers_the_loss(name: str, compute) -> None:
     loss_of = chosen(name)
     reference = [-3.0, -4.0] if loss_of.needs_reference else None
     _, gradient, _ = compute(loss_of, [-3.0, -4.0], [4, 3], reference)

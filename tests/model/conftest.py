@@ -39,8 +39,8 @@ def head_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Everything that asks for a CUDA card gets yes; counts the branches that are computed as one function."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Everything that asks for a CUDA GPU gets yes; counts the branches that are computed as one function."""
     library = flash_stand_in.install()
     flash_stand_in.CALLS.clear()
     monkeypatch.setattr(flash_attention, "takes", lambda dtype, head_size, device: True)

@@ -61,7 +61,7 @@ def test_the_count_is_what_the_forward_keeps(choice, dtype, use_dora, dropout, m
     assert counted == pytest.approx(kept, rel=0.04)
 
 
-def test_the_count_is_what_a_card_keeps(card, make_roles, make_batch, model_config):
+def test_the_count_is_what_a_gpu_keeps(gpu, make_roles, make_batch, model_config):
     backbone = load_backbone.__wrapped__(model_config(dtype="bfloat16"))
     roles = make_roles(backbone=backbone)
     roles.model.train()
@@ -71,7 +71,7 @@ def test_the_count_is_what_a_card_keeps(card, make_roles, make_batch, model_conf
     weights = {p.untyped_storage().data_ptr() for p in roles.model.parameters()}
     head = ScalarHead(128, roles.model.device, torch.float32)
     kept = kept_bytes(lambda: roles.forward.values(batch, head), weights)
-    assert card["mlp"] > 0
+    assert gpu["mlp"] > 0
     # What is left out, low-rank products and float32 normalisers, is more of a model that is 128 wide and has 16 bits.
     assert activation_bytes(backbone.model.config, TOKENS[False], 2, device="cuda") == pytest.approx(kept, rel=0.06)
     assert activation_bytes(backbone.model.config, TOKENS[False], 2, device="cpu") > 1.06 * kept

@@ -150,7 +150,7 @@ def test_a_tree_goes_through_the_network_once(random_model, tree_batch):
     trees, linear, _ = tree_batch
     # Prompts of 6 and 4, completions of 12 + 9 + 1 and 5 tokens; the paths one by one have 87.
     assert num_packed_tokens(trees) == 10 + 27 == pack(trees).num_tokens
-    assert pack(trees, prompts_first=True).lengths is None  # a card's kernel knows no branches
+    assert pack(trees, prompts_first=True).lengths is None  # a GPU's kernel knows no branches
     assert int(linear.attention_mask.sum()) == 87
     model = random_model("llama")
     forward = Forward(model=model, packed=False, reason="")

@@ -127,9 +127,9 @@ def test_a_model_of_its_own_says_what_transformers_says(make_roles, batch, nobod
     assert (annotated.teacher_top_k_logprobs[outside] == 0).all()
 
 
-def test_tokens_beyond_the_students_vocabulary_are_not_among_the_likeliest(student_as_teacher, batch):
-    """With a vocabulary of 20 the teacher's likeliest tokens all come from those 20; its log-probs stay whole."""
-    ids, of_ids = (student_as_teacher.likeliest(batch, 20, 20)[i] for i in (1, 2))
+def test_tokens_beyond_the_students_vocabulary_are_not_among_the_most_likely(student_as_teacher, batch):
+    """With a vocabulary of 20 the teacher's most likely tokens all come from those 20; its log-probs stay whole."""
+    ids, of_ids = (student_as_teacher.most_likely(batch, 20, 20)[i] for i in (1, 2))
     assert (ids[batch.loss_mask].sort(-1).values == torch.arange(20)).all()
     assert (of_ids[batch.loss_mask].exp().sum(-1) < 1).all()
 
@@ -138,9 +138,9 @@ def test_tokens_beyond_the_students_vocabulary_are_not_among_the_likeliest(stude
 def test_padded_rows_and_rows_with_branches_give_the_same(backbone, awkward_batch, tree_batch, make_roles, rows):
     batch = awkward_batch if rows == "awkward" else tree_batch[0]
     model = make_roles(noise=0.05).backbone.model
-    packed = forward.packed_likeliest(model, batch, 3, 999)
+    packed = forward.packed_most_likely(model, batch, 3, 999)
     with torch.no_grad():
-        padded = forward.padded_likeliest(model, batch, 3, 999)
+        padded = forward.padded_most_likely(model, batch, 3, 999)
     at = batch.loss_mask
     torch.testing.assert_close(packed[0], padded[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(packed[1][at], padded[1][at])
@@ -211,7 +211,7 @@ def test_with_a_hint_the_completions_are_judged_in_its_light(make_roles, hinted,
     assert torch.equal(annotated.old_logprobs, roles.logprobs(batch, "policy"))
     if top_k:
         with torch.no_grad(), roles.using(None):
-            ids = roles.forward.likeliest(by_hand, 3, 999)[1]
+            ids = roles.forward.most_likely(by_hand, 3, 999)[1]
         assert torch.equal(annotated.teacher_top_k_ids[at], ids[by_hand.loss_mask])
 
 

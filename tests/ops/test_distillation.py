@@ -118,8 +118,8 @@ def test_fewer_tokens_never_say_more_than_the_whole_vocabulary_does(divergence):
 
 
 def test_what_the_student_gives_to_tokens_that_the_teacher_does_not_is_counted():
-    """Six tokens, the two likeliest of which the teacher gives 0.495 each and the four others 0.0025 each; the student
-    gives one of those 0.99 and the rest 0.002 each. The full reverse KL is 0.99 log(0.99 / 0.0025) + 2 x 0.002
+    """Six tokens, the two most likely of which the teacher gives 0.495 each and the four others 0.0025 each; the
+    student gives one of those 0.99 and the rest 0.002 each. The full reverse KL is 0.99 log(0.99 / 0.0025) + 2 x 0.002
     log(0.002 / 0.495) + 3 x 0.002 log(0.002 / 0.0025) = 5.898 nats; with all others together it is 0.996 log(0.996 /
     0.01) + 0.004 log(0.002 / 0.495) = 4.561, and descends on the wrong token's logit.
     """
@@ -157,7 +157,7 @@ def test_jensen_shannon_goes_to_either_kl_at_its_ends():
 @pytest.mark.parametrize("divergence", Divergence)
 @pytest.mark.parametrize("rest", [3.0, -5.0])
 def test_gradients_agree_with_finite_differences(divergence, rest):
-    """Of logits of four tokens and one that is not among the likeliest, of probability about 0.8 and 1e-3."""
+    """Of logits of four tokens and one that is not among the most likely, of probability about 0.8 and 1e-3."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
     logits[..., 4] = rest

@@ -55,7 +55,7 @@ def test_no_gradient_flows_through_the_weight(mode):
 
 
 def test_the_off_policy_mask_by_hand():
-    # Mean of lp_sampled - lp, in nats a token: 0.3 (of 0.5, 0.4, 0), 0.2 (of 0.4, 0), 0.3; junk outside the mask.
+    # Mean of lp_sampled - lp, in nats per token: 0.3 (of 0.5, 0.4, 0), 0.2 (of 0.4, 0), 0.3; junk outside the mask.
     sampled = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, 9.0], [-1.0, -1.0, -1.0]], dtype=torch.float64)
     policy = torch.tensor([[-1.5, -2.4, -3.0], [-1.4, -2.0, -1e9], [-1.3, -1.3, -1.3]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])

@@ -1,4 +1,4 @@
-"""`rlft plan` for engines and ranks: where they are, why, and what they take of a card's or a machine's memory."""
+"""`rlft plan` for engines and ranks: where they are, why, and what they take of a GPU's or a machine's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from rlft.config.compose import compose
 from rlft.planning import train_plan
-from rlft.planning.cluster_plan import card_memory, check_base
+from rlft.planning.cluster_plan import check_base, gpu_memory
 from rlft.planning.memory_demand import CUDA_CONTEXT, sizes_of
 from rlft.planning.train_plan import TrainPlan
 from rlft.types import UserError
@@ -37,12 +37,12 @@ def test_one_process_has_no_row() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "auto"])
-def test_an_engine_and_a_rank_share_a_card_where_both_fit(engine: str) -> None:
+def test_an_engine_and_a_rank_share_a_gpu_where_both_fit(engine: str) -> None:
     """`auto` chooses vLLM on the GPU that is not here."""
     plan = planned("model.device=cuda", f"generation.engine={engine}", "cluster.engines=4", "cluster.ranks=4")
     value, why = row(plan, "cluster")
     assert value == "4 engines, 4 ranks"
-    assert why.startswith("local: 4 cards, pairs: an engine sleeps while its rank trains; together they take 37.")
+    assert why.startswith("local: 4 GPUs, pairs: an engine sleeps while its rank trains; together they take 37.")
     parts = bytes_of(plan)
     assert parts["process and libraries"] == 2 * CUDA_CONTEXT
     assert parts["vLLM, its base and KV cache"] == int(0.45 * 80 * GIB)
@@ -50,10 +50,10 @@ def test_an_engine_and_a_rank_share_a_card_where_both_fit(engine: str) -> None:
     assert row(plan, "copies of the base")[0] == "2"
 
 
-def test_cards_are_divided_where_both_do_not_fit() -> None:
+def test_gpus_are_divided_where_both_do_not_fit() -> None:
     plan = planned(*ON_A_CARD, "cluster.engines=4", "cluster.ranks=4", limit=GIB)
     assert row(plan, "cluster")[1] == (
-        "local: 8 cards, divided: an engine and a rank do not fit on one card: 1.58 GiB of 1.00 GiB;"
+        "local: 8 GPUs, divided: an engine and a rank do not fit on one GPU: 1.58 GiB of 1.00 GiB;"
         " an engine takes 0.95 GiB of 1.00 GiB"
     )
     assert plan.demand.engine is None
@@ -66,30 +66,30 @@ def test_a_joined_cluster_is_planned_from_a_laptop() -> None:
     plan = planned(*ON_A_CARD, *words)
     assert row(plan, "cluster") == (
         "2 engines, 1 rank",
-        "ray: 3 cards, divided: the cards of a cluster that is joined are given out whole;"
+        "ray: 3 GPUs, divided: the GPUs of a cluster that is joined are given out whole;"
         " an engine takes 36.50 GiB of 80.00 GiB",
     )
 
 
-def test_each_card_of_an_engine_holds_a_part_of_its_base() -> None:
-    """Where vLLM's share of the card is less than what it needs at least, of which weights and keys are a part."""
+def test_each_gpu_of_an_engine_holds_a_part_of_its_base() -> None:
+    """Where vLLM's share of the GPU is less than what it needs at least, of which weights and keys are a part."""
     words = (*ON_A_CARD, "cluster.engines=1", "generation.vllm.gpu_memory_utilization=0.001")
     needed = []
-    for cards in (1, 2):
-        plain = compose(["+recipe=grpo_arithmetic", *words, f"cluster.gpus_per_engine={cards}"])
+    for gpus in (1, 2):
+        plain = compose(["+recipe=grpo_arithmetic", *words, f"cluster.gpus_per_engine={gpus}"])
         plan = without_running(without_gpu(plain))
         assert isinstance(plan, TrainPlan)
         model = sizes_of(plan.config.model, plan.config.lora)
-        needed.append(card_memory(plan, model, GIB, absent=True)[1].needed)
+        needed.append(gpu_memory(plan, model, GIB, absent=True)[1].needed)
     tokens = plan.config.prompts.max_tokens + plan.config.generation.max_tokens
     whole = model.base_bytes + model.key_size * model.itemsize * tokens
     assert needed[0] - needed[1] == pytest.approx(whole / 2, abs=model.itemsize * tokens)
     two = row(planned(*words, "cluster.gpus_per_engine=2", "cluster.placement=divided"), "cluster")[1]
-    assert two.startswith("local: 3 cards, divided: as cluster.placement says; an engine takes ")
+    assert two.startswith("local: 3 GPUs, divided: as cluster.placement says; an engine takes ")
     assert two.endswith(" of 80.00 GiB each")
 
 
-def test_an_engine_that_does_not_fit_on_its_card_is_refused() -> None:
+def test_an_engine_that_does_not_fit_on_its_gpu_is_refused() -> None:
     words = (*ON_A_CARD, "cluster.engines=4", "cluster.placement=divided")
     with pytest.raises(
         UserError, match=r"^cluster\.engines: an engine does not fit: 0\.76 GiB of 0\.59 GiB, got 4; give"
@@ -139,24 +139,24 @@ def test_dividing_the_base_is_named_where_it_makes_a_run_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "card", "text"),
+    ("words", "gpu", "text"),
     [
         (("cluster.ranks=4", "cluster.engines=1"), 9, "set cluster.shard_base=true: each of the 4 ranks then holds 8"),
         (("cluster.ranks=2", "cluster.engines=1"), 9, "cluster.shard_base=true cluster.engines=1 cluster.ranks=4 (or"),
-        ((), 9, "model.path: the base takes 10.00 GiB, and a card has 9.00 GiB, got embedded:tiny-arithmetic; divide"),
+        ((), 9, "model.path: the base takes 10.00 GiB, and a GPU has 9.00 GiB, got embedded:tiny-arithmetic; divide"),
         (("cluster.ranks=2", "cluster.engines=1", "cluster.shard_base=true"), 9,
-         "what a rank holds of the base takes 10.00 GiB, and a card has 9.00 GiB, got"),
+         "what a rank holds of the base takes 10.00 GiB, and a GPU has 9.00 GiB, got"),
         (("cluster.ranks=2", "cluster.engines=1"), 3, "use a smaller model, or model.quantization=4bit"),
     ],
 )  # fmt: skip
-def test_a_base_that_no_card_can_hold_is_refused_with_the_numbers(words: tuple[str, ...], card: int, text: str) -> None:
+def test_a_base_that_no_gpu_can_hold_is_refused_with_the_numbers(words: tuple[str, ...], gpu: int, text: str) -> None:
     """10 GiB, of which four layers of 2 GiB; four ranks hold 2 + 2 + 2 * 2 = 8 GiB of it each, sixteen no less."""
     plan = without_running(compose(["+recipe=grpo_arithmetic", *words]))
     assert isinstance(plan, TrainPlan)
     model = sizes_of(plan.config.model, plan.config.lora)
     large = replace(model, itemsize=2, base_bytes=10 * GIB, layers=(GIB,) * 4)
     with pytest.raises(UserError) as refused:
-        check_base(plan.config, large, card * GIB)
+        check_base(plan.config, large, gpu * GIB)
     assert text in str(refused.value)
     check_base(plan.config, large, 10 * GIB)
 

@@ -125,7 +125,7 @@ def test_a_teacher_is_counted_as_what_it_is(teacher, role, adapters, own, model_
     assert plan.parameters(model)["teacher (does not learn)"] == (weights if own else role)
 
 
-def test_a_teachers_likeliest_tokens_are_counted_in_the_batch_and_in_a_second_pass_through_the_head():
+def test_a_teachers_most_likely_tokens_are_counted_in_the_batch_and_in_a_second_pass_through_the_head():
     words = ["algorithm=opd", "snapshot.teacher=base", "snapshot.teacher_hint=x", "data.size=64", "algorithm.top_k=16"]
     plans = [make_plan(compose([*words, f"algorithm.teacher_in={place}"])) for place in ("loss", "advantage")]
     sizes = sizes_of(plans[0].config.model, plans[0].config.lora)

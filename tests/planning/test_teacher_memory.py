@@ -95,7 +95,7 @@ def plan():
 
 
 def test_a_run_counts_both_and_says_which_share_of_the_teacher_fits(plan) -> None:
-    """On a card of 2 GiB, a thousandth of which is less than the 3.3 MB of the teacher's weights."""
+    """On a GPU of 2 GiB, a thousandth of which is less than the 3.3 MB of the teacher's weights."""
     model = sizes_of(plan.config.model, plan.config.lora)
     demand = replace(plan.demand(model, recompute=False), device="cuda", device_memory=2 * GIB)
     assert demand.teacher is not None
@@ -109,7 +109,7 @@ def test_a_run_counts_both_and_says_which_share_of_the_teacher_fits(plan) -> Non
     assert lacks(model, replace(tight, teacher=replace(demand.teacher, share=float(ways[TEACHER_SHARE])))) == 0
 
 
-def test_shares_of_both_engines_that_are_more_than_a_card_are_refused(run_config) -> None:
+def test_shares_of_both_engines_that_are_more_than_a_gpu_are_refused(run_config) -> None:
     """0.3, as the teacher has by default, and 0.75 are 1.05."""
     words = ("algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm")
     config = run_config(*words, "generation.vllm.gpu_memory_utilization=0.75")

@@ -339,7 +339,7 @@ def test_a_uniform_model_loses_the_logarithm_of_its_vocabulary(backbone: Backbon
 
 
 def test_the_shipped_text_begins_at_the_loss_that_the_embedded_model_was_taught(backbone: Backbone) -> None:
-    """Only answers are learned: the questions, which the model was never taught, would cost it 10 nats a token."""
+    """Only answers are learned: the questions, which the model was never taught, would cost it 10 nats per token."""
     texts = load_texts("embedded:arithmetic-text", "text", "given")
     keys = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 128, "updates_per_step": 1}
     found = scan_texts(texts, backbone.tokenizer, **keys)

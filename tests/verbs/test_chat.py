@@ -70,7 +70,7 @@ def talk_through_a_pipe(
 
 
 def answer_by(roles: Roles, prompt: Prompt, adapter: bool) -> Completion:
-    """The likeliest answer of the policy, or of the bare base."""
+    """The most likely answer of the policy, or of the bare base."""
     generator = TransformersGenerator(roles, roles.backbone.tokenizer, torch.device("cpu"), 1)
     if adapter:
         generator.load(roles.publish(0))

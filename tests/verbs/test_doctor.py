@@ -22,7 +22,7 @@ from rlft.config.compose import compose
 from rlft.doctor import engine, kernels, machine, speed, versions
 from rlft.doctor.checks import CHECKS
 from rlft.doctor.engine import Gap
-from rlft.doctor.machine import Card, Cuda
+from rlft.doctor.machine import Cuda, Gpu
 from rlft.doctor.row import Row, Status
 from rlft.doctor.settings import Settings
 from rlft.doctor.supervise import Check, Subject, run_checks
@@ -259,7 +259,7 @@ def test_what_is_installed_here_is_read_with_the_ranges_of_its_own_metadata() ->
         (Cuda(build=None, driver=None, works=False), Status.skipped, "without CUDA; no NVIDIA driver here"),
         (Cuda(build=None, driver=(12, 8), works=False), Status.slow, "a torch that is built for CUDA 12.8"),
         (Cuda(build="13.0", driver=(12, 8), works=False), Status.wrong, "update the driver, or install a torch"),
-        (Cuda(build="12.8", driver=(12, 8), works=False), Status.wrong, "torch finds no card"),
+        (Cuda(build="12.8", driver=(12, 8), works=False), Status.wrong, "torch finds no GPU"),
     ],
 )
 def test_torchs_build_and_the_driver(cuda: Cuda, status: Status, told: str) -> None:
@@ -268,11 +268,11 @@ def test_torchs_build_and_the_driver(cuda: Cuda, status: Status, told: str) -> N
     assert told in f"{row.value} {row.remedy}"
 
 
-def test_a_card_that_torch_is_not_built_for_is_wrong_and_one_that_is_taken_slow() -> None:
+def test_a_gpu_that_torch_is_not_built_for_is_wrong_and_one_that_is_taken_slow() -> None:
     def row(capability: tuple[int, int], free: int) -> Row:
         built_for = ("sm_80", "sm_90")
-        card = Card(name="Card", capability=capability, built_for=built_for, total=80 * 10**9, free=free)
-        return machine.card_row(card)
+        gpu = Gpu(name="GPU", capability=capability, built_for=built_for, total=80 * 10**9, free=free)
+        return machine.gpu_row(gpu)
 
     assert row((8, 6), 79 * 10**9).status is Status.ok
     assert row((9, 0), 39 * 10**9).status is Status.slow

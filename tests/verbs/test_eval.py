@@ -51,7 +51,7 @@ REFUSED_IN_TRAINING = [
     ("generation.top_p=0.001", "algorithm.mismatch=token_truncate"),
     ("generation.top_k=1", "snapshot.old=sampled"),
 ]
-"""Each leaves the likeliest token alone."""
+"""Each leaves the most likely token alone."""
 
 
 def test_keys_that_only_training_reads_are_said_to_change_nothing(

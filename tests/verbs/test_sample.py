@@ -271,8 +271,8 @@ def test_one_prompt_is_too_few_to_learn_from_and_no_verb_is_suggested(
 
 
 # -- how completions are drawn -----------------------------------------------------------------------------------------
-def test_min_p_leaves_only_the_likeliest_tokens(tmp_path: Path) -> None:
-    """At almost 1 nothing but the likeliest token stays: all three completions of a prompt are the greedy one."""
+def test_min_p_leaves_only_the_most_likely_tokens(tmp_path: Path) -> None:
+    """At almost 1 nothing but the most likely token stays: all three completions of a prompt are the greedy one."""
     greedy, narrow = tmp_path / "greedy", tmp_path / "narrow"
     assert cli.run(["sample", *TINY, "generation.temperature=0", f"hydra.run.dir={greedy}"]) == 0
     assert cli.run(["sample", *TINY, "generation.min_p=0.999", "dedupe=false", f"hydra.run.dir={narrow}"]) == 0

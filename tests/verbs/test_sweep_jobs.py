@@ -1,4 +1,4 @@
-"""Jobs of a sweep side by side: how many run at a time, failures, silence, interruptions, cards; and whole sweeps."""
+"""Jobs of a sweep side by side: how many run at a time, failures, silence, interruptions, GPUs; and whole sweeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlft.cluster.processes import LocalProcesses
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.types import UserError
 from rlft.verbs import sweep_jobs
-from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cards_of, cluster_of, threads_of_a_job
+from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cluster_of, gpus_of, threads_of_a_job
 
 
 class FakeMember:
@@ -80,9 +80,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def side_by_side(launcher: Any, said: list[str], **keys: Any) -> SideBySide:
-    cards = keys.pop("cards", ())
+    gpus = keys.pop("gpus", ())
     config = ClusterConfig(**{"jobs": 2, "timeout": 5.0, **keys})
-    return SideBySide(launcher, config, Interrupt(said.append), said.append, on_cards=bool(cards), cards=cards)
+    return SideBySide(launcher, config, Interrupt(said.append), said.append, on_gpus=bool(gpus), gpus=gpus)
 
 
 def start_all(jobs: SideBySide, number: int, folder: Path) -> None:
@@ -102,21 +102,21 @@ def test_so_many_jobs_run_at_a_time_and_each_has_its_words(tmp_path: Path, said:
     assert sum("is finished" in line for line in said) == 5
 
 
-def test_each_running_job_has_a_card_of_its_own(tmp_path: Path, said: list[str]) -> None:
+def test_each_running_job_has_a_gpu_of_its_own(tmp_path: Path, said: list[str]) -> None:
     launcher = FakeLauncher(tmp_path)
-    jobs = side_by_side(launcher, said, cards=("4", "6"))
+    jobs = side_by_side(launcher, said, gpus=("4", "6"))
     start_all(jobs, 4, tmp_path)
     jobs.finish()
-    cards = [member.spec.environment["CUDA_VISIBLE_DEVICES"] for member in launcher.members]
-    assert cards[:2] == ["4", "6"]
-    assert sorted(cards) == ["4", "4", "6", "6"]
+    gpus = [member.spec.environment["CUDA_VISIBLE_DEVICES"] for member in launcher.members]
+    assert gpus[:2] == ["4", "6"]
+    assert sorted(gpus) == ["4", "4", "6", "6"]
     assert {member.spec.gpus for member in launcher.members} == {0.0}
 
 
-def test_a_cluster_that_is_joined_gives_each_job_a_card(tmp_path: Path, said: list[str]) -> None:
+def test_a_cluster_that_is_joined_gives_each_job_a_gpu(tmp_path: Path, said: list[str]) -> None:
     launcher = FakeLauncher(tmp_path)
     config = ClusterConfig(kind="ray", address="auto", jobs=2)
-    jobs = SideBySide(launcher, config, Interrupt(said.append), said.append, on_cards=True)
+    jobs = SideBySide(launcher, config, Interrupt(said.append), said.append, on_gpus=True)
     start_all(jobs, 2, tmp_path)
     jobs.finish()
     assert [(member.spec.gpus, dict(member.spec.environment)) for member in launcher.members] == [(1.0, {})] * 2
@@ -200,15 +200,15 @@ def test_what_cannot_differ_between_jobs_is_refused() -> None:
         cluster_of([plain(jobs=2, ranks=4, lanes=4)])
 
 
-def test_jobs_need_a_card_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert cards_of(ClusterConfig(jobs=2)) == ["0", "1"]
+    assert gpus_of(ClusterConfig(jobs=2)) == ["0", "1"]
     with pytest.raises(UserError, match=r"cluster\.jobs: .* there are 2 here, got 3; use cluster\.jobs=2"):
-        cards_of(ClusterConfig(jobs=3))
+        gpus_of(ClusterConfig(jobs=3))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
-    assert cards_of(ClusterConfig(jobs=3)) == ["3", "5", "7"]
-    assert cards_of(ClusterConfig(jobs=9, kind="ray", address="auto")) == []
+    assert gpus_of(ClusterConfig(jobs=3)) == ["3", "5", "7"]
+    assert gpus_of(ClusterConfig(jobs=9, kind="ray", address="auto")) == []
 
 
 def test_jobs_share_the_threads_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:

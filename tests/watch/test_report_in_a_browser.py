@@ -111,7 +111,7 @@ def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_curves_are_drawn_smoothed_and_changed(opened: Callable[..., Page], looked_at: Path) -> None:
     page = opened(looked_at)
     titles = page.texts(".chart h3")
-    for title in ("reward and held-out accuracy", "entropy, nats a token", "waste, share", "seconds by stage"):
+    for title in ("reward and held-out accuracy", "entropy, nats per token", "waste, share", "seconds by stage"):
         assert title in titles
     assert "accuracy" in "".join(page.texts(".chart:first-child .u-label"))
     assert page.pixels(47, 129, 247) > 100, "the first curve's own colour"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def open_prefix_cache(forward: Forward, prompts: Sequence[Sequence[int]], max_tokens: int) -> PrefixCache | None:
     """A cache for decoding these prompts; None if the model's attention is not rlft's, or its heads are such that flash
-    attention does not take them on a CUDA card."""
+    attention does not take them on a CUDA GPU."""
     if not forward.packed:
         return None
     model = forward.model

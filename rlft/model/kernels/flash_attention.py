@@ -1,4 +1,4 @@
-"""Attention over a packed row on a CUDA card: two variable-length flash calls, forward and backward.
+"""Attention over a packed row on a CUDA GPU: two variable-length flash calls, forward and backward.
 
 In the first, every prompt and every completion attends to itself, causally; in the second, all completions of a prompt,
 as one run of queries, attend to that prompt. Their results are merged by log-sum-exp, and each backward is given the
@@ -99,9 +99,9 @@ def runs_of(lengths: Sequence[int], device: torch.device) -> Runs:
 def obstacle(dtype: torch.dtype, head_size: int, value_size: int, device: torch.device) -> str | None:
     """Why the kernel cannot take such heads; None if it can."""
     if device.type != "cuda":
-        return f"flash attention runs on CUDA cards, not on {device.type}"
+        return f"flash attention runs on CUDA GPUs, not on {device.type}"
     if torch.version.hip is not None:
-        return "flash attention was not tried on cards other than NVIDIA's"
+        return "flash attention was not tried on GPUs other than NVIDIA's"
     if torch.cuda.get_device_capability(device) < OLDEST_CARD:
         return f"flash attention needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
     if dtype not in (torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Decoding with each prompt's keys once on a CUDA card: two variable-length flash calls a layer, merged.
+"""Decoding with each prompt's keys once on a CUDA GPU: two variable-length flash calls a layer, merged.
 
 The completions of a prompt are one run of queries to its keys; each completion's own keys are the filled part of its
 buffer. Nothing is padded, masked or copied: the calls get the beginnings of runs and the numbers of real tokens.
@@ -17,7 +17,7 @@ from rlft.model.kernels.prefix_cache import PrefixCache
 
 
 class FlashPrefixCache(PrefixCache):
-    """The state of decoding U prompts x n completions on a CUDA card, in 16 bits. No gradient."""
+    """The state of decoding U prompts x n completions on a CUDA GPU, in 16 bits. No gradient."""
 
     token_axis = 1
 

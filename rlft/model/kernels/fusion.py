@@ -1,8 +1,8 @@
-"""Chains of elementwise steps as one pass over memory on a CUDA card, compiled by torch; on a CPU they run as written.
+"""Chains of elementwise steps as one pass over memory on a CUDA GPU, compiled by torch; on a CPU they run as written.
 
 A norm in 16 bits takes six passes over its input when its steps run one by one, and a softmax over the vocabulary nine.
-On a card, where products are fast and memory is the bottleneck, `torch.compile` makes one or two of them. The code is
-the same, so that a CPU tests what a card compiles.
+On a GPU, where products are fast and memory is the bottleneck, `torch.compile` makes one or two of them. The code is
+the same, so that a CPU tests what a GPU compiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, compiled for all shapes at its first call with a first argument on a CUDA card.
+    """`function`, compiled for all shapes at its first call with a first argument on a CUDA GPU.
 
     The function must not branch on the values of its tensors, and is called without gradient, inside an autograd
     function.
@@ -45,7 +45,7 @@ def is_fused(device: torch.device) -> bool:
 
 @functools.cache
 def obstacle(device: torch.device) -> str | None:
-    """Why torch cannot compile for this card, found out by trying it once; None if it can."""
+    """Why torch cannot compile for this GPU, found out by trying it once; None if it can."""
     try:
         with torch.no_grad():
             torch.compile(_probe, dynamic=True)(torch.ones(8, 8, device=device))

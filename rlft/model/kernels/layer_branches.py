@@ -6,7 +6,7 @@
 In a chain of functions, each passes its gradient to the next in a new tensor, and autograd adds up those that meet.
 Here a tensor that nothing else reads is overwritten by the next result, one that several need is kept once, and q, k
 and v share the low-rank products of their input. The arithmetic is that of the parts (`norm_and_mlp`, `rotary`,
-`lora_linear`, and for attention `split_attention` on a CPU and `flash_attention` on a CUDA card).
+`lora_linear`, and for attention `split_attention` on a CPU and `flash_attention` on a CUDA GPU).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlft.model.kernels.rotary import turned, turned_back
 from rlft.model.packing import PackedRows
 
 Spans = Sequence[Block] | RowLengths
-"""Which tokens of a packed row see which: blocks for a CPU's attention, lengths for a CUDA card's."""
+"""Which tokens of a packed row see which: blocks for a CPU's attention, lengths for a CUDA GPU's."""
 
 
 class Heads(NamedTuple):

@@ -170,12 +170,12 @@ def _ids_logprobs(head: nn.Module, hidden: Tensor, ids: Tensor, temperature: flo
 
 
 @torch.no_grad()
-def likeliest(
+def most_likely(
     head: nn.Module, hidden_MH: Tensor, target_M: Tensor, k: int, temperature: float, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs of the targets `[M]`, the k likeliest tokens `[M, K]`, their log-probs `[M, K]`), a chunk at a time.
+    """(log-probs of the targets `[M]`, the k most likely tokens `[M, K]`, their log-probs `[M, K]`), a chunk at a time.
 
-    Only token ids below `vocabulary` are among the likeliest.
+    Only token ids below `vocabulary` are among the most likely.
     """
     rows = chunk_rows(cast(Tensor, head.weight))
     parts = []

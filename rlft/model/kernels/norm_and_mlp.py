@@ -5,7 +5,7 @@ here each is one autograd function that keeps only what its gradient needs. A fu
 if it gives the same numbers on a probe (Gemma's norm, which adds 1 to its weight, keeps its own), and is used only
 while the weight is frozen.
 
-In 16 bits they serve CUDA cards, with a norm's steps in float32 and its output rounded before it is weighted, as in
+In 16 bits they serve CUDA GPUs, with a norm's steps in float32 and its output rounded before it is weighted, as in
 transformers; on a CPU in 16 bits a module keeps its own forward.
 """
 

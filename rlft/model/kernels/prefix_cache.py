@@ -2,7 +2,7 @@
 
 Nothing of a prompt is repeated for its completions: their queries attend to its keys together, and each to its own
 keys; the two are merged as in `split_attention`. Tokens go through the network as one packed row, so neither prompts
-nor completions are padded there. On a CUDA card `flash_prefix_cache` attends.
+nor completions are padded there. On a CUDA GPU `flash_prefix_cache` attends.
 """
 
 from __future__ import annotations

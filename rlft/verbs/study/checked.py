@@ -63,7 +63,7 @@ def checked_plans(space: Space, plains: Sequence[dict[str, Any]], verb: str) -> 
 class Values:
     """Tells whether a run was refused for what its study has chosen; any other refusal ends the study.
 
-    A reward's server that does not answer, a base that has been moved away, or a card that another process has taken
+    A reward's server that does not answer, a base that has been moved away, or a GPU that another process has taken
     refuse every trial alike: none of them is a failure of a trial's values.
     """
 

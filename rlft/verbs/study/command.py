@@ -27,7 +27,7 @@ from rlft.verbs.study.checked import checked_plans, composed
 from rlft.verbs.study.config import USUAL_TRIALS, StudyConfig, check_installed, is_own, key_of, read_config
 from rlft.verbs.study.measure import check_evaluates, lower_is_better
 from rlft.verbs.study.space import Interval, Space, read_space
-from rlft.verbs.sweep_jobs import are_on_cards, cluster_of
+from rlft.verbs.sweep_jobs import are_on_gpus, cluster_of
 
 if TYPE_CHECKING:
     from rlft.verbs.study.runs import Study
@@ -245,8 +245,8 @@ def _run(checked: Checked, study: Study) -> None:
     interrupt.keeps(again)
     try:
         if checked.parallel and checked.cluster is not None:
-            on_cards = are_on_cards(checked.plains)
-            run_in_parallel(study, checked.space, checked.cluster, checked.verb, parsed, on_cards=on_cards)
+            on_gpus = are_on_gpus(checked.plains)
+            run_in_parallel(study, checked.space, checked.cluster, checked.verb, parsed, on_gpus=on_gpus)
         else:
             run_in_process(study, checked.space, checked.verb, parsed.config_dir)
     except KeyboardInterrupt as interruption:

@@ -15,7 +15,7 @@ from rlft.verbs.study.checked import Values
 from rlft.verbs.study.in_process import words_of
 from rlft.verbs.study.runs import OF_THE_VALUES, Run, Study
 from rlft.verbs.study.space import Space
-from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cards_of, opened_for
+from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, gpus_of, opened_for
 
 REFUSED, STOPPED = 2, 1
 """Exit codes of `rlft`."""
@@ -128,9 +128,9 @@ class ParallelTrials:
 
 
 def run_in_parallel(
-    study: Study, space: Space, cluster: ClusterConfig, verb: str, parsed: Arguments, *, on_cards: bool
+    study: Study, space: Space, cluster: ClusterConfig, verb: str, parsed: Arguments, *, on_gpus: bool
 ) -> None:
-    """Does all trials, `cluster.jobs` at a time, each on a card of its own where they are on cards."""
+    """Does all trials, `cluster.jobs` at a time, each on a GPU of its own where they are on GPUs."""
     options = [option for option in parsed.options if option not in SWEEPING]
     values = Values(space, parsed.config_dir, verb)
 
@@ -143,7 +143,7 @@ def run_in_parallel(
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(say))
         interrupt.in_step = True  # a signal ends the runs as it ends one, after its step
-        launcher = stack.enter_context(opened_for(cluster, study.folder, on_cards=on_cards))
-        cards = cards_of(cluster) if on_cards else []
-        jobs = SideBySide(launcher, cluster, interrupt, say, on_cards=on_cards, cards=cards)
+        launcher = stack.enter_context(opened_for(cluster, study.folder, on_gpus=on_gpus))
+        gpus = gpus_of(cluster) if on_gpus else []
+        jobs = SideBySide(launcher, cluster, interrupt, say, on_gpus=on_gpus, gpus=gpus)
         ParallelTrials(study, jobs, cluster.jobs, words, values_refused, interrupt).run()

@@ -65,7 +65,7 @@ class Recorder(ScriptedGenerator):
 
 class Broken(Recorder):
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        raise RuntimeError("no card")
+        raise RuntimeError("no GPU")
 
 
 class Served:
@@ -226,7 +226,7 @@ class Slow(Recorder):
             if heard is not None:
                 heard(0, token)
         if self.fails:
-            raise RuntimeError("no card")
+            raise RuntimeError("no GPU")
         return groups
 
 
@@ -253,7 +253,7 @@ def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Callable[..., Serve
     engine.next.release(20)
     with pytest.raises(openai.APIError, match="the engine has failed"):
         list(served.client().chat.completions.create(model="policy", messages=ASKED, stream=True))
-    assert [str(failure) for failure in served.failures] == ["no card"]
+    assert [str(failure) for failure in served.failures] == ["no GPU"]
 
 
 def test_a_refusal_before_the_first_token_has_its_status(serve: Callable[..., Served]) -> None:
@@ -406,8 +406,8 @@ def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Callable[...
     for _ in range(2):
         reply = served.post("/v1/chat/completions", {"messages": ASKED})
         assert reply.status_code == 500
-        assert reply.json()["error"]["message"] == "the engine has failed (RuntimeError: no card)"
-    assert [str(failure) for failure in served.failures] == ["no card", "no card"]
+        assert reply.json()["error"]["message"] == "the engine has failed (RuntimeError: no GPU)"
+    assert [str(failure) for failure in served.failures] == ["no GPU", "no GPU"]
 
 
 def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Callable[..., Served]) -> None:

@@ -19,7 +19,7 @@ def test_models_with_another_attention_have_none(kind, random_model):
     assert open_prefix_cache(choose(random_model(kind)), PROMPTS, 4) is None
 
 
-def test_a_card_has_its_own_where_it_takes_the_heads(random_model, monkeypatch):
+def test_a_gpu_has_its_own_where_it_takes_the_heads(random_model, monkeypatch):
     forward = choose(random_model("llama"))
     assert type(open_prefix_cache(forward, PROMPTS, 4)) is PrefixCache
     asked = []
@@ -33,7 +33,7 @@ def test_a_card_has_its_own_where_it_takes_the_heads(random_model, monkeypatch):
     assert asked == [(torch.float32, 8, "cpu")]
 
 
-def test_a_card_that_does_not_take_the_heads_has_none(random_model, monkeypatch):
+def test_a_gpu_that_does_not_take_the_heads_has_none(random_model, monkeypatch):
     forward = choose(random_model("llama"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(type(forward.model), "device", torch.device("cuda"))  # where its float32 goes through a mask

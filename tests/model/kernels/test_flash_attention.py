@@ -1,4 +1,4 @@
-"""The attention of CUDA cards, run on a CPU through stand-ins for its operators, against attention through a mask."""
+"""The attention of CUDA GPUs, run on a CPU through stand-ins for its operators, against attention through a mask."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_door_leads_to_it_where_it_serves_and_the_row_is_laid_out_for_it(pac
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "card", "reason"),
+    ("dtype", "sizes", "gpu", "reason"),
     [
         (torch.bfloat16, (64, 64), (8, 0), None),
         (torch.float16, (256, 256), (9, 0), None),
@@ -141,17 +141,17 @@ def test_the_door_leads_to_it_where_it_serves_and_the_row_is_laid_out_for_it(pac
         (torch.bfloat16, (264, 264), (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 264"),
         (torch.bfloat16, (60, 60), (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 60"),
         (torch.bfloat16, (192, 128), (9, 0), "flash attention takes keys and values of one size, not of 192 and 128"),
-        (torch.bfloat16, (64, 64), (7, 5), "flash attention needs compute capability 8.0, which Some Card lacks"),
+        (torch.bfloat16, (64, 64), (7, 5), "flash attention needs compute capability 8.0, which Some GPU lacks"),
     ],
 )
-def test_what_it_cannot_take_has_a_reason(dtype, sizes, card, reason, monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: card)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some Card")
+def test_what_it_cannot_take_has_a_reason(dtype, sizes, gpu, reason, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: gpu)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some GPU")
     assert obstacle(dtype, *sizes, torch.device("cuda")) == reason
 
 
 def test_there_is_none_on_a_cpu(backbone):
-    assert obstacle(torch.bfloat16, 64, 64, CPU) == "flash attention runs on CUDA cards, not on cpu"
+    assert obstacle(torch.bfloat16, 64, 64, CPU) == "flash attention runs on CUDA GPUs, not on cpu"
     assert not serves(torch.zeros(1, 8), torch.zeros(1, 8))
     assert on_this_device(backbone.model) == ""
 
@@ -166,7 +166,7 @@ def test_there_is_none_on_a_cpu(backbone):
         ),
     ],
 )
-def test_a_run_says_which_attention_it_has_on_a_card(dtype, words, backbone, monkeypatch):
+def test_a_run_says_which_attention_it_has_on_a_gpu(dtype, words, backbone, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("rlft.model.kernels.fusion.obstacle", lambda device: None)
     model = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, config=backbone.model.config)

@@ -1,4 +1,4 @@
-"""Decoding with each prompt's keys once as a CUDA card does it, run on a CPU through stand-ins for flash attention."""
+"""Decoding with each prompt's keys once as a CUDA GPU does it, run on a CPU through stand-ins for flash attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def whole_logits(model, row):
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_one_kv_head", "qwen3", "gemma"])
-def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_left(kind, random_model, card):
+def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_left(kind, random_model, gpu):
     model = random_model(kind).double()
     cache = open_prefix_cache(choose(model), PROMPTS, 7)
     assert isinstance(cache, FlashPrefixCache)
@@ -42,7 +42,7 @@ def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_lef
             assert ["forward"] * 2 * model.config.num_hidden_layers == flash_stand_in.CALLS
 
 
-def test_in_bfloat16_it_is_as_near_to_the_truth_as_transformers_own_cache(random_model, card):
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_transformers_own_cache(random_model, gpu):
     model = random_model("llama", dtype=torch.bfloat16)
     forward, exact = choose(model), random_model("llama", dtype=torch.bfloat16).double()
     dice = torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_transformers_own_cache(random
     assert errors[0] <= 1.4**2 * errors[1], errors
 
 
-def test_a_prompts_keys_are_there_once_however_large_its_group(random_model, card):
+def test_a_prompts_keys_are_there_once_however_large_its_group(random_model, gpu):
     cache = FlashPrefixCache(random_model("llama"), PROMPTS, 100)
     with torch.no_grad():
         cache.prefill(50)

@@ -1,4 +1,4 @@
-"""Steps that a CUDA card does in one pass: that torch can compile each chain of them, and when it does."""
+"""Steps that a CUDA GPU does in one pass: that torch can compile each chain of them, and when it does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlft.model.kernels import fusion, layer_branches, lm_head, norm_and_mlp, ro
 
 
 def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
-    """Arguments of every function that is compiled on a card, in this dtype, by its name."""
+    """Arguments of every function that is compiled on a GPU, in this dtype, by its name."""
     dice = torch.Generator().manual_seed(0)
 
     def made(*shape: int) -> Tensor:
@@ -39,7 +39,7 @@ def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", fused_calls(torch.bfloat16))
 def test_fused_steps_are_one_graph_and_give_the_same(name) -> None:
-    """Traced as for a card, without generating its code: nothing breaks the graph, and what is done in place stays
+    """Traced as for a GPU, without generating its code: nothing breaks the graph, and what is done in place stays
     right. Two numbers rounded once more or once less: two units of bfloat16's last place."""
     function, *args = fused_calls(torch.bfloat16)[name]
     plain = function.__wrapped__
@@ -54,7 +54,7 @@ def copies(args: list[Any]) -> list[Any]:
     return [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
 
 
-def test_a_function_is_compiled_for_a_card_alone_and_once(monkeypatch) -> None:
+def test_a_function_is_compiled_for_a_gpu_alone_and_once(monkeypatch) -> None:
     made: list[str] = []
 
     def compiler(function: Any, **_: Any) -> Any:
@@ -74,19 +74,19 @@ def test_a_function_is_compiled_for_a_card_alone_and_once(monkeypatch) -> None:
     assert made == ["plain"]
 
 
-def test_a_card_that_torch_cannot_compile_for_is_named_and_computes_step_by_step(monkeypatch) -> None:
+def test_a_gpu_that_torch_cannot_compile_for_is_named_and_computes_step_by_step(monkeypatch) -> None:
     def broken(*args: Any, **_: Any) -> Any:
         raise RuntimeError("Cannot find a working triton installation.\nmore")
 
     fusion.obstacle.cache_clear()
     monkeypatch.setattr(torch, "compile", broken)
-    card = torch.device("cuda", 7)
-    assert not fusion.is_fused(card)
-    assert fusion.obstacle(card) == "torch.compile failed: RuntimeError: Cannot find a working triton installation."
+    gpu = torch.device("cuda", 7)
+    assert not fusion.is_fused(gpu)
+    assert fusion.obstacle(gpu) == "torch.compile failed: RuntimeError: Cannot find a working triton installation."
     fusion.obstacle.cache_clear()
 
 
-def test_a_card_without_memory_is_no_reason_to_compute_step_by_step(monkeypatch) -> None:
+def test_a_gpu_without_memory_is_no_reason_to_compute_step_by_step(monkeypatch) -> None:
     def full(*args: Any, **_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -73,7 +73,7 @@ class Broken:
 
 def test_an_engine_that_does_not_start_ends_the_study_and_a_broken_run_its_trial_alone(tmp_path: Path) -> None:
     space = Space(fixed=SMALL, varied=(RATE,))
-    taken = UserError("generation.engine", "vLLM could not start: no memory", got="vllm", remedy="free the card")
+    taken = UserError("generation.engine", "vLLM could not start: no memory", got="vllm", remedy="free the GPU")
     for error, raised in ((taken, UserError), (BrokenRunError("the loss is not finite"), FailedError)):
         run = run_of(tmp_path / raised.__name__)
         with pytest.raises(raised, match=f"^{re.escape(str(error))}$"):

@@ -196,7 +196,7 @@ def test_a_run_that_is_pruned_side_by_side_says_so_in_its_status(tmp_path: Path)
     [
         (1, "the disk is full"),
         (2, "resume: another process is running this run"),
-        (2, "generation.engine: vLLM could not start: the card is taken"),
+        (2, "generation.engine: vLLM could not start: the GPU is taken"),
         (2, "reward.http.url: does not answer"),
     ],
 )

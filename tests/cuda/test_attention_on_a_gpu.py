@@ -1,4 +1,4 @@
-"""The flash attention of packed rows on a card, in bfloat16, against attention through a mask in float64."""
+"""The flash attention of packed rows on a GPU, in bfloat16, against attention through a mask in float64."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def test_outputs_and_gradients_are_off_by_roundings_alone(
     completion: int,
     group: int,
     make_batch: Callable[..., Batch],
-    card: torch.device,
+    gpu: torch.device,
 ) -> None:
     """Each number is rounded by two calls and once merged, by half of 2^-7 of the largest one."""
     rows = [
         (unit, range(1, prompt + unit + 1), range(1, completion + i)) for unit in (0, 1) for i in range(1, group + 1)
     ]
-    packed = pack(to_device(make_batch(rows), card), prompts_first=True)
+    packed = pack(to_device(make_batch(rows), gpu), prompts_first=True)
     dice = torch.Generator().manual_seed(0)
     shapes = [(packed.num_tokens, number, head_size) for number in (heads, key_heads, key_heads)]
     made = [torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes]
-    tensors = [x.to(card, torch.bfloat16).requires_grad_() for x in made]
+    tensors = [x.to(gpu, torch.bfloat16).requires_grad_() for x in made]
     exact = [x.detach().double().requires_grad_() for x in tensors]
     assert packed.lengths is not None
     assert flash_attention.serves(tensors[0], tensors[2])
     ours = flash_attention.flash_attention(tensors[0], tensors[1], tensors[2], packed.lengths, SCALE)
     theirs = masked(exact[0], exact[1], exact[2], packed, SCALE)
-    weight = torch.randn(ours.shape, generator=dice, dtype=torch.float64).to(card)
+    weight = torch.randn(ours.shape, generator=dice, dtype=torch.float64).to(gpu)
     mine = torch.autograd.grad((ours * weight.bfloat16()).sum(), tensors)
     its = torch.autograd.grad((theirs * weight.bfloat16().double()).sum(), exact)
     for one, other in zip((ours, *mine), (theirs, *its), strict=True):

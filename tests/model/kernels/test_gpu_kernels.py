@@ -1,4 +1,4 @@
-"""What a CUDA card computes with, run on a CPU: whole branches, and flash attention by stand-ins for its operators.
+"""What a CUDA GPU computes with, run on a CPU: whole branches, and flash attention by stand-ins for its operators.
 
 In float64 it is held to the kernels of a CPU, in bfloat16 to the same model in float64.
 """
@@ -63,11 +63,11 @@ def results(random_model, backbone, make_roles, awkward_batch: Batch) -> Callabl
 def test_in_float64_it_gives_what_the_kernels_of_a_cpu_give(family, results, monkeypatch, request) -> None:
     """Those are held to their formulas to 1e-11; transformers' own norms are made in float32 even then."""
     theirs = results(family, KernelChoice.auto, dtype=torch.float64)
-    card = request.getfixturevalue("card")
+    gpu = request.getfixturevalue("gpu")
     ours = results(family, KernelChoice.auto, dtype=torch.float64)
     assert flash_stand_in.CALLS.count("backward") > 0
-    assert card["attention"] == card["mlp"]
-    assert card["mlp"] > 0 or family == "gemma", "Gemma's norm adds one to its weight and keeps its own forward"
+    assert gpu["attention"] == gpu["mlp"]
+    assert gpu["mlp"] > 0 or family == "gemma", "Gemma's norm adds one to its weight and keeps its own forward"
     for name, tensor in theirs.items():
         # Gradients are rounded to float32, as the adapter is.
         tolerance = 1e-11 if tensor.dtype == torch.float64 else 2**-23
@@ -75,7 +75,7 @@ def test_in_float64_it_gives_what_the_kernels_of_a_cpu_give(family, results, mon
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
-def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_models_own_modules(family, results, card) -> None:
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_models_own_modules(family, results, gpu) -> None:
     """The truth is the same weights in float64. Both round some 14 times a layer, each by up to 2^-8 of the number and
     by 0.82 x 2^-9 in the mean; which of the two is nearer is chance, 0.9 to 1.2 over eight adapters."""
     squares: dict[str, list[Tensor]] = {}
@@ -120,7 +120,7 @@ def test_norms_in_16_bits_are_rounded_where_transformers_rounds_them_and_nowhere
     assert ((found.double() - slope).abs() <= 1.01 * 2**-8 * slope.abs() + 1e-5).all()
 
 
-def test_a_norm_outside_a_branch_is_one_function_in_16_bits_too(random_model, card) -> None:
+def test_a_norm_outside_a_branch_is_one_function_in_16_bits_too(random_model, gpu) -> None:
     model = random_model("llama", dtype=torch.bfloat16)
     norm_and_mlp.install(model)
     x = torch.ones(1, 2, 32, dtype=torch.bfloat16, requires_grad=True)

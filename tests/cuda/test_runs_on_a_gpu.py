@@ -1,4 +1,4 @@
-"""Whole runs with vLLM on a card: steps of the embedded model, a kill and a resume, and `rlft doctor`."""
+"""Whole runs with vLLM on a GPU: steps of the embedded model, a kill and a resume, and `rlft doctor`."""
 
 from __future__ import annotations
 
