@@ -71,7 +71,7 @@ TOOLS = {
     "serve": Tool(
         module="rlft.verbs.serve",
         usage="run=<run or checkpoint>",
-        help="an endpoint in the manner of OpenAI and vLLM over it",
+        help="an endpoint that is compatible with those of OpenAI and vLLM",
         interrupted="the server has ended",
     ),
     "export": Tool(

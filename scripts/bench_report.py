@@ -52,7 +52,7 @@ def report(results: Sequence[Result], rates: Mapping[str, float], foot: str) -> 
 
 def stage_table(results: Sequence[Result]) -> str:
     with_card = any(run.card is not None for r in results for runs in r.runs.values() for run in runs)
-    head = ["work", "trainer", *STAGES, "completion tokens/s", "peak memory", *(["whole card"] if with_card else [])]
+    head = ["work", "trainer", *STAGES, "completion tokens/s", "peak memory", *(["whole GPU"] if with_card else [])]
     rows = []
     for result in results:
         for trainer, runs in result.runs.items():
@@ -94,7 +94,7 @@ def ratio_table(results: Sequence[Result]) -> str:
             card = f"{cards[0] / cards[1]:.2f}" if cards[0] and cards[1] else ""
             micro_batch = result.micro_batch if trainer.startswith("trl") and result.micro_batch else ""
             rows.append([result.name, trainer, *cells, peaks, card, micro_batch])
-    memory = ["peak memory rlft's / its", "whole card"]
+    memory = ["peak memory rlft's / its", "whole GPU"]
     head = ["work", "trainer", "its step / rlft's", "train", *memory, "TRL's micro-batch"]
     return table(head, rows) if rows else ""
 

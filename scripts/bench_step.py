@@ -3,7 +3,7 @@
     python scripts/bench_step.py                                  # every shape, on this machine's CPU or GPU
     python scripts/bench_step.py --shapes 384+64 --groups 8 --rounds 3
     python scripts/bench_step.py --only rlft --engine vllm --sizes 1.5b
-    python scripts/bench_step.py --card                           # the whole table of a CUDA card, some hours
+    python scripts/bench_step.py --card                           # the whole table of a CUDA GPU, some hours
 
 Needs `pip install 'rlft[bench]'`. Each measurement is a process of its own, the trainers in turn (A B A B), and its
 first step is left out. Shapes are prompt + completion tokens of a model with random weights that never ends early;

@@ -31,7 +31,7 @@ learn train 10-student-grpo +recipe=r1_grpo_arithmetic model.path=embedded:tiny-
 learn sft 11-student-start +recipe=distill_arithmetic demonstrations.path="$out/8-lessons/samples.jsonl" steps=100
 exported 7-final-model 7-final
 learn train 12-student-opd +recipe=opd_arithmetic model.path="$out/11-student-start" snapshot.teacher="$out/7-final-model" \
-  generation.max_tokens=80
+  generation.max_tokens=80 algorithm.teacher_in=loss minibatches=4 trainer.lr=3e-3
 table "R1-Zero=0-zero" "cold start=1-cold-start" "GRPO, rule rewards=2-grpo" "rejection sampling=3-keepers" \
   "SFT on the keepers=4-keepers-sft" "samples to rank=5-ranked" "reward model=6-reward-model" \
   "GRPO, rules and reward model=7-final" "lessons=8-lessons" "student, distilled=9-student-distilled" \

@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on, kept by looking at the source (DESIGN sections 1 and 3, CONTRIBUTING)."""
+"""The house rules that a reader relies on, kept by looking at the source (CONTRIBUTING)."""
 
 from __future__ import annotations
 
@@ -248,8 +248,8 @@ def test_the_command_line_is_on_top() -> None:
     ("library", "places"),
     [
         ("vllm", {"generation/vllm_generator", "generation/vllm_guest", "generation/vllm_teacher"}),
-        ("hydra", {"cli", "config/compose", "verbs/sweep"}),
-        ("omegaconf", {"cli", "config/compose"}),
+        ("hydra", {"config/compose", "verbs/sweep"}),
+        ("omegaconf", {"config/compose"}),
         ("wandb", set()),  # trackers are imported by name, in logger/scalars.py
         ("tensorboard", set()),
         ("mlflow", set()),

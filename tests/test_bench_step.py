@@ -188,7 +188,7 @@ def test_the_tables_have_stages_shares_ratios_and_utilisation() -> None:
 
 def test_a_cpus_table_has_no_column_of_a_card() -> None:
     result = Result(size="1m", work=WORK, runs={"rlft": [measured(4.0)]}, failed={})
-    assert "whole card" not in report([result], {}, "")
+    assert "whole GPU" not in report([result], {}, "")
     assert "utilisation" not in report([result], {}, "")
     assert bench_report.most_of_card(result.runs["rlft"]) is None
 

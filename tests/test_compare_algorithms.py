@@ -839,7 +839,7 @@ def test_the_page_has_the_numbers_that_were_measured(compare: ModuleType) -> Non
     rows = compare.make_rows(comparison)
     assert {len(row.runs) for row in rows} == {5}
     lines = [line for line in compare.table(rows, comparison).splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 15 + 1 + 14, "two heads, the methods, and those against grpo"
+    assert len(lines) == 1 + 20 + 1 + 19, "two heads, the methods, and those against grpo"
     for line in lines:
         assert line in page
 

@@ -40,7 +40,7 @@ def check_config(plain: Mapping[str, Any]) -> tuple[DpoConfig, PreferenceLoss, t
 
 def loss_of(config: DpoConfig) -> PreferenceLoss:
     """The loss that the config describes. Raises UserError."""
-    loss = instantiate(config.loss, "loss")
+    loss = instantiate(config.loss, "loss", "dpo")
     if not isinstance(loss, PreferenceLoss):
         problem, got = "is no rlft.loss.preference_loss.PreferenceLoss", config.loss["_target_"]
         raise UserError("loss._target_", problem, got=got, remedy="derive it from that class")
@@ -77,4 +77,4 @@ def _check_reference(config: DpoConfig, loss: PreferenceLoss) -> None:
         raise UserError(REFERENCE, "this loss compares the policy with a reference", got=configured, remedy=remedy)
     if not loss.needs_reference and reference != "none":
         remedy = "leave it out, or use loss=dpo or ipo"
-        raise UserError(REFERENCE, "this loss compares the policy with nothing", got=configured, remedy=remedy)
+        raise UserError(REFERENCE, "this loss uses no reference", got=configured, remedy=remedy)

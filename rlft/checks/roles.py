@@ -114,6 +114,14 @@ def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
             "snapshot.teacher_hint", "says nothing", got=repr(snapshot.teacher_hint), remedy="use null for no hint"
         )
     odd = [found for found in re.findall(r"\{[^{}]*\}", snapshot.teacher_hint or "") if found != ANSWER]
+    lone = [brace for brace in "{}" if brace in re.sub(r"\{[^{}]*\}", "", snapshot.teacher_hint or "")]
+    if lone and not odd:
+        raise UserError(
+            "snapshot.teacher_hint",
+            f"has a {lone[0]} without its partner",
+            got=repr(snapshot.teacher_hint),
+            remedy=f"use {ANSWER} for the prompt's answer, or leave the brace out",
+        )
     if odd:
         raise UserError(
             "snapshot.teacher_hint",
@@ -171,7 +179,7 @@ def _teacher_engine(config: RunConfig) -> None:
     for name in ("teacher_dtype", "teacher_quantization"):
         value = getattr(snapshot, name)
         if value is not None and snapshot.teacher_model is None:
-            problem = f"is of a teacher that is a separate model, and snapshot.teacher is {what}"
+            problem = f"applies only to a teacher that is a separate model, and snapshot.teacher is {what}"
             remedy = "leave it out, or name a model's folder or hub id in snapshot.teacher"
             raise UserError(f"snapshot.{name}", problem, got=value, remedy=remedy)
     if snapshot.teacher_engine == "transformers":

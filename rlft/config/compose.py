@@ -242,11 +242,21 @@ def _choose(group: str, verb: str) -> str:
     return f"choose one of {', '.join(names)}" if names else f"leave it out; `rlft {verb} --cfg job` shows every key"
 
 
+WITH_FUNCTIONS = (
+    "write interval(<low>,<high>) or tag(log,interval(<low>,<high>)) in a sweep=optuna, or range(<start>,<stop>,<step>)"
+    " or values with commas; quote a text that has parentheses twice"
+)
+"""The remedy for a value with a function that Hydra does not have, or with other arguments."""
+
+
 def refusal(error: Exception, verb: str, key: str = "command line") -> UserError | None:
     """The user's mistake behind an error of Hydra, OmegaConf or their parsers; None for an error of rlft's own code.
 
     For unexpected values and YAML, these libraries also raise TypeErrors, ValueErrors, RecursionErrors and the like.
     """
+    if match := re.match(r"\w+ while evaluating '(.*?)': (.*)", str(error)):
+        problem = f"has a function that cannot be read ({match[2]})"
+        return UserError(key, problem, got=match[1], remedy=WITH_FUNCTIONS)
     explained = explain(error, verb)
     if explained is not None:
         return explained
@@ -453,14 +463,16 @@ def explain(error: BaseException, verb: str = USUAL) -> UserError | None:
         )
     if match := re.search(r"Could not override[^']*'([^'=@]+)", text):
         inner_key = str(getattr(error.__cause__, "full_key", ""))  # of `reward={a: 1}`
-        return unknown_key(inner_key if inner_key.startswith(f"{match[1]}.") else match[1], verb)
+        typed = re.search(r"To append to your config use \+[^=]*=(.*)", text)
+        key = inner_key if inner_key.startswith(f"{match[1]}.") else match[1]
+        return unknown_key(key, verb, got=typed[1] or "nothing" if typed and key == match[1] else None)
     if match := re.search(r"Could not append to config[^']*'([^'=@]+)|Could not append '([^'=@]+)", text):
         added_key = match[1] or match[2]
         return UserError(f"+{added_key}", "a plus adds a key, and this one exists", remedy=f"write {added_key}=<value>")
     if match := re.search(r"Could not delete[^']*'([^'=@]+)", text):
         return unknown_key(match[1], verb)
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'", text):
-        remedy = "sweep with rlft train -m, or write a list as '[a,b]'"
+        remedy = f"sweep with rlft {verb} -m, or write a list as '[a,b]'"
         return UserError(match[1], "has several values but this is no sweep", got=match[2], remedy=remedy)
     if match := re.search(r"Multiple values for (\S+?)\.? ", text):
         problem = "a plus adds a choice, and one is chosen already"
@@ -489,19 +501,26 @@ def _unknown_choice(group: str, name: str, verb: str) -> UserError:
     )
 
 
-def unknown_key(key: str, verb: str = USUAL, known: Collection[str] | None = None) -> UserError:
+def unknown_key(key: str, verb: str = USUAL, known: Collection[str] | None = None, got: str | None = None) -> UserError:
     """The refusal of a key that the composed config does not have, with the most likely suggestion as the remedy.
 
-    `known` are the existing keys; None means all keys of the verb.
+    Args:
+        key: with its section.
+        verb: of the config.
+        known: the existing keys; None means all keys of the verb.
+        got: the value as it was typed, where it is known.
     """
+    given = {} if got is None else {"got": got}
     if refused := sampling_keys.refusal(key):
-        return UserError(key, refused[0], remedy=refused[1])
+        return UserError(key, refused[0], **given, remedy=refused[1])
     group, _, subkey = key.partition(".")
     if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
         if group in suggest.NAMED_BY_CHOICE:
             name = subkey.partition(".")[0]
-            return UserError(key, f"{group} has no {name} here", remedy=f"add it: {group}=[...,{name}]")
+            return UserError(key, f"{group} has no {name} here", **given, remedy=f"add it: {group}=[...,{name}]")
         choices_with_key = " and ".join(f"{group}={choice}" for choice in choices[key])
-        return UserError(key, f"the {group} chosen here has no such key", remedy=f"it belongs to {choices_with_key}")
+        remedy = f"it belongs to {choices_with_key}"
+        return UserError(key, f"the {group} chosen here has no such key", **given, remedy=remedy)
     suggestion = suggest.remedy(suggest.suggestions(key, verb, known))
-    return UserError(key, "there is no such key", remedy=suggestion or f"`rlft {verb} --cfg job` shows every key")
+    remedy = suggestion or f"`rlft {verb} --cfg job` shows every key"
+    return UserError(key, "there is no such key", **given, remedy=remedy)

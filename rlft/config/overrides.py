@@ -131,7 +131,9 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
             config_dir = _checked_folder(name, value)
     _check_overrides(overrides, verb, config_dir)
     names = [option.partition("=")[0] for option in options]
-    if not {*names} & {*SWEEPING, *PRINTING}:
+    if {*names} & {*PRINTING}:
+        _check_prints_one_run(names, overrides)
+    elif not {*names} & {*SWEEPING}:
         _check_no_sweep(overrides, verb)
     if {*names} & {*SWEEPING}:
         _check_sweep(overrides)
@@ -202,6 +204,17 @@ def _check_of_hydra(key: str, value: str) -> None:
     raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
 
 
+def _check_prints_one_run(names: Sequence[str], overrides: Sequence[str]) -> None:
+    """Refuses to print a sweep: a config is that of one run. names: of the options."""
+    option = next(name for name in names if name in PRINTING)
+    for key, _, value in (override.lstrip("+~").partition("=") for override in overrides):
+        if key.partition(".")[0] == "sweep" or key.startswith("hydra.sweep.") or INTERVAL.match(value):
+            problem = f"belongs to a sweep, and {option} prints what one run has"
+            raise UserError(key, problem, got=value or "nothing", remedy="leave it out, or give one value")
+    if option in ("--cfg", "-c") and {*names} & {*SWEEPING}:
+        raise UserError(option, "prints the config of one run, and -m is a sweep", remedy="leave -m out")
+
+
 def _check_no_sweep(overrides: Sequence[str], verb: str) -> None:
     """Refuses keys that only a sweep reads."""
     for override in overrides:
@@ -227,7 +240,7 @@ def _check_sweep(overrides: Sequence[str]) -> None:
 
 def _is_left_open(value: str) -> bool:
     """Whether a bracket is not closed in a value, whose quoted text has been removed."""
-    return value.count("[") > value.count("]") or value.count("{") > value.count("}")
+    return any(value.count(opened) > value.count(closed) for opened, closed in ("[]", "{}", "()"))
 
 
 def _check_one_word(override: str, key: str, value: str, verb: str) -> None:

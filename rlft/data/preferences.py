@@ -135,7 +135,7 @@ class PreferenceKeys:
         if not rankings.rankings:
             raise UserError(
                 "preferences.path",
-                f"preference data without a margin of difference: of {len(prompts)} {split} prompts "
+                f"no prompt has two different completions with different scores: of {len(prompts)} {split} prompts "
                 f"{rankings.num_identical} have the same completion throughout, and {rankings.num_tied} the same score",
                 remedy="give data with better and worse completions, or sample more of each prompt",
             )

@@ -50,15 +50,21 @@ def locate(target: Any, key: str) -> Any:
     return target_object
 
 
-def instantiate(config: Any, key: str) -> Any:
-    """The component that a `_target_` config describes; types and bounds of a dataclass's fields are checked."""
+def instantiate(config: Any, key: str, verb: str = "train") -> Any:
+    """The component that a `_target_` config describes; types and bounds of a dataclass's fields are checked.
+
+    Args:
+        config: with `_target_` and the component's keys.
+        key: of the component.
+        verb: that has this key, for refusals.
+    """
     if not isinstance(config, Mapping) or "_target_" not in config:
         group = key.partition(".")[0]
         raise UserError(key, "has no _target_", got=config, remedy=f"choose one of {', '.join(catalog.choices(group))}")
     target = locate(config["_target_"], f"{key}._target_")
     kwargs = {k: v for k, v in config.items() if k != "_target_"}
     if dataclasses.is_dataclass(target):
-        return from_mapping(target, kwargs, key)
+        return from_mapping(target, kwargs, key, verb)
     check_keys(list(inspect.signature(target).parameters.values()), kwargs, key)
     return target(**kwargs)
 

@@ -35,12 +35,9 @@ def check_local(path: str) -> None:
         UserError: model.path is empty, names no embedded model, or a folder without config.json.
     """
     if not path:
-        raise UserError("model.path", "is empty", remedy="give a model folder, a hub id or embedded:tiny-arithmetic")
+        remedy = "give a model folder, a hub id or embedded:tiny-arithmetic"
+        raise UserError("model.path", "is empty", got="nothing", remedy=remedy)
     folder = Path(resolve_path(path))
     if looks_local(path) and not (folder / "config.json").is_file():
-        raise UserError(
-            "model.path",
-            "there is no config.json in that folder",
-            got=path,
-            remedy="point it at a Hugging Face model folder",
-        )
+        problem = "there is no config.json in that folder" if folder.exists() else "there is no such folder"
+        raise UserError("model.path", problem, got=path, remedy="point it at a Hugging Face model folder")

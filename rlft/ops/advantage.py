@@ -94,7 +94,8 @@ def decoupled_zscore(rewards: Tensor, weights: Tensor, group_ids: Tensor, std: S
     if not scores_K:
         return rewards.new_zeros(len(rewards))
     summed_B = (torch.stack(scores_K, -1) * weights).sum(-1)
-    return summed_B / (group_std(summed_B, torch.zeros_like(group_ids), correction=1) + eps)
+    spread_B = group_std(summed_B, torch.zeros_like(group_ids), correction=1) + eps
+    return torch.where(summed_B == 0, 0.0, summed_B / spread_B)  # 0 / 0 where all are equal and eps is 0
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:

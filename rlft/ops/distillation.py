@@ -53,10 +53,10 @@ def top_k_divergence(student: Tensor, teacher: Tensor, divergence: Divergence, b
         forward         sum q log(q / p)
         jensen_shannon  beta sum q log(q / M) + (1 - beta) sum p log(p / M), with M = beta q + (1 - beta) p
 
-    It is at least 0, and at most the divergence over the whole vocabulary (data-processing inequality), which it equals
-    where one token is left or all others have the same ratio p / q. GKD (Agarwal 2023, arXiv 2306.13649), section 2,
-    sums over the vocabulary. For beta near 0 the last is beta times the forward KL, for beta near 1 it is 1 - beta
-    times the reverse one.
+    Up to rounding it is at least 0, and at most the divergence over the whole vocabulary (data-processing inequality),
+    which it equals where one token is left or all others have the same ratio p / q. GKD (Agarwal 2023, arXiv
+    2306.13649), section 2, sums over the vocabulary. For beta near 0 the last is beta times the forward KL, for beta
+    near 1 it is 1 - beta times the reverse one.
 
     Args:
         student, teacher: log-probs `[B, T, K]` of the same tokens, normalised over the whole vocabulary.
@@ -81,7 +81,7 @@ def with_the_rest(logprobs: Tensor) -> Tensor:
     """`[.., K + 1]`: the log-probs of K tokens, and that of all others together, log(1 - sum_k exp(lp_k)).
 
     Where the K tokens have all of the probability up to rounding, the rest has `SMALLEST_REST`, without gradient. What
-    comes out is normalised again, so that no rounding makes a divergence negative.
+    comes out is normalised again, so that no rounding makes a KL divergence negative.
     """
     total = logprobs.logsumexp(-1, keepdim=True)
     rest = log1mexp(total.clamp(max=-SMALLEST_REST * torch.finfo(logprobs.dtype).eps))

@@ -116,7 +116,7 @@ def scan_rankings(
     """
     _check_sampled_with([r.prompt for r in rankings], tokenizer, "preferences")
     prompt_ids = token_ids([r.prompt for r in rankings], tokenizer, prompts.style)
-    kept = []
+    kept, num_cut = [], 0
     for ranking, prompt in zip(rankings, prompt_ids, strict=True):
         ids = ranking.completion_ids or [()] * len(ranking.completions)
         tokens = _completions(list(zip(ranking.completions, ids, strict=True)), tokenizer, prompts.style)
@@ -124,7 +124,12 @@ def scan_rankings(
         scores = tuple(ranking.scores[i] for i in short)
         if len(prompt) <= prompts.max_tokens and len(set(scores)) > 1:
             kept.append(RankedTokens(prompt=prompt, completions=tuple(tokens[i] for i in short), scores=scores))
-    note = _note_of_dropped(len(rankings), len(kept), prompts, max_completion_tokens, f"{split} rankings")
+            num_cut += len(tokens) - len(short)
+    notes = [_note_of_dropped(len(rankings), len(kept), prompts, max_completion_tokens, f"{split} rankings")]
+    if num_cut:
+        problem = f"{num_cut} completions of kept {split} rankings exceed max_completion_tokens={max_completion_tokens}"
+        notes.append(_dropped(problem, prompts, "raise it, or set prompts.over_limit=drop"))
+    note = "; ".join(filter(None, notes)) or None
     parts = (repr((r.prompt, r.completions, r.scores)).encode() for r in kept)
     return Rankings(rankings=tuple(kept), fingerprint=_digest(parts), note=note)
 
@@ -167,8 +172,14 @@ def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit:
         return None
     limits = f"prompts.max_tokens={prompts.max_tokens} or max_completion_tokens={limit}"
     problem = f"{num_all - num_kept} of {num_all} {what} exceed {limits}"
-    if prompts.over_limit == "refuse" or not num_kept:
-        remedy = "raise them, or set prompts.over_limit=drop" if num_kept else "raise them, or choose other data"
+    if not num_kept:
+        raise UserError("max_completion_tokens", problem, remedy="raise them, or choose other data")
+    return _dropped(problem, prompts, "raise them, or set prompts.over_limit=drop")
+
+
+def _dropped(problem: str, prompts: PromptsConfig, remedy: str) -> str:
+    """The note of what is dropped, or its refusal (prompts.over_limit)."""
+    if prompts.over_limit == "refuse":
         raise UserError("max_completion_tokens", problem, remedy=remedy)
     return f"{problem} and were dropped"
 

@@ -156,12 +156,9 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
     try:
         config = whole_config(folder)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            key,
-            f"there is no run in that folder ({CONFIG} is missing)",
-            got=folder,
-            remedy="point it at a folder under runs/",
-        ) from None
+        is_there = folder.is_dir()
+        problem = f"there is no run in that folder ({CONFIG} is missing)" if is_there else "there is no such folder"
+        raise UserError(key, problem, got=folder, remedy="point it at a folder under runs/") from None
     except OSError as error:
         problem = f"{CONFIG} in that folder cannot be read ({error.strerror})"
         raise UserError(key, problem, got=folder, remedy="make it a file that you may read") from None

@@ -195,7 +195,8 @@ def _comments(key: str, lineage: Sequence[Path]) -> tuple[str, ...]:
 def _example(name: str, config_dir: Path | None) -> str:
     recipe = f"{name}_arithmetic"
     if recipe in catalog.recipes("train"):
-        return command_line("rlft", "train", f"+recipe={recipe}")
+        of_a_teacher = ["snapshot.teacher=<model, adapter or run>"] if name == "opd" else []
+        return " ".join([command_line("rlft", "train", f"+recipe={recipe}"), *of_a_teacher])
     folder = ["--config-dir", config_dir] if config_dir else []
     return command_line("rlft", "train", *folder, "+recipe=grpo_arithmetic", f"{GROUP}={name}", f"name={name}")
 

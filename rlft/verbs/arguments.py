@@ -37,7 +37,10 @@ def check_resume(parsed: Arguments) -> Arguments:
     if resumed is None:
         return parsed
     if resumed == AUTO:
-        if folder is None or parsed.sweep:
+        if parsed.sweep:
+            remedy = "leave it out: the same command with its hydra.sweep.dir continues the sweep"
+            raise UserError("resume", "is of one run, and this is a sweep", got=AUTO, remedy=remedy)
+        if folder is None:
             problem = "starts or continues the run in hydra.run.dir, which is not given"
             raise UserError("resume", problem, got=AUTO, remedy="give hydra.run.dir=<folder>")
         return parsed

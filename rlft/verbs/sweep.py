@@ -16,7 +16,7 @@ from typing import Any
 from rlft.checks import check_early
 from rlft.cluster.config import ClusterConfig
 from rlft.config import compose as configs
-from rlft.config.overrides import SWEEPING, Arguments
+from rlft.config.overrides import SWEEPING, Arguments, unquoted
 from rlft.keys import verbs
 from rlft.run.references import resolved
 from rlft.system.crash import one_line
@@ -84,15 +84,21 @@ def _one_after_the_other(verb: str, parsed: Arguments, names: Sequence[str], num
     def job(composed: Any) -> None:
         number = number_of_job()
         say(f"job {number}: {names[number]}")
-        try:
+        with _failure_is_printed(number):
             _job(composed, engines)
-        except Exception as error:
-            # Only the first failure of a sweep is raised at its end.
-            say(f"job {number} failed: {one_line(error) or type(error).__name__}")
-            raise
 
     with Engines() as engines:
         _hydra(verb, parsed, job)
+
+
+@contextmanager
+def _failure_is_printed(number: int) -> Iterator[None]:
+    """Prints why a job failed: only the first failure of a sweep is raised at its end."""
+    try:
+        yield
+    except Exception as error:
+        say(f"job {number} failed: {one_line(error) or type(error).__name__}")
+        raise
 
 
 def _side_by_side(
@@ -114,8 +120,10 @@ def _side_by_side(
 
         def job(composed: Any) -> None:
             number = number_of_job()
-            plain, folder = _composed_job(composed)
-            if _is_finished(plain, folder):
+            with _failure_is_printed(number):
+                plain, folder = _composed_job(composed)
+                is_finished = _is_finished(plain, folder)
+            if is_finished:
                 say(f"job {number} is finished already: {folder}")
                 return
             if not started:
@@ -126,9 +134,14 @@ def _side_by_side(
             words = [verb, *options, *kept, "resume=auto", override("hydra.run.dir", folder)]
             started[0].start(number, names[number], words, folder)
 
-        _hydra(verb, parsed, job)
-        if started:
-            started[0].finish()
+        try:
+            _hydra(verb, parsed, job)
+        except Exception:
+            for begun in started:  # one job that is refused does not end those that run
+                begun.finish()
+            raise
+        for begun in started:
+            begun.finish()
 
 
 def _check_folder(folder: Path) -> None:
@@ -228,6 +241,9 @@ def _hydra(verb: str, parsed: Arguments, job: Callable[[Any], None]) -> None:
     try:
         hydra.main(config_path=str(first), config_name=verb, version_base="1.3")(guarded)()
     except Exception as error:
+        if isinstance(error, OSError) and parsed.sweep:
+            problem, remedy = f"cannot be written ({error.strerror})", "choose another folder"
+            raise UserError("hydra.sweep.dir", problem, got=error.filename, remedy=remedy) from None
         raise configs.refusal(error, verb) or error from None
     except SystemExit as end:  # Hydra exits after --help
         if end.code:
@@ -288,6 +304,7 @@ def _check_repeated(number: int, overrides: Sequence[str], plain: dict[str, Any]
     """Refuses a repeated sweep whose job of this number had another config: its results would be mislabelled."""
     from rlft.run import run_folder
 
-    for folder in (Path(o.partition("=")[2]) / str(number) for o in overrides if o.startswith("hydra.sweep.dir=")):
+    named = [o.partition("=")[2] for o in overrides if o.startswith("hydra.sweep.dir=")]
+    for folder in (Path(unquoted(value)) / str(number) for value in named):
         if run_folder.config_file(folder).exists():
             run_folder.check_same_config(folder, plain)

@@ -37,16 +37,24 @@ class JobsFailedError(RuntimeError):
 class RunningJob:
     """A job that has been started.
 
-    asked: what its member was asked last; clock: how long ago; stopping: how long ago `stop` was called, if it was.
+    answer: of its member to the last call; clock: since that call; stopping: since `stop` was called, if it was;
+    is_signalled: whether it has been told to save and end. A second signal would abandon the step in progress.
     """
 
     number: int
     member: Member
     folder: Path
     gpu: str | None
-    asked: Future[Any]
+    answer: Future[Any]
     clock: RunningTime = field(default_factory=RunningTime)
     stopping: RunningTime | None = None
+    is_signalled: bool = False
+
+    def signal(self) -> None:
+        """Makes it finish its step, save and end; once, whatever the reasons."""
+        if not self.is_signalled:
+            self.is_signalled = True
+            self.member.call("send", int(signal.SIGINT))
 
 
 class SideBySide:
@@ -77,7 +85,6 @@ class SideBySide:
         self._on_gpus, self._free_gpus = on_gpus, list(gpus)
         self._interrupt, self._say = interrupt, say
         self._running: list[RunningJob] = []
-        self._told = False
         self.failed: dict[int, str] = {}
         self.codes: dict[int, int] = {}
 
@@ -98,8 +105,8 @@ class SideBySide:
         )
         member = self._launcher.start(spec)
         self._say(f"job {number}: {name}; its output is in {os.path.relpath(member.log)}")
-        asked = member.call("exit_code")
-        self._running.append(RunningJob(number=number, member=member, folder=folder, gpu=gpu, asked=asked))
+        answer = member.call("exit_code")
+        self._running.append(RunningJob(number=number, member=member, folder=folder, gpu=gpu, answer=answer))
 
     def finish(self) -> None:
         """Waits for the jobs that run.
@@ -124,16 +131,15 @@ class SideBySide:
         """Makes a running job save its step and end, which is no failure; `poll` kills one that does not in time."""
         for job in (job for job in self._running if job.number == number and job.stopping is None):
             job.stopping = RunningTime()
-            job.member.call("send", int(signal.SIGINT))
+            job.signal()
 
     def poll(self) -> None:
         """Waits a moment, then asks the running jobs again and passes a signal on."""
-        wait_for([job.asked for job in self._running], timeout=POLL_S)
+        wait_for([job.answer for job in self._running], timeout=POLL_S)
         time.sleep(POLL_S)
-        if self._interrupt.requested and not self._told:
-            self._told = True
+        if self._interrupt.requested:
             for job in self._running:
-                job.member.call("send", int(signal.SIGINT))
+                job.signal()
         for job in list(self._running):
             self._check(job)
 
@@ -143,17 +149,17 @@ class SideBySide:
             self._say(f"job {job.number} {late}: its process is killed, its checkpoints stay in {job.folder}")
             self._remove(job)
             return
-        if not job.asked.done():
+        if not job.answer.done():
             if job.clock() > self._timeout_s:
                 self._end(job, f"its process has not answered for {self._timeout_s:g} s (cluster.timeout)")
             return
         try:
-            code = job.asked.result()
+            code = job.answer.result()
         except (MemberError, OSError) as error:
             self._end(job, str(error))
             return
         if code is None:
-            job.asked, job.clock = job.member.call("exit_code"), RunningTime()
+            job.answer, job.clock = job.member.call("exit_code"), RunningTime()
             return
         self.codes[job.number] = code
         if code == 0:

@@ -26,8 +26,8 @@ from rlft.watch.arguments import read_words
 USAGE = """\
 usage: rlft watch <run>
 
-The live view of a run, from another terminal: of one that is going on until it ends, of one that has ended its closing
-page. Ctrl-C ends the view, not the run.
+Shows the live view of a run from another terminal until the run ends; for a run that has ended, its closing page.
+Ctrl-C ends the view, not the run.
 
   rlft watch runs/grpo_arithmetic/<time>"""
 

@@ -44,7 +44,7 @@ def test_another_engine_samples_as_the_run_did() -> None:
 @pytest.mark.parametrize(
     ("override", "verb", "message"),
     [
-        ("grop_size=3", "train", "grop_size: there is no such key; did you mean group_size?"),
+        ("grop_size=3", "train", "grop_size: there is no such key, got 3; did you mean group_size?"),
         ("group_size=3", "sft", "group_size: there is no such key"),
         ("data=arithmetik", "train", "data: is not one of its choices, got arithmetik; did you mean arithmetic?"),
     ],

@@ -149,9 +149,9 @@ def test_where_nothing_is_left_it_is_refused(scan) -> None:
     with pytest.raises(UserError) as refusal:
         scan(PAIR | {"rejected": "good"}, {"prompt": "3?", "completions": ["a", "b"], "scores": [1, 1]})
     assert str(refusal.value) == (
-        "preferences.path: preference data without a margin of difference: of 2 train prompts 1 have the same "
-        "completion throughout, and 1 the same score; give data with better and worse completions, or sample more of "
-        "each prompt"
+        "preferences.path: no prompt has two different completions with different scores: of 2 train prompts 1 have "
+        "the same completion throughout, and 1 the same score; give data with better and worse completions, or sample "
+        "more of each prompt"
     )
 
 

@@ -87,13 +87,13 @@ SAID = [
         "did you mean checkpoint.every, freshness.every, eval.every, rollouts.every or token_values.every?",
     ),
     ("train weight=2", "weight", "did you mean reward.<name>.weight?"),
-    ("train trainer.foo=1", "trainer.foo", "there is no such key; `rlft train --cfg job` shows every key"),
+    ("train trainer.foo=1", "trainer.foo", "there is no such key, got 1; `rlft train --cfg job` shows every key"),
     ("train eval.max_tokens=1", "eval.max_tokens", "prompts.max_tokens, pretrain.max_tokens, generation.max_tokens"),
-    ("sft beta=0.1", "beta", "there is no such key; `rlft sft --cfg job` shows every key"),
+    ("sft beta=0.1", "beta", "there is no such key, got 0.1; `rlft sft --cfg job` shows every key"),
     ("dpo beta=0.1", "beta", "did you mean loss.beta?"),
     ("dpo loss_type=ipo", "loss_type", "did you mean loss (dpo (its sigmoid), ipo, simpo or orpo)?"),
     ("dpo rpo_alpha=1", "rpo_alpha", "did you mean loss.sft_coef?"),
-    ("rm temperature=0.1", "temperature", "there is no such key; `rlft rm --cfg job` shows every key"),
+    ("rm temperature=0.1", "temperature", "there is no such key, got 0.1; `rlft rm --cfg job` shows every key"),
 ]
 
 

@@ -391,6 +391,11 @@ def test_decoupled_zscore_does_not_depend_on_a_rewards_unit():
     close(second, first.tolist())
 
 
+def test_decoupled_zscore_is_0_where_no_reward_differs_in_any_group_and_eps_is_0():
+    equal = torch.full_like(TWO_REWARDS, 0.5)
+    assert decoupled_zscore(equal, HALF, TWO_IDS, Std.sample, 0.0).tolist() == [0.0] * len(equal)
+
+
 def test_decoupled_zscore_is_exactly_0_where_no_reward_differs_and_without_rewards():
     rewards = torch.tensor([[0.1, 3], [0.1, 3], [0.1, 3], [0, 1], [1, 1], [5, 5]], dtype=torch.float64)
     ids = torch.tensor([0, 0, 0, 1, 1, 2])

@@ -226,6 +226,11 @@ def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_
     assert [len(ids) for ids in ranking.completions] == [3, 2]
     assert found.note is not None
     assert found.note.startswith("1 of 2 train rankings exceed ")
+    cut = "1 completions of kept train rankings exceed max_completion_tokens=3"
+    assert found.note.endswith(f"; {cut} and were dropped")
+    with pytest.raises(UserError) as refusal:
+        scan_ranked([ranked("1?", "abc", "ab", "b")], limit=3, over_limit="refuse")
+    assert str(refusal.value) == f"max_completion_tokens: {cut}; raise it, or set prompts.over_limit=drop"
     with pytest.raises(UserError, match=r"^max_completion_tokens: 1 of 1 train rankings exceed "):
         scan_ranked([ranked("2?", "abc", "ab")], limit=3)
 

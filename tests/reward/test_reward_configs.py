@@ -1,4 +1,4 @@
-"""The reward group composes as DESIGN promises: through Hydra, in a primary config with only what rewards refer to."""
+"""The reward group composes through Hydra, in a primary config with only what rewards refer to."""
 
 from pathlib import Path
 

@@ -123,7 +123,8 @@ def test_a_page_prints_the_loss_the_paper_and_a_recipe(name: str, pages: Pages) 
     assert f"paper {page['paper']}" in words
     assert f"family {page['family']} ({page['module']})" in words
     assert f"try it {page['example']}" in words
-    assert page["example"] == f"rlft train +recipe={name}_arithmetic"
+    teacher = " snapshot.teacher=<model, adapter or run>" if name == "opd" else ""
+    assert page["example"] == f"rlft train +recipe={name}_arithmetic{teacher}"
     recipe = catalog.recipes("train")[f"{name}_arithmetic"]
     assert name == "grpo" or f"override /algorithm: {name}\n" in recipe.read_text()
 
@@ -218,7 +219,7 @@ def test_a_class_that_states_no_loss_is_said_to_state_none(mine: Path, shown: Sh
         ("grpo steps=3", "steps: is not a key of rlft algorithms, got steps=3"),
         ("algorithm=gspo", "algorithm: is named without its group here, got gspo; write rlft algorithms gspo"),
         ("algorithm.kl_coef=1", "is a key of an algorithm, and none is named, got algorithm.kl_coef=1; write rlft alg"),
-        ("grpo algorithm.kl_coff=1", "algorithm.kl_coff: there is no such key; did you mean algorithm.kl_coef?"),
+        ("grpo algorithm.kl_coff=1", "algorithm.kl_coff: there is no such key, got 1; did you mean algorithm.kl_coef?"),
         ("grpo algorithm.kl_coef=-1", "algorithm.kl_coef: must be greater than or equal to 0, got -1"),
         ("grpo -m", "this verb has no such option"),
         ("grpo --jsn", "command line: there is no such option, got --jsn"),

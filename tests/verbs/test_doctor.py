@@ -89,7 +89,7 @@ def test_ctrl_c_ends_it_soon_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "stepz=3": "stepz: there is no such key; did you mean steps?",
+    "stepz=3": "stepz: there is no such key, got 3; did you mean steps?",
     "lora.rank=0": "lora.rank: must be greater than 0, got 0; ",
     "+recipe=sft_arithmetic": "+recipe: is for rlft sft, and a run of rlft train is tried, got sft_arithmetic; give ",
     "-m seed=1,2": "command line: this verb has no such option, got -m; ",

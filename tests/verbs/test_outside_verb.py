@@ -102,7 +102,7 @@ def test_it_is_among_the_verbs_and_has_help_without_torch(site: Path, tmp_path: 
 
 REFUSED = {
     "": "text.path: has no value yet; give text.path=<value> (JSONL with a text a line)",
-    "text.path=x stepz=3": "stepz: there is no such key; did you mean steps?",
+    "text.path=x stepz=3": "stepz: there is no such key, got 3; did you mean steps?",
     "text.path=x steps=0": "steps: must be greater than 0, got 0; for instance 5 (optimizer updates)",
     "text.path=x +text.lines=3": "text.lines: there is no such key, got 3; ",
     "text.path=x verb=train": "verb: this is rlft parrot, got train; leave it as it is",

@@ -89,7 +89,7 @@ def test_what_is_wrong_with_its_keys_is_refused_before_a_weight_is_loaded(
         (MODEL, "serve.host=203.0.113.1"): "serve.host: is no address of this machine",
         (MODEL, "serve.port=70000"): "serve.port: must be less than or equal to 65535",
         (MODEL, "serve.prot=1"): "serve.prot: there is no such key",
-        (MODEL, "port=1"): "port: there is no such key; did you mean serve.port?",
+        (MODEL, "port=1"): "port: there is no such key, got 1; did you mean serve.port?",
         (MODEL, "environment.port=1"): "environment.port: is not read by rlft serve, whose clients bring their own",
         (MODEL, "+environment=tools"): "environment: is not read by rlft serve",
         (MODEL, "serve.token=short"): "serve.token: is too short, or cannot stand in a header, got ***",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,9 +21,12 @@ import rlft
 from rlft.cluster.config import ClusterConfig
 from rlft.cluster.member import MemberError, MemberSpec
 from rlft.cluster.processes import LocalProcesses
+from rlft.config.compose import compose
+from rlft.config.overrides import parse
+from rlft.run import run_folder
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.types import UserError
-from rlft.verbs import sweep_jobs
+from rlft.verbs import sweep, sweep_jobs
 from rlft.verbs.sweep_jobs import JobsFailedError, SideBySide, cluster_of, gpus_of, threads_of_a_job
 
 
@@ -170,6 +174,70 @@ def test_an_interruption_reaches_every_job_and_starts_no_other(tmp_path: Path, s
     assert len(launcher.members) == 2
     assert [member.signals for member in launcher.members] == [[signal.SIGINT]] * 2
     assert jobs.failed == {}
+
+
+@pytest.mark.parametrize("stopped_first", [True, False])
+def test_a_job_is_signalled_once_since_a_second_signal_would_abandon_its_step(
+    stopped_first: bool, tmp_path: Path, said: list[str]
+) -> None:
+    launcher = FakeLauncher(tmp_path, ["stuck", "stuck"])
+    jobs = side_by_side(launcher, said)
+    start_all(jobs, 2, tmp_path)
+    if stopped_first:
+        jobs.stop(0)
+    jobs._interrupt.requested = True
+    jobs.poll()
+    jobs.stop(0)
+    jobs.poll()
+    assert [member.signals for member in launcher.members] == [[signal.SIGINT]] * 2
+
+
+def test_a_job_that_is_refused_does_not_end_those_that_run(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = FakeLauncher(tmp_path)
+    failures: list[Exception] = []
+
+    def hydra(verb: str, parsed: Any, job: Any) -> None:
+        for number in range(3):
+            try:
+                job(number)
+            except UserError as error:
+                failures.append(error)
+        raise failures[0]
+
+    def is_finished(plain: Any, folder: Path) -> bool:
+        if folder.name == "1":
+            raise UserError("steps", "is fewer than the run has", got=10, remedy="raise it")
+        return False
+
+    numbers = iter(range(3))
+    monkeypatch.setattr(sweep, "_hydra", hydra)
+    monkeypatch.setattr(sweep, "_composed_job", lambda number: ({}, tmp_path / str(number)))
+    monkeypatch.setattr(sweep, "_is_finished", is_finished)
+    monkeypatch.setattr(sweep, "opened_for", lambda *given, **more: contextlib.nullcontext(launcher))
+    monkeypatch.setattr(sweep, "say", said.append)
+    config, jobs = ClusterConfig(jobs=2), [["seed=0"], ["seed=1"], ["seed=2"]]
+    words = parse(["-m", "seed=0,1,2"])
+    with pytest.raises(UserError, match=r"^steps: is fewer"):
+        sweep._side_by_side("train", words, jobs, ["a", "b", "c"], lambda: next(numbers), config, on_gpus=False)
+    assert [line for line in said if "job 1" in line] == [
+        "job 1 failed: steps: is fewer than the run has, got 10; raise it"
+    ]
+    assert [f"job {i} is finished: {tmp_path / str(i)}" in said for i in (0, 2)] == [True, True]
+
+
+def test_a_repeated_sweep_with_another_config_is_refused_also_in_a_quoted_folder(tmp_path: Path) -> None:
+    plain = compose(["steps=4"])
+    folder = tmp_path / "my sweep"
+    (folder / "0").mkdir(parents=True)
+    run_folder.write_config(folder / "0", plain, {})
+    for changed, words in (({**plain, "seed": 1}, [f"hydra.sweep.dir='{folder}'"]), (plain, [])):
+        if words:
+            with pytest.raises(UserError, match="seed: 0 -> 1"):
+                sweep._check_repeated(0, words, changed)
+        else:
+            sweep._check_repeated(0, [f"hydra.sweep.dir='{folder}'"], changed)
 
 
 def test_real_processes_end_as_their_commands_do(tmp_path: Path, said: list[str]) -> None:

@@ -88,7 +88,7 @@ def test_a_folder_that_is_named_as_sweeps_name_theirs_is_no_word(make_run: Calla
     ("words", "message"),
     [
         ([], "report: needs a run; write rlft report runs/"),
-        (["nowhere"], "report: there is no run in that folder (config.yaml is missing), got nowhere"),
+        (["nowhere"], "report: there is no such folder, got nowhere"),
         (["x", "to=y.html"], "to: is not a key of rlft report, got y.html; use out="),
         (["RUN", "--json"], "command line: there is no such option, got --json; use --help"),
         (["RUN", "out=page.pdf"], "out: must be an HTML file, got page.pdf; name one such as out=report.html"),

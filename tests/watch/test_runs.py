@@ -351,7 +351,7 @@ def test_one_that_has_ended_shows_its_closing_page(made: Path, capsys: pytest.Ca
     ("words", "message"),
     [
         ([], "watch: takes one run, got none; write rlft watch runs/<name>/<time>"),
-        (["nowhere"], "watch: there is no run in that folder (config.yaml is missing), got nowhere"),
+        (["nowhere"], "watch: there is no such folder, got nowhere"),
         (["nowhere", "--json"], "command line: there is no such option, got --json; use --help"),
         (["a=b"], "a: is not a key of rlft watch, got b; name folders only"),
     ],

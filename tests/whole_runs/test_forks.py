@@ -112,7 +112,7 @@ def test_what_the_checkpoint_does_not_fit_is_refused_by_key_and_nothing_is_writt
         ("algorithm=ppo critic.kind=adapter", "(critic.kind: none -> adapter)"),
         ("model.dtype=bfloat16", "(model.dtype: auto -> bfloat16)"),
         ("steps=3", "steps: the new run begins after step 3, got 3; raise it, for instance steps=6"),
-        ("stepz=9", "stepz: there is no such key; did you mean steps?"),
+        ("stepz=9", "stepz: there is no such key, got 9; did you mean steps?"),
         ("resume=auto", "resume: has no meaning here: a new run starts from the checkpoint"),
         ("hydra.run.dir=run steps=9", "hydra.run.dir: there is a run in that folder"),
         ("model.path=embedded:tiny-student", "model.path: the base changed since the run began"),

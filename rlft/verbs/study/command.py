@@ -27,7 +27,7 @@ from rlft.verbs.study.checked import checked_plans, composed
 from rlft.verbs.study.config import USUAL_TRIALS, StudyConfig, check_installed, is_own, key_of, read_config
 from rlft.verbs.study.measure import check_evaluates, lower_is_better
 from rlft.verbs.study.space import Interval, Space, read_space
-from rlft.verbs.sweep_jobs import are_on_gpus, cluster_of
+from rlft.verbs.sweep_jobs import are_on_gpus, cluster_of, gpus_of
 
 if TYPE_CHECKING:
     from rlft.verbs.study.runs import Study
@@ -135,7 +135,9 @@ def search(verb: str, parsed: Arguments, *, resumed: bool = False) -> None:
     if (named := parsed.value("hydra.sweep.dir")) is not None:
         check_folder(Path(named))
     checked = check(verb, parsed)
-    folder = Path(os.path.relpath(named or configs.new_folder(str(checked.plains[0]["name"]), below="sweeps")))
+    folder = Path(named or configs.new_folder(str(checked.plains[0]["name"]), below="sweeps"))
+    if named is None or not resumed:  # a study that is resumed may compute in another directory than the user's
+        folder = Path(os.path.relpath(folder))
     from rlft.verbs.study import page
 
     with ExitStack() as stack:
@@ -170,6 +172,8 @@ def check(verb: str, parsed: Arguments) -> Checked:
     plains = composed(space, parsed.config_dir, verb, keys.metric)
     import_libraries()
     cluster = cluster_of(plains)
+    if cluster is not None and cluster.jobs > 1 and are_on_gpus(plains):
+        gpus_of(cluster)  # refuses jobs for which there are too few
     plans = checked_plans(space, plains, verb)
     found = Checked(verb=verb, parsed=parsed, keys=keys, space=space, plains=plains, plans=plans, cluster=cluster)
     check_prunes(keys, found.first_evaluation, found.steps)
@@ -197,7 +201,11 @@ def check_folder(folder: Path) -> None:
 
 def _hold(stack: ExitStack, folder: Path) -> None:
     """Keeps other processes out of the sweep's folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem, remedy = f"cannot be written ({error.strerror})", "choose another folder"
+        raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from None
     try:
         stack.enter_context(run_folder.held(folder, "sweep"))
     except UserError as error:

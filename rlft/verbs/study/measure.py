@@ -26,7 +26,8 @@ OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "include_stop_s
 
 `max_tokens` is not among them: it is part of what a run learns with, like the limits of its environment."""
 PROMPTS = "held_out_fingerprint"
-"""That of all held-out prompts with their tokens; trials are compared on the first ones, however they are put."""
+"""The key of a fingerprint of all held-out prompts and their tokens. Trials need only the same first prompts, whose
+tokens may differ."""
 
 
 def measured_by(plain: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -42,7 +43,9 @@ def measured_by(plain: Mapping[str, Any], metric: str) -> dict[str, Any]:
     if plain.get("verb") == "dpo" and metric in IN_UNITS_OF_THE_LOSS:
         loss = dict(plain["loss"])
         values |= {"loss": loss.pop("_target_"), **{f"loss.{name}": value for name, value in loss.items()}}
-        values["snapshot.reference"] = plain["snapshot"]["reference"]
+        values["snapshot.reference"] = reference = plain["snapshot"]["reference"]
+        if reference in ("auto", "copy"):  # the policy as it begins
+            values["lora.path"] = (plain["lora"] or {}).get("path")
     if metric == "eval/pretrain_loss":
         values |= {f"pretrain.{name}": plain["pretrain"].get(name) for name in TEXT_OF_PRETRAINING}
     if "generation" in plain:

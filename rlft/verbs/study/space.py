@@ -176,14 +176,14 @@ def check_changes_numbers(space: Space, plain: Mapping[str, Any]) -> None:
         key = key_of(one.key)
         if changes_no_number(key, plain["verb"], plain.get("generation") or {}):
             got = ", ".join(map(str, one.extremes))
-            problem = "cannot be chosen by what a run measures, which it does not change"
+            problem = "cannot be swept: it does not change what a run measures"
             raise UserError(key, problem, got=got, remedy="give it one value")
 
 
 def _check_is_a_setting(key: str, got: str) -> None:
     """Refuses keys that are no setting of a run, but of the comparison."""
     if key == "seed":
-        problem = "is that of a trial's runs, and no setting that one could choose for being lucky"
+        problem = "cannot be swept by sweep=optuna: the best seed would only be a lucky one"
         raise UserError(key, problem, got=got, remedy="write sweep.seeds=3 for three runs of each trial")
     if key == "data.seed":
         problem = "is the seed of the data: trials on other data cannot be compared"
@@ -219,6 +219,8 @@ def _interval(key: str, value: Any, got: str) -> Interval:
 
 
 def _values(key: str, values: Sequence[str]) -> tuple[str, ...]:
+    if len(values) == 1:
+        raise UserError(key, "is a choice of one value", got=values[0], remedy=f"give several, or {key}={values[0]}")
     for value in (value for value in values if list(values).count(value) > 1):
         raise UserError(key, "has a value twice", got=value, remedy="give every value once")
     return tuple(values)

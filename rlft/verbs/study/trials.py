@@ -29,6 +29,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from rlft.ops.seeds import derive
 from rlft.system.files import write_atomically
+from rlft.system.interrupt import Deferred
 from rlft.types import UserError
 from rlft.verbs.study.config import StudyConfig
 from rlft.verbs.study.space import Choice, Interval, Space
@@ -54,7 +55,7 @@ class Journal(BaseJournalBackend):
     """
 
     def __init__(self, file: Path) -> None:
-        self._file, self._inside, self._unwritten = file, False, False
+        self._file, self._inside, self._unwritten, self._is_whole = file, False, False, True
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         self._lines = text.splitlines(keepends=True)
         self._records: list[dict[str, Any]] = [json.loads(line) for line in self._lines]
@@ -71,16 +72,22 @@ class Journal(BaseJournalBackend):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Writes what is recorded inside at its end; nothing after an exception."""
+        """Writes what is recorded inside at its end; after an exception inside neither that nor anything later."""
         self._inside = True
-        yield
-        self._inside = False
+        try:
+            yield
+        except BaseException:
+            self._is_whole = False  # Optuna remembers half of a change, which would be written with the next one
+            raise
+        finally:
+            self._inside = False
         if self._unwritten:
             self._write()
 
     def _write(self) -> None:
-        write_atomically(self._file, (line.encode() for line in self._lines))
-        self._unwritten = False
+        if self._is_whole:
+            write_atomically(self._file, (line.encode() for line in self._lines))
+            self._unwritten = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +227,9 @@ class Trials:
         return count
 
     def withdraw_attempt(self, number: int) -> None:
-        """The newest attempt no longer counts."""
+        """The newest attempt no longer counts; nothing if the trial has ended."""
+        if self._all()[number].state.is_finished():
+            return
         with self._changing():
             trial = self._handle(number)
             furthest, count = trial.user_attrs[ATTEMPTS]
@@ -305,7 +314,8 @@ class Trials:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        with warnings.catch_warnings(), self._journal.transaction():
+        """A change, which a signal does not interrupt: it is kept whole, and the signal is delivered behind it."""
+        with Deferred(), warnings.catch_warnings(), self._journal.transaction():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             yield
 

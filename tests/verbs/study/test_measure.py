@@ -89,8 +89,13 @@ PREFERENCES = ("preferences=jsonl", "preferences.path=embedded:arithmetic-prefer
 
 @pytest.mark.parametrize(
     ("words", "key"),
-    [(["loss=ipo"], "loss"), (["loss.beta=0.5"], "loss.beta"), (["snapshot.reference=base"], "snapshot.reference")],
-    ids=["another loss", "another beta", "another reference"],
+    [
+        (["loss=ipo"], "loss"),
+        (["loss.beta=0.5"], "loss.beta"),
+        (["snapshot.reference=base"], "snapshot.reference"),
+        (["lora.path=elsewhere"], "lora.path"),
+    ],
+    ids=["another loss", "another beta", "another reference", "another start, which is the reference"],
 )
 def test_dpos_loss_and_margin_are_compared_in_one_unit(words: list[str], key: str) -> None:
     first, other = (compose([*PREFERENCES, *more], verb="dpo") for more in ([], words))

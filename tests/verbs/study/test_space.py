@@ -88,7 +88,7 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
         ("trainer.lr=tag(log,interval(0,1))", "trainer.lr: only positive numbers have logarithms"),
         ("trainer.lr=tag(wide,interval(0,1))", "trainer.lr: an interval is tagged log, linear or not at all"),
         ("lora.rank=4,8,4", "lora.rank: has a value twice, got 4"),
-        ("seed=0,1", "seed: is that of a trial's runs"),
+        ("seed=0,1", "seed: cannot be swept by sweep=optuna"),
         ("data.seed=0,1", "data.seed: is the seed of the data"),
         ("steps=10,20", "steps: is one for all trials"),
         ("hydra.sweep.dir=a,b", "hydra.sweep.dir: is one for the whole sweep"),
@@ -117,7 +117,7 @@ def test_keys_that_change_no_number_cannot_be_chosen(word: str) -> None:
     with pytest.raises(UserError) as refused:
         check_changes_numbers(read_space([word], "train"), compose([]))
     got = ", ".join(word.partition("=")[2].split(","))
-    said = f"{word.partition('=')[0]}: cannot be chosen by what a run measures, which it does not change, got {got};"
+    said = f"{word.partition('=')[0]}: cannot be swept: it does not change what a run measures, got {got};"
     assert str(refused.value).startswith(said)
 
 

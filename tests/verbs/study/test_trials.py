@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,6 +132,48 @@ def test_the_key_that_matters_is_the_most_important_one(tmp_path: Path) -> None:
     shares = trials.importance()
     assert max(shares, key=lambda key: shares[key]) == "trainer.lr"
     assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_an_attempt_at_a_trial_that_has_ended_is_not_withdrawn(tmp_path: Path) -> None:
+    """A second Ctrl-C may come while the run of a pruned trial still saves."""
+    trials = make_trials(tmp_path, keys(), SPACE)
+    number = trials.draw().number
+    trials.attempt(number, [0])
+    trials.fail(number, "pruned")
+    before = (tmp_path / JOURNAL).read_bytes()
+    trials.withdraw_attempt(number)
+    assert (tmp_path / JOURNAL).read_bytes() == before
+
+
+def test_a_signal_in_a_change_comes_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = make_trials(tmp_path, keys(), SPACE)
+    tell = trials._study.ask
+
+    def ask(*given: object) -> optuna.Trial:
+        os.kill(os.getpid(), signal.SIGINT)
+        return tell(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trials._study, "ask", ask)
+    with pytest.raises(KeyboardInterrupt):
+        trials.draw()
+    [kept] = make_trials(tmp_path, keys(), SPACE).unfinished()
+    assert {*kept.params} == {"trainer.lr", "lora.rank", "algorithm"}, "the whole trial, and not a part of it"
+
+
+def test_half_of_a_change_is_never_written(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / JOURNAL)
+    journal.append_logs([{"op_code": 0}])
+
+    def fail() -> None:
+        with journal.transaction():
+            journal.append_logs([{"op_code": 1}])
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    with journal.transaction():
+        journal.append_logs([{"op_code": 2}])
+    assert (tmp_path / JOURNAL).read_text().splitlines() == ['{"op_code":0}']
 
 
 def test_the_journal_holds_what_was_kept_last_and_optunas_own_reader_reads_it(tmp_path: Path) -> None:
