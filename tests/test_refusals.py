@@ -361,7 +361,7 @@ TABLE = [
     ("train -m sweep=optuna 'lora.rank=int(interval(2.5,8.7))'", "lora.rank", "ends that are not whole, got int(i"),
     (f"{CHOOSES} resume=auto", "resume", "is of one run, and this is a sweep, got auto; leave it out"),
     (f"{CHOOSES} 'lora.rank=interval(4,8)'", "lora.rank", "write lora.rank=int(interval(..)) to draw whole numbers"),
-    ("train -m sweep=optuna 'trainer.lr=choice(1e-3)'", "trainer.lr", "is a choice of one value, got 1e-3"),
+    ("train -m sweep=optuna 'trainer.lr=choice(1e-3)'", "trainer.lr", "is a choice of one value, got choice(1e-3)"),
     ("train -m sweep=optuna 'trainer.lr=intervall(1e-4,1e-2)'", "trainer.lr",
      "has a function that cannot be read (Unknown function 'intervall'), got intervall(1e-4,1e-2); write"),
     ("train -m sweep=optuna 'trainer.lr=interval(1e-4)'", "trainer.lr", "(missing a required argument: 'end')"),
@@ -1248,11 +1248,13 @@ READ_BY_LIBRARIES = (
     "is a JSON array", "holds no tests", "got 16 and 32 prompts", "got preferences with the fingerprints",
     "never prunes a trial",
     "holds no data", "is not JSON", "there is no field", "is not a ch", "another tokenizer", "to train on",
-    "exceed pro", "without a margin", "gives the replay none", "distinct train problems", "scores prompts of",
+    "exceed pro", "no prompt has two", "gives the replay none", "distinct train problems", "scores prompts of",
     "changed since the run began",
     # tensors, and the base that an adapter was made for
     "made for base", "this base", "its tensor", "its head has", "it lacks the tensor", "it has the tensor",
     "cannot be read", "policy,wider", "critic,critic_wider", "vLLM cannot serve",
+    # a folder that shows only when it is made that it cannot be
+    "hydra.sweep.dir=/proc/x",
     # devices
     "no CUDA device", "need a CUDA device", "(job 1: model.device=cuda)",
     "share_base=true", "weights=merged", "batch_invariant=true", "fit on one GPU", "no Ray answers",

@@ -134,7 +134,7 @@ def _with_keys_of_section(refused: UserError, plain: Mapping[str, Any], verb: st
         return refused
     names = [name for name in section if name != "_target_"]
     with_keys = unknown_in_section(path[-1], None, names, ".".join(path[:-1]), verb)
-    return UserError(with_keys.key, with_keys.problem, remedy=with_keys.remedy)
+    return UserError(with_keys.key, with_keys.problem, got=refused.got, remedy=with_keys.remedy)
 
 
 OWN_FILES = "logger=[jsonl]"
@@ -344,7 +344,8 @@ def changed(
             else:
                 result[key] = section
         elif OmegaConf.select(result, key, default=_MISSING) is _MISSING and not _was_added(key, config):
-            refused = unknown_key(key, verb, [name for name in suggest.known_keys(verb) if _has(result, name)])
+            known = [name for name in suggest.known_keys(verb) if _has(result, name)]
+            refused = unknown_key(key, verb, known, got=override.partition("=")[2] or "nothing")
             raise _with_keys_of_section(refused, config, verb) if _is_of_another_library(key, verb) else refused
         else:
             [parsed] = parse_overrides([override], verb)
@@ -510,17 +511,16 @@ def unknown_key(key: str, verb: str = USUAL, known: Collection[str] | None = Non
         known: the existing keys; None means all keys of the verb.
         got: the value as it was typed, where it is known.
     """
-    given = {} if got is None else {"got": got}
     if refused := sampling_keys.refusal(key):
-        return UserError(key, refused[0], **given, remedy=refused[1])
+        return UserError(key, refused[0], got=got, remedy=refused[1])
     group, _, subkey = key.partition(".")
     if group in catalog.groups(verb) and key in (choices := catalog.keys(group)):
         if group in suggest.NAMED_BY_CHOICE:
             name = subkey.partition(".")[0]
-            return UserError(key, f"{group} has no {name} here", **given, remedy=f"add it: {group}=[...,{name}]")
+            return UserError(key, f"{group} has no {name} here", got=got, remedy=f"add it: {group}=[...,{name}]")
         choices_with_key = " and ".join(f"{group}={choice}" for choice in choices[key])
         remedy = f"it belongs to {choices_with_key}"
-        return UserError(key, f"the {group} chosen here has no such key", **given, remedy=remedy)
+        return UserError(key, f"the {group} chosen here has no such key", got=got, remedy=remedy)
     suggestion = suggest.remedy(suggest.suggestions(key, verb, known))
     remedy = suggestion or f"`rlft {verb} --cfg job` shows every key"
-    return UserError(key, "there is no such key", **given, remedy=remedy)
+    return UserError(key, "there is no such key", got=got, remedy=remedy)

@@ -111,7 +111,9 @@ def read_space(words: Sequence[str], verb: str) -> Space:
         if parsed.is_interval_sweep():
             varied.append(_interval(key, parsed.value(), word.partition("=")[2]))
         else:
-            varied.append(Choice(key=key, values=_values(full, list(parsed.sweep_string_iterator()))))
+            varied.append(
+                Choice(key=key, values=_values(full, list(parsed.sweep_string_iterator()), word.partition("=")[2]))
+            )
     if not varied:
         problem = "has nothing to choose: no key has an interval or several values"
         remedy = "give one, such as 'trainer.lr=interval(1e-5,1e-3)' or lora.rank=4,16"
@@ -218,9 +220,9 @@ def _interval(key: str, value: Any, got: str) -> Interval:
     return Interval(key=key, low=low, high=high, whole=whole, log=log)
 
 
-def _values(key: str, values: Sequence[str]) -> tuple[str, ...]:
+def _values(key: str, values: Sequence[str], got: str) -> tuple[str, ...]:
     if len(values) == 1:
-        raise UserError(key, "is a choice of one value", got=values[0], remedy=f"give several, or {key}={values[0]}")
+        raise UserError(key, "is a choice of one value", got=got, remedy=f"give several, or {key}={values[0]}")
     for value in (value for value in values if list(values).count(value) > 1):
         raise UserError(key, "has a value twice", got=value, remedy="give every value once")
     return tuple(values)

@@ -136,7 +136,7 @@ def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are
     """Another file is another setting, and what evaluations depend on is refused by its own message."""
     space = read_space([word], "train")
     if word.startswith("cluster"):
-        with pytest.raises(UserError, match=r"^cluster: cannot be chosen"):
+        with pytest.raises(UserError, match=r"^cluster: cannot be swept"):
             check_changes_numbers(space, compose([]))
     else:
         check_changes_numbers(space, compose([]))
