@@ -302,7 +302,7 @@ def test_it_is_closed_once_whatever_ends_the_run(
     [
         (
             "generation.canned.megabites=3",
-            "generation.canned.megabites: there is no such key; did you mean generation.canned.megabytes? "
+            "generation.canned.megabites: there is no such key, got 3; did you mean generation.canned.megabytes? "
             "known here: texts, megabytes, fails_at, runs_out",
         ),
         (
