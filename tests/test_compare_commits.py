@@ -179,12 +179,14 @@ def test_stopped_in_a_run_it_leaves_neither_worktree_nor_process(
     place = tmp_path / "temporary"
     place.mkdir()
     driver = f"""
+import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(SCRIPTS)!r})
 import compare_commits
 compare_commits.ROOT, compare_commits.LIBRARIES = Path({str(repository)!r}), ()
 compare_commits.CASES = (compare_commits.Case(name="grpo", commands=["sleep {tmp_path / "pid"}"]),)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
 compare_commits.main()
 """
     process = subprocess.Popen(

@@ -84,7 +84,9 @@ def check_keys_are_read(words: Sequence[str]) -> None:
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
         if key in names:
-            raise UserError(key, "there is no such key", got=value or "nothing", remedy=f"did you mean {SECTION}.{key}?")
+            raise UserError(
+                key, "there is no such key", got=value or "nothing", remedy=f"did you mean {SECTION}.{key}?"
+            )
         if key.partition(".")[0] == "environment":
             problem = "is not read by rlft serve, whose clients bring their own environment"
             raise UserError(

@@ -15,8 +15,8 @@ from rlft.types import UserError
     [
         ("", "is empty"),
         ("embedded:big", "there is no such embedded model"),
-        ("/nowhere", "there is no config.json in that folder"),
-        ("./nowhere", "there is no config.json in that folder"),
+        ("/nowhere", "there is no such folder"),
+        ("./nowhere", "there is no such folder"),
     ],
 )
 def test_what_is_no_model_is_refused_by_its_key(path: str, problem: str) -> None:

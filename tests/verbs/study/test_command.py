@@ -245,7 +245,9 @@ def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert begin("sweep.trials=3", again="../place/sweep").ran == [(2, 0)]
-    assert f"relative paths are read from {tmp_path}/place, where the sweep was begun" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"relative paths are read from {tmp_path}/place, where the sweep was begun" in said
+    assert f"resume it with: rlft resume {tmp_path}/place/sweep\n" in said, "which works where the user is"
     assert (tmp_path / "place" / "sweep" / "2" / "seed_0").is_dir()
     assert list((tmp_path / "elsewhere").iterdir()) == []
 

@@ -154,8 +154,12 @@ def test_a_signal_in_a_change_comes_behind_it(tmp_path: Path, monkeypatch: pytes
         return tell(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(trials._study, "ask", ask)
-    with pytest.raises(KeyboardInterrupt):
-        trials.draw()
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trials.draw()
+    finally:
+        signal.signal(signal.SIGINT, previous)
     [kept] = make_trials(tmp_path, keys(), SPACE).unfinished()
     assert {*kept.params} == {"trainer.lr", "lora.rank", "algorithm"}, "the whole trial, and not a part of it"
 
