@@ -113,7 +113,7 @@ def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
         raise UserError(
             "snapshot.teacher_hint", "says nothing", got=repr(snapshot.teacher_hint), remedy="use null for no hint"
         )
-    odd = [found for found in re.findall(r"\{[^{}]*\}", snapshot.teacher_hint or "") if found != ANSWER]
+    odd = [braces for braces in re.findall(r"\{[^{}]*\}", snapshot.teacher_hint or "") if braces != ANSWER]
     lone = [brace for brace in "{}" if brace in re.sub(r"\{[^{}]*\}", "", snapshot.teacher_hint or "")]
     if lone and not odd:
         raise UserError(

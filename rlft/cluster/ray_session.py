@@ -82,7 +82,7 @@ class RaySession:
                 cluster_address = self._keeper.address
             else:
                 assert address is not None
-                cluster_address = found(address)
+                cluster_address = resolved_address(address)
             _connect(cluster_address, log)
             import ray
 
@@ -142,7 +142,7 @@ def check_address(address: str) -> None:
         raise UserError(KEY, problem, got=address, remedy=_START_ONE) from None
 
 
-def found(address: str) -> str:
+def resolved_address(address: str) -> str:
     """The address (host:port) of the cluster, which a process of its own has connected to.
 
     Ray may wait for minutes or abort. It can do so in that process; here it could not be stopped.

@@ -56,7 +56,7 @@ class VLLMTeacher:
             try:
                 self._llm = start(self._options())
                 # What it cannot compute, or has no memory for, shows in the longest row and not in the first step.
-                self._asked([[0] * settings.row_tokens], 0)
+                self._prompt_logprobs([[0] * settings.row_tokens], 0)
             except START_ERRORS as error:
                 self.close()
                 problem = f"vLLM could not start with the teacher: {error}"
@@ -115,14 +115,16 @@ class VLLMTeacher:
             if not 2 <= len(row) <= self.settings.row_tokens:
                 raise ValueError(f"a teacher's row has 2 .. {self.settings.row_tokens} tokens, not {len(row)}")
         done: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        asked, width = list(range(len(rows))), top_k
-        while asked:
-            found = self._asked([rows[i] for i in asked], width)
-            done |= {i: own for i, made in zip(asked, found, strict=True) if (own := _within(*made, top_k, vocabulary))}
-            asked, width = [i for i in asked if i not in done], min(2 * width, self._vocabulary)
+        remaining, width = list(range(len(rows))), top_k
+        while remaining:
+            results = self._prompt_logprobs([rows[i] for i in remaining], width)
+            done |= {
+                i: own for i, made in zip(remaining, results, strict=True) if (own := _within(*made, top_k, vocabulary))
+            }
+            remaining, width = [i for i in remaining if i not in done], min(2 * width, self._vocabulary)
         return [done[i] for i in range(len(rows))]
 
-    def _asked(self, rows: Sequence[Sequence[int]], width: int) -> list[tuple[Tensor, Tensor]]:
+    def _prompt_logprobs(self, rows: Sequence[Sequence[int]], width: int) -> list[tuple[Tensor, Tensor]]:
         """Of each row its tokens, each with the `width` most likely, and their log-probs, `[T - 1, 1 + width]`."""
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
@@ -150,7 +152,7 @@ def _within(ids: Tensor, logprobs: Tensor, top_k: int, vocabulary: int) -> tuple
     """What `logprobs` says of a row; None where fewer than top_k of the most likely tokens are in the vocabulary.
 
     Args:
-        ids, logprobs: as `_asked` gives them.
+        ids, logprobs: as `_prompt_logprobs` gives them.
     """
     inside = ids[:, 1:] < vocabulary
     if int(inside.sum(1).min()) < top_k:

@@ -41,8 +41,8 @@ class Mlflow(ScalarLogger):
         with suppress(self.library.MlflowException):  # it exists already, perhaps only since a moment ago
             self.client.create_experiment(self.experiment)
         experiment = self.client.get_experiment_by_name(self.experiment).experiment_id
-        found = self.client.search_runs([experiment], f"tags.`rlft.run` = '{name}'")
-        entry = found[0] if found else self.client.create_run(experiment, tags={"rlft.run": name}, run_name=run.name)
+        runs = self.client.search_runs([experiment], f"tags.`rlft.run` = '{name}'")
+        entry = runs[0] if runs else self.client.create_run(experiment, tags={"rlft.run": name}, run_name=run.name)
         self.client.update_run(entry.info.run_id, status="RUNNING")
         values = {self.renamed(key): str(value)[:LONGEST_VALUE] for key, value in parameters(run.config).items()}
         missing = [self.library.entities.Param(key, v) for key, v in values.items() if key not in entry.data.params]

@@ -31,8 +31,8 @@ class Dpo(PreferenceLoss):
 
     needs_reference: ClassVar[bool] = True
 
-    def rewards(self, given: Likelihoods) -> Tensor:
-        return self.beta * given.log_ratios(per_token=self.per_token)
+    def rewards(self, likelihoods: Likelihoods) -> Tensor:
+        return self.beta * likelihoods.log_ratios(per_token=self.per_token)
 
     def of_margins(self, margins: Tensor) -> Tensor:
         return logistic(margins, self.label_smoothing)

@@ -30,8 +30,8 @@ class Ipo(PreferenceLoss):
 
     needs_reference: ClassVar[bool] = True
 
-    def rewards(self, given: Likelihoods) -> Tensor:
-        return self.beta * given.log_ratios(per_token=self.per_token)
+    def rewards(self, likelihoods: Likelihoods) -> Tensor:
+        return self.beta * likelihoods.log_ratios(per_token=self.per_token)
 
     def of_margins(self, margins: Tensor) -> Tensor:
         return ((margins - 0.5) / self.beta).square()

@@ -27,8 +27,8 @@ class Orpo(PreferenceLoss):
 
     needs_reference: ClassVar[bool] = False
 
-    def rewards(self, given: Likelihoods) -> Tensor:
-        return log_odds(given.mean_logprobs)
+    def rewards(self, likelihoods: Likelihoods) -> Tensor:
+        return log_odds(likelihoods.mean_logprobs)
 
     def of_margins(self, margins: Tensor) -> Tensor:
         return self.beta * logistic(margins)

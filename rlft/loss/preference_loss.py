@@ -63,20 +63,20 @@ class PreferenceLoss(ABC):
     """Whether rewards are relative to a reference policy."""
 
     @abstractmethod
-    def rewards(self, given: Likelihoods) -> Tensor:
+    def rewards(self, likelihoods: Likelihoods) -> Tensor:
         """`[K]`: the reward that the policy implies for each completion."""
 
     @abstractmethod
     def of_margins(self, margins: Tensor) -> Tensor:
         """`[N]`: the loss of each pair, of its margin `[N]`."""
 
-    def __call__(self, given: Likelihoods, ranks: Sequence[float]) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, likelihoods: Likelihoods, ranks: Sequence[float]) -> tuple[Tensor, dict[str, Tensor]]:
         """(the loss of one ranking `[]`, {metric: its mean over the pairs `[]`, log-probs in nats per token}).
 
         ranks: a number for each completion; higher is better, equal ones are no pair, and there is at least one pair.
         """
         better, worse = pairs_of_ranking(ranks)
-        rewards_K, mean_logprobs_K = self.rewards(given), given.mean_logprobs
+        rewards_K, mean_logprobs_K = self.rewards(likelihoods), likelihoods.mean_logprobs
         margins_N = rewards_K[better] - rewards_K[worse]
         preference = self.of_margins(margins_N).mean()
         best = [i for i, rank in enumerate(ranks) if rank == max(ranks)]

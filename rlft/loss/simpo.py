@@ -29,8 +29,8 @@ class SimPo(PreferenceLoss):
 
     needs_reference: ClassVar[bool] = False
 
-    def rewards(self, given: Likelihoods) -> Tensor:
-        return self.beta * given.mean_logprobs
+    def rewards(self, likelihoods: Likelihoods) -> Tensor:
+        return self.beta * likelihoods.mean_logprobs
 
     def of_margins(self, margins: Tensor) -> Tensor:
         return logistic(margins - self.gamma, self.label_smoothing)

@@ -75,15 +75,15 @@ def teacher_logprobs_by_engine(
     read = batch if batch.teacher_prompts is None else with_other_prompts(batch, batch.teacher_prompts)
     paths = None if read.previous is None else paths_of(read)
     linear = read if paths is None else paths.batch
-    lengths, asked = linear.attention_mask.sum(1).tolist(), linear.loss_mask.any(1).nonzero()[:, 0].tolist()
-    rows = [linear.token_ids[b, : lengths[b]].tolist() for b in asked]
+    lengths, sampled_rows = linear.attention_mask.sum(1).tolist(), linear.loss_mask.any(1).nonzero()[:, 0].tolist()
+    rows = [linear.token_ids[b, : lengths[b]].tolist() for b in sampled_rows]
     shape, device = linear.token_ids.shape, linear.token_ids.device
     made = {"teacher_logprobs": torch.zeros(shape, device=device)}
     if top_k:
         made["teacher_top_k_ids"] = torch.zeros(*shape, top_k, dtype=torch.int64, device=device)
         made["teacher_top_k_logprobs"] = torch.zeros(*shape, top_k, device=device)
-    for b, found in zip(asked, engine.logprobs(rows, top_k, vocabulary), strict=True):
-        for values, of_row in zip(made.values(), found, strict=False):  # without top_k the log-probs alone
+    for b, row_logprobs in zip(sampled_rows, engine.logprobs(rows, top_k, vocabulary), strict=True):
+        for values, of_row in zip(made.values(), row_logprobs, strict=False):  # without top_k the log-probs alone
             values[b, 1 : lengths[b]] = of_row
     result = {}
     for name, values in made.items():

@@ -112,10 +112,10 @@ def explanation(
 ) -> str:
     """The message, in one line."""
     match = re.search(r"tried to allocate ([\d.,]+ \w+)", str(error), re.IGNORECASE)
-    wanted = f", {match[1].removesuffix('. Error')} more were wanted" if match else ""
+    requested = f", {match[1].removesuffix('. Error')} more were wanted" if match else ""
     after_step = "" if again is None else f" after step {work.finished}"
     what, remedy = ELSEWHERE.get(work.current) or _lower(work, config, again, engine)
-    return f"memory ran out in {work.current}{after_step}{wanted}: what grows there is {what}; {remedy}"
+    return f"memory ran out in {work.current}{after_step}{requested}: what grows there is {what}; {remedy}"
 
 
 def _lower(work: StageAndSteps, config: Any, again: str | None, engine: Mapping[str, Largest]) -> tuple[str, str]:

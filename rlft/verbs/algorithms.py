@@ -187,8 +187,8 @@ def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], conf
 
 def _comments(key: str, lineage: Sequence[Path]) -> tuple[str, ...]:
     """The comments on a key: that of the first file with one explains it, the others say why they change it."""
-    found = [(file.stem, catalog.entries(file)[key].comment) for file in lineage if key in catalog.entries(file)]
-    first, *others = [(stem, comment) for stem, comment in found if comment] or [("", "")]
+    comments = [(file.stem, catalog.entries(file)[key].comment) for file in lineage if key in catalog.entries(file)]
+    first, *others = [(stem, comment) for stem, comment in comments if comment] or [("", "")]
     return tuple(filter(None, [first[1], *(f"{stem}: {comment}" for stem, comment in others)]))
 
 

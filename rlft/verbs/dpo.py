@@ -74,12 +74,12 @@ class PreferenceLesson(RankingLesson[DpoPlan]):
         result = []
         for logprobs_K, ranking in zip(of_each(logprobs_B, rankings), rankings, strict=True):
             assert isinstance(ranking, Compared), "all rankings here were made by `_compared` or `with_reference`"
-            given = Likelihoods(
+            likelihoods = Likelihoods(
                 logprobs=logprobs_K,
                 lengths=logprobs_K.new_tensor([len(completion) for completion in ranking.completions]),
                 reference=logprobs_K.new_tensor(ranking.reference) if ranking.reference else None,
             )
-            result.append(self.plan.loss(given, ranking.scores))
+            result.append(self.plan.loss(likelihoods, ranking.scores))
         return result
 
     def _logprobs(self, batch: Batch) -> Tensor:
@@ -95,8 +95,8 @@ class PreferenceLesson(RankingLesson[DpoPlan]):
         """The rankings with the log-probs by the reference, in one pass over all of them."""
         if self.plan.reference == "none" or not rankings:
             return [with_reference(ranking, ()) for ranking in rankings]
-        found = of_each(self._logprobs_by(self.roles.reference_role, rankings), rankings)
-        return [with_reference(r, values.tolist()) for r, values in zip(rankings, found, strict=True)]
+        reference_logprobs = of_each(self._logprobs_by(self.roles.reference_role, rankings), rankings)
+        return [with_reference(r, values.tolist()) for r, values in zip(rankings, reference_logprobs, strict=True)]
 
     # -- an evaluation -------------------------------------------------------------------------------------------------
     def evaluate(self, step: int) -> Evaluation:
@@ -105,7 +105,7 @@ class PreferenceLesson(RankingLesson[DpoPlan]):
             self._held_out = self._compared(self.plan.held_out.rankings[: self.config.eval.num_rankings])
         terms = self._terms(self._held_out, self._logprobs_by(POLICY, self._held_out))
         losses = [{"loss": loss, **metrics} for loss, metrics in terms]
-        means = {name: mean_and_error([found[name].item() for found in losses]) for name in losses[0]}
+        means = {name: mean_and_error([values[name].item() for values in losses]) for name in losses[0]}
         value, error = means.pop("accuracy/pairs")
         metrics = {"eval/pairs": value, "eval/pairs_se": error}
         metrics |= {f"eval/{name.removeprefix('pairs/')}": mean for name, (mean, _) in means.items()}
@@ -122,7 +122,9 @@ class PreferenceLesson(RankingLesson[DpoPlan]):
             tensors={
                 REFERENCE_LOGPROBS: {
                     "positions": torch.tensor(list(self.known), dtype=torch.int64),
-                    "logprobs": torch.tensor([x for found in self.known.values() for x in found], dtype=torch.float64),
+                    "logprobs": torch.tensor(
+                        [x for values in self.known.values() for x in values], dtype=torch.float64
+                    ),
                 }
             },
         )

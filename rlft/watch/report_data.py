@@ -40,14 +40,14 @@ def folders_of(words: Sequence[str]) -> list[Path]:
     """
     if not words:
         raise UserError("report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
-    found: list[Path] = []
+    named_runs: list[Path] = []
     for word in words:
         runs = runs_in(named_folder(word, "report", say))
-        found += [run for run in runs if run not in found]
-    reported = [run for run in found if has_metrics(run)]
+        named_runs += [run for run in runs if run not in named_runs]
+    reported = [run for run in named_runs if has_metrics(run)]
     if not reported:
-        raise no_metrics(found[0])
-    for run in (run for run in found if run not in reported):
+        raise no_metrics(named_runs[0])
+    for run in (run for run in named_runs if run not in reported):
         say(f"{run} is left out: the run has no {METRICS}")
     return reported
 
@@ -101,11 +101,11 @@ def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()
 
 def sweep_folders(words: Sequence[str], runs: Sequence[Path]) -> list[Path]:
     """The folders that may be those of sweeps: the named ones, and those between them and their runs."""
-    found = {}
+    lineage = {}
     for named in map(Path, words):
         between = [above for run in runs for above in run.parents if named in above.parents]
-        found |= dict.fromkeys([named, *sorted(between)])
-    return list(found)
+        lineage |= dict.fromkeys([named, *sorted(between)])
+    return list(lineage)
 
 
 def sweep_of(folder: Path) -> dict[str, Any] | None:

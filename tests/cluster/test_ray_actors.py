@@ -140,7 +140,7 @@ def test_a_cluster_of_another_ray_is_refused(cluster: Any, launcher: RayActors) 
         with pytest.raises(
             UserError, match=r"cluster\.address: the cluster has other versions.*Ray: 2\.1\.0"
         ) as caught:
-            ray_session.found(cluster.address)
+            ray_session.resolved_address(cluster.address)
     finally:
         _internal_kv_put(key, before, True, namespace=space)
     assert caught.value.got == cluster.address
@@ -183,7 +183,7 @@ def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
     launcher.close()
     launcher.close()
     assert happens(lambda: not is_alive(pid), within_s=15)
-    assert ray_session.found(cluster.address) == cluster.address
+    assert ray_session.resolved_address(cluster.address) == cluster.address
     with pytest.raises(MemberError, match="the run is ending"):
         launcher.start(SPEC)
 
@@ -216,7 +216,7 @@ def test_nothing_is_left_of_a_ray_whose_run_was_killed(tmp_path: Path) -> None:
 )
 def test_an_address_without_a_cluster_is_refused(address: str, problem: str) -> None:
     with pytest.raises(UserError) as caught:
-        ray_session.found(address)
+        ray_session.resolved_address(address)
     assert (caught.value.key, caught.value.got) == ("cluster.address", address)
     assert caught.value.problem.startswith(problem)
 
@@ -226,7 +226,7 @@ def test_an_address_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(UserError, match=r"cluster\.address: no Ray has answered there in 2 s") as caught:
-            ray_session.found(address)
+            ray_session.resolved_address(address)
     assert caught.value.got == address
 
 

@@ -67,7 +67,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(vllm_teacher, "guest_while_starting", lambda invariant: nullcontext())
     monkeypatch.setattr(vllm_teacher, "start", lambda options: given.update(options) or llm)
     monkeypatch.setattr(vllm_teacher, "end", lambda llm, on_cpu: None)
-    monkeypatch.setattr(VLLMTeacher, "_asked", asked)
+    monkeypatch.setattr(VLLMTeacher, "_prompt_logprobs", asked)
 
     def opened(on_cpu: bool = True, **changes: Any) -> tuple[VLLMTeacher, FakeLLM, dict[str, Any]]:
         monkeypatch.setattr(vllm_teacher, "runs_on_cpu", lambda: on_cpu)
@@ -153,7 +153,7 @@ def test_the_longest_row_is_computed_before_the_first_step_and_an_engine_that_ca
         raise RuntimeError("Unsupported head size")
 
     ended: list[Any] = []
-    monkeypatch.setattr(VLLMTeacher, "_asked", asked)
+    monkeypatch.setattr(VLLMTeacher, "_prompt_logprobs", asked)
     monkeypatch.setattr(vllm_teacher, "end", lambda llm, on_cpu: ended.append(llm))
     with pytest.raises(UserError, match="Unsupported head size"):
         fake()

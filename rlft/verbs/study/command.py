@@ -175,9 +175,9 @@ def check(verb: str, parsed: Arguments) -> Checked:
     if cluster is not None and cluster.jobs > 1 and are_on_gpus(plains):
         gpus_of(cluster)  # refuses jobs for which there are too few
     plans = checked_plans(space, plains, verb)
-    found = Checked(verb=verb, parsed=parsed, keys=keys, space=space, plains=plains, plans=plans, cluster=cluster)
-    check_prunes(keys, found.first_evaluation, found.steps)
-    return found
+    checked = Checked(verb=verb, parsed=parsed, keys=keys, space=space, plains=plains, plans=plans, cluster=cluster)
+    check_prunes(keys, checked.first_evaluation, checked.steps)
+    return checked
 
 
 def check_prunes(keys: StudyConfig, first_evaluation: int, steps: int) -> None:
@@ -301,14 +301,14 @@ def number_of_trials(keys: StudyConfig, space: Space) -> int:
 def notes(keys: StudyConfig, space: Space) -> list[str]:
     """What the person watching should know when a study starts."""
     log = [one.key for one in space.varied if isinstance(one, Interval) and one.log]
-    found = [f"sampled on a log scale: {', '.join(log)} (otherwise write tag(linear,interval(..)))"] if log else []
+    lines = [f"sampled on a log scale: {', '.join(log)} (otherwise write tag(linear,interval(..)))"] if log else []
     total = number_of_trials(keys, space)
     if keys.pruner == "median" and keys.startup >= total:
         problem = f"note: of {total} trials median prunes none: it waits for sweep.startup={keys.startup} complete ones"
-        found.append(f"{problem}; lower sweep.startup, or raise sweep.trials")
+        lines.append(f"{problem}; lower sweep.startup, or raise sweep.trials")
     if keys.sampler != "grid" and space.size is not None and space.size <= total:
-        found.append(f"note: there are {space.size} combinations in all; sweep.sampler=grid tries each of them once")
-    return found
+        lines.append(f"note: there are {space.size} combinations in all; sweep.sampler=grid tries each of them once")
+    return lines
 
 
 def namer(space: Space) -> Callable[[Mapping[str, Any]], str]:

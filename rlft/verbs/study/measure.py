@@ -180,5 +180,5 @@ def curve(run: Path, metric: str) -> dict[int, float]:
     A value that is missing or not finite is NaN.
     """
     lines = read_lines(run / EVALUATIONS, silent)
-    found = {line["step"]: line.get(metric) for line in lines if line["step"] > 0}
-    return {step: math.nan if value is None else float(value) for step, value in found.items()}
+    values = {line["step"]: line.get(metric) for line in lines if line["step"] > 0}
+    return {step: math.nan if value is None else float(value) for step, value in values.items()}

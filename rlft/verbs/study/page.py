@@ -130,10 +130,10 @@ def figure(rows: Sequence[Row], space: Space, metric: str, importance: Mapping[s
     lines = math.ceil(number / COLUMNS)
     drawn = Figure(figsize=(4 * min(number, COLUMNS), 3.2 * lines), layout="constrained")
     panels = [drawn.add_subplot(lines, min(number, COLUMNS), i + 1) for i in range(number)]
-    found = [row for row in sorted(rows, key=lambda row: row.number) if row.value is not None]
-    _by_trial(panels[0], found, metric, lower=lower)
+    measured = [row for row in sorted(rows, key=lambda row: row.number) if row.value is not None]
+    _by_trial(panels[0], measured, metric, lower=lower)
     for panel, one in zip(panels[1:], varied, strict=False):
-        _by_key(panel, found, one, metric)
+        _by_key(panel, measured, one, metric)
     if importance:
         names = list(importance)[::-1]
         panels[-1].barh(names, [importance[name] for name in names], color=BLUE)

@@ -146,8 +146,8 @@ def _check_named_in_order(word: str, parsed: Any, verb: str) -> None:
         return
     key, value, got = key_of(word), parsed.value(), word.partition("=")[2]
     if parsed.value_type.name == "GLOB_CHOICE_SWEEP":
-        found = value.filter(catalog.choices(key, verb))
-        remedy = f"write {key}={','.join(found)}" if found else f"give {key} values with commas between them"
+        choices = value.filter(catalog.choices(key, verb))
+        remedy = f"write {key}={','.join(choices)}" if choices else f"give {key} values with commas between them"
         raise UserError(key, "a pattern does not say which values there are", got=got, remedy=remedy)
     if getattr(value, "shuffle", False):
         problem = "shuffle(..) gives another order each time that a sweep is resumed, and jobs go by their numbers"

@@ -289,8 +289,8 @@ class Trials:
             return {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator(), params=varied)
-        return {key: float(share) for key, share in found.items()}
+            shares = get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator(), params=varied)
+        return {key: float(share) for key, share in shares.items()}
 
     def _all(self, states: tuple[TrialState, ...] | None = None) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False, states=states)

@@ -282,3 +282,13 @@ def test_a_study_of_an_older_version_goes_on_and_one_whose_record_is_damaged_doe
     assert len(record.read(Path("sweep")).configs) == 2, "from now on it has what is compared"
     Path("sweep", record.FILE).write_text("[torn")
     assert refusal(lambda: begin(again="sweep")).startswith("resume: sweep.yaml in that folder cannot be read")
+
+
+def test_too_few_gpus_are_refused_before_the_sweep_has_a_folder(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "are_on_gpus", lambda plains: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    said = refusal(lambda: begin(*RATES, "cluster.jobs=2"))
+    assert said.startswith(
+        "cluster.jobs: each job that runs at a time has a GPU of its own, and there are 1 here, got 2"
+    )
+    assert not Path("sweep").exists()
