@@ -227,4 +227,5 @@ def start_python(spec: MemberSpec, connection: int, output: int) -> subprocess.P
 def environment(spec: MemberSpec) -> dict[str, str]:
     """The environment variables that a member has in addition to those of this process."""
     threads_of_libraries = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(spec.threads))
-    return {**threads_of_libraries, **spec.environment}
+    # What it prints is in its log at once, also if it is killed then.
+    return {"PYTHONUNBUFFERED": "1", **threads_of_libraries, **spec.environment}
