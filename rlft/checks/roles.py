@@ -114,20 +114,20 @@ def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
             "snapshot.teacher_hint", "says nothing", got=repr(snapshot.teacher_hint), remedy="use null for no hint"
         )
     odd = [braces for braces in re.findall(r"\{[^{}]*\}", snapshot.teacher_hint or "") if braces != ANSWER]
-    lone = [brace for brace in "{}" if brace in re.sub(r"\{[^{}]*\}", "", snapshot.teacher_hint or "")]
-    if lone and not odd:
-        raise UserError(
-            "snapshot.teacher_hint",
-            f"has a {lone[0]} without its partner",
-            got=repr(snapshot.teacher_hint),
-            remedy=f"use {ANSWER} for the prompt's answer, or leave the brace out",
-        )
     if odd:
         raise UserError(
             "snapshot.teacher_hint",
             f"has {odd[0]}, which nothing is put in the place of",
             got=repr(snapshot.teacher_hint),
             remedy=f"use {ANSWER} for the prompt's answer, or leave the braces out",
+        )
+    lone = [brace for brace in "{}" if brace in re.sub(r"\{[^{}]*\}", "", snapshot.teacher_hint or "")]
+    if lone:
+        raise UserError(
+            "snapshot.teacher_hint",
+            f"has a {lone[0]} without its partner",
+            got=repr(snapshot.teacher_hint),
+            remedy=f"use {ANSWER} for the prompt's answer, or leave the brace out",
         )
     if snapshot.teacher_hint is not None and config.environment is not None:
         raise UserError(

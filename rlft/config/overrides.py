@@ -131,12 +131,13 @@ def parse(words: Sequence[str], verb: str = "train") -> Arguments:
             config_dir = _checked_folder(name, value)
     _check_overrides(overrides, verb, config_dir)
     names = [option.partition("=")[0] for option in options]
-    if {*names} & {*PRINTING}:
-        _check_prints_one_run(names, overrides)
-    elif not {*names} & {*SWEEPING}:
-        _check_no_sweep(overrides, verb)
+    printing = next((name for name in names if name in PRINTING), None)
+    if printing or not {*names} & {*SWEEPING}:
+        _check_no_sweep(overrides, verb, printing)
     if {*names} & {*SWEEPING}:
         _check_sweep(overrides)
+    for name in (name for name in names if name in ("--cfg", "-c") and {*names} & {*SWEEPING}):
+        raise UserError(name, "prints the config of one run, and -m is a sweep", remedy="leave -m out")
     for name in (name for name in names if name in OF_CFG and not {"--cfg", "-c"} & {*names}):
         raise UserError(name, "says how --cfg prints, and there is no --cfg", remedy="write --cfg job with it")
     return Arguments(
@@ -204,30 +205,29 @@ def _check_of_hydra(key: str, value: str) -> None:
     raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
 
 
-def _check_prints_one_run(names: Sequence[str], overrides: Sequence[str]) -> None:
-    """Refuses to print a sweep: a config is that of one run. names: of the options."""
-    option = next(name for name in names if name in PRINTING)
-    for key, _, value in (override.lstrip("+~").partition("=") for override in overrides):
-        if key.partition(".")[0] == "sweep" or key.startswith("hydra.sweep.") or INTERVAL.match(value):
-            problem = f"belongs to a sweep, and {option} prints what one run has"
-            raise UserError(key, problem, got=value or "nothing", remedy="leave it out, or give one value")
-    if option in ("--cfg", "-c") and {*names} & {*SWEEPING}:
-        raise UserError(option, "prints the config of one run, and -m is a sweep", remedy="leave -m out")
-
-
-def _check_no_sweep(overrides: Sequence[str], verb: str) -> None:
-    """Refuses keys that only a sweep reads."""
+def _check_no_sweep(overrides: Sequence[str], verb: str, printing: str | None) -> None:
+    """Refuses keys that only a sweep reads. printing: the option that prints what one run has; None to do the run."""
+    one_run = f"{printing} prints what one run has" if printing else "this is one run"
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
+        problem, instead = f"belongs to a sweep, and {one_run}", "leave it out"
         if key.startswith("hydra.sweep."):
             remedy = f"write rlft {verb} -m to sweep, or hydra.run.dir for the folder of one run"
-            raise UserError(key, "belongs to a sweep, and this is one run", got=value or "nothing", remedy=remedy)
-        if key.partition(".")[0] == "sweep":
+        elif key.partition(".")[0] == "sweep":
             remedy = f"write rlft {verb} -m to sweep, or leave it out"
-            raise UserError(key, "belongs to a sweep, and this is one run", got=value or "nothing", remedy=remedy)
-        if INTERVAL.match(value):
-            remedy = f"write rlft {verb} -m sweep=optuna to choose from it, or give one value"
-            raise UserError(key, "has an interval of values but this is no sweep", got=value, remedy=remedy)
+        elif INTERVAL.match(value):
+            problem = (
+                f"has an interval of values, and {one_run}"
+                if printing
+                else "has an interval of values but this is no sweep"
+            )
+            remedy, instead = (
+                f"write rlft {verb} -m sweep=optuna to choose from it, or give one value",
+                "give one value",
+            )
+        else:
+            continue
+        raise UserError(key, problem, got=value or "nothing", remedy=instead if printing else remedy)
 
 
 def _check_sweep(overrides: Sequence[str]) -> None:

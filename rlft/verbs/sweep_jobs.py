@@ -50,8 +50,8 @@ class RunningJob:
     stopping: RunningTime | None = None
     is_signalled: bool = False
 
-    def signal(self) -> None:
-        """Makes it finish its step, save and end; once, whatever the reasons."""
+    def end_after_its_step(self) -> None:
+        """Makes it finish its step, save and end; tells it once, whatever the reasons."""
         if not self.is_signalled:
             self.is_signalled = True
             self.member.call("send", int(signal.SIGINT))
@@ -131,7 +131,7 @@ class SideBySide:
         """Makes a running job save its step and end, which is no failure; `poll` kills one that does not in time."""
         for job in (job for job in self._running if job.number == number and job.stopping is None):
             job.stopping = RunningTime()
-            job.signal()
+            job.end_after_its_step()
 
     def poll(self) -> None:
         """Waits a moment, then asks the running jobs again and passes a signal on."""
@@ -139,7 +139,7 @@ class SideBySide:
         time.sleep(POLL_S)
         if self._interrupt.requested:
             for job in self._running:
-                job.signal()
+                job.end_after_its_step()
         for job in list(self._running):
             self._check(job)
 

@@ -34,7 +34,9 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalProcesse
 
 @pytest.fixture(scope="module")
 def member(launcher: LocalProcesses) -> ProcessMember:
-    return launcher.start(replace(SPEC, arguments={"start": 10}, threads=3, environment={"EXTRA": "yes"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONUNBUFFERED", raising=False)  # the variable that a member must get from rlft
+        return launcher.start(replace(SPEC, arguments={"start": 10}, threads=3, environment={"EXTRA": "yes"}))
 
 
 def test_calls_are_answered_in_order(member: ProcessMember) -> None:

@@ -215,7 +215,7 @@ def test_a_job_that_is_refused_does_not_end_those_that_run(
     monkeypatch.setattr(sweep, "_hydra", hydra)
     monkeypatch.setattr(sweep, "_composed_job", lambda number: ({}, tmp_path / str(number)))
     monkeypatch.setattr(sweep, "_is_finished", is_finished)
-    monkeypatch.setattr(sweep, "opened_for", lambda *given, **more: contextlib.nullcontext(launcher))
+    monkeypatch.setattr(sweep, "opened_for", lambda *_, **__: contextlib.nullcontext(launcher))
     monkeypatch.setattr(sweep, "say", said.append)
     config, jobs = ClusterConfig(jobs=2), [["seed=0"], ["seed=1"], ["seed=2"]]
     words = parse(["-m", "seed=0,1,2"])

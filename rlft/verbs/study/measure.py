@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.keys import verbs
+from rlft.keys.instantiate import locate
 from rlft.logger.jsonl import EVALUATIONS, read_lines, silent
 from rlft.logger.loggers import is_declared
 from rlft.ops.pass_at import pass_sizes
@@ -42,9 +43,10 @@ def measured_by(plain: Mapping[str, Any], metric: str) -> dict[str, Any]:
             values[f"reward.{name}"] = {key: value for key, value in rewards[name].items() if key != "weight"}
     if plain.get("verb") == "dpo" and metric in IN_UNITS_OF_THE_LOSS:
         loss = dict(plain["loss"])
+        needs_reference = locate(loss["_target_"], "loss._target_").needs_reference
         values |= {"loss": loss.pop("_target_"), **{f"loss.{name}": value for name, value in loss.items()}}
         values["snapshot.reference"] = reference = plain["snapshot"]["reference"]
-        if reference in ("auto", "copy"):  # the policy as it begins
+        if needs_reference and reference in ("auto", "copy"):  # the policy as it begins
             values["lora.path"] = (plain["lora"] or {}).get("path")
     if metric == "eval/pretrain_loss":
         values |= {f"pretrain.{name}": plain["pretrain"].get(name) for name in TEXT_OF_PRETRAINING}

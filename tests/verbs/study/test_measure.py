@@ -107,6 +107,11 @@ def test_dpos_loss_and_margin_are_compared_in_one_unit(words: list[str], key: st
         assert refused.value.key == key
 
 
+def test_a_loss_without_a_reference_is_compared_wherever_the_policy_begins() -> None:
+    first, other = (compose([*PREFERENCES, "loss=simpo", *more], verb="dpo") for more in ([], ["lora.path=elsewhere"]))
+    check_measured_alike(first, other, "eval/loss")
+
+
 def test_a_reward_models_loss_is_measured_without_its_margin() -> None:
     first, other = (compose([*PREFERENCES, *more], verb="rm") for more in ([], ["margin=1"]))
     check_measured_alike(first, other, "eval/loss")

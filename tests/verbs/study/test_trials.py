@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -147,13 +148,13 @@ def test_an_attempt_at_a_trial_that_has_ended_is_not_withdrawn(tmp_path: Path) -
 
 def test_a_signal_in_a_change_comes_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = make_trials(tmp_path, keys(), SPACE)
-    tell = trials._study.ask
+    ask = trials._study.ask
 
-    def ask(*given: object) -> optuna.Trial:
+    def interrupted_ask(distributions: Any) -> optuna.Trial:
         os.kill(os.getpid(), signal.SIGINT)
-        return tell(*given)  # type: ignore[arg-type]
+        return ask(distributions)
 
-    monkeypatch.setattr(trials._study, "ask", ask)
+    monkeypatch.setattr(trials._study, "ask", interrupted_ask)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
     try:
         with pytest.raises(KeyboardInterrupt):
