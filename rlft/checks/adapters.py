@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.config.schema import RunConfig
+from rlft.model.adapter_fields import check_shape
 from rlft.model.adapter_folder import (
     OLD,
     POLICY,
@@ -33,11 +34,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedConfig, PreTrainedModel
 
-BASE_CHANGES = ("modules_to_save", "layer_replication", "trainable_token_indices")
-"""Fields of adapter_config.json by which, as by `bias`, an adapter changes the base that all roles share."""
-
 VARIANTS = ("lora_bias", "rank_pattern", "alpha_pattern")
-"""Fields with which the same tensors compute a different function from that of a role made by rlft."""
+"""Fields of adapter_config.json with which the same tensors compute a different function from that of a role made by rlft."""
 
 KINDS = ("use_rslora", "use_dora")
 """Fields that change the function as VARIANTS do, but that the `lora` section can set, too."""
@@ -147,11 +145,7 @@ def _check_exists(use: Use) -> None:
 
 def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> None:
     """Compares adapter_config.json with the run's `lora` section."""
-    changes = [name for name in BASE_CHANGES if fields.get(name)]
-    changes += ["bias"] if fields.get("bias", "none") != "none" else []
-    if changes:
-        problem = f"its {changes[0]} changes the base, which all roles share"
-        raise UserError(use.key, problem, got=use.path, remedy="use an adapter without it")
+    check_shape(fields, use.path, use.key)
     variants = [name for name in VARIANTS if fields.get(name)]
     if use.starts_role and variants:
         problem = f"adapters with {variants[0]} are not supported"
@@ -234,6 +228,11 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
     modules = {name for name, _ in empty.named_modules()}
     shapes = adapter_shapes(use.path, use.key)
     for name in sorted(shapes):
+        if ".lora_" not in name:
+            problem = f"its tensor {name} is not LoRA's, and would be written into the base, which all roles share"
+            remedy = "save it again with PEFT's save_embedding_layers=False if that tensor was not trained; if it was, "
+            remedy += "merge the adapter into its base, and set model.path to the result"
+            raise UserError(use.key, problem, got=use.path, remedy=remedy)
         if name.removeprefix("base_model.model.").partition(".lora_")[0] not in modules:
             raise _other_base(use, f"this base has no module for its tensor {name}")
     expected = fresh_shapes(empty, _lora_config(lora, use))
@@ -253,13 +252,15 @@ def _other_base(use: Use, problem: str) -> UserError:
 
 def _lora_config(lora: LoraSettings, use: Use) -> PeftConfig:
     """The PEFT config of the role that the adapter is loaded into."""
-    from peft import PeftConfig
+    from rlft.model.lora_config import folder_config, lora_config
 
-    from rlft.model.lora_config import lora_config
-
-    if not use.starts_role:
-        return PeftConfig.from_pretrained(str(Path(use.path).expanduser()))
-    return lora_config(lora)
+    if use.starts_role:
+        return lora_config(lora)
+    try:
+        return folder_config(check_adapter_folder(use.path, use.key))
+    except (TypeError, ValueError) as error:
+        problem = f"PEFT does not take its adapter_config.json ({str(error).splitlines()[0][:200]})"
+        raise UserError(use.key, problem, got=use.path, remedy="save it again") from None
 
 
 def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:

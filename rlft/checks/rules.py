@@ -18,7 +18,7 @@ from rlft.config.schema import EvalConfig, RunConfig, ScoringConfig
 from rlft.generation.config import ANYWHERE, AUTO, BUILT_IN, ON_A_GPU, GenerationConfig, section_of
 from rlft.generation.engine import Engine
 from rlft.keys.instantiate import locate
-from rlft.model.config import DEVICES, DTYPES, LoraSettings, ModelConfig
+from rlft.model.config import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig
 from rlft.model.paths import check_local
 from rlft.scoring.reward_spec import RewardSpec
 from rlft.system.disk import DiskError, writing
@@ -26,6 +26,7 @@ from rlft.system.files import becoming
 from rlft.types import Prompt, UserError
 
 if TYPE_CHECKING:
+    from torch.nn import Module
     from transformers import PreTrainedConfig
 
     from rlft.algorithm.protocol import Algorithm
@@ -358,6 +359,7 @@ def check_quantized_on(quantization: str | None, device: str) -> None:
 
 def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
     """Checks that the named engine serves adapters of this rank and kind."""
+    check_pattern(lora)
     if generation.engine == AUTO:
         return
     engine = generation.named(generation.engine)
@@ -369,6 +371,21 @@ def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
         raise UserError("lora.use_dora", no_dora(engine), got="true", remedy=remedy)
 
 
+    if lora.adapts_head and not engine.serves_head:
+        remedy = "leave it out, or use generation=transformers"
+        raise UserError("lora.target_modules", no_head(engine), got=HEAD, remedy=remedy)
+
+
+def check_pattern(lora: LoraSettings) -> None:
+    """Refuses a lora.target_modules that is no regular expression; a list is none."""
+    if isinstance(lora.target_modules, str):
+        try:
+            re.compile(lora.target_modules)
+        except re.error as error:
+            problem, remedy = f"is not a regular expression ({error})", "use all-linear, or a list of layers' names"
+            raise UserError("lora.target_modules", problem, got=lora.target_modules, remedy=remedy) from None
+
+
 def too_large_a_rank(engine: Engine, lora: LoraSettings) -> str | None:
     """Why the engine cannot serve adapters of this rank; None if it can."""
     limit = engine.largest_rank
@@ -378,6 +395,11 @@ def too_large_a_rank(engine: Engine, lora: LoraSettings) -> str | None:
 def no_dora(engine: Engine) -> str:
     """Why the engine cannot serve a DoRA adapter."""
     return f"{engine.title} serves no DoRA adapters"
+
+
+def no_head(engine: Engine) -> str:
+    """Why the engine cannot serve an adapter of the output layer."""
+    return f"{engine.title} serves no adapters of {HEAD}"
 
 
 def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
@@ -489,26 +511,45 @@ def check_enough(key: str, configured: int, needed: int, available: int, of_what
 
 
 def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> None:
-    """Checks that every name in lora.target_modules names a linear layer; the model is built without weights."""
+    """Checks that lora.target_modules names linear layers with weights of their own; no weights are loaded.
+
+    An adapter on a weight that another module shares could not be exported as a model, and engines do not serve it.
+    """
     targets = lora.target_modules
-    if targets == "all-linear":
+    if targets == ALL_LINEAR:
         return
+    check_pattern(lora)
     import torch
 
     from rlft.checks.adapters import empty_model
 
-    empty = empty_model(settings, model)
-    layers = [name for name, module in empty.named_modules() if isinstance(module, torch.nn.Linear)]
-    names = sorted({name.rpartition(".")[2] for name in layers} - {"lm_head"})
+    modules = dict(empty_model(settings, model).named_modules())
+    layers = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear)]
+    names = sorted({name.rpartition(".")[2] for name in layers} - {HEAD})
+    remedy = f"use all-linear, or a list of {', '.join(names)}"
     for target in [targets] if isinstance(targets, str) else targets:
-        # As in PEFT, a string is a regular expression over whole names, and a list holds ends of names.
-        if not any(
-            re.fullmatch(target, n) if isinstance(targets, str) else f".{n}".endswith(f".{target}") for n in layers
-        ):
-            remedy = f"use all-linear, or a list of {', '.join(names)}"
-            raise UserError(
-                "lora.target_modules", "the model has no linear layer of that name", got=target, remedy=remedy
-            )
+        if not any(_is_target(name, target, targets) for name in layers):
+            problem = "the model has no linear layer of that name"
+            raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+        for name in (name for name in modules if _is_target(name, target, targets)):
+            if name not in layers:
+                problem = f"{name} would be adapted, too, which is no linear layer"
+                raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+            sharing = [other for other, module in modules.items() if other != name and _share(modules[name], module)]
+            if sharing:
+                problem = f"the weights of {name} are those of {sharing[0]}, so that its adapter could not be exported"
+                raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+
+
+def _is_target(name: str, target: str, targets: str | Sequence[str]) -> bool:
+    """As in PEFT, a text is a regular expression over whole names, and a list holds ends of names."""
+    return bool(re.fullmatch(target, name)) if isinstance(targets, str) else f".{name}".endswith(f".{target}")
+
+
+def _share(module: Module, other: Module) -> bool:
+    """Whether both modules have the same weight; on the meta device, too, where every address is 0."""
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight is getattr(other, "weight", None)
 
 
 def check_time_limits(rewards: Mapping[str, Any], scoring: ScoringConfig) -> None:
@@ -668,6 +709,8 @@ def why_not_on_a_gpu(
         return f"{engine.title} serves adapters only"
     if lora is not None and lora.use_dora and not engine.serves_dora:
         return no_dora(engine)
+    if lora is not None and lora.adapts_head and not engine.serves_head:
+        return no_head(engine)
     if lora is not None and (problem := too_large_a_rank(engine, lora)):
         return problem
     missing = None if is_absent else engine.missing()

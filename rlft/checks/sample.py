@@ -12,6 +12,7 @@ from rlft.checks.environments import check_environment, check_rewarded
 from rlft.checks.files import check_data
 from rlft.config.compose import build
 from rlft.config.schema import Keep, SampleConfig
+from rlft.model.adapter_fields import check_shape
 from rlft.model.adapter_folder import check_adapter_folder
 from rlft.model.config import LoraSettings
 from rlft.scoring.reward_spec import specs
@@ -57,10 +58,7 @@ def lora_of(config: SampleConfig) -> LoraSettings:
     for use in uses_of(config):
         if use.path and Path(use.path).expanduser().is_dir():  # otherwise `check_folders` says what is wrong
             fields = check_adapter_folder(use.path, use.key)
-            for name in (name for name in ("r", "lora_alpha", "target_modules") if fields.get(name) is None):
-                problem = f"adapter_config.json has no {name}"
-                remedy = "point it at an adapter that PEFT or rlft has saved"
-                raise UserError(use.key, problem, got=use.path, remedy=remedy)
+            check_shape(fields, use.path, use.key)
             return LoraSettings(
                 rank=fields["r"],
                 alpha=fields["lora_alpha"],

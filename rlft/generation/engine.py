@@ -92,6 +92,8 @@ class Engine(ABC):
     serves_whole_models: ClassVar[bool] = False
     """Whether it can follow a model that is trained whole (`rlft sft lora=null`), which has no adapters to load."""
     serves_dora: ClassVar[bool] = True
+    serves_head: ClassVar[bool] = True
+    """Whether it serves adapters of the output layer, too."""
     largest_rank: ClassVar[int | None] = None
     """The largest rank of adapters that it serves; None: any."""
     shared: ClassVar[bool] = False

@@ -33,6 +33,7 @@ class VLLM(Engine):
 
     title: ClassVar[str] = "vLLM"
     serves_dora: ClassVar[bool] = False
+    serves_head: ClassVar[bool] = False
     largest_rank: ClassVar[int | None] = ENGINE_RANKS[-1]
     shared: ClassVar[bool] = True
     may_change: ClassVar[tuple[str, ...]] = (

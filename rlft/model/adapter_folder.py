@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from rlft.model.adapter_fields import check_fields
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -70,16 +71,14 @@ def head_shapes(path: str | Path, key: str) -> Shapes:
 
 
 def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
-    """The fields of adapter_config.json. Refuses a folder that lacks one of PEFT's two files, or is not LoRA."""
+    """The fields of adapter_config.json. Refuses a folder that lacks one of PEFT's files, or is not plain LoRA."""
     for name in (CONFIG, WEIGHTS):
         if not (Path(path).expanduser() / name).is_file():
             raise UserError(
                 key, f"there is no {name} in that folder", got=path, remedy="point it at a PEFT adapter folder"
             )
     fields = _read_json(CONFIG, path, key)
-    if fields.get("peft_type", "LORA") != "LORA":
-        problem = f"holds an adapter of the kind {fields['peft_type']}"
-        raise UserError(key, problem, got=path, remedy="point it at a LoRA adapter")
+    check_fields(fields, path, key)
     return fields
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,6 +16,9 @@ ANSWER = "{answer}"
 
 ALL_LINEAR = "all-linear"
 """The default of lora.target_modules."""
+
+HEAD = "lm_head"
+"""What most models call their output layer."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The values of model.dtype besides auto."""
@@ -71,6 +75,16 @@ class LoraSettings:
     path: str | None
     use_rslora: bool = False  # runs begun before these two keys existed have neither
     use_dora: bool = False
+
+    @property
+    def adapts_head(self) -> bool:
+        """Whether the output layer is adapted, under the name that it has in most models."""
+        targets = self.target_modules
+        if targets == ALL_LINEAR:  # PEFT leaves it out
+            return False
+        if isinstance(targets, str):
+            return re.fullmatch(targets, HEAD) is not None
+        return HEAD in targets
 
     @property
     def kind(self) -> str:

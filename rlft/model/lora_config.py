@@ -1,14 +1,18 @@
-"""PEFT's config for the adapters that a run makes, from the `lora` section of the run's config."""
+"""PEFT's config of an adapter: of one that a run makes, and of a folder that a frozen role is read from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from peft import LoraConfig
 
+from rlft.model.adapter_fields import OF_THE_FUNCTION, is_neutral
 from rlft.model.config import LoraSettings
 
 
 def lora_config(settings: LoraSettings) -> LoraConfig:
-    """A new config for each call, since PEFT writes into the configs that it gets."""
+    """Of a run's adapters: a new config for each call, since PEFT writes into the configs that it gets."""
     targets = settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
     return LoraConfig(
         r=settings.rank,
@@ -19,3 +23,16 @@ def lora_config(settings: LoraSettings) -> LoraConfig:
         use_dora=settings.use_dora,
         task_type="CAUSAL_LM",
     )
+
+
+def folder_config(fields: Mapping[str, Any]) -> LoraConfig:
+    """Of the adapter with these fields of adapter_config.json, after `rlft.model.adapter_fields.check_fields`.
+
+    PEFT gets only what says how the tensors compute. It initialises an adapter before it reads the saved tensors, and
+    so a folder's own initialisation could change the base.
+
+    Raises:
+        ValueError: the fields contradict each other.
+    """
+    used = {name: fields[name] for name in OF_THE_FUNCTION if not is_neutral(fields.get(name))}
+    return LoraConfig(**used, task_type="CAUSAL_LM", inference_mode=True)

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,18 +27,20 @@ from rlft.model.adapter_folder import (
     REFERENCE,
     SAMPLER,
     TEACHER,
+    check_adapter_folder,
     load_adapter,
     load_head,
     read_record,
 )
-from rlft.model.backbone import Backbone
+from rlft.model.backbone import Backbone, load_backbone
+from rlft.model.base_weights import BaseWeights
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
 from rlft.model.forward import Forward, choose
 from rlft.model.kernels import selection
 from rlft.model.kernels.decoding import open_prefix_cache
 from rlft.model.kernels.prefix_cache import PrefixCache
-from rlft.model.lora_config import lora_config
+from rlft.model.lora_config import folder_config, lora_config
 from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
 from rlft.model.teacher import TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
@@ -89,6 +90,7 @@ class Roles:
         self._learning = {POLICY}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
         self.lora = lora_config(lora)
+        self._base = BaseWeights(backbone.model)
         backbone.kernels.choose_layers(self.lora)
         with torch.random.fork_rng(devices=[]), peft_reads_the_old_name():
             torch.manual_seed(seed)
@@ -98,15 +100,15 @@ class Roles:
         with ExitStack() as undo:
             undo.callback(self.close)  # after a refusal the base, which others use, must not stay wrapped
             if lora.path is not None:
-                self._warm_start(POLICY, lora.path, "lora.path")
+                self.load_role(POLICY, lora.path, "lora.path")
             for role in (REFERENCE, OLD):
                 if role in self.moving:
                     self.model.add_adapter(role, self.lora)
                     self.copy(POLICY, role)
             if self.has_reference_folder:
-                self._load_frozen(REFERENCE, snapshot.reference)
+                self.load_role(REFERENCE, snapshot.reference, "snapshot.reference", frozen=True)
             if snapshot.teacher_adapter is not None:
-                self._load_frozen(TEACHER, snapshot.teacher_adapter)
+                self.load_role(TEACHER, snapshot.teacher_adapter, "snapshot.teacher", frozen=True)
             if critic.kind is not CriticKind.none:
                 self._add_critic(critic)
             self._activate(POLICY)
@@ -444,7 +446,7 @@ class Roles:
             self.model.add_adapter(role, self.lora)
         self.heads[role] = self._new_head()
         if path is not None:
-            self._warm_start(role, path, key)
+            self.load_role(role, path, key)
             self.heads[role].restore(load_head(path, key))
         if learns:
             self._learning.add(role)
@@ -472,23 +474,49 @@ class Roles:
     def _activate(self, role: str) -> None:
         self.tuner.set_adapter(role, inference_mode=role not in self._learning)
 
-    def _load_frozen(self, role: str, path: str) -> None:
-        """The role is this folder's adapter as PEFT reads it, with a rank, a scale and targets of its own."""
-        self.model.load_adapter(str(Path(path).expanduser()), role, is_trainable=False)
+    def load_role(self, role: str, path: str, key: str, *, frozen: bool = False) -> None:
+        """Copies this folder's adapter to the role.
 
-    def _warm_start(self, role: str, path: str, key: str) -> None:
-        """Copies this adapter to the role; refuses one with other tensors, where PEFT would skip what is missing."""
-        weights, initial = load_adapter(path, key), self.weights(role)
-        mismatched = sorted(n for n in weights.keys() | initial.keys() if _shape(weights, n) != _shape(initial, n))
-        if mismatched:
+        Args:
+            role: the role, which has an adapter already unless it is frozen.
+            path: the folder.
+            key: the config's key of the folder, for refusals.
+            frozen: the role gets an adapter with the rank, scale and targets of the folder's, as PEFT computes it.
+
+        Raises:
+            UserError: the adapter has other tensors than the role, where PEFT would skip what is missing, or loading it
+                has changed the base.
+        """
+        with self._base_kept(role, path, key):
+            if frozen:
+                self.model.add_adapter(role, folder_config(check_adapter_folder(path, key)))
+            weights, initial = load_adapter(path, key), self.weights(role)
+            wrong = sorted(n for n in weights.keys() | initial.keys() if _shape(weights, n) != _shape(initial, n))
+            if wrong:
+                settings = "its adapter_config.json" if frozen else "lora.rank and lora.target_modules"
+                raise UserError(
+                    key,
+                    f"{len(wrong)} of its tensors do not fit {settings}, e.g. {wrong[0]}: "
+                    f"{_shape(weights, wrong[0])} there, {_shape(initial, wrong[0])} here",
+                    got=path,
+                    remedy="save it again with PEFT" if frozen else "set both as in its adapter_config.json",
+                )
+            self.restore_role(role, weights)
+
+    @contextmanager
+    def _base_kept(self, role: str, path: str, key: str) -> Iterator[None]:
+        """Checks that what is done inside, with this folder's adapter, leaves every weight of the base as it is."""
+        before = self._base.fingerprint()
+        yield
+        after = self._base.fingerprint()
+        if changed := [name for name, value in after.items() if value != before[name]]:
+            load_backbone.cache_clear()  # another job of a sweep must not get this base
             raise UserError(
                 key,
-                f"{len(mismatched)} of its tensors do not fit lora.rank and lora.target_modules, e.g. {mismatched[0]}: "
-                f"{_shape(weights, mismatched[0])} there, {_shape(initial, mismatched[0])} here",
+                f"loading it as the {role} has changed {len(changed)} weights of the base, e.g. {changed[0]}",
                 got=path,
-                remedy="set both as in its adapter_config.json",
+                remedy="merge it into the base that it was trained on, and set model.path to the result",
             )
-        self.restore_role(role, weights)
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:

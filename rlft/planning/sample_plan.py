@@ -19,7 +19,7 @@ from rlft.generation.stops import check_stops
 from rlft.keys.instantiate import instantiate
 from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import fingerprint, load_tokenizer, read_config
-from rlft.model.config import LoraSettings
+from rlft.model.config import HEAD, LoraSettings
 from rlft.planning.disk_space import TOKEN_ID, completion_bytes
 from rlft.planning.run_plan import Plan
 from rlft.planning.shown import shown_in_prompts
@@ -77,6 +77,9 @@ def _check_served(generation: GenerationConfig, lora: LoraSettings, adapter: str
     engine = generation.named(generation.engine)
     if lora.use_dora and not engine.serves_dora:
         problem = f"is a DoRA adapter, which {engine.title} cannot serve"
+        raise UserError("adapter", problem, got=adapter, remedy="use generation=transformers")
+    if lora.adapts_head and not engine.serves_head:
+        problem = f"adapts {HEAD}, which {engine.title} cannot serve"
         raise UserError("adapter", problem, got=adapter, remedy="use generation=transformers")
     rules.check_served(generation, lora)
 

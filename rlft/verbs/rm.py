@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from rlft.loop.engines import Engines
 from rlft.loop.evaluate import mean_and_error
 from rlft.loop.outcome import Outcome
-from rlft.model.adapter_folder import has_head, load_adapter
+from rlft.model.adapter_folder import has_head
 from rlft.model.reward_model import last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles
 from rlft.ops.preference import accuracy, pairs_of_ranking, ranking_loss
@@ -119,7 +119,7 @@ def open_lesson(plan: RmPlan, stack: ExitStack) -> RewardLesson:
         roles.add_scalar_role(REWARD, path, "lora.path", learns=True)
     else:  # a policy's adapter, for instance from supervised fine-tuning: the head starts at zero
         roles.add_scalar_role(REWARD, None, "lora.path", learns=True)
-        roles.restore_role(REWARD, load_adapter(path, "lora.path"))
+        roles.load_role(REWARD, path, "lora.path")
     return RewardLesson(plan, roles)
 
 
