@@ -599,12 +599,40 @@ TABLE = [
      "lora.path", f"it lacks the tensor {MAGNITUDE}, unlike what lora.target_modules"),
     ("train generation=vllm lora.use_dora=true",
      "lora.use_dora", "vLLM serves no DoRA adapters, got true; use generation=transformers, or lora.use_rslora=true"),
+    ("train generation=vllm lora.target_modules=[q_proj,lm_head]",
+     "lora.target_modules", "vLLM serves no adapters of lm_head, got lm_head; leave it out, or use generation"),
+    ("sample data=arithmetic generation=vllm adapter=headed", "adapter", "adapts lm_head, which vLLM cannot serve"),
+    ("train lora.target_modules=[q_proj,lm_head]", "lora.target_modules", "the weights of lm_head are those of model.em"
+     "bed_tokens, so that its adapter could not be exported, got lm_head; use all-linear, or a list of down_proj, "),
+    (f"{SFT} lora.target_modules=[lm_head]", "lora.target_modules", "the weights of lm_head are those of model.embed"),
+    (f"{RM} \"lora.target_modules='.*(q_proj|head)'\"", "lora.target_modules", "the weights of lm_head are those of m"),
+    ("train \"lora.target_modules='.*(q_proj|embed_tokens)'\"", "lora.target_modules", "model.embed_tokens would be a"),
+    ("train lora.target_modules=.*self_attn.*", "lora.target_modules", "self_attn would be adapted, too, which is no"),
+    ("train \"lora.target_modules='.*(q_proj'\"", "lora.target_modules", "is not a regular expression (missing ),"),
     (f"{SFT} generation=vllm lora.use_dora=true data=arithmetic", "lora.use_dora", "vLLM serves no DoRA adapters"),
     ("sample data=arithmetic generation=vllm adapter=half_dora",
      "adapter", "is a DoRA adapter, which vLLM cannot serve, got half_dora; use generation=transformers"),
     (f"{PPO} {SMALL} critic.init=critic_patterns", "critic.init", "adapters with alpha_pattern are not supported"),
     (f"train {SMALL} lora.path=biased", "lora.path", "its bias changes the base, which all roles share"),
     (f"train {SMALL} snapshot.reference=biased", "snapshot.reference", "its bias changes the base"),
+    (f"train {SMALL} lora.path=pissa", "lora.path", "init_lora_weights=pissa has changed the base that it was trained "
+     "on, and would change this one, got pissa; convert it to plain LoRA with PEFT's save_pretrained("),
+    (f"train {SMALL} snapshot.reference=pissa", "snapshot.reference", "init_lora_weights=pissa has changed the base"),
+    (f"train {SMALL} algorithm=opd snapshot.teacher=./pissa", "snapshot.teacher", "init_lora_weights=pissa has"),
+    (f"{PPO} {SMALL} critic.init=critic_loftq", "critic.init", "init_lora_weights=loftq has changed the base that"),
+    (f"train {SMALL} {LEARNED} reward.learned.path=critic_loftq", "reward.learned.path", "init_lora_weights=loftq has"),
+    ("sample data=arithmetic adapter=pissa", "adapter", "init_lora_weights=pissa has changed the base"),
+    (f"{SFT} {SMALL} lora.path=pissa", "lora.path", "init_lora_weights=pissa has changed the base"),
+    (f"{RM} {SMALL} lora.path=pissa", "lora.path", "init_lora_weights=pissa has changed the base"),
+    (f"{DPO} {SMALL} lora.path=pissa", "lora.path", "init_lora_weights=pissa has changed the base"),
+    (f"{DPO} {SMALL} snapshot.reference=pissa", "snapshot.reference", "init_lora_weights=pissa has changed the base"),
+    (f"train {SMALL} snapshot.reference=alora", "snapshot.reference", "adapters with alora_invocation_tokens are no"),
+    (f"train {SMALL} lora.path=newer", "lora.path", "adapter_config.json has shiny_scale=1.5, which may change what t"),
+    (f"train {SMALL} snapshot.reference=experts", "snapshot.reference", "its target_parameters adapts parameters that"),
+    (f"train {SMALL} snapshot.reference=no_alpha", "snapshot.reference", "adapter_config.json has no lora_alpha, got"),
+    (f"train {SMALL} snapshot.reference=torn_layers", "snapshot.reference", "PEFT does not take its adapter_config.js"),
+    (f"train {SMALL} snapshot.reference=with_base", "snapshot.reference", "its tensor base_model.model.lm_head.weight "
+     "is not LoRA's, and would be written into the base, which all roles share, got with_base; save it again with"),
     (f"train {SMALL} snapshot.reference=loha", "snapshot.reference", "an adapter of the kind LOHA"),
     (f"train {SMALL} lora.path=critic", "lora.path", "holds the adapter of the role critic, which is not a policy"),
     (f"train {SMALL} snapshot.reference=critic", "snapshot.reference", "the role critic, which is not a policy, got"),
@@ -1050,6 +1078,18 @@ def save_adapters(folder: Path, backbone: Backbone) -> None:
     spoil("policy", "half_dora", use_dora=True)  # without the magnitudes
     spoil("policy", "biased", bias="all")
     spoil("policy", "loha", peft_type="LOHA")
+    spoil("policy", "pissa", init_lora_weights="pissa")
+    spoil("critic", "critic_loftq", init_lora_weights="loftq")
+    spoil("policy", "alora", alora_invocation_tokens=[5, 6])
+    spoil("policy", "newer", shiny_scale=1.5, shiny_option=None)
+    spoil("policy", "experts", target_parameters=["mlp.experts.down_proj"])
+    spoil("policy", "no_alpha", lora_alpha=None)
+    spoil("policy", "torn_layers", layers_to_transform=None, layers_pattern="layers")
+    spoil("policy", "headed", target_modules=["q_proj", "lm_head"])
+    edit_tensors(
+        spoil("policy", "with_base") / "adapter_model.safetensors",
+        {"base_model.model.lm_head.weight": torch.zeros(2, 2)},
+    )
     spoil("critic", "critic_patterns", alpha_pattern={"q_proj": 16})
     weights = spoil("policy", "torn") / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

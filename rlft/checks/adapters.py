@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 VARIANTS = ("lora_bias", "rank_pattern", "alpha_pattern")
-"""Fields of adapter_config.json with which the same tensors compute a different function from that of a role made by rlft."""
+"""Fields of adapter_config.json with which tensors compute a different function from that of a role made by rlft."""
 
 KINDS = ("use_rslora", "use_dora")
 """Fields that change the function as VARIANTS do, but that the `lora` section can set, too."""

@@ -370,7 +370,6 @@ def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
         remedy = "use generation=transformers, or lora.use_rslora=true instead"
         raise UserError("lora.use_dora", no_dora(engine), got="true", remedy=remedy)
 
-
     if lora.adapts_head and not engine.serves_head:
         remedy = "leave it out, or use generation=transformers"
         raise UserError("lora.target_modules", no_head(engine), got=HEAD, remedy=remedy)

@@ -1,5 +1,5 @@
-"""The fields of adapter_config.json with which an adapter is taken: those of plain LoRA, rsLoRA and DoRA on an unchanged
-base. Every other one must have a neutral value, and is refused by name otherwise.
+"""The fields of adapter_config.json with which an adapter is taken: LoRA, rsLoRA or DoRA on an unchanged base. Every
+other field must have a neutral value, and is refused by name otherwise.
 
 PEFT itself ignores fields that it does not know, and changes the base for some that it knows. What each field does was
 read in PEFT 0.21 (tuners/lora/config.py and layer.py); tests/model/test_adapter_fields.py fails for a field or an

@@ -56,7 +56,7 @@ def save(base: PreTrainedModel, tmp_path: Path) -> Callable[..., Path]:
             if "lora_" in name:
                 parameter.data += 0.05 * torch.randn_like(parameter)
         folder = tmp_path / f"adapter_{len(list(tmp_path.iterdir()))}"
-        model.save_pretrained(folder, save_embedding_layers=False)
+        model.save_pretrained(str(folder), save_embedding_layers=False)
         return folder
 
     return make
@@ -164,18 +164,16 @@ def test_an_adapter_that_peft_has_converted_from_pissa_is_taken(
     base: PreTrainedModel, tmp_path: Path, roles_on: Callable[..., Roles]
 ) -> None:
     trained = copy.deepcopy(base)
-    config = LoraConfig(
-        r=2, lora_alpha=4, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM"
-    )
-    model = get_peft_model(trained, config)
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
+    model: Any = get_peft_model(trained, config)
     model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(tmp_path / "untrained")
+    model.save_pretrained(str(tmp_path / "untrained"))
     model.peft_config["default"].init_lora_weights = "pissa"
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data += 0.05 * torch.randn_like(parameter)
     expected = score_sequence(model.eval(), IDS, CPU)
-    model.save_pretrained(tmp_path / "new", path_initial_model_for_weight_conversion=str(tmp_path / "untrained"))
+    model.save_pretrained(str(tmp_path / "new"), path_initial_model_for_weight_conversion=str(tmp_path / "untrained"))
     roles = roles_on(reference=tmp_path / "new")
     assert of_role(roles, REFERENCE) == pytest.approx(expected, abs=1e-4)
     assert is_unchanged(roles.backbone.model, base)

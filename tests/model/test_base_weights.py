@@ -42,7 +42,7 @@ def test_the_sum_is_the_same_wherever_the_tensor_lies() -> None:
 
 
 def test_the_fingerprint_sees_written_and_replaced_parameters_also_inside_pefts_layers() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     weights = BaseWeights(model)
     peft.LoraModel(model, peft.LoraConfig(target_modules=["0", "1"]), "default")
     before = weights.fingerprint()
@@ -96,7 +96,7 @@ def test_a_weight_that_is_written_while_the_policy_starts_from_a_folder_is_found
     real = roles_module.set_peft_model_state_dict
 
     def also_writes(model: Any, weights: Any, adapter_name: str) -> Any:
-        backbone.model.get_input_embeddings().weight.data[7, 3] += 1e-3
+        backbone.model.model.embed_tokens.weight.data[7, 3] += 1e-3
         return real(model, weights, adapter_name=adapter_name)
 
     monkeypatch.setattr(roles_module, "set_peft_model_state_dict", also_writes)
