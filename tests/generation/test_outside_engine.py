@@ -31,6 +31,7 @@ from rlft.types import ToolCall, Turn, UserError
 class Canned(Engine):
     title: ClassVar[str] = "the canned engine"
     serves_dora: ClassVar[bool] = False
+    serves_head: ClassVar[bool] = False
     rewards_turns: ClassVar[bool] = True
     largest_rank: ClassVar[int | None] = 16
     may_change: ClassVar[tuple[str, ...]] = ("megabytes", "fails_at", "runs_out")
@@ -315,6 +316,10 @@ def test_it_is_closed_once_whatever_ends_the_run(
         ("~generation.canned.texts", "generation.canned.texts: is missing; "),
         ("generation.canned.texts=[]", "generation.canned.texts: is empty; give some"),
         ("lora.use_dora=true", "lora.use_dora: the canned engine serves no DoRA adapters, got true; "),
+        (
+            "lora.target_modules=lm_head|.*proj",
+            "lora.target_modules: the canned engine serves no adapters of lm_head, got lm_head; leave it out, or use ",
+        ),
         ("lora.rank=17", "lora.rank: the canned engine takes adapters up to rank 16, got 17; "),
         (
             "+generation.canned.needs=no_such_library",

@@ -9,6 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
+from rlft.checks.rules import why_not_on_a_gpu
+from rlft.config.compose import build, compose
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import read_backbone
 from rlft.model.config import LoraSettings
@@ -106,6 +108,21 @@ def test_the_sampler_says_what_the_policy_says(kind, weights, make_roles):
     assert found == pytest.approx(expected, abs=0.5 if weights == "merged_bfloat16" else 1e-4)
     layer = next(m for m in roles.model.modules() if isinstance(m, LoraLinear))
     assert (SAMPLER in layer.sums) == (weights != "apart")
+
+
+def test_an_adapter_of_the_output_layer_is_known_by_its_name_and_not_given_to_vllm_on_a_gpu():
+    generation = build(compose([])).generation
+    for targets, adapts in (
+        ("all-linear", False),
+        (["q_proj"], False),
+        (["q_proj", "lm_head"], True),
+        (r"model\..*_proj", False),
+        (r".*(head|_proj)", True),
+    ):
+        lora = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules=targets, path=None)
+        assert lora.adapts_head is adapts
+        reason = why_not_on_a_gpu(generation, lora, is_absent=True)
+        assert reason == ("vLLM serves no adapters of lm_head" if adapts else None)
 
 
 def test_rslora_scales_by_the_root_of_the_rank(make_roles):
