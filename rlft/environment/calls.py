@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlft.environment.protocol import Call, Schema
+from rlft.generation.ends import num_common
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -329,7 +330,7 @@ def _written_turns(
             text = _rendered(tokenizer, schemas, [*opening, turn], start=False)
         except Exception:  # a template may raise anything; both forms of arguments are tried
             continue
-        yield text[len(prompt_text) :] if text.startswith(prompt_text) else text[_common(prompt_text, text) :]
+        yield text[len(prompt_text) :] if text.startswith(prompt_text) else text[num_common(prompt_text, text) :]
 
 
 def _keys(value: Any, tool: str) -> tuple[str, str] | None:
@@ -351,8 +352,3 @@ def _rendered(
     tools: Any = [dict(schema) for schema in schemas]
     conversation = [dict(message) for message in messages]
     return str(tokenizer.apply_chat_template(conversation, tools=tools, add_generation_prompt=start, tokenize=False))
-
-
-def _common(a: str, b: str) -> int:
-    """The number of characters that both texts begin with."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from rlft.generation.ends import closing_of, special_pattern, special_tokens
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -55,13 +57,15 @@ class TurnTemplate:
         may_rewrite: Collection[Role] = ("user",),
     ) -> None:
         self._tokenizer, self._tools, self._opening = tokenizer, [dict(tool) for tool in tools], list(opening)
-        special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and len(t.content) > 1]
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        special = [*special_tokens(tokenizer)]
+        self._special = special_pattern(special)
         self._starts_special = re.compile(f"(?={self._special.pattern})")
         self._special_at_end = re.compile(f"(?:{self._special.pattern})$")
         self._some_special = special[0] if special else ""
         if not tokenizer.chat_template:
             raise self._refused("tokenizer has no chat template, which says what stands between turns", "chat template")
+        self._runs: dict[Role, str] = {}
+        """For each role that answers, the special tokens that end the turn before, as text."""
         self._check_shows_tools()
         self._calls_as_text = False
         for role in roles:
@@ -130,15 +134,16 @@ class TurnTemplate:
         roles = {answer["role"] for answer in answers}
         if len(roles) != 1 or roles & self.rewriting:
             raise ValueError(f"answers of the roles {sorted(roles)} have no suffix")
-        end, rest, gap = self._between(roles.pop(), answers)
+        run, rest, gap = self._between(roles.pop(), answers)
+        first, *others = rest.split(gap) if gap else [rest]
+        ids, closing = self._ids(run + first), self._ids(run)
         # Each part is tokenised after a special token, where no tokenizer takes it for the beginning of a text.
-        parts = [self._ids(end + part) for part in (rest.split(gap) if gap else [rest])]
-        ids = [*parts[0][:1], *(token for part in parts for token in part[1:])]
-        return tuple(ids[1:] if len(sampled) and sampled[-1] == ids[0] else ids)
+        ids += [token for part in others for token in self._ids(self._some_special + part)[1:]]
+        return tuple(ids[num_said(sampled, closing) :])
 
     # -- text ----------------------------------------------------------------------------------------------------------
     def _between(self, role: Role, answers: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-        """(the token that ends a turn, the text from there to the next turn, a character at which that text is cut).
+        """(the tokens that end a turn, the text from there to the next turn, a character at which that text is cut).
 
         The character stands inside everything that looks like a special token; it is "" if nothing does.
         """
@@ -152,8 +157,8 @@ class TurnTemplate:
         ]
         first_id = numbered[0].get("tool_call_id", CALL_ID)
         text = self._rendered([*self._opening, self._turn(role, _mark(number), first_id), *numbered], start=True)
-        end, rest = self._after(text, _mark(number))
-        return end, rest, gap if cut != contents else ""
+        run, rest = self._after(text, _mark(number), role)
+        return run, rest, gap if cut != contents else ""
 
     def _cut(self, content: str) -> Iterator[str]:
         """The content in parts, cut after the first character of each special token in it."""
@@ -163,15 +168,19 @@ class TurnTemplate:
             start = match.start() + 1
         yield content[start:]
 
-    def _after(self, text: str, mark: str) -> tuple[str, str]:
-        """(the special token that ends the turn with the mark, the text after it). UserError if there is none."""
+    def _after(self, text: str, mark: str, role: Role) -> tuple[str, str]:
+        """(the special tokens that end the turn with the mark, the text after them). UserError if there are none."""
         tail = text[text.rindex(mark) + len(mark) :]
         match = self._special.search(tail)
         if match is None:
             raise self._refused(
                 "chat template ends an assistant's turn with no special token", "chat template whose turns have ends"
             )
-        return match[0], tail[match.end() :]
+        run = self._runs.get(role, "")
+        if not tail.startswith(run, match.start()):  # the conversation ends otherwise than a turn that is answered
+            run = ""
+        run = run or match[0]
+        return run, tail[match.start() + len(run) :]
 
     def _turn(self, role: Role, mark: str, call_id: str = CALL_ID) -> dict[str, Any]:
         """A turn of the policy that `role` can answer; the turn ends with the mark."""
@@ -209,7 +218,8 @@ class TurnTemplate:
         for self._calls_as_text in (False, True):
             try:
                 text = self._rendered([*self._opening, self._turn(role, _mark(0)), _answer(role)], start=True)
-                if READING in self._after(text, _mark(0))[1]:
+                if READING in self._after(text, _mark(0), role)[1]:
+                    self._runs[role] = self._run(role)
                     return
             except UserError:
                 raise
@@ -220,13 +230,20 @@ class TurnTemplate:
             raise self._no_tools(why)
         raise self._refused(f"chat template takes no user's turn after an assistant's {why}", "chat template that does")
 
+    def _run(self, role: Role) -> str:
+        """The special tokens that end a turn which this role answers, as text."""
+        turn, answer = self._turn(role, _mark(0)), _answer(role)
+        eos = str(self._tokenizer.eos_token or "")
+        render = partial(self._rendered, start=False)
+        return closing_of(render, self._opening, turn, answer, _mark(0), READING, self._special, eos).run
+
     def _rewrites(self, role: Role, roles: Collection[Role]) -> bool:
         """Whether the prompt or an earlier turn, whoever has answered it, changes once `role` has answered."""
         histories = [[*self._opening], *([*self._opening, self._turn(r, _mark(0)), _answer(r)] for r in roles)]
         for history in histories:
             prompt = self._rendered(history, start=True)
             with_turn = self._rendered([*history, self._turn(role, _mark(1))], start=False)
-            with_turn = with_turn.removesuffix(self._after(with_turn, _mark(1))[1])
+            with_turn = with_turn.removesuffix(self._after(with_turn, _mark(1), role)[1])
             with_answer = self._rendered([*history, self._turn(role, _mark(1)), _answer(role)], start=True)
             if not with_turn.startswith(prompt) or not with_answer.startswith(with_turn):
                 return True
@@ -241,6 +258,18 @@ class TurnTemplate:
         name = self._tokenizer.name_or_path or None
         remedy = f"use a model with a {needed}, or put one into the model's folder as chat_template.jinja"
         return UserError("model.path", f"its {problem}", got=name, remedy=remedy)
+
+
+def num_said(sampled: Sequence[int], closing: Sequence[int]) -> int:
+    """How many tokens of what ends a turn have been sampled at its end; all if the last one has.
+
+    >>> num_said([7, 1, 2], [1, 2]), num_said([7, 1], [1, 2]), num_said([7, 2], [1, 2]), num_said([7], [1, 2])
+    (2, 1, 2, 0)
+    """
+    if len(sampled) and closing and sampled[-1] == closing[-1]:
+        return len(closing)
+    counts = range(min(len(sampled), len(closing)), 0, -1)
+    return next((n for n in counts if list(sampled[-n:]) == list(closing[:n])), 0)
 
 
 def with_opening(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[dict[str, Any]], list[int]]:

@@ -60,13 +60,16 @@ def instructions(folder: Path, adapter: Mapping[str, Any] | None) -> str:
     return f"as GGUF, with {REPOSITORY}: {adapter_command(str(folder), base, base_is_folder=Path(base).is_dir())}"
 
 
-def card_section(folder: str, adapter: Mapping[str, Any] | None, base_id: str | None) -> str:
+def card_section(
+    folder: str, adapter: Mapping[str, Any] | None, base_id: str | None, end: tuple[int, str] | None = None
+) -> str:
     """The section of a model card about GGUF.
 
     Args:
         folder: the exported folder's name.
         adapter: its adapter_config.json, or None for a model.
         base_id: the base's hub id; None if the base is a folder.
+        end: (id, text) of the token that ends a turn, if the tokenizer names another one; else None.
     """
     if adapter is None:
         command = model_command(folder)
@@ -79,4 +82,11 @@ def card_section(folder: str, adapter: Mapping[str, Any] | None, base_id: str | 
     introduction = (
         f"For [llama.cpp]({REPOSITORY}) and programs built on it, beside a clone of it and this folder as `{folder}`:"
     )
-    return "\n\n".join(part for part in ("## GGUF", introduction, f"```\n{command}\n```", note) if part)
+    parts = ("## GGUF", introduction, f"```\n{command}\n```", note, *([] if end is None else [end_note(*end)]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def end_note(token: int, text: str) -> str:
+    """How llama.cpp stops at the end of a turn: the file holds the tokenizer's end token, and not this one."""
+    option = f"--override-kv tokenizer.ggml.eot_token_id=int:{token}"
+    return f"A turn ends with `{text}`. If llama.cpp does not know that token by its name, start it with `{option}`."

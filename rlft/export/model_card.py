@@ -16,6 +16,7 @@ import yaml
 
 from rlft.data.records import PLACEHOLDER, chat
 from rlft.export.gguf import card_section
+from rlft.generation.ends import TurnEnds
 from rlft.generation.vllm_options import engine_rank
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
@@ -46,6 +47,9 @@ def model_card(
     repo_id: str | None = None,
     has_template: bool,
     dtype: str,
+    ends: TurnEnds,
+    eos: object,
+    names_ends: bool,
 ) -> str:
     """The card, in Markdown.
 
@@ -58,6 +62,9 @@ def model_card(
         repo_id: the repository that the folder is pushed to.
         has_template: whether the tokenizer's chat template is used.
         dtype: the dtype of the model's weights.
+        ends: what ends a turn.
+        eos: the tokenizer's end token.
+        names_ends: whether what loads the model finds all of them in its generation config.
     """
     config = source.config
     step = json.loads((folder / checkpoint.STATE).read_text())["step"]
@@ -65,15 +72,17 @@ def model_card(
     evaluations = [line for line in read_lines(source.run / EVALUATIONS) if line["step"] <= step]
     adapter = {} if kind is CheckpointKind.weights else json.loads((folder / kind / CONFIG).read_text())
     base_id = config["model"]["path"] if is_hub_id(config["model"]["path"]) else None
+    end = (ends.ids[0], ends.names[ends.ids[0]]) if ends.ids and ends.ids[0] != eos else None
     exported_as = "reward model" if kind is CheckpointKind.reward else "model" if is_model else "adapter"
+    trained_with = ", ".join(f"{k} {v}" for k, v in origin.items())
     sections = [
         front_matter(config, kind, is_model),
         f"# {config['name']}",
         f"A {exported_as}, trained with rlft for {step} steps.",
-        table(("", ""), [*facts(config), ("Trained with", ", ".join(f"{k} {v}" for k, v in origin.items()))]),
+        table(("", ""), [*facts(config), *end_fact(ends), ("Trained with", trained_with)]),
         results(evaluations, config),
-        usage(config, adapter, kind, is_model, repo_id or name, has_template, dtype),
-        *([] if kind is CheckpointKind.reward else [card_section(name, None if is_model else adapter, base_id)]),
+        usage(config, adapter, kind, is_model, repo_id or name, has_template, dtype, ends, names_ends=names_ends),
+        *([] if kind is CheckpointKind.reward else [card_section(name, None if is_model else adapter, base_id, end)]),
         "## Licence\n\nNot recorded in the run: whoever publishes this chooses it, as base and data allow.",
     ]
     return "\n\n".join(part for part in sections if part) + "\n"
@@ -212,7 +221,16 @@ def reward_command(config: Config, adapter: Config, name: str) -> str:
 
 
 def usage(
-    config: Config, adapter: Config, kind: CheckpointKind, is_model: bool, name: str, has_template: bool, dtype: str
+    config: Config,
+    adapter: Config,
+    kind: CheckpointKind,
+    is_model: bool,
+    name: str,
+    has_template: bool,
+    dtype: str,
+    ends: TurnEnds,
+    *,
+    names_ends: bool,
 ) -> str:
     """Python code that loads the export with transformers and with vLLM, and prompts it as the run did."""
     if kind is CheckpointKind.reward:
@@ -220,7 +238,7 @@ def usage(
     generation = config.get("generation") or {}
     sampling = [f"{key}={generation[key]}" for key in ("temperature", "top_p", "top_k") if key in generation]
     length = generation.get("max_tokens", 256)
-    by_transformers, by_vllm = stop_code(generation)
+    by_transformers, by_vllm = stop_code(generation, ends, names_ends=names_ends)
     generate_options = ["do_sample=True", *sampling, f"max_new_tokens={length}", *by_transformers]
     shared_lines = [
         f'path = "{name}"',
@@ -264,13 +282,19 @@ def usage(
     return "## Use\n\n" + "\n\nor\n\n".join(programs)
 
 
-def stop_code(generation: Config) -> tuple[list[str], list[str]]:
+def end_fact(ends: TurnEnds) -> list[tuple[str, str]]:
+    """The row of the table that says what ends a turn."""
+    texts = [f"`{ends.names[token]}` ({token})" for token in ends.ids]
+    return [("A turn ends with", " or ".join(texts))] if texts else []
+
+
+def stop_code(generation: Config, ends: TurnEnds, *, names_ends: bool) -> tuple[list[str], list[str]]:
     """Arguments for transformers' `generate` and vLLM's `SamplingParams` that make both stop where the run did."""
     texts = [stop for stop in generation.get("stop", ()) if isinstance(stop, str)]
     tokens = [stop for stop in generation.get("stop", ()) if isinstance(stop, int)]
-    ends = ", ".join(["tokenizer.eos_token_id", *map(str, tokens)])
+    tokens = list(dict.fromkeys([*ends.ids, *tokens])) if tokens or not names_ends else []
     by_transformers = [f"stop_strings={texts!r}", "tokenizer=tokenizer"] if texts else []
-    by_transformers += [f"eos_token_id=[{ends}]"] if tokens else []
+    by_transformers += [f"eos_token_id={tokens!r}"] if tokens else []
     by_vllm = [f"stop={texts!r}"] if texts else []
     by_vllm += [f"stop_token_ids={tokens!r}"] if tokens else []
     if by_vllm and generation.get("include_stop_str_in_output"):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from rlft.generation.ends import TurnEnds
     from rlft.generation.shared_base import SharedBase
     from rlft.types import Generator
 
@@ -50,6 +51,7 @@ class Opening:
     Args:
         slot: the trainer's base, where an engine that decodes on it keeps its copy of the policy (transformers.Slot).
         tokenizer: transformers' tokenizer of the base.
+        ends: what ends a turn; a completion ends with each of `ends.ids`.
         device: the trainer's torch.device.
         model_path: folder or hub name of the base.
         dtype: data type of the base's weights, such as "bfloat16".
@@ -60,6 +62,7 @@ class Opening:
 
     slot: Any
     tokenizer: Any
+    ends: TurnEnds
     device: Any
     model_path: str
     revision: str | None
@@ -74,7 +77,7 @@ class Opening:
     def of_the_engine(self) -> tuple[object, ...]:
         """What must be equal in the openings of two jobs for them to share one live engine."""
         model = (self.model_path, self.revision, self.dtype, self.quantization, self.trust_remote_code)
-        return (*model, str(self.device), self.lora_rank, self.max_sequence_tokens)
+        return (*model, str(self.device), self.lora_rank, self.max_sequence_tokens, self.ends.ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlft.generation.ends import TurnEnds, turn_ends
 from rlft.generation.engine import Engine, Opening
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
@@ -33,7 +34,7 @@ class Scripted(Engine):
             )
 
     def open(self, opening: Opening) -> ScriptedGenerator:
-        return ScriptedGenerator(self.answers, opening.tokenizer)
+        return ScriptedGenerator(self.answers, opening.tokenizer, opening.ends)
 
 
 class ScriptedGenerator:
@@ -45,10 +46,15 @@ class ScriptedGenerator:
 
     Args:
         answers: {prompt id, or "*" for every other prompt: texts}.
+        tokenizer: the model's tokenizer.
+        ends: what ends a turn; None: what the tokenizer names as its end.
     """
 
-    def __init__(self, answers: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, answers: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, ends: TurnEnds | None = None
+    ) -> None:
         self.answers, self.tokenizer = answers, tokenizer
+        self.ends = ends or turn_ends(tokenizer, "raw")
         self.version: int | None = None
         self.heard: Heard | None = None
 
@@ -94,7 +100,7 @@ class ScriptedGenerator:
         if not isinstance(script, str):
             script = script[0 if ongoing is None else min(ongoing.turn, len(script) - 1)]
         text = script.replace("{answer}", prompt.answer)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
+        ids = [*self.tokenizer(text + self.ends.lead, add_special_tokens=False)["input_ids"], *self.ends.closing]
         finish = FinishReason.stop
         ids, text = self._stopped(ids, text, prompt, sampling)
         if len(ids) > (limit := sampling.tokens_of(prompt)):
@@ -107,7 +113,8 @@ class ScriptedGenerator:
         """(token ids, text) up to the first stop token or the token that completes a stop string."""
         watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), [prompt.token_ids]) if sampling.stop else None
         for count, token in enumerate(ids, 1):
-            if token in sampling.stop_token_ids or (watch is not None and watch.completes(0, token)):
-                [text] = shown_texts(self.tokenizer, [ids[:count]], [True], sampling)
+            ends = token in sampling.stop_token_ids or (token in self.ends.ids and count < len(ids))
+            if ends or (watch is not None and watch.completes(0, token)):
+                [text] = shown_texts(self.tokenizer, [ids[:count]], [True], sampling, self.ends.ids)
                 return ids[:count], text
         return ids, text

@@ -8,10 +8,11 @@ completes the string, and keeps all of its tokens. Its text ends before the stri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rlft.generation.config import GenerationConfig
+from rlft.generation.ends import turn_ends
 from rlft.types import Sampling, UserError
 
 Decode = Callable[[Sequence[int]], str]
@@ -54,13 +55,14 @@ class GrowingText:
 class ShownText:
     """The text of one completion as people see it, in pieces: no stop string, and nothing that could begin one."""
 
-    def __init__(self, decode: Decode, sampling: Sampling) -> None:
+    def __init__(self, decode: Decode, sampling: Sampling, ends: Collection[int] = ()) -> None:
+        self._hidden = {*ends, *sampling.stop_token_ids}
         self._text, self._sampling, self._all, self._num_shown = GrowingText(decode, ()), sampling, "", 0
         self._num_held = 0 if sampling.include_stop_str_in_output else max(map(len, sampling.stop), default=1) - 1
 
     def add(self, token: int) -> str:
         """The characters that this token makes certain to be shown; "" if there are none."""
-        if token in self._sampling.stop_token_ids:
+        if token in self._hidden:
             return ""
         self._all += self._text.add(token)
         text = cut(self._all, self._sampling)
@@ -107,7 +109,11 @@ def plain_decoder(tokenizer: Any) -> Decode:
 
 
 def shown_texts(
-    tokenizer: Any, rows: Sequence[Sequence[int]], stopped: Sequence[bool], sampling: Sampling
+    tokenizer: Any,
+    rows: Sequence[Sequence[int]],
+    stopped: Sequence[bool],
+    sampling: Sampling,
+    ends: Collection[int] = (),
 ) -> list[str]:
     """The text of each completion as rewards and people see it.
 
@@ -116,8 +122,9 @@ def shown_texts(
         rows: token ids of each completion.
         stopped: whether each completion ended otherwise than by the length limit.
         sampling: its stop strings and stop tokens are cut off.
+        ends: the tokens that end a turn, which are never shown, even if the tokenizer does not call them special.
     """
-    hidden = () if sampling.include_stop_str_in_output else sampling.stop_token_ids
+    hidden = {*ends} if sampling.include_stop_str_in_output else {*ends, *sampling.stop_token_ids}
     shown = [row[:-1] if row and row[-1] in hidden else row for row in rows]
     texts = tokenizer.batch_decode(shown, skip_special_tokens=True)
     return [cut(text, sampling) if ended else text for text, ended in zip(texts, stopped, strict=True)]
@@ -137,18 +144,21 @@ def cut(text: str, sampling: Sampling) -> str:
     return text[:end] if sampling.include_stop_str_in_output else text[:start]
 
 
-def check_stops(generation: GenerationConfig, tokenizer: Any, vocabulary: int) -> None:
+def check_stops(
+    generation: GenerationConfig, tokenizer: Any, vocabulary: int, ends: Collection[int] | None = None
+) -> None:
     """Checks that every stop can happen with this tokenizer.
 
     Args:
         generation: whose stops are checked.
         tokenizer: the model's tokenizer.
         vocabulary: number of tokens that the model can produce.
+        ends: the tokens that end a turn; None: those that the tokenizer names.
 
     Raises:
         UserError: a token id that the model never produces, or a string that no completion contains.
     """
-    sampling = generation.sampling
+    sampling, ends = generation.sampling, turn_ends(tokenizer, "raw").ids if ends is None else ends
     for token in sampling.stop_token_ids:
         if token >= vocabulary:
             problem = f"is not a token id of the model, which has {vocabulary:,}"
@@ -158,6 +168,6 @@ def check_stops(generation: GenerationConfig, tokenizer: Any, vocabulary: int) -
         for token in (token for token in special if token in string):
             problem = f"holds the special token {token}, which the text of a completion never shows"
             remedy = f"use its token id, generation.stop=[{special[token]}]"
-            if special[token] == tokenizer.eos_token_id:
+            if special[token] in ends:
                 remedy = "leave it out, since every completion ends at it anyway"
             raise UserError("generation.stop", problem, got=string, remedy=remedy)

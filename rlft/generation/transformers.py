@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from rlft.generation.ends import turn_ends
 from rlft.generation.engine import Engine, Opening
 from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
@@ -97,7 +98,12 @@ class Transformers(Engine):
 
     def open(self, opening: Opening) -> TransformersGenerator:
         return TransformersGenerator(
-            opening.slot, opening.tokenizer, opening.device, self.batch_size, weights=self.weights
+            opening.slot,
+            opening.tokenizer,
+            opening.device,
+            self.batch_size,
+            weights=self.weights,
+            ends=opening.ends.ids,
         )
 
     def _prompts_at_once(self, decoding: Decoding) -> int:
@@ -157,6 +163,7 @@ class TransformersGenerator:
         device: the trainer's device.
         batch_size: the most completions that are decoded together; a group is never split.
         weights: which weights decoding multiplies with (configs/generation/auto.yaml).
+        ends: a completion ends with each of these tokens; None: those that model and tokenizer name.
     """
 
     def __init__(
@@ -167,9 +174,10 @@ class TransformersGenerator:
         batch_size: int,
         *,
         weights: Weights = Weights.merged,
+        ends: Sequence[int] | None = None,
     ) -> None:
         self.slot, self.tokenizer, self.device, self.batch_size = slot, tokenizer, device, batch_size
-        self.weights = weights
+        self.weights, self.ends = weights, ends
         self.version: int | None = None
         self.heard: Heard | None = None
 
@@ -224,7 +232,8 @@ class TransformersGenerator:
         """Groups of a chunk of prompts, whose first completion is number `first` of the whole call."""
         uniforms = _uniforms(seeds, n, sampling.max_tokens)
         limits = torch.tensor([sampling.tokens_of(prompt) for prompt in prompts]).repeat_interleave(n)
-        ends = end_tokens(model, self.tokenizer) | frozenset(sampling.stop_token_ids)
+        own_ends = end_tokens(model, self.tokenizer) if self.ends is None else frozenset(self.ends)
+        ends = own_ends | frozenset(sampling.stop_token_ids)
         decoder = self._decoder(model, [p.token_ids for p in prompts], sampling.max_tokens)
         watch = None
         if sampling.stop:
@@ -235,7 +244,7 @@ class TransformersGenerator:
         tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits, report)
         rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
         stopped = [row[-1] in ends or (watch is not None and r in watch.stopped) for r, row in enumerate(rows)]
-        texts = shown_texts(self.tokenizer, rows, stopped, sampling)
+        texts = shown_texts(self.tokenizer, rows, stopped, sampling, own_ends)
         groups = []
         for p, prompt in enumerate(prompts):
             rollouts = []
@@ -252,10 +261,8 @@ class TransformersGenerator:
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends a completion: those of the generation config and that of the tokenizer."""
-    configured = model.generation_config.eos_token_id
-    configured_ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(t for t in (*configured_ids, tokenizer.eos_token_id) if isinstance(t, int))
+    """Every token that ends a completion of a model without turns: the generation config's and the tokenizer's."""
+    return frozenset(turn_ends(tokenizer, "raw", model.generation_config.eos_token_id).ids)
 
 
 def cache_argument(model: Any) -> str:

@@ -145,6 +145,7 @@ class VLLM(Engine):
             sleep=self.sleep,
             enforce_eager=self.enforce_eager,
             seed=opening.seed,
+            ends=opening.ends.ids,
             further=self.options,
             merges=self.weights == "merged",
             batch_invariant=self.batch_invariant,

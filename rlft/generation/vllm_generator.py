@@ -59,6 +59,7 @@ class VLLMGenerator:
         sleep: whether `sleep()` moves the base to host memory and drops the KV cache (level 1; nothing on a CPU).
         enforce_eager: whether it works without CUDA graphs.
         seed: vLLM's own seed; sampling depends on the seeds given to `sample` alone.
+        ends: a completion ends with each of these tokens, and with those that model and tokenizer name.
         further: arguments of vLLM's engine that are passed through.
         merges: whether adapters are added to the base that the trainer shares (`adopt`), instead of lying beside it.
         batch_invariant: whether results must not depend on what is computed together.
@@ -82,13 +83,14 @@ class VLLMGenerator:
         sleep: bool,
         enforce_eager: bool,
         seed: int,
+        ends: Sequence[int] = (),
         further: Mapping[str, Any] | None = None,
         merges: bool = False,
         batch_invariant: bool = False,
     ) -> None:
         if quantization not in (None, "4bit"):
             raise ValueError(f"quantization is None or '4bit', not {quantization!r}")
-        self.max_sequence_tokens = max_sequence_tokens
+        self.max_sequence_tokens, self._ends = max_sequence_tokens, tuple(ends)
         self.version: int | None = None
         options: dict[str, Any] = {
             "model": str(model_path),
@@ -216,7 +218,7 @@ class VLLMGenerator:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "stop": list(sampling.stop),
-            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop_token_ids": list(dict.fromkeys((*self._ends, *sampling.stop_token_ids))),
             "logprobs": 0,  # the sampled token's only
             "flat_logprobs": True,
             "detokenize": bool(sampling.stop),  # without stop strings once at the end is enough
@@ -328,7 +330,8 @@ class VLLMGenerator:
     def _group(self, prompt: Prompt, output: RequestOutput, copies: int, sampling: Sampling) -> Group:
         children = sorted(output.outputs, key=lambda child: child.index) * copies
         stopped = [child.finish_reason == "stop" for child in children]
-        texts = shown_texts(self._tokenizer, [child.token_ids for child in children], stopped, sampling)
+        rows = [child.token_ids for child in children]
+        texts = shown_texts(self._tokenizer, rows, stopped, sampling, self._ends)
         completions = [
             Completion(
                 text=text,

@@ -17,6 +17,7 @@ from rlft.model.backbone import Adopt, Backbone, load_tokenizer, resolve_device,
 from rlft.model.config import ModelConfig, teacher_settings
 from rlft.model.forward import Forward
 from rlft.planning.run_plan import Plan
+from rlft.prepare.turns import ends_of
 from rlft.system.out_of_memory import Largest
 from rlft.types import Generator
 
@@ -150,7 +151,8 @@ def adopting_of(engines: Engines, config: SamplingRoot, rank: int, engine: str |
         return None
     model, device = config.model, resolve_device(config.model.device)
     dtype = str(resolve_dtype(model.dtype, device)).removeprefix("torch.")
-    opening = _opening(None, None, device, dtype, model, config.prompts, config.generation, rank, config.seed)
+    tokenizer = load_tokenizer(model)
+    opening = _opening(None, tokenizer, device, dtype, model, config.prompts, config.generation, rank, config.seed)
     return engines.adopting(config.generation.named(engine), opening)
 
 
@@ -204,6 +206,7 @@ def _opening(
     return Opening(
         slot=slot,
         tokenizer=tokenizer,
+        ends=ends_of(model, prompts.style, tokenizer),
         device=device,
         model_path=str(resolve_path(model.path)),
         revision=model.revision,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -12,7 +13,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlft.model.activations import set_checkpointing
 from rlft.model.config import DTYPES, ModelConfig
@@ -86,9 +94,22 @@ def read_config(config: ModelConfig) -> Any:
         ) from None
 
 
+def configured_ends(config: ModelConfig) -> Any:
+    """`eos_token_id` of the model's generation_config.json, or else of its config.json: a number, a list, or None."""
+    base = source(config)
+    where = {name: base[name] for name in ("revision", "local_files_only")}
+    ends = None
+    with contextlib.suppress(OSError):  # there is no such file
+        ends = GenerationConfig.from_pretrained(base["pretrained_model_name_or_path"], **where).eos_token_id
+    return getattr(read_config(config).get_text_config(), "eos_token_id", None) if ends is None else ends
+
+
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(**source(config))
+        tokenizer = AutoTokenizer.from_pretrained(**source(config))
+        # transformers would write it into the tokenizer_config.json of everything that is saved.
+        tokenizer.init_kwargs.pop("local_files_only", None)
+        return tokenizer
     except (OSError, ValueError) as error:
         raise UserError(
             "model.path",

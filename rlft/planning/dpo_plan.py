@@ -102,6 +102,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> DpoPlan:
         loss=loss,
         reference=reference_of(config, loss),
         loggers=loggers,
+        ends=inputs.ends,
         fingerprints=inputs.fingerprints,
         notes=inputs.notes,
     )

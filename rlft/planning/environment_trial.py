@@ -13,6 +13,7 @@ from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import PlayedByAgents
 from rlft.environment.pool import EnvironmentFailure
 from rlft.environment.protocol import Environment, Schema
+from rlft.generation.ends import turn_ends
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.types import Prompt, Sampling
 
@@ -51,16 +52,16 @@ class EnvironmentTrial:
 
 def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> EnvironmentTrial:
     """Has a scripted policy hold one conversation, in the environment's own processes and with its time limits."""
-    script = [LAST_WORDS]
+    script, ends = [LAST_WORDS], turn_ends(tokenizer, "chat")
     environment_alone = replace(environment, workers=1, turn_tokens=None)
     if environment.plays_itself:
-        policy = ScriptedGenerator({"*": script}, tokenizer)
+        policy = ScriptedGenerator({"*": script}, tokenizer, ends)
         played = PlayedByAgents(policy, cast(Endpoint, environment_alone), tokenizer, longest_row=2 * ROOM, traces=None)
         return _tried(played, prompt)
     if not environment.plays_a_game:
         dialect, schema = Dialect(environment, tokenizer, prompt.messages), environment.schemas()[0]
         script.insert(0, dialect.written(schema["function"]["name"], made_up(schema, prompt)))
-    policy = ScriptedGenerator({"*": [script]}, tokenizer)
+    policy = ScriptedGenerator({"*": [script]}, tokenizer, ends)
     return _tried(Conversations(policy, environment_alone, tokenizer, at_once=None, longest_row=2 * ROOM), prompt)
 
 

@@ -20,10 +20,13 @@ from rlft.planning.memory_parts import Demand
 from rlft.planning.run_plan import DataLengths, Plan
 from rlft.planning.startup_table import Facts, TableRow
 from rlft.prepare.examples import Rankings, scan_rankings
+from rlft.prepare.turns import ends_of
 from rlft.types import Split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlft.generation.ends import TurnEnds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class RankingPlan(Plan):
             facts.kernels_row(),
             *self.own_rows(),
             ("rankings", f"{len(rankings):,}", f"{pairs:,} pairs; {len(self.held_out.rankings):,} rankings held out"),
+            *self.end_rows(),
             ("a step", f"{run.rankings_per_step}", f"rankings in one optimizer update{self.note_of_update}"),
             ("total", f"{self.num_steps} steps", f"{self.num_steps * self.num_new / len(rankings):.1f} epochs"),
         ]
@@ -120,6 +124,7 @@ class Inputs:
 
     Attributes:
         tokenizer: the base's tokenizer.
+        ends: what ends a turn.
         train: the training rankings.
         held_out: the held-out rankings.
         fingerprints: the fingerprints of preferences, base and adapters, as in Plan.
@@ -127,6 +132,7 @@ class Inputs:
     """
 
     tokenizer: PreTrainedTokenizerBase
+    ends: TurnEnds
     train: Rankings
     held_out: Rankings
     fingerprints: Mapping[str, str]
@@ -146,10 +152,12 @@ def read_inputs(config: RankingRoot, used: Sequence[Use], *, runs_here: bool) ->
     rules.check_targets(config.lora, config.model, model_config)
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
     tokenizer = load_tokenizer(config.model)
+    ends = ends_of(config.model, config.prompts.style, tokenizer)
     train, train_notes = scanned(config, config.preferences, tokenizer, Split.train)
     held_out, held_out_notes = scanned(config, config.preferences, tokenizer, Split.held_out)
     return Inputs(
         tokenizer=tokenizer,
+        ends=ends,
         train=train,
         held_out=held_out,
         fingerprints={
@@ -158,7 +166,7 @@ def read_inputs(config: RankingRoot, used: Sequence[Use], *, runs_here: bool) ->
             "base_fingerprint": base_fingerprint,
             **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
         },
-        notes=(*train_notes, *held_out_notes),
+        notes=(*train_notes, *held_out_notes, *ends.notes),
     )
 
 

@@ -80,6 +80,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> RmPlan:
         held_out=inputs.held_out,
         replay=replay,
         loggers=loggers,
+        ends=inputs.ends,
         fingerprints={
             **inputs.fingerprints,
             **({} if replay is None else {"replay_fingerprint": replay.fingerprint}),

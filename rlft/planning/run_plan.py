@@ -11,6 +11,7 @@ from rlft.logger.loggers import declares
 from rlft.types import Logger
 
 if TYPE_CHECKING:  # not at run time: a verb from outside the tree plans in the module that `rlft --help` imports
+    from rlft.generation.ends import TurnEnds
     from rlft.generation.memory import ModelSizes
     from rlft.planning.memory_parts import Demand
     from rlft.planning.startup_table import Facts, TableRow
@@ -37,6 +38,7 @@ class Plan(ABC):
         engine: the name of the engine that samples; None if nothing is sampled.
         notes: what the person watching should know when the run starts.
         loggers: receive the numbers of each step.
+        ends: what ends a turn; None for a verb that does not say.
     """
 
     config: Any
@@ -45,6 +47,7 @@ class Plan(ABC):
     engine: str | None
     notes: tuple[str, ...] = ()
     loggers: tuple[Logger, ...] = ()
+    ends: TurnEnds | None = None
 
     @property
     @abstractmethod
@@ -68,7 +71,16 @@ class Plan(ABC):
 
     def startup_rows(self, facts: Facts) -> list[TableRow]:
         """The rows of the start-up table: the sizes that people ask about."""
-        return [facts.model_row(self.config.model.path), facts.forward_row(), facts.kernels_row()]
+        return [
+            facts.model_row(self.config.model.path),
+            facts.forward_row(),
+            facts.kernels_row(),
+            *self.end_rows(),
+        ]
+
+    def end_rows(self) -> list[TableRow]:
+        """The row of the start-up table about what ends a turn."""
+        return [] if self.ends is None else [self.ends.row]
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand | None:
         """The memory demand, with gradient checkpointing if `recompute`; if None, `rlft plan` refuses the verb."""

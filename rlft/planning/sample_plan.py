@@ -24,6 +24,7 @@ from rlft.planning.disk_space import TOKEN_ID, completion_bytes
 from rlft.planning.run_plan import Plan
 from rlft.planning.shown import shown_in_prompts
 from rlft.prepare.prompts import PromptSet, scan, tokenizer_fingerprint, untokenised
+from rlft.prepare.turns import ends_of
 from rlft.scoring.reward_spec import examined, specs
 from rlft.types import Prompt, Split, UserError
 
@@ -108,7 +109,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
     check_adapters(used, lora, config.model, base_fingerprint, model_config)
     check_classifiers(rewards)
     tokenizer, split = load_tokenizer(config.model), Split(config.split)
-    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
+    ends = ends_of(config.model, limits.style, tokenizer)
+    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
     data = instantiate(config.data, "data").load(split)
     environment = environment_of(config)
     shown = shown_in_prompts(environment, tokenizer, data)
@@ -125,6 +127,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
         lora=lora,
         tokenizer=tokenizer_fingerprint(tokenizer),
         environment=environment,
+        ends=ends,
+        notes=ends.notes,
         fingerprints={
             "data_fingerprint": prompts.fingerprint,
             "base_fingerprint": base_fingerprint,

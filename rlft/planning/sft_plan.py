@@ -30,6 +30,7 @@ from rlft.planning.sampling_shapes import of_evaluation
 from rlft.planning.startup_table import Facts, TableRow
 from rlft.prepare.examples import Examples, scan_demonstrations
 from rlft.prepare.prompts import PromptSet, left_out, scan, untokenised
+from rlft.prepare.turns import ends_of
 from rlft.scoring.reward_spec import examined, notes, specs
 from rlft.types import Split
 
@@ -67,6 +68,7 @@ class SftPlan(Plan):
             facts.forward_row(),
             facts.kernels_row(),
             ("demonstrations", f"{examples:,}", f"{len(self.held_out_examples.texts):,} more held out"),
+            *self.end_rows(),
             ("a step", f"{run.examples_per_step}", "demonstrations in one optimizer update"),
             (
                 "total",
@@ -141,7 +143,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
     rules.check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
     used = uses_of(config)
     tokenizer = load_tokenizer(config.model)
-    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
+    ends = ends_of(config.model, limits.style, tokenizer)
+    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
     held_out = None
     if config.data and config.eval.every:
         rules.check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
@@ -170,6 +173,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
         held_out_examples=held_out_examples,
         held_out=held_out,
         loggers=loggers,
+        ends=ends,
         fingerprints={
             "demonstrations_fingerprint": train.fingerprint,
             "held_out_demonstrations_fingerprint": held_out_examples.fingerprint,
@@ -180,6 +184,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
         notes=(
             *(note for note in (train.note, held_out_examples.note) if note),
             *_notes(config, held_out),
+            *ends.notes,
         ),
     )
 

@@ -49,6 +49,7 @@ from rlft.planning.teacher_memory import TeacherDemand
 from rlft.prepare.prompts import PromptSet, left_out, scan, untokenised
 from rlft.prepare.teacher_prompts import longest_with_hint
 from rlft.prepare.texts import PretrainText, scan_texts
+from rlft.prepare.turns import ends_of
 from rlft.run.fork import MOVING_REFERENCES
 from rlft.scoring.reward_spec import examined, notes, specs
 from rlft.types import Split, UserError
@@ -118,6 +119,7 @@ class TrainPlan(Plan):
                 f"{completions:,}",
                 f"{run.prompts_per_step} prompts x group of {run.group_size}, up to {run.generation.max_tokens} tokens",
             ),
+            *self.end_rows(),
             (
                 "updates a step",
                 str(run.updates_per_step),
@@ -291,7 +293,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
     check_classifiers(rewards)
     tokenizer = load_tokenizer(config.model)
-    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
+    ends = ends_of(config.model, config.prompts.style, tokenizer)
+    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
     data = instantiate(config.data, "data")
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
     environment = environment_of(config)
@@ -333,6 +336,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
         },
         pretrain_text=pretrain_text,
         environment=environment,
+        ends=ends,
         teacher_row_tokens=teacher_row_tokens,
         notes=(
             *(rules.warnings(config, algorithm) if trains else ()),
@@ -345,6 +349,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
             *([teacher_note] if teacher_note else ()),
             *notes(rewards),
             *data_notes,
+            *ends.notes,
         ),
     )
 

@@ -1,7 +1,7 @@
 """Tokenises, measures and fingerprints demonstrations and rankings, before the model is loaded.
 
 A completion that was sampled keeps its tokens. Any other is tokenised separately from its prompt, as an engine would
-have returned it, and gets the token that ends a turn in the model's chat template.
+have returned it, with what the model's chat template writes around it (`turns`) and the tokens that end a turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rlft.config.schema import PromptsConfig
 from rlft.data.sampled import check_tokenizer, sampled_with
 from rlft.ops.seeds import derive
 from rlft.prepare.prompts import prompts_for_step, token_ids, tokenizer_fingerprint
-from rlft.prepare.texts import TextTokens, as_batch, text_ids
+from rlft.prepare.texts import TextTokens, as_batch
+from rlft.prepare.turns import turns_of
 from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError
 
 if TYPE_CHECKING:
@@ -91,13 +92,16 @@ def scan_demonstrations(
     """
     _check_sampled_with([d.prompt for d in demonstrations], tokenizer, "demonstrations")
     prompt_ids = token_ids([d.prompt for d in demonstrations], tokenizer, prompts.style)
-    completion_ids = _completions([(d.completion, d.completion_ids) for d in demonstrations], tokenizer, prompts.style)
+    what = f"{split} demonstrations"
+    said = [(d.prompt, d.completion, d.completion_ids) for d in demonstrations]
+    completion_ids, unlike = _completions(said, tokenizer, prompts.style, what)
     texts = [
         TextTokens(ids=np.array([*prompt, *ids], dtype="<i4"), num_given=max(len(prompt), 1))
         for prompt, ids in zip(prompt_ids, completion_ids, strict=True)
         if len(prompt) <= prompts.max_tokens and len(ids) <= max_completion_tokens
     ]
-    note = _note_of_dropped(len(demonstrations), len(texts), prompts, max_completion_tokens, f"{split} demonstrations")
+    dropped = _note_of_dropped(len(demonstrations), len(texts), prompts, max_completion_tokens, what)
+    note = "; ".join(filter(None, [dropped, unlike])) or None
     parts = (f"{text.num_given}:".encode() + text.ids.tobytes() for text in texts)
     return Examples(texts=tuple(texts), fingerprint=_digest(parts), note=note)
 
@@ -116,10 +120,17 @@ def scan_rankings(
     """
     _check_sampled_with([r.prompt for r in rankings], tokenizer, "preferences")
     prompt_ids = token_ids([r.prompt for r in rankings], tokenizer, prompts.style)
+    what = f"completions of {split} rankings"
+    said = [
+        (r.prompt, text, ids)
+        for r in rankings
+        for text, ids in zip(r.completions, r.completion_ids or [()] * len(r.completions), strict=True)
+    ]
+    completion_ids, unlike = _completions(said, tokenizer, prompts.style, what)
+    rows = iter(completion_ids)
     kept, num_cut = [], 0
     for ranking, prompt in zip(rankings, prompt_ids, strict=True):
-        ids = ranking.completion_ids or [()] * len(ranking.completions)
-        tokens = _completions(list(zip(ranking.completions, ids, strict=True)), tokenizer, prompts.style)
+        tokens = [next(rows) for _ in ranking.completions]
         short = [i for i, row in enumerate(tokens) if len(row) <= max_completion_tokens]
         scores = tuple(ranking.scores[i] for i in short)
         if len(prompt) <= prompts.max_tokens and len(set(scores)) > 1:
@@ -129,37 +140,18 @@ def scan_rankings(
     if num_cut:
         problem = f"{num_cut} completions of kept {split} rankings exceed max_completion_tokens={max_completion_tokens}"
         notes.append(_dropped(problem, prompts, "raise it, or set prompts.over_limit=drop"))
-    note = "; ".join(filter(None, notes)) or None
+    note = "; ".join(filter(None, [*notes, unlike])) or None
     parts = (repr((r.prompt, r.completions, r.scores)).encode() for r in kept)
     return Rankings(rankings=tuple(kept), fingerprint=_digest(parts), note=note)
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, style: str) -> int:
-    """The token that ends an assistant's turn: the one that the chat template adds to its text, else the end token.
-
-    Raises:
-        UserError: the tokenizer has neither.
-    """
-    if style == "chat" and tokenizer.chat_template:
-        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text_after = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("answer")[2]
-        # Not all_special_ids: a template may end turns with a token that has no name of its own (Llama 3's <|eot_id|>).
-        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        ids = [int(token) for token in text_ids([text_after], tokenizer)[0] if int(token) in special]
-        if ids:
-            return ids[0]
-    if isinstance(tokenizer.eos_token_id, int):
-        return tokenizer.eos_token_id
-    raise UserError("model.path", "its tokenizer has no end token, so completions could never end", remedy="set one")
-
-
 def _completions(
-    texts: Sequence[tuple[str, Sequence[int]]], tokenizer: PreTrainedTokenizerBase, style: str
-) -> list[tuple[int, ...]]:
-    """The tokens of each completion: those that were sampled, or else the tokens of its text and an end token."""
-    end_token = end_of_turn(tokenizer, style)
-    tokenised = ((*ids.tolist(), end_token) for ids in text_ids([text for text, ids in texts if not ids], tokenizer))
-    return [tuple(ids) if ids else next(tokenised) for _, ids in texts]
+    texts: Sequence[tuple[Prompt, str, Sequence[int]]], tokenizer: PreTrainedTokenizerBase, style: str, what: str
+) -> tuple[list[tuple[int, ...]], str | None]:
+    """(the tokens of each completion: those that were sampled, or else those of its turn; a note about the turns)."""
+    turns, note = turns_of([(prompt, text) for prompt, text, ids in texts if not ids], tokenizer, style, what)
+    written = iter(turns)
+    return [tuple(ids) if ids else next(written) for _, _, ids in texts], note
 
 
 def _check_sampled_with(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, section: str) -> None:

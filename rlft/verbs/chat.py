@@ -194,6 +194,7 @@ def open_talk(
     """Opens a conversation with the policy of the run, or the config's model if `source` is None; reads no data."""
     from rlft.generation.stops import check_stops
     from rlft.model.backbone import load_backbone, load_tokenizer, read_config
+    from rlft.prepare.turns import ends_of
     from rlft.system.out_of_memory import Doing, explained
     from rlft.trainer import checkpoint
 
@@ -206,7 +207,9 @@ def open_talk(
         saved = checkpoint.load(folder) if settings.lora is not None else None
         title = f"{source.run}, {folder.name}"
     vocabulary = read_config(settings.model).get_text_config().vocab_size
-    check_stops(settings.generation, load_tokenizer(settings.model), vocabulary)
+    tokenizer = load_tokenizer(settings.model)
+    ends = ends_of(settings.model, settings.prompts.style, tokenizer)
+    check_stops(settings.generation, tokenizer, vocabulary, ends.ids)
     if not raw and (plain.get("data") or {}).get("few_shot"):
         say("the data's few-shot examples are left out: a chat reads no data")
     with contextlib.ExitStack() as stack:

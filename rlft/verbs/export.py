@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -63,6 +63,7 @@ WORDS = ("out", "as", "dtype")
 PUSH_WORDS = ("push", "private")
 """Keys of the verb, in the order of the parameters of `push.read_target`; all others are keys of the run's config."""
 GGUF = "gguf"
+GENERATION_CONFIG = "generation_config.json"
 TEXT = "What is 17 + 25? The answer is 42, because 17 + 25 = 42."
 """The adapter and the merged model are compared on these tokens; any text would do."""
 TOLERANCE = 1e-3
@@ -181,8 +182,9 @@ def _check_new(out: Path, source: NamedRun) -> None:
 def export(request: Export, say: Callable[[str], None]) -> Path:
     """Writes the folder with its README.md, and returns its path."""
     from rlft.export.model_card import model_card
+    from rlft.generation.ends import configured_ids, turn_ends
     from rlft.keys.instantiate import from_mapping
-    from rlft.model.backbone import load_tokenizer, read_config
+    from rlft.model.backbone import configured_ends, load_tokenizer, read_config
     from rlft.model.config import ModelConfig
 
     config = from_mapping(ModelConfig, request.source.config["model"], "model")
@@ -191,7 +193,10 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
     else:
         check_base(request.checkpoint, config)
     tokenizer = load_tokenizer(config)
-    style = (request.source.config.get("prompts") or {}).get("style")
+    style = (request.source.config.get("prompts") or {}).get("style", "chat")
+    configured = configured_ends(config)
+    ends = turn_ends(tokenizer, style, configured)
+    names_ends = set(ends.ids) <= set(configured_ids(configured))
     with _becoming(request.out) as folder:
         if request.kind is ExportKind.adapter:
             with writing(request.out, size_of(request.checkpoint / request.checkpoint_kind)):
@@ -199,6 +204,8 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
                 tokenizer.save_pretrained(folder)
         else:
             write_model(request, config, tokenizer, folder, say)
+        if not names_ends and request.checkpoint_kind is not CheckpointKind.reward:
+            write_ends(folder, base_generation_config(config), ends.ids)
         card = model_card(
             request.source,
             request.checkpoint,
@@ -208,6 +215,9 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
             repo_id=request.repo_id,
             has_template=bool(tokenizer.chat_template) and style != "raw",
             dtype=str(read_config(config).dtype).removeprefix("torch.") if request.dtype == AUTO else request.dtype,
+            ends=ends,
+            eos=tokenizer.eos_token_id,
+            names_ends=names_ends or request.kind is ExportKind.model,
         )
         with writing(request.out, len(card)):
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -361,25 +371,37 @@ def round_weights(model: PreTrainedModel, dtypes: dict[str, Any], dtype: str) ->
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, folder: Path) -> None:
     """Writes a Hugging Face folder. The generation config is a copy of the base's file, if it has one."""
     from transformers import GenerationConfig
-    from transformers.utils import GENERATION_CONFIG_NAME
-    from transformers.utils.hub import cached_file
-
-    from rlft.model.backbone import source
 
     model.generation_config = GenerationConfig()  # a base's own may be one that transformers reads but refuses to write
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / GENERATION_CONFIG_NAME).unlink(missing_ok=True)
+    (folder / GENERATION_CONFIG).unlink(missing_ok=True)
+    base_file = base_generation_config(config)
+    if base_file is not None:
+        shutil.copyfile(base_file, folder / GENERATION_CONFIG)
+
+
+def base_generation_config(config: ModelConfig) -> str | None:
+    """The path of the base's generation_config.json; None if it has none."""
+    from transformers.utils.hub import cached_file
+
+    from rlft.model.backbone import source
+
     base_source = source(config)
-    base_file = cached_file(
+    return cached_file(
         base_source["pretrained_model_name_or_path"],
-        GENERATION_CONFIG_NAME,
+        GENERATION_CONFIG,
         revision=base_source["revision"],
         local_files_only=base_source["local_files_only"],
         _raise_exceptions_for_missing_entries=False,
     )
-    if base_file is not None:
-        shutil.copyfile(base_file, folder / GENERATION_CONFIG_NAME)
+
+
+def write_ends(folder: Path, base_file: str | None, ends: Sequence[int]) -> None:
+    """Writes the base's generation config with these end tokens: what loads the folder stops where the run did."""
+    fields = {} if base_file is None else json.loads(Path(base_file).read_text())
+    text = json.dumps({**fields, "eos_token_id": list(ends)}, indent=2, sort_keys=True) + "\n"
+    (folder / GENERATION_CONFIG).write_text(text)
 
 
 # -- the folder that is written ----------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         if player is not generator:
             stack.callback(player.close)
         dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
-        for note in (*dropped, plan.prompts.note, *notes(rewards), *plan.data_notes):
+        for note in (*dropped, plan.prompts.note, *notes(rewards), *plan.data_notes, *plan.notes):
             if note:
                 say(f"note: {note}")
         samples = Samples(plan, folder)

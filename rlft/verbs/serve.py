@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -140,6 +140,7 @@ def opened(
     from rlft.generation.stops import check_stops
     from rlft.loop.engines import Engines, opening_on
     from rlft.model.backbone import load_backbone, load_tokenizer, read_config
+    from rlft.prepare.turns import ends_of
     from rlft.system.out_of_memory import Doing, explained
     from rlft.trainer import checkpoint
 
@@ -153,7 +154,7 @@ def opened(
         name, title = keys.name or str(plain["name"]), f"{source.run}, {folder.name}"
     vocabulary = read_config(settings.model).get_text_config().vocab_size
     tokenizer = load_tokenizer(settings.model)
-    check_stops(settings.generation, tokenizer, vocabulary)
+    check_stops(settings.generation, tokenizer, vocabulary, ends_of(settings.model, "chat", tokenizer).ids)
     engine, _ = choose_engine(settings.generation, settings.model, settings.lora, whole=settings.lora is None)
     most_tokens = settings.prompts.max_tokens + settings.generation.max_tokens
     with contextlib.ExitStack() as stack:
@@ -166,7 +167,7 @@ def opened(
             opening = opening_on(
                 backbone,
                 settings.model,
-                settings.prompts,
+                replace(settings.prompts, style="chat"),  # the messages of requests are always the chat template's
                 settings.generation,
                 slot=roles,
                 rank=rank,
@@ -184,6 +185,7 @@ def opened(
             most_tokens=most_tokens,
             vocabulary=vocabulary,
             seed=settings.seed,
+            ends=opening.ends.ids,
         )
         token = keys.token or secrets.token_urlsafe(24)
         inbox = Inbox()

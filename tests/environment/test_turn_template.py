@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from rlft.environment.turn_template import TurnTemplate
 from rlft.types import UserError
 from tests.helpers.family_tokenizers import CHATML, SPECIAL, TAGS, family_tokenizer
+from tests.helpers.turn_shapes import EOS, shaped_tokenizer
 
 ADD = {
     "type": "function",
@@ -308,3 +309,22 @@ def test_a_template_that_wants_arguments_as_text_gets_them_so():
         tokenizer.chat_template = whole
     assert suffix == TurnTemplate(tokenizer, ["tool"], tools=[ADD]).suffix([], answers_of("tool", ["2"]))
     assert tokenizer.decode([*suffix[:1]]) == CHATML[2]
+
+
+def test_what_was_sampled_of_a_turns_end_is_not_said_again():
+    """Command-R's turns end with two tokens: both, one or none of them may have been sampled, or another end."""
+    tokenizer = shaped_tokenizer("two tokens, and always the next turn's start")
+    response, turn, eos = tokenizer.convert_tokens_to_ids(["<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>", EOS])
+    [letter] = tokenizer("5")["input_ids"]
+    next_turn = "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>6<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    template = TurnTemplate(tokenizer, ["user"])
+    for sampled, missing in (
+        ([letter, response, turn], []),
+        ([letter, response], [turn]),
+        ([letter, turn], []),
+        ([letter], [response, turn]),
+        ([letter, eos], [response, turn]),
+        ([], [response, turn]),
+    ):
+        suffix = template.suffix(sampled, [{"role": "user", "content": "6"}])
+        assert list(suffix) == [*missing, *tokenizer(next_turn)["input_ids"]], sampled

@@ -12,8 +12,9 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlft.config.schema import PromptsConfig
+from rlft.generation.ends import turn_ends
 from rlft.model.backbone import Backbone
-from rlft.prepare.examples import Examples, Rankings, end_of_turn, scan_demonstrations, scan_rankings
+from rlft.prepare.examples import Examples, Rankings, scan_demonstrations, scan_rankings
 from rlft.prepare.prompts import tokenizer_fingerprint
 from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
 
@@ -78,14 +79,14 @@ def test_a_turn_ends_with_what_the_chat_template_puts_behind_it(own_tokenizer: P
     own_tokenizer.chat_template = LLAMA
     eot, text_end = (own_tokenizer.convert_tokens_to_ids(name) for name in ("<|eot_id|>", "<|endoftext|>"))
     assert eot not in own_tokenizer.all_special_ids
-    assert end_of_turn(own_tokenizer, "chat") == eot
-    assert end_of_turn(own_tokenizer, "raw") == text_end
+    assert turn_ends(own_tokenizer, "chat").closing == (eot,)
+    assert turn_ends(own_tokenizer, "raw").closing == (text_end,)
 
 
 def test_the_embedded_models_turns_end_with_im_end_and_the_line_break_behind_it_is_not_learned(
     backbone: Backbone, scan: Callable[..., Examples]
 ) -> None:
-    assert end_of_turn(backbone.tokenizer, "chat") == END
+    assert turn_ends(backbone.tokenizer, "chat").closing == (END,)
     [text] = scan([demonstrated("1 + 1?", "2")]).texts
     assert text.ids[text.num_given :].tolist() == [*ids_of(backbone, "2"), END]
 
@@ -94,16 +95,17 @@ def test_without_a_chat_template_or_a_special_token_in_it_the_end_token_ends_a_t
     own_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     own_tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    assert end_of_turn(own_tokenizer, "chat") == END
+    assert turn_ends(own_tokenizer, "chat").closing == (END,)
     own_tokenizer.chat_template = None
-    assert end_of_turn(own_tokenizer, "chat") == END
+    assert turn_ends(own_tokenizer, "chat").closing == (END,)
 
 
 def test_a_tokenizer_without_any_end_is_refused(own_tokenizer: PreTrainedTokenizerBase) -> None:
     own_tokenizer.chat_template = None
     own_tokenizer.eos_token = None
+    given = [demonstrated("1 + 1?", "2")]
     with pytest.raises(UserError, match=r"^model\.path: its tokenizer has no end token"):
-        end_of_turn(own_tokenizer, "chat")
+        scan_demonstrations(given, own_tokenizer, PROMPTS, 64, Split.train)
 
 
 # -- demonstrations ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from rlft.environment.endpoint.trajectory import Trajectory
 from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
 from rlft.environment.transcript import Transcript
 from rlft.environment.worker import Kind
+from rlft.generation.ends import turn_ends
 from rlft.types import Adapter, Generator, Group, Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -163,9 +164,9 @@ class PlayedByAgents:
             first = replies_of_agents[0][0].text or "they said nothing of an error"
             problem = f"environment: none of {len(trajectories)} agents has asked the policy anything ({first})"
             raise EnvironmentFailure(f"{problem}; repair the agent, which has to ask at OPENAI_BASE_URL")
-        end = self._speech.tokenizer.eos_token_id
+        [end, *_] = (*turn_ends(self._speech.tokenizer, "chat").ids, 0)
         for trajectory, [reply] in zip(trajectories, replies_of_agents, strict=True):
-            trajectory.finish(reply, end if isinstance(end, int) else 0)
+            trajectory.finish(reply, end)
 
     def _address(self) -> str:
         if self._server is None:

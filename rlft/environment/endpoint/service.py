@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlft.environment.endpoint import replies
@@ -31,6 +31,7 @@ class Service:
         most_tokens: the most tokens of a prompt and its completion together.
         vocabulary: token ids are below this.
         seed: seeds of requests that have none derive from it and the number of the request.
+        ends: the tokens that end a turn, which are not shown.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class Service:
         most_tokens: int,
         vocabulary: int,
         seed: int,
+        ends: Collection[int] = (),
     ) -> None:
         self._generator, self._speech, self._sampling = generator, speech, sampling
         self._model, self._most_tokens, self._vocabulary, self._seed = model, most_tokens, vocabulary, seed
-        self._num_requests = 0
+        self._ends, self._num_requests = ends, 0
 
     def answer(self, requests: Sequence[Request], failed: Callable[[Exception], None]) -> None:
         """Answers all requests of a tick; those that are sampled alike are sampled together.
@@ -125,7 +127,7 @@ class Service:
         body, heard = request.body, request.heard
         if heard is None or not isinstance(body, Chat) or body.shown_tools or body.logprobs:
             return None
-        text = ShownText(plain_decoder(self._speech.tokenizer), draw.sampling)
+        text = ShownText(plain_decoder(self._speech.tokenizer), draw.sampling, self._ends)
 
         def add(token: int) -> None:
             if piece := text.add(token):

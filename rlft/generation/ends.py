@@ -1,0 +1,308 @@
+"""What ends a turn of an assistant: the one notion that data, engines, conversations and exports share.
+
+In chat style it is what the chat template puts after an assistant's text, found by rendering: of the special tokens
+there those that neither the end of the whole conversation nor the next turn brings. Command-R has two of them: both
+are learned, and the last one ends the turn. What the generation config and the tokenizer name as ends ends a completion
+as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message]], str]
+"""The chat template's text of messages, without the start of a next turn."""
+
+QUESTION = {"role": "user", "content": "question"}
+SAID, REPLY, THOUGHT = "saidsaid", "replyreply", "thoughtthought"
+"""Texts that a template leaves as they are, and that occur in none."""
+THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names that templates have for an assistant's thoughts."""
+CALL_ID = "000000000"
+"""Nine letters or digits, as Mistral's templates require."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "tool",
+        "description": "tool",
+        "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "argument"}}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """What a template puts after an assistant's text: `lead`, plain text, then `run`, up to the last end token.
+
+    Attributes:
+        lead: such as the line break before `<|end|>` in some templates.
+        run: the special tokens, with what is between them; "": there are none.
+        last: all that it puts after the last turn of a conversation.
+    """
+
+    lead: str = ""
+    run: str = ""
+    last: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnds:
+    """What ends an assistant's turn with one tokenizer.
+
+    Attributes:
+        ids: the tokens at which a completion ends, the one that is learned first; empty if there are none.
+        lead: plain text between an assistant's text and `closing`, which is learned.
+        closing: the tokens that are learned after it; the last one is `ids[0]`.
+        last: the text that the chat template puts after the last turn of a conversation.
+        names: {token id: its text} of `ids`.
+        notes: what the person watching should know.
+    """
+
+    ids: tuple[int, ...]
+    lead: str = ""
+    closing: tuple[int, ...] = ()
+    last: str = ""
+    names: Mapping[int, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """The row of the start-up table (name, value, explanation)."""
+        if not self.ids:
+            return "a turn ends", "nowhere", "neither template nor tokenizer has an end token: only limits end it"
+        first, *others = (self.names[token] for token in self.ids)
+        also = f"; {', '.join(others)} would end it too" if others else ""
+        return "a turn ends", first, f"learned and sampled, token {self.ids[0]}{also}"
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase, style: str, eos_token_id: Any = None) -> TurnEnds:
+    """What ends an assistant's turn.
+
+    Args:
+        tokenizer: the model's.
+        style: `chat`: the chat template's turns; `raw`, or a tokenizer without a template: the tokenizer's end token.
+        eos_token_id: what the model's generation config names as ends: a token id, a list of them, or None.
+    """
+    configured = configured_ids(eos_token_id)
+    eos = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
+    own = [] if eos is None else [eos]
+    if style != "chat" or not tokenizer.chat_template:
+        return _ends(tokenizer, [*own, *configured], closing=tuple(own))
+    eos_text = str(tokenizer.eos_token) if eos is not None else ""
+    special = special_tokens(tokenizer)
+    pattern = special_pattern(special)
+    render = _renderer(tokenizer)
+    turn, answer = {"role": "assistant", "content": SAID}, {"role": "user", "content": REPLY}
+    closing = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, pattern, eos_text)
+    called = _end_of_calls(tokenizer, pattern, eos_text)
+    if not closing.run:
+        notes = _without_end(eos_text)
+        return _ends(tokenizer, [*own, *called, *configured], closing=tuple(own), last=closing.last, notes=notes)
+    ids = list(tokenizer(closing.run, add_special_tokens=False)["input_ids"])
+    if (name := _last(pattern, closing.run)) in _inside(render, pattern):
+        closing_ids, notes = (*ids, *own), _also_inside(name, eos_text)
+        ends = [*own, *called, *configured]
+        return _ends(tokenizer, ends, lead=closing.lead, closing=closing_ids, last=closing.last, notes=notes)
+    end = ids[-1]
+    notes = () if end == eos else _differing(tokenizer, end, eos_text)
+    ends = [end, *called, *own, *configured]
+    return _ends(tokenizer, ends, lead=closing.lead, closing=tuple(ids), last=closing.last, notes=notes)
+
+
+def configured_ids(eos_token_id: Any) -> list[int]:
+    """The token ids of a config's `eos_token_id`, which is one, a list of them, or None."""
+    given = eos_token_id if isinstance(eos_token_id, list | tuple) else [eos_token_id]
+    return [token for token in given if isinstance(token, int)]
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """{text: id} of the special tokens, those without a name too, such as Llama 3's `<|eot_id|>`."""
+    special = {str(t.content): i for i, t in tokenizer.added_tokens_decoder.items() if t.special and len(t.content) > 1}
+    if isinstance(tokenizer.eos_token_id, int):
+        special.setdefault(str(tokenizer.eos_token), tokenizer.eos_token_id)
+    return special
+
+
+def special_pattern(special: Collection[str]) -> re.Pattern[str]:
+    """Finds these texts, the longest first; nothing where there are none."""
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[Message]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    start: bool = False,
+) -> list[str]:
+    """The text of each conversation as the chat template writes it; with `start`, up to the assistant's next turn.
+
+    Raises:
+        Exception: whatever the template raises, which is a program of somebody else's.
+    """
+    plain = [[dict(message) for message in conversation] for conversation in conversations]
+
+    def written(shown: Any) -> list[str]:
+        texts = tokenizer.apply_chat_template(plain, tools=shown, add_generation_prompt=start, tokenize=False)
+        return [str(text) for text in texts]
+
+    try:
+        return written([dict(tool) for tool in tools] or None)
+    except TypeError:  # some templates go through the tools without asking whether there are any
+        if tools:
+            raise
+        return written([])
+
+
+def closing_of(
+    render: Render,
+    opening: Sequence[Message],
+    turn: Message,
+    answer: Message,
+    said: str,
+    reply: str,
+    special: re.Pattern[str],
+    eos: str,
+) -> Closing:
+    """What the template puts after this turn and before whatever follows it.
+
+    Args:
+        render: the template.
+        opening: messages before the turn.
+        turn: the assistant's message, whose last text is `said`.
+        answer: the message after it, whose text is `reply`.
+        said: a text that the template leaves as it is.
+        reply: another one.
+        special: finds special tokens.
+        eos: the tokenizer's end token; "" if it has none.
+    """
+    last = _tail(render, [*opening, turn], said)
+    onward = _tail(render, [*opening, turn, answer], said)
+    onward = None if onward is None or reply not in onward else onward[: onward.index(reply)]
+    ended = list(special.finditer(last or ""))
+    going_on = list(special.finditer(onward or ""))
+    openers = set(_leading(render, opening, special)) - {eos}
+    text, tokens = last or "", ended
+    if ended and going_on:
+        # Phi-3's template ends the conversation with one more token. Where nothing is common, as in gpt-oss, the turn
+        # is rewritten when somebody answers.
+        same = [a for a, _ in takewhile(lambda pair: pair[0][0] == pair[1][0], zip(ended, going_on, strict=False))]
+        tokens = same or ended
+    elif going_on:  # the template leaves the last turn open
+        text, tokens = onward or "", going_on
+        openers.add(going_on[-1][0])
+    tokens = list(takewhile(lambda token: token[0] not in openers, tokens))
+    if not tokens:
+        return Closing(last=last or "")
+    start, end = tokens[0].start(), tokens[-1].end()
+    return Closing(lead=text[:start], run=text[start:end], last=last or "")
+
+
+def num_common(first: str, second: str) -> int:
+    """The number of characters with which both texts begin.
+
+    >>> num_common("abc", "abd"), num_common("a", "abc")
+    (2, 1)
+    """
+    if second.startswith(first):
+        return len(first)
+    return next((n for n, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second))
+
+
+def _ends(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    *,
+    lead: str = "",
+    closing: tuple[int, ...],
+    last: str = "",
+    notes: tuple[str, ...] = (),
+) -> TurnEnds:
+    distinct = tuple(dict.fromkeys(map(int, ids)))
+    closing = closing or distinct[:1]
+    names = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in distinct}
+    return TurnEnds(ids=distinct, lead=lead, closing=closing, last=last, names=names, notes=notes)
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> Render:
+    return lambda messages: rendered(tokenizer, [messages], tools=tools)[0]
+
+
+def _rendered(render: Render, messages: Sequence[Message]) -> str:
+    """The text of the messages; "" if the template does not take them: it is a program of somebody else's."""
+    try:
+        return render(messages)
+    except Exception:
+        return ""
+
+
+def _tail(render: Render, messages: Sequence[Message], said: str) -> str | None:
+    """The text after what was said; None if the template does not write it."""
+    _, found, after = _rendered(render, messages).rpartition(said)
+    return after if found else None
+
+
+def _leading(render: Render, opening: Sequence[Message], special: re.Pattern[str]) -> Iterator[str]:
+    """The special tokens that a conversation begins with: the beginning of the text, and of a turn."""
+    text = _rendered(render, opening)
+    position = 0
+    while match := special.match(text, position):
+        yield match[0]
+        position = match.end() + len(text[match.end() :]) - len(text[match.end() :].lstrip())
+
+
+def _last(special: re.Pattern[str], run: str) -> str:
+    return special.findall(run)[-1]
+
+
+def _inside(render: Render, special: re.Pattern[str]) -> set[str]:
+    """The special tokens that the template puts between an assistant's thoughts and its answer."""
+    thinking = {"role": "assistant", "content": SAID, **dict.fromkeys(THINKING_FIELDS, THOUGHT)}
+    text = _rendered(render, [QUESTION, thinking])
+    between = text.partition(THOUGHT)[2].rpartition(SAID)[0]
+    return set(special.findall(between))
+
+
+def _end_of_calls(tokenizer: PreTrainedTokenizerBase, special: re.Pattern[str], eos: str) -> list[int]:
+    """The token that ends a turn with a call of a tool; none if the template shows no tools."""
+    render = _renderer(tokenizer, [TOOL])
+    for arguments in ({"argument": SAID}, json.dumps({"argument": SAID})):
+        call = {"type": "function", "id": CALL_ID, "function": {"name": "tool", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answer = {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": REPLY}
+        text = _rendered(render, [QUESTION, turn])
+        before, found, _ = text.rpartition(SAID)
+        if not found:
+            continue
+        closing = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, special, eos)
+        own = before[num_common(before, _rendered(render, [QUESTION])) :]
+        if closing.run and (end := _last(special, closing.run)) not in special.findall(own):
+            return [special_tokens(tokenizer)[end]]
+        return []
+    return []
+
+
+def _differing(tokenizer: PreTrainedTokenizerBase, end: int, eos: str) -> tuple[str, ...]:
+    name = tokenizer.convert_ids_to_tokens(end)
+    its = f"the tokenizer's end token is {eos}" if eos else "the tokenizer names no end token"
+    return (f"a turn ends with {name}, as the chat template has it, while {its}: sampling and exports end at both",)
+
+
+def _without_end(eos: str) -> tuple[str, ...]:
+    if not eos:
+        return ()
+    return (f"the chat template ends a turn with no special token: the tokenizer's {eos} ends it, learned and sampled",)
+
+
+def _also_inside(end: str, eos: str) -> tuple[str, ...]:
+    ends = f"{eos} after it ends one, learned and sampled" if eos else "only a limit ends one"
+    return (f"the chat template ends a turn with {end}, which is also inside its turns: {ends}",)

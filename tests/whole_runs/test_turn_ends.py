@@ -1,0 +1,138 @@
+"""A base whose tokenizer names another end than its template's: every verb ends a turn where the template does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from rlft import cli
+from rlft.config.compose import compose
+from rlft.environment.endpoint.bodies import Chat
+from rlft.environment.endpoint.inbox import Request
+from rlft.environment.endpoint.server import bound
+from rlft.loop.engines import opening_apart
+from rlft.planning import sft_plan
+from rlft.planning.train_plan import make_plan
+from rlft.run.find import NamedRun
+from rlft.types import UserError
+from rlft.verbs import chat, serve
+from rlft.verbs.export import export, prepare
+
+END, OTHER = 2, 0
+"""<|im_end|> and <|endoftext|> of the embedded vocabulary. The embedded model has learned to end with the first."""
+KEYS = ["generation=transformers", "generation.max_tokens=48", "model.device=cpu"]
+KEYS += ["data=arithmetic", "data.size=32", "data.held_out_size=8", "scoring.workers=0", "eval.num_prompts=8"]
+
+
+@pytest.fixture
+def base(tmp_path: Path, tiny_path: Path) -> Path:
+    """The embedded model as a base such as Qwen2.5: end token `<|endoftext|>`, and a template with `<|im_end|>`."""
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_path, folder)
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**fields, "eos_token_id": OTHER}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == OTHER
+    return folder
+
+
+def evaluated(tmp_path: Path, model: str | Path, *keys: str) -> list[dict[str, object]]:
+    """What an evaluation of this model has sampled."""
+    assert cli.run(["eval", f"model.path={model}", *KEYS, "generation.temperature=0", *keys]) == 0
+    *_, file = sorted((tmp_path / "runs" / "eval").glob("*/evaluations/*.jsonl"), key=lambda f: f.stat().st_mtime_ns)
+    lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    return [{name: line[name] for name in ("text", "finish_reason", "token_ids") if name in line} for line in lines]
+
+
+def test_an_evaluation_ends_where_the_template_ends_a_turn(
+    base: Path, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine, usual = evaluated(tmp_path, base), evaluated(tmp_path, tiny_path)
+    assert mine == usual
+    assert {line["finish_reason"] for line in mine} == {"stop"}
+    raw = evaluated(tmp_path, base, "prompts.style=raw")
+    assert "stop" not in {line["finish_reason"] for line in raw}, "raw text ends with the tokenizer's token alone"
+
+
+def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
+    for style in ("chat", "raw"):
+        plain = {
+            **compose([f"model.path={base}", *KEYS, "generation.temperature=0", f"prompts.style={style}"]),
+            "environment": None,
+        }
+        with chat.open_talk(plain, None, True, lambda _: None) as talk:
+            completion = talk.ask("What is 12 + 30?").completion
+            assert (completion.token_ids[-1] == END) == (completion.finish_reason == "stop") == (style == "chat")
+        keys = serve.read_config(["serve.port=0"])
+        body = Chat(messages=[{"role": "user", "content": "What is 12 + 30?"}], return_token_ids=True)
+        request = Request(key="", body=body)
+        with (
+            bound(keys.host, 0, "serve") as listening,
+            serve.opened(plain, None, keys, listening, lambda _: None) as (service, _),
+        ):
+            service.answer([request], lambda error: pytest.fail(str(error)))
+        [choice] = request.reply.result(timeout=0)["choices"]
+        assert (choice["finish_reason"], choice["token_ids"][-1]) == ("stop", END), style
+        assert "<|" not in choice["message"]["content"]
+
+
+def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base: Path, tiny_path: Path) -> None:
+    plan = make_plan(compose([f"model.path={base}", *KEYS]))
+    assert plan.end_rows() == [
+        ("a turn ends", "<|im_end|>", "learned and sampled, token 2; <|endoftext|> would end it too")
+    ]
+    [note] = [note for note in plan.notes if "turn ends" in note]
+    assert note.startswith(
+        "a turn ends with <|im_end|>, as the chat template has it, while the tokenizer's end token is"
+    )
+    usual = make_plan(compose([f"model.path={tiny_path}", *KEYS]))
+    assert usual.end_rows() == [("a turn ends", "<|im_end|>", "learned and sampled, token 2")]
+    assert not [note for note in usual.notes if "turn ends" in note]
+    with pytest.raises(UserError, match=r"^generation\.stop: holds the special token .*leave it out, since every"):
+        make_plan(compose([f"model.path={base}", *KEYS, "generation.stop=['<|im_end|>']"]))
+
+
+def test_what_is_learned_is_what_engines_end_with(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "said.jsonl"
+    file.write_text("".join(f'{{"prompt": "{i} + 1?", "completion": "{i + 1}"}}\n' for i in range(60)))
+    keys = [f"model.path={base}", f"demonstrations.path={file}", "examples_per_step=4", "model.device=cpu"]
+    keys += ["max_completion_tokens=64", "generation.max_tokens=64"]
+    for style, end in (("chat", END), ("raw", OTHER)):
+        plan = sft_plan.make_plan(compose([*keys, f"prompts.style={style}"], verb="sft"))
+        config = plan.config
+        opening = opening_apart(config.model, config.prompts, config.generation, rank=1, seed=0)
+        assert {int(text.ids[-1]) for text in plan.train.texts} == {end}
+        assert opening.ends.ids[0] == end
+        assert plan.ends == opening.ends
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_an_export_names_the_ends(
+    policy_run: Callable[..., NamedRun], base: Path, tiny_path: Path, tmp_path: Path, kind: str
+) -> None:
+    place = policy_run(f"model.path={base}", "generation.stop=[65]")
+    out = export(prepare(place, str(tmp_path / "out"), kind, None, lambda _: None), lambda _: None)
+    its = json.loads((base / "generation_config.json").read_text())
+    assert json.loads((out / "generation_config.json").read_text()) == {**its, "eos_token_id": [END, OTHER]}
+    for settings in (out / "tokenizer_config.json", *out.glob("*/tokenizer_config.json")):
+        assert "local_files_only" not in json.loads(settings.read_text())
+    card = (out / "README.md").read_text()
+    assert "| A turn ends with | `<\\|im_end\\|>` (2) or `<\\|endoftext\\|>` (0) |" in card
+    assert "eos_token_id=[2, 0, 65]" in card
+    assert "stop_token_ids=[2, 0, 65]" in card
+    assert "`--override-kv tokenizer.ggml.eot_token_id=int:2`" in card
+    prompts = {**place.config["prompts"], "style": "raw"}
+    raw = replace(place, config={**place.config, "prompts": prompts})
+    out = export(prepare(raw, str(tmp_path / "raw"), kind, None, lambda _: None), lambda _: None)
+    assert "| A turn ends with | `<\\|endoftext\\|>` (0) |" in (out / "README.md").read_text()
+    if kind == "model":
+        assert (out / "generation_config.json").read_text() == (base / "generation_config.json").read_text()
