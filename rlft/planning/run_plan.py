@@ -68,7 +68,12 @@ class Plan(ABC):
 
     def startup_rows(self, facts: Facts) -> list[TableRow]:
         """The rows of the start-up table: the sizes that people ask about."""
-        return [facts.model_row(self.config.model.path), facts.forward_row(), facts.kernels_row()]
+        return [
+            facts.model_row(self.config.model.path),
+            *facts.adapter_rows(),
+            facts.forward_row(),
+            facts.kernels_row(),
+        ]
 
     def demand(self, model: ModelSizes, recompute: bool) -> Demand | None:
         """The memory demand, with gradient checkpointing if `recompute`; if None, `rlft plan` refuses the verb."""
