@@ -235,7 +235,7 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
             raise UserError(use.key, problem, got=use.path, remedy=remedy)
         if name.removeprefix("base_model.model.").partition(".lora_")[0] not in modules:
             raise _other_base(use, f"this base has no module for its tensor {name}")
-    expected = fresh_shapes(empty, _lora_config(lora, use))
+    expected = fresh_shapes(empty, _lora_config(lora, use, empty))
     for name in sorted(shapes.keys() & expected.keys()):
         if shapes[name] != expected[name]:
             raise _other_base(use, f"its tensor {name} is {shapes[name]}, and this base takes {expected[name]}")
@@ -250,12 +250,12 @@ def _other_base(use: Use, problem: str) -> UserError:
     return UserError(use.key, problem, got=use.path, remedy="use the base it was made for, or an adapter for this one")
 
 
-def _lora_config(lora: LoraSettings, use: Use) -> PeftConfig:
+def _lora_config(lora: LoraSettings, use: Use, empty: PreTrainedModel) -> PeftConfig:
     """The PEFT config of the role that the adapter is loaded into."""
     from rlft.model.lora_config import folder_config, lora_config
 
     if use.starts_role:
-        return lora_config(lora)
+        return lora_config(lora, empty)
     try:
         return folder_config(check_adapter_folder(use.path, use.key))
     except (TypeError, ValueError) as error:
@@ -264,12 +264,26 @@ def _lora_config(lora: LoraSettings, use: Use) -> PeftConfig:
 
 
 def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:
-    """The base with its modules and shapes, but without weights."""
+    """The base with its modules and shapes, but without weights.
+
+    Raises:
+        UserError: transformers has no causal language model of this type, or its code does not take the config.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model, trust_remote_code=config.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(model, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # whatever the code of a model raises for a config
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            "model.path",
+            f"no causal language model can be built from its config.json, of type {model.model_type} "
+            f"({first_line[:200]})",
+            got=config.path,
+            remedy="use a model that transformers loads with AutoModelForCausalLM",
+        ) from None
 
 
 def fresh_shapes(empty: PreTrainedModel, lora: PeftConfig) -> Shapes:

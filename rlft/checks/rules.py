@@ -20,6 +20,7 @@ from rlft.generation.engine import Engine
 from rlft.keys.instantiate import locate
 from rlft.model.config import ALL_LINEAR, DEVICES, DTYPES, HEAD, LoraSettings, ModelConfig
 from rlft.model.paths import check_local
+from rlft.model.positions import limit_of
 from rlft.scoring.reward_spec import RewardSpec
 from rlft.system.disk import DiskError, writing
 from rlft.system.files import becoming
@@ -445,44 +446,40 @@ def warnings_of_sizes(config: RunConfig, num_train: int | None, num_held_out: in
 
 
 def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
-    """Checks that the longest row and text fit the model's context, according to its config.json."""
+    """Checks that the longest row and text are within the model's limit, according to its config.json."""
     check_row(config.prompts.max_tokens, config.generation.max_tokens, "generation.max_tokens", model)
-    context = context_of(model)
-    if context is not None and config.pretrain.path is not None and config.pretrain.max_tokens > context:
+    limit = limit_of(model)
+    if limit is not None and config.pretrain.path is not None and config.pretrain.max_tokens > limit.tokens:
         raise UserError(
             "pretrain.max_tokens",
-            f"exceeds the model's context of {context} tokens",
+            f"exceeds the model's {limit.words}",
             got=config.pretrain.max_tokens,
-            remedy=f"use at most {context}",
+            remedy=f"use at most {limit.tokens}",
         )
 
 
 def check_row(prompt_tokens: int, completion_tokens: int, key: str, model: PreTrainedConfig) -> None:
-    """Checks that a prompt and a completion of these lengths fit the model's context.
+    """Checks that a prompt and a completion of these lengths are within the model's limit for a row.
 
     `key` is the key of the completion's length.
     """
-    context = context_of(model)
-    if context is None or prompt_tokens + completion_tokens <= context:
+    limit = limit_of(model)
+    if limit is None or prompt_tokens + completion_tokens <= limit.tokens:
         return
-    if prompt_tokens >= context:  # no completion fits, however short
+    if prompt_tokens >= limit.tokens:  # no completion fits, however short
+        half = limit.tokens // 2
         raise UserError(
             "prompts.max_tokens",
-            f"leaves no room for a completion in the model's context of {context} tokens",
+            f"leaves no room for a completion in the model's {limit.words}",
             got=prompt_tokens,
-            remedy=f"lower it, for instance to {context // 2}, and {key} to {context - context // 2}",
+            remedy=f"lower it, for instance to {half}, and {key} to {limit.tokens - half}",
         )
     raise UserError(
         key,
-        f"with prompts.max_tokens={prompt_tokens} it exceeds the model's context of {context} tokens",
+        f"with prompts.max_tokens={prompt_tokens} it exceeds the model's {limit.words}",
         got=completion_tokens,
-        remedy=f"use at most {context - prompt_tokens}, or lower prompts.max_tokens",
+        remedy=f"use at most {limit.tokens - prompt_tokens}, or lower prompts.max_tokens",
     )
-
-
-def context_of(model: PreTrainedConfig) -> int | None:
-    """The model's context in tokens, according to its config.json."""
-    return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 
 def check_budget(token_budget: int, longest: int, of_what: str) -> None:
@@ -510,7 +507,7 @@ def check_enough(key: str, configured: int, needed: int, available: int, of_what
 
 
 def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> None:
-    """Checks that lora.target_modules names linear layers with weights of their own; no weights are loaded.
+    """Checks that lora.target_modules names linear layers that can learn, with weights of their own; loads no weights.
 
     An adapter on a weight that another module shares could not be exported as a model, and engines do not serve it.
     """
@@ -521,16 +518,22 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
     import torch
 
     from rlft.checks.adapters import empty_model
+    from rlft.model.adaptable import left_out, linear_layers
 
-    modules = dict(empty_model(settings, model).named_modules())
-    layers = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear)]
-    names = sorted({name.rpartition(".")[2] for name in layers} - {HEAD})
+    empty = empty_model(settings, model)
+    modules, without = dict(empty.named_modules()), left_out(empty)
+    layers = {*linear_layers(empty), *(name for name, module in modules.items() if isinstance(module, torch.nn.Linear))}
+    names = sorted({name.rpartition(".")[2] for name in linear_layers(empty).keys() - without.keys()})
     remedy = f"use all-linear, or a list of {', '.join(names)}"
     for target in [targets] if isinstance(targets, str) else targets:
-        if not any(_is_target(name, target, targets) for name in layers):
+        named = [name for name in modules if _is_target(name, target, targets)]
+        if not layers.intersection(named):
             problem = "the model has no linear layer of that name"
             raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
-        for name in (name for name in modules if _is_target(name, target, targets)):
+        if without.keys() >= layers.intersection(named):
+            problem = f"names no layer that an adapter can learn on: {next(without[name] for name in named if name in without)}"
+            raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+        for name in named:
             if name not in layers:
                 problem = f"{name} would be adapted, too, which is no linear layer"
                 raise UserError("lora.target_modules", problem, got=target, remedy=remedy)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rlft.generation.config import section_of
 from rlft.generation.vllm import not_installed
 from rlft.generation.vllm_sharing import why_not_invariant
+from rlft.model.positions import limit_of
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -115,7 +116,6 @@ def check_teacher(
         UserError: the model cannot be read, has another vocabulary or a smaller embedding, or a context too short for
             the longest row.
     """
-    from rlft.checks.rules import context_of
     from rlft.model.backbone import fingerprint, load_tokenizer, read_config
     from rlft.model.config import teacher_settings
 
@@ -126,12 +126,12 @@ def check_teacher(
         model, teacher_tokenizer = read_config(settings), load_tokenizer(settings)
     check_vocabulary(tokenizer, teacher_tokenizer, settings.path)
     check_embeddings(vocabulary, model.get_text_config().vocab_size, settings.path)
-    context, longest = context_of(model), longest_prompt + config.generation.max_tokens
+    limit, longest = limit_of(model), longest_prompt + config.generation.max_tokens
     and_sampled = " and the token that vLLM samples after it" if config.snapshot.teacher_engine == "vllm" else ""
-    if context is not None and longest + bool(and_sampled) > context:
+    if limit is not None and longest + bool(and_sampled) > limit.tokens:
         raise UserError(
             KEY,
-            f"its context of {context} tokens is shorter than the longest row of {longest}{and_sampled}",
+            f"its {limit.words} is shorter than the longest row of {longest}{and_sampled}",
             got=settings.path,
             remedy="lower prompts.max_tokens or generation.max_tokens, or use another teacher",
         )

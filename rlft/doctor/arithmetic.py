@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rlft.doctor.work import Size, Work
+from rlft.model.layer_sizes import layer_sizes
 
 MIN_REPEATS = 3
 
@@ -52,12 +53,11 @@ class Shape:
         """The shape of a loaded transformers model; `lora` is the number of parameters of its adapter."""
         text_config, head = model.config.get_text_config(), model.get_output_embeddings()
         layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-        head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
         return cls(
             base=sum(layer.in_features * layer.out_features for layer in layers),
             low=lora,
             head=text_config.hidden_size * text_config.vocab_size,
-            width=text_config.num_hidden_layers * text_config.num_attention_heads * head_size,
+            width=sum(layer.queries for layer in layer_sizes(text_config)),
         )
 
 

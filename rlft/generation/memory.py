@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from rlft.model.layer_sizes import layer_sizes
+
 
 class When(StrEnum):
     """When a part is in use; `sampling`, `annotating` and `updating` are never at the same time.
@@ -69,6 +71,7 @@ class ModelSizes:
         kernels: what it will be computed with (rlft.model.kernels.selection.Decision).
         linear: number of weights in its linear layers without the output head.
         layers: number of weights in each decoder layer, if ranks can divide the layers; else empty.
+        layer_kinds: which layers have an adapter, and which have none, in words.
     """
 
     parameters: int
@@ -83,6 +86,7 @@ class ModelSizes:
     kernels: Any
     linear: int = 0
     layers: tuple[int, ...] = ()
+    layer_kinds: tuple[str, str] = ("", "")
 
     def divided_bytes(self, ranks: int) -> int:
         """Bytes of the base on rank 0's device where `ranks` ranks divide its layers (rlft.trainer.sharded_base).
@@ -111,7 +115,7 @@ class ModelSizes:
 
     @property
     def mlp_width(self) -> int:
-        return getattr(self.config, "intermediate_size", None) or 4 * self.hidden
+        return max(layer.mlp for layer in layer_sizes(self.config))
 
     @property
     def layer_width(self) -> int:

@@ -51,7 +51,8 @@ def load_for_training(
         layers = NO_ADAPTER
         quantized = config.quantization is not None
         if lora is not None and (plain or lora.dropout > 0 or lora.use_dora or quantized):
-            shapes = fresh_shapes(empty_model(config, model.config), lora_config(lora))
+            empty = empty_model(config, model.config)
+            shapes = fresh_shapes(empty, lora_config(lora, empty))
             layers = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=quantized)
         device = backbone.device.type
         adapter_bytes = layers.bytes_of_a_token(itemsize, device, plain=plain)

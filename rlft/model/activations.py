@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from rlft.model.layer_sizes import layer_sizes
+
 LOGIT_CHUNK = {"cpu": 2**21, "cuda": 2**26}
 """Number of logits alive at a time: 8 MiB in float32 fit into a CPU's cache, 256 MiB keep a GPU busy."""
 
@@ -149,14 +151,13 @@ def activation_bytes(
         adapter: what an adapter keeps of a token (`AdapterLayers.bytes_of_a_token`).
     """
     text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    attention = 2 * head * text.num_attention_heads + 2 * head * key_heads
-    intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     of_a_norm = itemsize if device != "cpu" and not plain else 4
     norms = 2 * text.hidden_size * (itemsize + of_a_norm)
-    a_layer = norms + (attention + (4 if plain else 3) * intermediate) * itemsize
-    return tokens * (text.num_hidden_layers * a_layer + adapter)
+    layers = sum(
+        norms + (2 * layer.queries + 2 * layer.keys + (4 if plain else 3) * layer.mlp) * itemsize
+        for layer in layer_sizes(config)
+    )
+    return tokens * (layers + adapter)
 
 
 def checkpointed_bytes(

@@ -19,8 +19,13 @@ from rlft.model.kernels.attention import NAME, obstacle, on_this_device
 from rlft.model.kernels.lm_head import head_logprobs, most_likely, top_k_logprobs, widened
 from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import PackedRows, micro_batches, num_packed_tokens, pack, padded_micro_batches, padded_sizes
+from rlft.model.positions import independent_limit, limit_of, windows_of
 from rlft.model.scalar_head import ScalarHead
-from rlft.types import Batch, Outputs
+from rlft.types import Batch, Outputs, UserError
+
+PROBED_WINDOW = 512
+"""The largest attention window, in tokens, beyond which `choose` compares rows: longer ones would take time and memory
+at each start, and the code that computes them is the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,11 @@ class Forward:
             head: computes values, from the hidden states that predict the tokens; None for no values.
             layout: the packed form of this batch, if it exists already.
             top_k: whether to compute the log-probs of `batch.teacher_top_k_ids`.
+
+        Raises:
+            UserError: a row is so long that its numbers would depend on those beside it (`rlft.model.positions`).
         """
+        self._check_lengths(batch)
         if self.packed:
             return packed_forward(self.model, batch, temperature, entropy, head, layout, top_k)
         return padded_forward(self.model, batch, temperature, entropy, head, top_k)
@@ -73,6 +82,7 @@ class Forward:
             vocabulary: only token ids below this are among the most likely.
             layout: the packed form of this batch, if it exists already.
         """
+        self._check_lengths(batch)
         with torch.no_grad():
             if self.packed:
                 return packed_most_likely(self.model, batch, k, vocabulary, layout)
@@ -83,9 +93,21 @@ class Forward:
 
         So values[b, t] is the value of the state in which token t was chosen. The LM head is not run.
         """
+        self._check_lengths(batch)
         if self.packed:
             return packed_values(self.model, batch, head, layout).where(batch.loss_mask, 0.0)
         return padded_values(self.model, batch, head).where(batch.loss_mask, 0.0)
+
+    def _check_lengths(self, batch: Batch) -> None:
+        """Refuses rows that a plan refuses, too, for callers without a plan."""
+        limit = independent_limit(self.model.config)
+        if limit is None:
+            return
+        rows = batch if batch.previous is None else paths_of(batch).batch
+        longest = int(rows.attention_mask.sum(1).max())
+        if longest > limit.tokens:
+            problem, remedy = f"a row exceeds the model's {limit.words}", "use shorter rows, or another model"
+            raise UserError("model.path", problem, got=f"{longest} tokens", remedy=remedy)
 
     def micro_batches(self, batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
         """Splits rows (int64 `[N]`) so that at most `token_budget` tokens enter the network at a time."""
@@ -324,8 +346,17 @@ def known_refusal(model: PreTrainedModel) -> str | None:
 
 
 def _probe(model: PreTrainedModel) -> Batch:
-    """Two groups of two short rows with different lengths, of tokens that every vocabulary has."""
-    lengths = [(5, 4), (5, 2), (3, 6), (3, 1)]
+    """Groups of two rows with different lengths, of tokens that every vocabulary has.
+
+    Two groups are short. In another one for each attention window of the model, one row is shorter than the window, and
+    the other exceeds it.
+    """
+    limit = limit_of(model.config)
+    most = PROBED_WINDOW + 3 if limit is None else min(PROBED_WINDOW + 3, limit.tokens)
+    windows = [window for window in windows_of(model.config) if 3 <= window <= most - 3]
+    prompts = [5, 3, *(window - 2 for window in windows)]
+    completions = [(4, 2), (6, 1), *((5, 1) for _ in windows)]
+    lengths = [(p, c) for p, both in zip(prompts, completions, strict=True) for c in both]
     width = max(p + c for p, c in lengths)
     columns = torch.arange(width)
     attention = torch.stack([columns < p + c for p, c in lengths])
@@ -335,12 +366,12 @@ def _probe(model: PreTrainedModel) -> Batch:
         [(columns * (7 if i < 2 else 5) + (columns >= p) * i) % num_tokens + 1 for i, (p, _) in enumerate(lengths)]
     )
     device = model.device
-    zeros = torch.zeros(4, width, device=device)
+    zeros = torch.zeros(len(lengths), width, device=device)
     return Batch(
         token_ids=ids.to(device),
         attention_mask=attention.to(device),
         loss_mask=completion.to(device),
         sampled_logprobs=zeros,
         rewards=zeros[:, 0],
-        group_ids=torch.tensor([0, 0, 1, 1], device=device),
+        group_ids=torch.arange(len(lengths), device=device) // 2,
     )

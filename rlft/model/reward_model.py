@@ -25,6 +25,7 @@ from transformers import (
 from rlft.model.adapter_folder import is_adapter
 from rlft.model.backbone import resolve_dtype
 from rlft.model.paths import looks_local
+from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
 from rlft.model.rows import Row, batch_of_rows, numbers_of_rows
 from rlft.system.hub import hub_answers
@@ -144,8 +145,12 @@ class ClassifierReward:
     def __call__(self, groups: Sequence[Group]) -> list[list[float]]:
         rows = [self._encode(group.prompt, r.completion) for group in groups for r in group.rollouts]
         scores_B = torch.zeros(len(rows), dtype=torch.float64)
+        limit = independent_limit(self.model.config)
         for part in micro_batches([len(row) for row in rows], self.token_budget):
-            scores_B[part] = self._forward([rows[b] for b in part])
+            # beside a row beyond the limit another one would get another score
+            alone = limit is not None and max(len(rows[b]) for b in part) > limit.tokens
+            for together in [[b] for b in part] if alone else [part]:
+                scores_B[together] = self._forward([rows[b] for b in together])
         return _grouped([self.scale * (score - self.center) for score in scores_B.tolist()], groups)
 
     def _encode(self, prompt: Prompt, completion: Completion) -> list[int]:

@@ -89,7 +89,7 @@ class Roles:
         self._teacher_engine = None if isinstance(teacher, Forward) else teacher
         self._learning = {POLICY}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
-        self.lora = lora_config(lora)
+        self.lora = lora_config(lora, backbone.model)
         self._base = BaseWeights(backbone.model)
         backbone.kernels.choose_layers(self.lora)
         with torch.random.fork_rng(devices=[]), peft_reads_the_old_name():

@@ -17,6 +17,7 @@ from rlft.generation.config import AUTO, ON_A_GPU, section_of
 from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.model.activations import NO_ADAPTER, AdapterLayers
+from rlft.model.adaptable import adapted_words
 from rlft.model.adapter_folder import is_adapter
 from rlft.model.backbone import (
     decoder_layers,
@@ -31,13 +32,18 @@ from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
 from rlft.planning.memory_parts import Demand, model_sizes
 from rlft.planning.run_plan import Plan
+from rlft.types import UserError
 
 CUDA_CONTEXT = 2**29
 """An allowance for a CUDA context and the kernels of its libraries; not measured."""
 
 
 def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
-    """The sizes of this config's base, and of one adapter on it unless `lora` is None."""
+    """The sizes of this config's base, and of one adapter on it unless `lora` is None.
+
+    Raises:
+        UserError: the model is not built of decoder layers whose sizes its config gives.
+    """
     from rlft.model.lora_config import lora_config
 
     config = read_config(settings)
@@ -50,24 +56,31 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     linear = linear_weights(empty)
     layers = tuple(sum(p.numel() for p in layer_weights(layer)) for layer in decoder_layers(empty))
     shapes: Mapping[str, tuple[int, ...]] = {}
-    adapter = NO_ADAPTER
+    adapter, layer_kinds = NO_ADAPTER, ("", "")
     if lora is not None:
-        shapes = fresh_shapes(empty, lora_config(lora))
+        shapes = fresh_shapes(empty, lora_config(lora, empty))
+        layer_kinds = adapted_words(empty)
         adapter = AdapterLayers.of(
             shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=settings.quantization is not None
         )
-    return model_sizes(
-        config,
-        parameters,
-        shapes,
-        adapter=adapter,
-        itemsize=resolve_dtype(settings.dtype, device).itemsize,
-        quantized=linear if settings.quantization is not None else 0,
-        packed=packed,
-        kernels=kernels,
-        linear=linear,
-        layers=layers,
-    )
+    try:
+        return model_sizes(
+            config,
+            parameters,
+            shapes,
+            adapter=adapter,
+            itemsize=resolve_dtype(settings.dtype, device).itemsize,
+            quantized=linear if settings.quantization is not None else 0,
+            packed=packed,
+            kernels=kernels,
+            linear=linear,
+            layers=layers,
+            layer_kinds=layer_kinds,
+        )
+    except AttributeError as error:
+        problem = f"its config.json, of type {config.model_type}, lacks a size of a decoder ({error})"
+        remedy = "use a decoder-only language model"
+        raise UserError("model.path", problem, got=settings.path, remedy=remedy) from None
 
 
 def linear_weights(model: PreTrainedModel) -> int:

@@ -18,6 +18,7 @@ from rlft.generation.engine import Engine
 from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
 from rlft.model.activations import LOGIT_CHUNK, AdapterLayers, activation_bytes, checkpointed_bytes
 from rlft.model.kernels.selection import Decision
+from rlft.model.layer_sizes import layer_sizes
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
 from rlft.planning.teacher_memory import TeacherDemand
 from rlft.system.memory import LARGE_MICRO_BATCH
@@ -132,6 +133,7 @@ def model_sizes(
     kernels: Decision,
     linear: int = 0,
     layers: tuple[int, ...] = (),
+    layer_kinds: tuple[str, str] = ("", ""),
 ) -> ModelSizes:
     """The sizes of a base and of one adapter on it.
 
@@ -146,6 +148,7 @@ def model_sizes(
         kernels: the kernels that the model gets.
         linear: number of weights in linear layers, without the output head.
         layers: number of weights of each decoder layer, where ranks can divide the layers.
+        layer_kinds: which layers have an adapter, and which have none (`rlft.model.adaptable.adapted_words`).
     """
     text = config.get_text_config()
     outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
@@ -153,8 +156,6 @@ def model_sizes(
     adapted = sum(inputs[name] * outputs[name] for name in outputs)
     # bitsandbytes takes half a byte per weight and one byte per 64 weights for their scale (double quantisation).
     base = int(quantized * 0.516) + (parameters - quantized) * itemsize
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return ModelSizes(
         parameters=parameters,
         base_bytes=base,
@@ -162,12 +163,13 @@ def model_sizes(
         lora=sum(math.prod(shape) for shape in shapes.values()),
         adapted=adapted,
         adapter=adapter,
-        key_size=2 * key_heads * head_dim * text.num_hidden_layers,
+        key_size=2 * sum(layer.keys for layer in layer_sizes(text)),
         config=text,
         packed=packed,
         kernels=kernels,
         linear=linear,
         layers=layers,
+        layer_kinds=layer_kinds,
     )
 
 

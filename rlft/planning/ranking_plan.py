@@ -72,6 +72,7 @@ class RankingPlan(Plan):
         return [
             facts.model_row(run.model.path),
             ("trainable", f"{facts.trainable:,}", self.learner),
+            *facts.adapter_rows(),
             facts.forward_row(),
             facts.kernels_row(),
             *self.own_rows(),

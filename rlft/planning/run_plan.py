@@ -73,6 +73,7 @@ class Plan(ABC):
         """The rows of the start-up table: the sizes that people ask about."""
         return [
             facts.model_row(self.config.model.path),
+            *facts.adapter_rows(),
             facts.forward_row(),
             facts.kernels_row(),
             *self.end_rows(),

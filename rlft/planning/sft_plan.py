@@ -64,6 +64,7 @@ class SftPlan(Plan):
                 f"{facts.trainable:,}",
                 "all weights" if run.lora is None else f"{run.lora.kind} rank {run.lora.rank}",
             ),
+            *facts.adapter_rows(),
             *facts.base_rows(),
             facts.forward_row(),
             facts.kernels_row(),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn import Parameter
 
+from rlft.model.adaptable import adapted_words
 from rlft.model.kernels.selection import Decision
 
 TableRow = tuple[str, str, str]
@@ -35,6 +36,7 @@ class Facts:
         reason: why they are packed or padded.
         kernels: the kernels of the model, and why it has these.
         base_copies: copies of the base in trainer and engine; None where the engine has no base of its own.
+        layer_kinds: which layers have an adapter, and which have none; empty without adapters.
     """
 
     base: int
@@ -45,9 +47,15 @@ class Facts:
     reason: str
     kernels: Decision
     base_copies: BaseCopies | None = None
+    layer_kinds: tuple[str, str] = ("", "")
 
     def model_row(self, path: str, what: str = "frozen parameters") -> TableRow:
         return "model", path, f"{self.base:,} {what}, {self.dtype} on {self.device}"
+
+    def adapter_rows(self) -> list[TableRow]:
+        """The row about layers with adapters; none where all weights are trained."""
+        adapted, others = self.layer_kinds
+        return [("adapted layers", adapted, f"not {others}" if others else "all")] if adapted else []
 
     def forward_row(self) -> TableRow:
         return "forward", self.forward, self.reason.removeprefix("padded rows: ")
@@ -86,4 +94,5 @@ def facts_of(
         reason=forward.reason,
         kernels=backbone.kernels.decision,
         base_copies=base_copies,
+        layer_kinds=adapted_words(model),
     )

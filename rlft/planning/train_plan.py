@@ -38,6 +38,7 @@ from rlft.logger.rollouts import Rollouts
 from rlft.model.adapter_folder import content_fingerprint, num_parameters
 from rlft.model.backbone import decoder_layers, fingerprint, load_tokenizer, read_config, resolve_device
 from rlft.model.config import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
+from rlft.model.positions import limit_of
 from rlft.planning.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
 from rlft.planning.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
 from rlft.planning.memory_parts import Demand
@@ -103,6 +104,7 @@ class TrainPlan(Plan):
                 f"{facts.trainable:,}",
                 f"{run.lora.kind} rank {run.lora.rank}, {facts.trainable / facts.base:.2%} of the base",
             ),
+            *facts.adapter_rows(),
             ("roles", ", ".join(role_names(self)), roles_text(self)),
             ("engine", self.engine, self.engine_reason),
             *self._cluster_rows(),
@@ -366,15 +368,9 @@ def longest_read_by_the_teacher(
     if hint is None:
         return config.prompts.max_tokens
     longest = longest_with_hint(prompts.prompts, hint, tokenizer, config.prompts.style)
-    context = rules.context_of(model_config)
-    if (
-        config.snapshot.teacher_model is None
-        and context is not None
-        and longest + config.generation.max_tokens > context
-    ):
-        problem = (
-            f"with it the longest row has {longest + config.generation.max_tokens} tokens, and the context {context}"
-        )
+    limit, row_tokens = limit_of(model_config), longest + config.generation.max_tokens
+    if config.snapshot.teacher_model is None and limit is not None and row_tokens > limit.tokens:
+        problem = f"with it the longest row of {row_tokens} tokens exceeds the model's {limit.words}"
         remedy = "shorten it, or lower prompts.max_tokens or generation.max_tokens"
         raise UserError("snapshot.teacher_hint", problem, got=repr(hint), remedy=remedy)
     return longest

@@ -322,19 +322,20 @@ class Talk:
         return self.last
 
     def _prompt(self, turns: Sequence[Message]) -> Prompt:
+        from rlft.model.positions import limit_of
         from rlft.prepare.prompts import scan
 
         style, held_out = self.settings.prompts.style, Split.held_out
         prompt = Prompt(id="chat", messages=self._messages(turns), answer="")
         scanned = scan([prompt], self.backbone.tokenizer, sys.maxsize, "refuse", held_out, style, self._shown)
         prompt = scanned.prompts[0]
-        context = getattr(self.backbone.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = limit_of(self.backbone.model.config)
         num_tokens, max_tokens = len(prompt.token_ids), self.sampling.max_tokens
-        if context is not None and num_tokens + max_tokens > context:
+        if limit is not None and num_tokens + max_tokens > limit.tokens:
             raise UserError(
                 "/new",
-                f"the conversation has {num_tokens} tokens, and {max_tokens} more (generation.max_tokens) exceed the "
-                f"model's context of {context}",
+                f"the conversation has {num_tokens} tokens, and {max_tokens} more (generation.max_tokens) exceed "
+                f"the model's {limit.words}",
                 remedy="start a new conversation with /new, or restart with a lower generation.max_tokens",
             )
         return prompt

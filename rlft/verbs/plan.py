@@ -235,6 +235,7 @@ def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
         reason="each prompt once for its group, no padding" if model.packed else padded,
         kernels=model.kernels,
         base_copies=planned_copies(model, demand),
+        layer_kinds=model.layer_kinds,
     )
 
 

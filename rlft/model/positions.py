@@ -1,0 +1,69 @@
+"""How long a row may be for a model, and the lengths at which its attention begins to compute in another way.
+
+Some models compute a row differently beside a longer one. `longrope` has other factors beyond
+`original_max_position_embeddings`, and `dynamic` (NTK) grows its base beyond `max_position_embeddings`, for all rows of
+a batch with a longer one (transformers' `dynamic_rope_update`); Llama 4 scales queries by their place in the batch,
+padding included, from `floor_scale` on. Up to that length nothing of this has an effect, and rows are limited to it:
+beyond it, log-probs would depend on the neighbours of a row, and those of a completion's first tokens on how long it
+will become. Up to it vLLM computes the same, which takes longrope's long factors for every row of an engine whose
+longest row exceeds that length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Keys of config.json with a number of tokens beyond which attention is no longer to everything before a token."""
+
+
+class Limit(NamedTuple):
+    """The most tokens in a row, and words for it that complete "the model's"."""
+
+    tokens: int
+    words: str
+
+
+def limit_of(model: PreTrainedConfig) -> Limit | None:
+    """The longest row that this model computes, whatever is beside it; None if its config.json sets no limit."""
+    context = getattr(model.get_text_config(), "max_position_embeddings", None)
+    limits = [] if context is None else [Limit(context, f"context of {context} tokens")]
+    # of equal ones the first
+    return min([*limits, *_limits_of_a_batch(model)], key=lambda limit: limit.tokens, default=None)
+
+
+def independent_limit(model: PreTrainedConfig) -> Limit | None:
+    """The limit up to which rows do not depend on those beside them; None if no row ever does."""
+    return min(_limits_of_a_batch(model), key=lambda limit: limit.tokens, default=None)
+
+
+def _limits_of_a_batch(model: PreTrainedConfig) -> Iterator[Limit]:
+    text = model.get_text_config()
+    words = "context of {} tokens, beyond which its {} makes a row depend on those beside it"
+    for rope in _rope_parameters(text):
+        kind = str(rope.get("rope_type") or rope.get("type"))
+        tokens = getattr(text, "max_position_embeddings", None)
+        if kind == "longrope":
+            tokens = rope.get("original_max_position_embeddings") or tokens
+        if tokens is not None and (kind == "longrope" or "dynamic" in kind):
+            yield Limit(tokens, words.format(tokens, f"{kind} RoPE"))
+    scaled_from = getattr(text, "floor_scale", None)
+    if scaled_from and getattr(text, "attn_temperature_tuning", None):
+        yield Limit(scaled_from - 1, words.format(scaled_from - 1, f"a floor_scale of {scaled_from}"))
+
+
+def _rope_parameters(text: Any) -> Iterator[Mapping[str, Any]]:
+    """The parameters of each RoPE: some models have one for each type of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    yield from nested or [parameters]
+
+
+def windows_of(model: PreTrainedConfig) -> list[int]:
+    """The lengths in tokens of the model's attention windows and chunks, ascending."""
+    text = model.get_text_config()
+    return sorted({window for key in WINDOWS if isinstance(window := getattr(text, key, None), int)})
