@@ -277,7 +277,9 @@ def fresh_shapes(empty: PreTrainedModel, lora: PeftConfig) -> Shapes:
     from peft import PeftModel, get_peft_model_state_dict
 
     from rlft.model.activations import peft_reads_the_old_name
+    from rlft.model.lora_config import leave_out
 
+    leave_out(lora, empty)
     with torch.device("meta"), peft_reads_the_old_name():
         model = PeftModel(empty, lora, adapter_name=POLICY)
     state = get_peft_model_state_dict(model, adapter_name=POLICY, save_embedding_layers=False)

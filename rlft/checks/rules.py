@@ -26,7 +26,7 @@ from rlft.system.files import becoming
 from rlft.types import Prompt, UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from rlft.algorithm.protocol import Algorithm
 
@@ -509,6 +509,20 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
             raise UserError(
                 "lora.target_modules", "the model has no linear layer of that name", got=target, remedy=remedy
             )
+    check_adapted(lora, empty)
+
+
+def check_adapted(lora: LoraSettings, empty: PreTrainedModel) -> None:
+    """Refuses targets that PEFT refuses in this model (Mamba's output projections); the adapter stays on `empty`."""
+    from rlft.checks.adapters import fresh_shapes
+    from rlft.model.lora_config import lora_config
+
+    try:
+        fresh_shapes(empty, lora_config(lora))
+    except ValueError as error:
+        problem = f"PEFT refuses them in a {empty.config.model_type} ({str(error).splitlines()[0][:200]})"
+        remedy = "leave that layer out: lora.target_modules=all-linear does"
+        raise UserError("lora.target_modules", problem, got=lora.target_modules, remedy=remedy) from None
 
 
 def check_time_limits(rewards: Mapping[str, Any], scoring: ScoringConfig) -> None:

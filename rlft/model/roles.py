@@ -39,7 +39,7 @@ from rlft.model.forward import Forward, choose
 from rlft.model.kernels import selection
 from rlft.model.kernels.decoding import open_prefix_cache
 from rlft.model.kernels.prefix_cache import PrefixCache
-from rlft.model.lora_config import lora_config
+from rlft.model.lora_config import leave_out, lora_config
 from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
 from rlft.model.teacher import TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
@@ -89,6 +89,7 @@ class Roles:
         self._learning = {POLICY}
         self._adapters: dict[str, list[tuple[str, Parameter]]] = {}
         self.lora = lora_config(lora)
+        leave_out(self.lora, backbone.model)
         backbone.kernels.choose_layers(self.lora)
         with torch.random.fork_rng(devices=[]), peft_reads_the_old_name():
             torch.manual_seed(seed)
@@ -206,9 +207,16 @@ class Roles:
         return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
 
     @contextmanager
-    def training(self) -> Iterator[None]:
-        """Inside, LoRA dropout is on; log-probs of old policy and reference are always taken without it."""
+    def training(self, *, dropout: bool = True) -> Iterator[None]:
+        """Inside, the model is in the mode of updates, with LoRA dropout unless `dropout` is False.
+
+        Log-probs of old policy and reference are always taken without it, in the other mode.
+        """
         self.model.train()
+        if not dropout:
+            for name, module in self.model.named_modules():
+                if ".lora_dropout." in name:
+                    module.eval()
         try:
             yield
         finally:
