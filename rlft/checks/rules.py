@@ -531,7 +531,8 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
             problem = "the model has no linear layer of that name"
             raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
         if without.keys() >= layers.intersection(named):
-            problem = f"names no layer that an adapter can learn on: {next(without[name] for name in named if name in without)}"
+            why = next(without[name] for name in named if name in without)
+            problem = f"names no layer that an adapter can learn on: {why}"
             raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
         for name in named:
             if name not in layers:

@@ -244,6 +244,15 @@ class EnginePool:
                         self._restarts_in_a_row = 0
                         yield work.unit.start, _groups(prompts[work.unit], *answers[-1])
 
+    def sample_each(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Group]]:
+        """The groups that each engine samples of all these prompts, without conversations."""
+        with self._lock:
+            sampled = self._of_each("sample_alone", list(prompts), n, list(seeds), sampling)
+            version = None if self._version is None else self._version.number
+            return [_groups(prompts, version, rows) for rows in sampled.values()]
+
     def score(self, sequences: Sequence[Sequence[int]]) -> Scores:
         """The log-probs of one of the engines; `verify` checks all of them."""
         with self._lock:

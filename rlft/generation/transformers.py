@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -265,13 +265,41 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]
     return frozenset(turn_ends(tokenizer, "raw", model.generation_config.eos_token_id).ids)
 
 
-def cache_argument(model: Any) -> str:
-    """The name of the forward's argument for a cache, under PEFT or not: transformers 5.24 renamed its own.
-
-    An older release, and a model with code of its own, has the old name.
-    """
+def forward_arguments(model: Any) -> Collection[str]:
+    """The names of the forward's arguments, under PEFT or not."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+    return inspect.signature(base.forward).parameters
+
+
+def cache_argument(model: Any) -> str:
+    """The name of the forward's argument for a cache, under PEFT or not: transformers 5.24 gave all models `cache`.
+
+    An older release, and a model with code of its own, has one of the old names.
+    """
+    arguments = forward_arguments(model)
+    return next((name for name in ("cache", "cache_params") if name in arguments), "past_key_values")
+
+
+def take_rows(cache: Any, rows: Tensor) -> None:
+    """Makes these rows (int64 `[N]`, in this order, perhaps repeated) the batch of a cache of transformers.
+
+    Whatever the cache keeps of a row goes with it: keys and values, states of convolutions, recurrent states.
+    """
+    from transformers import Cache
+
+    # Every layer reorders all that it keeps. The other method is missing where a layer is recurrent, and forgets the
+    # states of one that also attends; but a cache that keeps states beside its layers (MiniMax) has its own.
+    if type(cache).batch_select_indices is Cache.batch_select_indices:
+        cache.reorder_cache(rows)
+    else:
+        cache.batch_select_indices(rows)
+
+
+def attends(cache: Any) -> bool:
+    """Whether a layer of this cache keeps keys, so that a padded row's mask matters after its prompt."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    return any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
 
 
 def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
@@ -285,7 +313,7 @@ def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
 
 
 class RepeatedCache:
-    """A decoder for any model: transformers' own cache, with each prompt's keys repeated for its completions."""
+    """A decoder for any model: transformers' own cache, with what it keeps of a prompt repeated for its completions."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device) -> None:
         self.model, self.max_tokens, self.device = model, max_tokens, device
@@ -294,18 +322,18 @@ class RepeatedCache:
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
         self.ids = torch.tensor(ids, device=device)
         self.mask = torch.tensor(mask, device=device)
-        from transformers import DynamicCache
-
-        self.cache = DynamicCache(config=model.config)
+        self.cache: Any = None  # the prefill makes it: the model knows what its layers keep
         self.cache_argument = cache_argument(model)
+        self.has_positions = "position_ids" in forward_arguments(model)
 
     def prefill(self, n: int) -> Tensor:
         """Logits `[P * n, V]` of the first completion token; each prompt has gone through the network once."""
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)
         logits = self._forward(self.ids, positions)
-        self.cache.batch_repeat_interleave(n)
-        self.mask = self.mask.repeat_interleave(n, 0)
-        return logits.repeat_interleave(n, 0)
+        rows = torch.arange(len(self.ids), device=self.device).repeat_interleave(n)
+        take_rows(self.cache, rows)
+        self.mask = self.mask[rows]
+        return logits[rows]
 
     def step(self, token_R: Tensor) -> Tensor:
         """Logits `[R, V]` after one more token in each row."""
@@ -314,30 +342,50 @@ class RepeatedCache:
 
     def keep(self, rows: Tensor) -> None:
         """Drops every other row from the batch."""
-        self.cache.batch_select_indices(rows)
+        take_rows(self.cache, rows)
         self.mask = self.mask[rows]
 
     def fill(self) -> None:
-        """Does what `PrefixCache.fill` does; layers with a sliding window never hold more than the window."""
-        from transformers.cache_utils import DynamicLayer
+        """Does what `PrefixCache.fill` does; sliding windows and recurrent states never hold more than they do now."""
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
         for layer in self.cache.layers:
-            if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
+            grows = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+            if grows and layer.keys is not None and layer.values is not None:
                 layer.keys, layer.values = (
                     torch.cat([x, x.new_zeros(*x.shape[:2], self.max_tokens - 1, x.shape[-1])], dim=2)
                     for x in (layer.keys, layer.values)
                 )
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        output = self.model(
-            input_ids=ids,
-            attention_mask=self.mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self.cache_argument: self.cache},
-        )
+        arguments: dict[str, Any] = {"attention_mask": self.mask, "position_ids": positions}
+        if not self.has_positions:
+            del arguments["position_ids"]
+        if self.cache is not None:
+            arguments[self.cache_argument] = self.cache
+            # A state has no padding in it, and Mamba would read this mask as that of the new token.
+            if not attends(self.cache):
+                del arguments["attention_mask"]
+        output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **arguments)
+        if self.cache is None:
+            self.cache = self._made_by(output)
         return output.logits[:, -1]
+
+    def _made_by(self, output: Any) -> Any:
+        """The cache of a prefill. UserError if it is none of transformers', whose rows can be taken."""
+        from transformers import Cache, EncoderDecoderCache
+
+        cache = getattr(output, self.cache_argument, None)
+        if isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache):
+            return cache
+        config = self.model.config
+        raise UserError(
+            "model.path",
+            f"a {config.model_type} keeps what it has read in {'no cache' if cache is None else type(cache).__name__}, "
+            "whose rows cannot be repeated for the completions of a prompt",
+            got=config.name_or_path or config.model_type,
+            remedy="use generation.engine=vllm if vLLM serves this model, or another model",
+        )
 
 
 def _decode(

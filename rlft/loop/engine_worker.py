@@ -89,6 +89,13 @@ class EngineWorker:
         opened = [None if g.prompt is prompt else g.prompt for g, prompt in zip(groups, prompts, strict=True)]
         return version, completions, opened
 
+    def sample_alone(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[tuple[Any, ...]]]:
+        """The completions of each prompt, as plain tuples, by the engine without conversations over it."""
+        groups = self._engine.sample(prompts, n, seeds, sampling)
+        return [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         try:
             return self._generator.score(sequences)

@@ -22,6 +22,7 @@ from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
 from rlft.loop.base_loading import layers_of_rank, load_for_training
 from rlft.loop.conversing import conversing_here
+from rlft.loop.decoding_check import check_decoding
 from rlft.loop.dynamic_sampling import replace_uninformative_groups
 from rlft.loop.engine_members import open_engines
 from rlft.loop.engines import Engines, adopting_of, opened_teacher, opening_of
@@ -148,9 +149,14 @@ class Session(RunShell):
         self.freshness.history[saved.step - 1] = values["scores"]
 
     def rehearse(self, step: int) -> None:
-        """Publishes the policy to the engine, then rehearses the longest rows."""
+        """Publishes the policy to the engine, compares decoding with the forward, then rehearses the longest rows."""
         self.publish(step)
+        self.check_decoding()
         super().rehearse(step)
+
+    def check_decoding(self) -> None:
+        """Checks that the engine's decoding gives the log-probs of the trainer's forward."""
+        check_decoding(self.generator, self.roles, self.plan.train_prompts, self.config, self.freshness.threshold)
 
     def rehearse_sampling(self, step: int) -> None:
         rehearse_decoding(self.generator, self._decodings(), self.config.generation.max_tokens)

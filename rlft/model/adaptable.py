@@ -27,7 +27,7 @@ NUM_TOKENS = 4
 """Tokens of the row of the pass: what a row so short does not reach would miss its gradient in some micro-batch."""
 
 NOT_REACHED = "no gradient reaches it from the log-probs of a text"
-FORBIDDEN = "PEFT does not adapt it in this type of model, which reads its weight past the layer"
+FORBIDDEN = "this type of model may read its weight without calling the layer"
 
 _found: dict[tuple[type, str], Mapping[str, str]] = {}
 
@@ -94,7 +94,17 @@ def _block(name: str) -> str:
     return block + number + re.sub(r"\d+", "*", rest)
 
 
+READ_BY_MAMBA = ("out_proj", "dt_proj")
+"""Layers of a Mamba mixer that are not always called: its fused kernel, and Mamba-1, read the weights instead."""
+
+
 def _is_forbidden(model: PreTrainedModel, name: str) -> bool:
+    """Whether the layer's weight may be read without calling it, so that an adapter would have no effect."""
+    parent, _, last = name.rpartition(".")
+    mixer = model.get_submodule(parent)
+    # Other recurrent layers have decays, too, but no skip connection `D`.
+    if last in READ_BY_MAMBA and all(hasattr(mixer, field) for field in ("A_log", "D", "out_proj")):
+        return True
     try:
         _check_lora_target_modules_mamba(LoraConfig(), model, name.rpartition(".")[2])
     except ValueError:

@@ -14,10 +14,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -79,10 +81,14 @@ def source(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_config(config: ModelConfig) -> Any:
-    """The model's config.json as a transformers config, without weights. UserError if it cannot be read."""
+    """The model's config.json as a transformers config, without weights.
+
+    Raises:
+        UserError: it cannot be read, or the model does not predict the next token from those before it.
+    """
     check_local(config.path)
     try:
-        return AutoConfig.from_pretrained(**source(config))
+        model = AutoConfig.from_pretrained(**source(config))
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
@@ -92,6 +98,24 @@ def read_config(config: ModelConfig) -> Any:
             remedy="connect to the network, or use local copies: model.path=<folder>, and for the data "
             "data.path=<folder or .jsonl>",
         ) from None
+    if (problem := why_not_causal(model)) is not None:
+        remedy = "use a causal language model, such as Qwen3 or Llama"
+        raise UserError("model.path", f"a {model.model_type} {problem}", got=config.path, remedy=remedy)
+    return model
+
+
+def why_not_causal(config: PreTrainedConfig) -> str | None:
+    """Why transformers' model of this config does not predict each token from those before it; None if it may."""
+    if config.is_encoder_decoder:
+        return "is an encoder-decoder, whose decoder reads more than the tokens before"
+    # An encoder that becomes a decoder by this field, and otherwise reads the tokens behind as well. GPT-NeoX also has
+    # the field, but no cross-attention, and never reads it.
+    if hasattr(config, "add_cross_attention") and getattr(config, "is_decoder", None) is False:
+        return "is an encoder, which also reads the tokens behind (is_decoder is false in its config.json)"
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "has no causal language model in transformers"
+    return None
 
 
 def configured_ends(config: ModelConfig) -> Any:
@@ -178,8 +202,11 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
             ),
             "device_map": {"": device},
         }
+    model_config = read_config(config)
+    silence_dropout(model_config)
     model = AutoModelForCausalLM.from_pretrained(
         **source(config),
+        config=model_config,
         dtype=dtype,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
         **extra,
@@ -189,7 +216,9 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
         adopt(model, device)
     elif config.quantization is None:
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature
-    _silence_dropout(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # that of a model whose config says nothing of it
     kernels = selection.install(model, config.kernels, own_attention=config.attn_implementation == "auto")
     if config.gradient_checkpointing is True:
         set_checkpointing(model, True)
@@ -221,15 +250,17 @@ def layer_weights(layer: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in weights if weight.dtype == weights[0].dtype]
 
 
-def _silence_dropout(model: PreTrainedModel) -> None:
-    """Turns off the base's own dropout, with which the policy's log-probs would differ from the sampled ones."""
-    if hasattr(model.config, "attention_dropout"):
-        model.config.attention_dropout = 0.0
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):  # in some models it is a module
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+def silence_dropout(config: PreTrainedConfig) -> None:
+    """Sets to 0 what makes a model random in training: dropout, dropped layers, noise of routers; nested configs too.
+
+    With it the policy's log-probs would differ from the sampled ones. It is done before the model is built, because
+    some models hold a module for it, some a number, and others read the config in each forward.
+    """
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            silence_dropout(value)
+        elif isinstance(value, float) and value and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.0)
 
 
 def fingerprint(config: ModelConfig) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlft.batch import select, to_device
 from rlft.model.branches import paths_of
 from rlft.model.kernels import decoder_layer
 from rlft.model.kernels.attention import NAME, obstacle, on_this_device
@@ -87,6 +88,15 @@ class Forward:
             if self.packed:
                 return packed_most_likely(self.model, batch, k, vocabulary, layout)
             return padded_most_likely(self.model, batch, k, vocabulary)
+
+    def logprobs(self, batch: Batch, token_budget: int) -> Tensor:
+        """float32 `[B, T]` of every row at temperature 1, on the batch's device, without gradient."""
+        result = torch.zeros_like(batch.sampled_logprobs)
+        with torch.no_grad():
+            for part in self.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
+                micro = to_device(select(batch, part), self.model.device)
+                result[part] = self(micro, 1.0).logprobs.to(result)
+        return result
 
     def values(self, batch: Batch, head: ScalarHead, layout: PackedRows | None = None) -> Tensor:
         """`[B, T]`, 0 outside the completions: the head on the hidden state that precedes each completion token.

@@ -39,7 +39,7 @@ class WholeModel:
         return list(self.model.named_parameters())
 
     @contextmanager
-    def training(self) -> Iterator[None]:
+    def training(self, *, dropout: bool = True) -> Iterator[None]:
         """Inside, gradient checkpointing is on if it is configured; the model's own dropout is always off."""
         self.model.train()
         try:

@@ -208,9 +208,16 @@ class Roles:
         return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
 
     @contextmanager
-    def training(self) -> Iterator[None]:
-        """Inside, LoRA dropout is on; log-probs of old policy and reference are always taken without it."""
+    def training(self, *, dropout: bool = True) -> Iterator[None]:
+        """Inside, the model is in the mode of updates, with LoRA dropout unless `dropout` is False.
+
+        Log-probs of old policy and reference are always taken without it, in the other mode.
+        """
         self.model.train()
+        if not dropout:
+            for name, module in self.model.named_modules():
+                if ".lora_dropout." in name:
+                    module.eval()
         try:
             yield
         finally:

@@ -152,6 +152,7 @@ def run(plain: dict[str, Any], source: NamedRun | None, say: Callable[[str], Non
         if saved is not None and saved.adapters:
             session.roles.restore(saved.adapters, saved.heads)
             session.publish(saved.step)
+        session.check_decoding()
         assert plan.held_out is not None, "eval.every is 1 here"
         prompts = tuple(plan.held_out.prompts[: plan.config.eval.num_prompts])
         session.logger.stage("evaluate")

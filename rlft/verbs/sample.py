@@ -21,6 +21,7 @@ from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import encode
 from rlft.logger.lines import Lost, complete_lines, lost_text
 from rlft.loop.conversing import conversing_here
+from rlft.loop.decoding_check import check_decoding
 from rlft.loop.engines import Engines, adopting_of, largest_of, opening_of
 from rlft.loop.outcome import Outcome
 from rlft.loop.session import open_freshness, open_resident
@@ -210,9 +211,11 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         stack.callback(scorer.close)
         opening = opening_of(config, plan.lora.rank, roles, backbone)
         generator = stack.enter_context(engines.opened(engine, opening))
+        freshness = open_freshness(config.freshness, plan.prompts, backbone, engine)
         if config.adapter is not None:
             generator.load(roles.publish(0))
-            open_freshness(config.freshness, plan.prompts, backbone, engine).check(0, generator, roles)
+            freshness.check(0, generator, roles)
+        check_decoding(generator, roles, plan.prompts, config, freshness.threshold)
         player = conversing_here(plan, generator, backbone.tokenizer)
         if player is not generator:
             stack.callback(player.close)

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from rlft.batch import collate
 from rlft.loop.base_loading import load_for_training
+from rlft.loop.decoding_check import check_decoding
 from rlft.loop.engines import Engines, adopting_of, opening_of
 from rlft.loop.evaluate import evaluate, kl_to_base
 from rlft.loop.outcome import Outcome
@@ -71,7 +72,11 @@ class DemonstrationLesson:
 
     def rehearse_evaluation(self, step: int) -> None:
         if self.generator is not None:
+            assert self.freshness is not None, "an engine is opened for held-out prompts"
+            assert self.plan.held_out is not None, "an engine is opened for held-out prompts"
             self.generator.load(self.learner.publish(step))  # the engine's merged weights count as well
+            threshold = self.freshness.threshold
+            check_decoding(self.generator, self.learner, self.plan.held_out, self.config, threshold)
             shapes = of_evaluation(self.plan.held_out, self.config.eval)
             rehearse_decoding(self.generator, shapes, self.config.generation.max_tokens)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlft.model import forward
+from rlft.model.backbone import silence_dropout
 from rlft.model.kernels import attention, flash_attention, layer_branches, norm_and_mlp
 from rlft.model.packing import pack
 from rlft.types import Batch
@@ -111,11 +112,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session")
 def random_model() -> Callable[..., PreTrainedModel]:
-    """Builds a random, frozen model with the attention that `load_backbone` would give it."""
+    """Builds a random, frozen model with the attention that `load_backbone` would give it, without dropout."""
 
     def build(kind: str, dtype: torch.dtype = torch.float32, **keys: Any) -> PreTrainedModel:
         name, more = CONFIGS[kind]
         config = getattr(transformers, name)(**SIZES | more | keys)
+        silence_dropout(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

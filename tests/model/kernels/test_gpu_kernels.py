@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlft.model.backbone import Backbone, _silence_dropout
+from rlft.model.backbone import Backbone
 from rlft.model.config import KernelChoice
 from rlft.model.kernels import (
     norm_and_mlp,
@@ -36,7 +36,6 @@ def results(random_model, backbone, make_roles, awkward_batch: Batch) -> Callabl
         if exact:
             model = model.double()
         model.set_attn_implementation("sdpa")
-        _silence_dropout(model)
         kernels = selection.install(model, choice, own_attention=True)
         cpu = torch.device("cpu")
         made = Backbone(model=model, tokenizer=backbone.tokenizer, device=cpu, path="none", kernels=kernels)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlft.generation.transformers import RepeatedCache, TransformersGenerator
 from rlft.model import forward
-from rlft.model.backbone import Backbone, _silence_dropout, load_backbone
+from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.config import CriticKind, KernelChoice
 from rlft.model.critic import CRITIC
 from rlft.model.forward import choose
@@ -64,7 +64,6 @@ def build(random_model, backbone) -> Callable[..., Backbone]:
         model: PreTrainedModel = random_model(kind, **keys)
         if model._can_set_attn_implementation():
             model.set_attn_implementation("sdpa")
-        _silence_dropout(model)
         kernels = selection.install(model, choice, own_attention=True)
         device = torch.device("cpu")
         return Backbone(model=model, tokenizer=backbone.tokenizer, device=device, path="none", kernels=kernels)
