@@ -53,7 +53,8 @@ class Facts:
         return "forward", self.forward, self.reason.removeprefix("padded rows: ")
 
     def kernels_row(self) -> TableRow:
-        return "kernels", str(self.kernels.choice), self.kernels.reason
+        words = filter(None, (self.kernels.reason, self.kernels.modules))
+        return "kernels", str(self.kernels.choice), "; ".join(words)
 
     def base_rows(self) -> list[TableRow]:
         """The row about copies of the base; none where the engine has no base of its own."""
