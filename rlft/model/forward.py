@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlft.model.branches import paths_of
+from rlft.model.float16_gradients import scale_up
 from rlft.model.kernels import decoder_layer
 from rlft.model.kernels.attention import NAME, obstacle, on_this_device
 from rlft.model.kernels.lm_head import head_logprobs, most_likely, top_k_logprobs, widened
@@ -57,8 +58,12 @@ class Forward:
             top_k: whether to compute the log-probs of `batch.teacher_top_k_ids`.
         """
         if self.packed:
-            return packed_forward(self.model, batch, temperature, entropy, head, layout, top_k)
-        return padded_forward(self.model, batch, temperature, entropy, head, top_k)
+            outputs = packed_forward(self.model, batch, temperature, entropy, head, layout, top_k)
+        else:
+            outputs = padded_forward(self.model, batch, temperature, entropy, head, top_k)
+        if self.model.dtype == torch.float16:
+            scale_up(outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs)
+        return outputs
 
     def most_likely(
         self, batch: Batch, k: int, vocabulary: int, layout: PackedRows | None = None
@@ -84,8 +89,12 @@ class Forward:
         So values[b, t] is the value of the state in which token t was chosen. The LM head is not run.
         """
         if self.packed:
-            return packed_values(self.model, batch, head, layout).where(batch.loss_mask, 0.0)
-        return padded_values(self.model, batch, head).where(batch.loss_mask, 0.0)
+            values_BT = packed_values(self.model, batch, head, layout).where(batch.loss_mask, 0.0)
+        else:
+            values_BT = padded_values(self.model, batch, head).where(batch.loss_mask, 0.0)
+        if self.model.dtype == torch.float16:
+            scale_up(values_BT)
+        return values_BT
 
     def micro_batches(self, batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
         """Splits rows (int64 `[N]`) so that at most `token_budget` tokens enter the network at a time."""

@@ -35,7 +35,7 @@ def install(model: nn.Module) -> str:
         for module in model.modules():
             for fits, forward in ((_is_norm, _norm), (_is_gated, _gated)):
                 if fits(module) and _same(module, forward):
-                    keeps_own = forward is _norm and not serves(module.weight)  # in 16 bits on a CPU
+                    keeps_own = forward is _norm and not serves(cast(Tensor, module.weight))  # in 16 bits on a CPU
                     (kept if keeps_own else replaced)[type(module).__name__] += 1
                     module.forward = functools.partial(forward, module, module.forward)
                 elif fits(module):
