@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from rlft.doctor.row import Row, Status, judged
 from rlft.doctor.trial import Trial
-from rlft.loop.freshness import flatten, largest_gap
+from rlft.loop.freshness import Gap, Limits, flatten
 from rlft.model.roles import POLICY
 from rlft.types import Adapter, Generator
 
@@ -21,7 +20,7 @@ FIRST_SPREAD = 0.01
 """Standard deviation of the first noise added to an adapter's B; it is doubled until log-probs move enough."""
 MAX_DOUBLINGS = 12
 MIN_MOVE = 0.1
-"""Nats by which the changed adapter must move a log-prob; if twice the threshold is more, that counts."""
+"""Nats by which the changed adapter must move a log-prob, besides twice the threshold of the freshness check."""
 
 
 def model_rows(trial: Trial) -> list[Row]:
@@ -47,19 +46,6 @@ def engine_rows(trial: Trial) -> list[Row]:
     return [Row(name="engine", status=Status.ok, value=value, numbers={"seconds": seconds})]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """The mean and the largest difference between log-probs, in nats."""
-
-    mean: float
-    largest: float
-
-    @classmethod
-    def between(cls, first: Sequence[float], second: Sequence[float]) -> Gap:
-        largest = largest_gap(first, second)[0]
-        return cls(mean=sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first), largest=largest)
-
-
 def gap_rows(trial: Trial) -> list[Row]:
     """The log-prob gap of fixed tokens, as in the freshness check, and that of sampled tokens."""
     session = trial.session
@@ -69,20 +55,21 @@ def gap_rows(trial: Trial) -> list[Row]:
     logprobs = trial.roles.logprobs(batch, POLICY)[batch.loss_mask]
     sampled = Gap.between(batch.sampled_logprobs[batch.loss_mask].tolist(), logprobs.tolist())
     alarms = trial.config.alarms
-    return [gap_row(fixed, sampled, session.freshness.threshold, None if alarms is None else alarms.logprob_gap)]
+    return [gap_row(fixed, sampled, session.freshness.limits, None if alarms is None else alarms.logprob_gap)]
 
 
-def gap_row(fixed: Gap, sampled: Gap, threshold: float, alarm: float | None) -> Row:
+def gap_row(fixed: Gap, sampled: Gap, threshold: float | Limits, alarm: float | None) -> Row:
     """Whether a run with this gap would be stopped by its freshness check, or raise an alarm.
 
     Args:
         fixed: gap of fixed tokens, as in the freshness check.
         sampled: gap of sampled tokens.
-        threshold: the largest gap that the freshness check allows, nats.
+        threshold: the gap that the freshness check allows; a number is the largest one's, nats.
         alarm: the mean gap of sampled tokens that raises an alarm, nats; None if there is none.
     """
+    limits = Limits.of(threshold)
     value = (
-        f"fixed tokens: mean {fixed.mean:.1e}, largest {fixed.largest:.1e} (a run stops above {threshold:g}); "
+        f"fixed tokens: mean {fixed.mean:.1e}, largest {fixed.largest:.1e} (a run stops above {limits}); "
         f"sampled ones: mean {sampled.mean:.1e}, largest {sampled.largest:.1e} nats"
     )
     numbers = {
@@ -90,10 +77,10 @@ def gap_row(fixed: Gap, sampled: Gap, threshold: float, alarm: float | None) -> 
         "fixed_max_nats": fixed.largest,
         "sampled_mean_nats": sampled.mean,
         "sampled_max_nats": sampled.largest,
-        "threshold_nats": threshold,
+        "threshold_nats": limits.threshold,
     }
-    exceeds_threshold = not fixed.largest <= threshold  # NaN counts as wrong
-    would_alarm = not sampled.mean <= (threshold if alarm is None else min(alarm, threshold))
+    exceeds_threshold = not limits.allow(fixed)
+    would_alarm = not sampled.mean <= (limits.threshold if alarm is None else min(alarm, limits.threshold))
     remedy = "compare with generation=transformers and with model.dtype=float32: one of them names the part that is off"
     return judged("log-prob gap", value, remedy, numbers, wrong=exceeds_threshold or would_alarm)
 
@@ -109,37 +96,38 @@ class Adapters(Protocol):
 
 def swap_rows(trial: Trial) -> list[Row]:
     session = trial.session
-    return [swap_row(session.generator, trial.roles, fixed_sequences(trial), session.freshness.threshold)]
+    return [swap_row(session.generator, trial.roles, fixed_sequences(trial), session.freshness.limits)]
 
 
-def swap_row(generator: Generator, adapters: Adapters, sequences: list[list[int]], threshold: float) -> Row:
+def swap_row(generator: Generator, adapters: Adapters, sequences: list[list[int]], threshold: float | Limits) -> Row:
     """Publishes a changed adapter, then the original one again; leaves the policy as it was.
 
-    The changed adapter moves a log-prob by at least two thresholds. After each publish, the engine's log-probs must be
+    The changed adapter moves log-probs by at least two thresholds. After each publish, the engine's log-probs must be
     within one threshold of the trainer's, which those of an engine with the other adapter are not.
     """
+    limits = Limits.of(threshold)
     weights = adapters.weights(POLICY)
     logprobs = flatten(adapters.score(sequences))
     try:
-        moved_logprobs = _moved_logprobs(adapters, weights, sequences, logprobs, max(MIN_MOVE, 2 * threshold))
+        moved_logprobs = _moved_logprobs(adapters, weights, sequences, logprobs, limits)
         generator.load(adapters.publish(10**6))
         gap = Gap.between(flatten(generator.score(sequences)), moved_logprobs)
     finally:
         adapters.restore_role(POLICY, weights)
     generator.load(adapters.publish(10**6 + 1))
     gap_back = Gap.between(flatten(generator.score(sequences)), logprobs)
-    move = largest_gap(logprobs, moved_logprobs)[0]
+    move = Gap.between(logprobs, moved_logprobs).largest
     value = (
         f"moved by up to {move:.1e} nats the engine follows to {gap.largest:.1e}, and back to {gap_back.largest:.1e}"
-        f" (allowed {threshold:g})"
+        f" (allowed {limits})"
     )
     numbers = {
         "move_nats": move,
         "gap_nats": gap.largest,
         "gap_back_nats": gap_back.largest,
-        "threshold_nats": threshold,
+        "threshold_nats": limits.threshold,
     }
-    wrong = not (gap.largest <= threshold and gap_back.largest <= threshold)
+    wrong = not (limits.allow(gap) and limits.allow(gap_back))
     remedy = "the engine samples from a stale adapter: use generation=transformers, or another version of the engine"
     return judged("adapter swap", value, remedy, numbers, wrong=wrong)
 
@@ -149,7 +137,7 @@ def _moved_logprobs(
     weights: Mapping[str, Tensor],
     sequences: list[list[int]],
     logprobs: Sequence[float],
-    min_move: float,
+    limits: Limits,
 ) -> list[float]:
     """The trainer's log-probs with an adapter whose B is changed; that adapter stays loaded.
 
@@ -158,19 +146,22 @@ def _moved_logprobs(
         weights: weights of the policy.
         sequences: the sequences to score.
         logprobs: the trainer's log-probs with these weights.
-        min_move: nats by which at least one log-prob must change.
+        limits: of the freshness check, of which log-probs must move by more than twice.
 
     Raises:
-        RuntimeError: no log-prob changes by that much.
+        RuntimeError: log-probs do not move by that much, or none by MIN_MOVE.
     """
     spread = FIRST_SPREAD
     for _ in range(MAX_DOUBLINGS):
         adapters.restore_role(POLICY, with_noise(weights, spread))
         moved_logprobs = flatten(adapters.score(sequences))
-        if largest_gap(logprobs, moved_logprobs)[0] >= min_move:
+        move = Gap.between(logprobs, moved_logprobs)
+        if move.largest >= max(MIN_MOVE, 2 * limits.threshold) and limits.judged(move) >= 2 * limits.threshold:
             return moved_logprobs
         spread *= 2
-    raise RuntimeError(f"the adapter has no effect in the trainer: no log-prob moves by {min_move:g} nats")
+    raise RuntimeError(
+        f"the adapter has no effect in the trainer: no log-prob moves by {max(MIN_MOVE, 2 * limits.threshold):g} nats"
+    )
 
 
 def with_noise(weights: Mapping[str, Tensor], spread: float) -> dict[str, Tensor]:

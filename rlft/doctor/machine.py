@@ -17,6 +17,7 @@ import torch
 
 from rlft.doctor.row import Row, Status, judged
 from rlft.doctor.trial import Trial
+from rlft.model.backbone import OLDEST_WITH_BFLOAT16
 from rlft.model.paths import resolve_path
 from rlft.sandbox import bubblewrap
 from rlft.sandbox.bubblewrap import Isolation
@@ -121,6 +122,8 @@ def gpu_row(gpu: Gpu) -> Row:
     numbers = {"memory_bytes": gpu.total, "free_bytes": gpu.free, "capability": major + minor / 10}
     free_text = f"{size_text(gpu.free)} of {size_text(gpu.total)} free"
     value = f"{gpu.name}, compute capability {major}.{minor}, {free_text}"
+    if gpu.capability < OLDEST_WITH_BFLOAT16:
+        value += "; computes in float16 (model.dtype=auto), as it has no bfloat16"
     if not any(runs_on(name, gpu.capability) for name in gpu.built_for):
         remedy = f"install a torch that is built for sm_{major}{minor}, or use another GPU"
         return judged("card", f"{value}; torch is built for {', '.join(gpu.built_for)}", remedy, numbers, wrong=True)

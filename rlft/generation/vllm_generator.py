@@ -21,6 +21,7 @@ from rlft.generation.vllm_guest import (
     end,
     guest,
     guest_while_starting,
+    lacks_memory,
     runs_on_cpu,
     start,
     telling_tokens,
@@ -359,9 +360,8 @@ def _start(options: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
         return start({**options, **further})
     except START_ERRORS as error:
         without = f"leave out generation.vllm.options ({', '.join(further)}), " if further else ""
-        remedy = (
-            f"make room for it (generation.vllm.gpu_memory_utilization), {without}or choose generation=transformers"
-        )
+        room = "make room for it (generation.vllm.gpu_memory_utilization), " if lacks_memory(error) else ""
+        remedy = f"{room}{without}{'or ' if room or without else ''}choose generation=transformers"
         raise UserError("generation.engine", f"vLLM could not start: {error}", got="vllm", remedy=remedy) from error
 
 

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import random
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,19 @@ ENVIRONMENT = {
 
 START_ERRORS = (ValueError, RuntimeError, OSError, TypeError)
 """What vLLM raises where it cannot start."""
+
+_SPEAKS_OF_MEMORY = re.compile(r"memory|kv.?cache|cache blocks|max_model_len|max seq len|\broom\b", re.IGNORECASE)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether this error of vLLM's, or one that caused it, is about memory, so that room for it would help."""
+    causes: BaseException | None = error
+    while causes is not None:
+        if _SPEAKS_OF_MEMORY.search(str(causes)) or isinstance(causes, MemoryError):
+            return True
+        causes = causes.__cause__ or causes.__context__
+    return False
+
 
 _running: list[Any] = []
 """Instances of vLLM's `LLM` that were started in this process and have not been ended."""

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.generation.vllm_guest import START_ERRORS, answers, end, guest_while_starting, runs_on_cpu, start
+from rlft.generation.vllm_guest import (
+    START_ERRORS,
+    answers,
+    end,
+    guest_while_starting,
+    lacks_memory,
+    runs_on_cpu,
+    start,
+)
 from rlft.generation.vllm_memory import CPU_BLOCK_SIZE, TEACHER_BATCHED_TOKENS, TEACHER_SEQS, cpu_cache_of
 from rlft.types import UserError
 
@@ -60,7 +68,8 @@ class VLLMTeacher:
             except START_ERRORS as error:
                 self.close()
                 problem = f"vLLM could not start with the teacher: {error}"
-                remedy = "make room for it (snapshot.teacher_gpu_memory_utilization), or choose transformers"
+                room = "make room for it (snapshot.teacher_gpu_memory_utilization), or "
+                remedy = f"{room if lacks_memory(error) else ''}choose snapshot.teacher_engine=transformers"
                 raise UserError("snapshot.teacher_engine", problem, got="vllm", remedy=remedy) from error
         self._vocabulary = int(self._llm.llm_engine.model_config.get_vocab_size())
 

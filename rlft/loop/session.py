@@ -27,7 +27,7 @@ from rlft.loop.dynamic_sampling import replace_uninformative_groups
 from rlft.loop.engine_members import open_engines
 from rlft.loop.engines import Engines, adopting_of, opened_teacher, opening_of
 from rlft.loop.evaluate import evaluate, kl_to_base
-from rlft.loop.freshness import Freshness
+from rlft.loop.freshness import FIXED_TOKENS, LIMITS_IN_16_BITS, LIMITS_IN_32_BITS, Freshness
 from rlft.loop.members import open_reward_members, opened_launcher
 from rlft.loop.metrics import Clock
 from rlft.loop.overlap import AheadSampler, derived_from, packed, unpacked
@@ -146,7 +146,8 @@ class Session(RunShell):
             return
         config = self.roles.adapter_config()
         self._previous = Adapter(version=saved.step - 1, weights=saved.tensors["sampler"], config=config)
-        self.freshness.history[saved.step - 1] = values["scores"]
+        if len(values["scores"] or ()) == self.freshness.num_tokens:  # older versions compared fewer in 16 bits
+            self.freshness.history[saved.step - 1] = values["scores"]
 
     def rehearse(self, step: int) -> None:
         """Publishes the policy to the engine, compares decoding with the forward, then rehearses the longest rows."""
@@ -437,22 +438,23 @@ def critic_source(config: RunConfig) -> str:
 
 
 def open_freshness(settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone, engine: Engine) -> Freshness:
-    """The freshness check of this run.
-
-    Two float32 computations agree to 1e-5 nats, bfloat16 ones to a few hundredths; the automatic threshold is higher.
-    """
-    threshold = settings.threshold
-    if threshold == "auto":
-        threshold = 1e-3 if backbone.model.dtype == torch.float32 and not engine.rounds else 0.5
-    return Freshness(fixed_sequences(prompts, backbone), threshold, settings.every)
+    """The freshness check of this run, which in 16 bits compares more tokens, by mean and 99th percentile."""
+    in_32_bits = backbone.model.dtype == torch.float32 and not engine.rounds
+    limits = LIMITS_IN_32_BITS if in_32_bits else LIMITS_IN_16_BITS
+    sequences = fixed_sequences(prompts, backbone, 0 if in_32_bits else FIXED_TOKENS)
+    return Freshness(sequences, limits if settings.threshold == "auto" else settings.threshold, settings.every)
 
 
-def fixed_sequences(prompts: PromptSet, backbone: Backbone) -> list[list[int]]:
-    """Token ids of two prompts with their answers, which all freshness checks of a run score."""
-    tokenizer = backbone.tokenizer
-    return [
-        [*p.token_ids, *tokenizer(p.answer, add_special_tokens=False)["input_ids"]][-64:] for p in prompts.prompts[:2]
-    ]
+def fixed_sequences(prompts: PromptSet, backbone: Backbone, num_tokens: int = 0) -> list[list[int]]:
+    """Token ids of the first two prompts with their answers, which all freshness checks of a run score, and of as many
+    more as have this many tokens to compare."""
+    sequences: list[list[int]] = []
+    for p in prompts.prompts:
+        if len(sequences) >= 2 and sum(len(ids) - 1 for ids in sequences) >= num_tokens:
+            break
+        answer = backbone.tokenizer(p.answer, add_special_tokens=False)["input_ids"]
+        sequences.append([*p.token_ids, *answer][-64:])
+    return sequences
 
 
 @contextlib.contextmanager

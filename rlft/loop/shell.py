@@ -122,7 +122,7 @@ class RunShell(ABC):
             self.logger.note(
                 f"resumed after step {step}" if saved else "resumed from the start: there was no checkpoint yet"
             )
-        for note in (*self._plan.notes, facts.fallback, *self.findings()):
+        for note in (*self._plan.notes, *facts.notes, *self.findings()):
             if note:
                 self.logger.note(note)
         self.rehearse(step)

@@ -32,6 +32,9 @@ from rlft.model.paths import check_local, resolve_path
 from rlft.system.hub import hub_answers
 from rlft.types import UserError
 
+OLDEST_WITH_BFLOAT16 = (8, 0)
+"""Compute capability of Ampere. torch emulates bfloat16 on older cards, slowly, and vLLM refuses it there."""
+
 
 def resolve_device(device: str) -> torch.device:
     """`auto` is CUDA where there is one, else the CPU."""
@@ -58,12 +61,29 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA and float32 on the CPU, where bfloat16 is slow on most machines."""
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
+    """`auto` is what the device computes fast: float32 on a CPU, where 16 bits are slow on most machines, bfloat16 on
+    CUDA, and float16 on cards without bfloat16 (before Ampere)."""
+    if dtype not in ("auto", *DTYPES):
         raise UserError("model.dtype", "is not a known dtype", got=dtype, remedy=f"use auto, {', '.join(DTYPES)}")
+    if device.type != "cuda":
+        return torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    if dtype == "auto":
+        return torch.bfloat16 if computes_bfloat16(device) else torch.float16
+    if dtype == "bfloat16" and not computes_bfloat16(device):
+        raise UserError(
+            "model.dtype",
+            f"bfloat16 needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks",
+            got=dtype,
+            remedy="use model.dtype=float16, or auto, which is float16 on this card",
+        )
     return getattr(torch, dtype)
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether this CUDA device has bfloat16 (Ampere and later); True where there is none to ask."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= OLDEST_WITH_BFLOAT16
 
 
 def source(config: ModelConfig) -> dict[str, Any]:

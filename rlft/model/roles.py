@@ -9,7 +9,7 @@ backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -36,6 +36,7 @@ from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.base_weights import BaseWeights
 from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
+from rlft.model.float16_gradients import scale_down
 from rlft.model.forward import Forward, choose
 from rlft.model.kernels import selection
 from rlft.model.kernels.decoding import open_prefix_cache
@@ -96,6 +97,7 @@ class Roles:
             torch.manual_seed(seed)
             self.model = PeftModel(backbone.model, self.lora, adapter_name=POLICY)
         self.tuner = cast(LoraModel, self.model.base_model)
+        self._scale_gradients_of(parameter for _, parameter in self.named_parameters())
         backbone.model.disable_input_require_grads()  # only re-entrant checkpointing needs PEFT's hook
         with ExitStack() as undo:
             undo.callback(self.close)  # after a refusal the base, which others use, must not stay wrapped
@@ -451,6 +453,7 @@ class Roles:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.seed, 0, role))
             self.model.add_adapter(role, self.lora)
+        self._scale_gradients_of(parameter for _, parameter in self.named_parameters(role))
         self.heads[role] = self._new_head()
         if path is not None:
             self.load_role(role, path, key)
@@ -476,7 +479,15 @@ class Roles:
 
     def _new_head(self) -> ScalarHead:
         size = self.backbone.model.config.get_text_config().hidden_size
-        return ScalarHead(size, self.backbone.device, self.backbone.model.dtype)
+        head = ScalarHead(size, self.backbone.device, self.backbone.model.dtype)
+        self._scale_gradients_of(head.parameters())
+        return head
+
+    def _scale_gradients_of(self, parameters: Iterable[Parameter]) -> None:
+        """Takes back from the gradients of these what `Forward` multiplies those of a float16 network with."""
+        if self.backbone.model.dtype == torch.float16:
+            for parameter in parameters:
+                scale_down(parameter)
 
     def _activate(self, role: str) -> None:
         self.tuner.set_adapter(role, inference_mode=role not in self._learning)

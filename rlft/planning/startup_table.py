@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from rlft.model.adaptable import adapted_words
 from rlft.model.kernels.selection import Decision
+from rlft.system.processor import multiplies_in
 
 TableRow = tuple[str, str, str]
 """(name, value, explanation)"""
@@ -61,7 +62,8 @@ class Facts:
         return "forward", self.forward, self.reason.removeprefix("padded rows: ")
 
     def kernels_row(self) -> TableRow:
-        return "kernels", str(self.kernels.choice), self.kernels.reason
+        words = filter(None, (self.kernels.reason, self.kernels.modules))
+        return "kernels", str(self.kernels.choice), "; ".join(words)
 
     def base_rows(self) -> list[TableRow]:
         """The row about copies of the base; none where the engine has no base of its own."""
@@ -70,11 +72,23 @@ class Facts:
         return [("copies of the base", str(self.base_copies.number), self.base_copies.explanation)]
 
     @property
-    def fallback(self) -> str | None:
-        """A note if the kernels are plain although `model.kernels` is auto; else None."""
-        if self.kernels.requested:
-            return None
-        return f"model.kernels: plain instead of auto, which takes more time and memory: {self.kernels.reason}"
+    def notes(self) -> list[str]:
+        """Notes about a model that takes more time than it has to."""
+        notes = []
+        if not self.kernels.requested:
+            why = self.kernels.reason
+            notes.append(f"model.kernels: plain instead of auto, which takes more time and memory: {why}")
+        if slow := slow_dtype(self.dtype, self.device):
+            notes.append(slow)
+        return notes
+
+
+def slow_dtype(dtype: str, device: str) -> str | None:
+    """A note if the processor has to emulate this dtype; None if it does not, or the device is no CPU."""
+    if device != "cpu" or multiplies_in(dtype):
+        return None
+    problem = "this processor has no instructions for it, so that products take about ten times as long as in float32"
+    return f"model.dtype: {problem}, got {dtype}; use model.dtype=float32, which auto is on a CPU"
 
 
 def facts_of(

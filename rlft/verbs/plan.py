@@ -172,8 +172,9 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
             model.config, tokens, model.itemsize, room, device=demand.device, plain=model.plain, adapter=adapter_bytes
         )
     demand = replace(demand, token_budget=plan.config.token_budget, recompute=recompute)
+    facts = planned_facts(plan, model, demand)
     return Planned(
-        sizes=plan.startup_rows(planned_facts(plan, model, demand)),
+        sizes=plan.startup_rows(facts),
         parameters=plan.parameters(model),
         model=model,
         demand=demand,
@@ -184,7 +185,7 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         lengths=plan.lengths(),
         trials=trials_of(plan),
         conversation=conversation_of(plan),
-        notes=[*notes_of(plan), *_note_of_another_engine(plan, demand), *_note_of_ranks(plan, on_gpus)],
+        notes=[*notes_of(plan), *facts.notes, *_note_of_another_engine(plan, demand), *_note_of_ranks(plan, on_gpus)],
         disk=plan.disk_bytes(model),
     )
 
@@ -218,7 +219,7 @@ def needs_absent_gpu(plain: Mapping[str, Any]) -> bool:
 def without_gpu(plain: dict[str, Any]) -> dict[str, Any]:
     """The run as a machine without a GPU can check it, with the values that `auto` has on a GPU."""
     settings = plain["model"]
-    dtype = "bfloat16" if settings["dtype"] == AUTO else settings["dtype"]
+    dtype = "bfloat16" if settings["dtype"] == AUTO else settings["dtype"]  # float16 before Ampere: of the same size
     return {**resolved(plain), "model": {**settings, "device": "cpu", "dtype": dtype}}
 
 

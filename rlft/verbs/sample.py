@@ -30,6 +30,7 @@ from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone
 from rlft.ops.seeds import sampling_seeds
 from rlft.planning.sample_plan import SamplePlan
+from rlft.planning.startup_table import slow_dtype
 from rlft.prepare.prompts import left_out
 from rlft.run import run_folder, run_status
 from rlft.run.next_steps import after_sampling
@@ -220,7 +221,8 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         if player is not generator:
             stack.callback(player.close)
         dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
-        for note in (*dropped, plan.prompts.note, *notes(rewards), *plan.data_notes, *plan.notes):
+        slow = slow_dtype(str(backbone.model.dtype).removeprefix("torch."), str(backbone.device))
+        for note in (*dropped, plan.prompts.note, *notes(rewards), *plan.data_notes, *plan.notes, slow):
             if note:
                 say(f"note: {note}")
         samples = Samples(plan, folder)

@@ -7,7 +7,8 @@ of dropout's generator, an unused tensor, a mask for debugging). The backward re
 exp(score - lse) and rowsum(grad x out): given those of a whole, it gives exactly its part of the gradients.
 
 As on a GPU, what the kernel does not take is refused: a query without a key, runs that are not those of the tensors,
-and a `longest` that is not the longest.
+and a `longest` that is not the longest. A longest run of 1 may be passed as 2: 1 means to torch that every run has one
+query, which it then folds with the heads that share keys.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     CALLS.append("forward")
     _check(query, key, query_starts, key_starts, longest_query, longest_key, seqused_k)
+    _fold(query, key, query_starts, longest_query)
     out = torch.zeros_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=wide)
@@ -110,9 +112,17 @@ def _check(
     keys = key_starts.diff() if used is None else used
     assert keys.dtype == torch.int32
     assert (keys <= key_starts.diff()).all(), "more keys than a run has"
-    assert query_starts.diff().max() == longest_query
+    assert longest_query in (longest := int(query_starts.diff().max()), max(2, longest))
     assert keys.max() == longest_key
     assert not ((query_starts.diff() > 0) & (keys == 0)).any(), "a query without a key: lse = +inf"
+
+
+def _fold(query: Tensor, key: Tensor, query_starts: Tensor, longest_query: int) -> None:
+    """What torch does before the kernel if heads share keys and no run is longer than 1 (`mha_varlen_fwd`,
+    `seqlenq_ngroups_swapped`); the result of the attention is the same, or the shapes do not fit."""
+    heads, key_heads, size = query.shape[1], key.shape[1], query.shape[2]
+    if longest_query == 1 and heads > key_heads and size % 8 == 0:
+        query.reshape(len(query_starts) - 1, key_heads, heads // key_heads, size)
 
 
 def _runs(query_starts: Tensor, key_starts: Tensor, used: Tensor | None = None) -> list[tuple[slice, slice]]:

@@ -83,6 +83,26 @@ def test_auto_is_float32_on_the_cpu_and_bfloat16_on_cuda():
         resolve_dtype("int8", torch.device("cpu"))
 
 
+def test_auto_fits_the_card_and_a_dtype_that_it_lacks_is_refused_by_key(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    card = torch.device("cuda:1")
+    for capability, auto in (((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
+        assert resolve_dtype("auto", card) == auto
+        assert resolve_dtype("float32", card) == torch.float32
+        assert resolve_dtype("float16", card) == torch.float16
+        if auto is torch.bfloat16:
+            assert resolve_dtype("bfloat16", card) == torch.bfloat16
+            continue
+        with pytest.raises(UserError) as refused:
+            resolve_dtype("bfloat16", card)
+        assert str(refused.value) == (
+            "model.dtype: bfloat16 needs compute capability 8.0, which Tesla T4 lacks, got bfloat16; "
+            "use model.dtype=float16, or auto, which is float16 on this card"
+        )
+
+
 def test_jobs_that_ask_for_the_same_base_share_it(model_config):
     shared = load_backbone(model_config())  # not the fixture's: a run of a test before may have let that one go
     assert load_backbone(model_config()) is shared

@@ -474,6 +474,36 @@ def test_a_model_that_does_something_after_its_head_is_found_out_by_its_numbers(
     assert chosen.reason.endswith(" for GraniteForCausalLM")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "every", "one", "packed"),
+    [
+        (torch.bfloat16, 0.0, 1.5, True),  # single tokens of healthy models differ by as much
+        (torch.bfloat16, 0.05, 0.3, True),
+        (torch.bfloat16, 0.3, 0.0, False),
+        (torch.float16, 0.0, 0.2, True),
+        (torch.float16, 0.05, 0.0, False),
+        (torch.float32, 0.0, 2e-4, False),
+        (torch.bfloat16, 0.0, torch.nan, False),
+    ],
+)
+def test_in_16_bits_packing_is_given_up_for_a_difference_of_all_tokens_and_not_of_one(
+    dtype, every, one, packed, random_model, monkeypatch
+):
+    plain = packed_forward
+
+    def off(*args):
+        outputs = plain(*args)
+        logprobs_BT = outputs.logprobs - every
+        logprobs_BT[0, 6] += one + every
+        return replace(outputs, logprobs=logprobs_BT)
+
+    monkeypatch.setattr("rlft.model.forward.packed_forward", off)
+    chosen = choose(random_model("qwen2", dtype=dtype))
+    assert chosen.packed == packed
+    if not packed and dtype.itemsize == 2:
+        assert "in the mean for Qwen2ForCausalLM" in chosen.reason
+
+
 def test_an_attention_the_user_asked_for_is_kept(random_model):
     model = random_model("llama")
     model.set_attn_implementation("sdpa")

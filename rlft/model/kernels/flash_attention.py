@@ -28,6 +28,9 @@ _BACKWARD: Any = torch.ops.aten._flash_attention_backward
 
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_STEP = 8
+SIZES_OF_LARGE_CARDS = range(200, 225)
+"""Head sizes whose backward needs more shared memory than cards of compute capability 8.6 to 8.9 and 12.x have, from
+torch's own check (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`)."""
 OLDEST_CARD = (8, 0)
 """Compute capability of Ampere, the first that flash attention runs on."""
 
@@ -43,6 +46,15 @@ class Runs:
 
     starts: Tensor
     longest: int
+
+    @property
+    def longest_query(self) -> int:
+        """`longest` as the kernel's forward gets it for runs of queries: at least 2.
+
+        For 1 with heads that share keys, torch (`mha_varlen_fwd`, `seqlenq_ngroups_swapped`) takes it that each run has
+        exactly one query and reshapes to `[n, ..]`, which fails where a run is empty.
+        """
+        return max(2, self.longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +122,11 @@ def obstacle(dtype: torch.dtype, head_size: int, value_size: int, device: torch.
         return f"flash attention takes keys and values of one size, not of {head_size} and {value_size}"
     if head_size > MAX_HEAD_SIZE or head_size % HEAD_SIZE_STEP:
         return f"flash attention takes heads of 8, 16 .. up to {MAX_HEAD_SIZE} numbers, not of {head_size}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if head_size in SIZES_OF_LARGE_CARDS and ((major == 8 and minor >= 6) or major == 12):
+        return (
+            f"flash attention has no gradient for heads of {head_size} numbers on {torch.cuda.get_device_name(device)}"
+        )
     return None
 
 
@@ -158,7 +175,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(attention `[N, H, D]`, its log-sum-exp `[H, N]`, two tensors for the kernel's backward); no gradient."""
     own, first = lengths.own, lengths.num_prompt_tokens
-    own_runs = (own.starts, own.starts, own.longest, own.longest)
+    own_runs = (own.starts, own.starts, own.longest_query, own.longest)
     out, lse, random, unused, _ = _FORWARD(query, key, value, *own_runs, 0.0, True, False, scale=scale)
     if len(query) > first:
         prompt = one_call(query[first:], key[:first], value[:first], lengths.regions, lengths.prompts, scale)
@@ -186,7 +203,7 @@ def one_call(
         scale: factor of the scores.
         used: int32 `[n]`, how many keys at the beginning of each run are used; None: all.
     """
-    runs = (queries.starts, keys.starts, queries.longest, keys.longest)
+    runs = (queries.starts, keys.starts, queries.longest_query, keys.longest)
     out, lse, *_ = _FORWARD(query, key, value, *runs, 0.0, False, False, scale=scale, seqused_k=used)
     return out, lse
 

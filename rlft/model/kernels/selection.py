@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,13 @@ class Decision:
         choice: the choice that is in effect.
         reason: why, in words.
         requested: whether `model.kernels` requested it.
+        modules: which norms and MLPs are fused and which are not, in words; empty before the weights are loaded.
     """
 
     choice: KernelChoice
     reason: str
     requested: bool = True
+    modules: str = ""
 
 
 def decide(setting: KernelChoice, model_type: str) -> Decision:
@@ -130,7 +132,7 @@ def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: boo
         attention.install(model)
     family = FAMILIES[model.config.model_type]
     originals = {module: vars(module).get("forward") for module in model.modules()}
-    norm_and_mlp.install(model)
+    decision = replace(decision, modules=norm_and_mlp.install(model))
     if family.attention:
         llama_attention.install(model, family)
     if family.layer:

@@ -82,6 +82,20 @@ def test_a_row_of_prompts_alone_is_one_call(make_batch, stand_in):
     assert flash_stand_in.CALLS == ["forward", "backward"]
 
 
+def test_completions_of_one_token_may_stand_beside_empty_ones_where_heads_share_keys(make_batch, stand_in):
+    # With a longest run of 1 torch takes it that every run has one query, and a prompt without completions has none.
+    rows = [(0, [5, 6, 7], [20]), (1, [8], []), (2, [9, 10], [21])], [(0, [5], []), (1, [6], [])], [(0, [5], [20])]
+    for batch in rows:
+        packed = pack(make_batch(batch), prompts_first=True)
+        for key_heads in (1, 2, 4):
+            tensors = tensors_of(packed, key_heads, torch.float64)
+            ours = flash_attention.flash_attention(*tensors, packed.lengths, 0.3)
+            theirs = masked(*tensors, packed, 0.3)
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+            gradients = [torch.autograd.grad(x.square().sum(), tensors) for x in (ours, theirs)]
+            torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
 def test_rows_that_it_cannot_take_have_no_lengths(make_batch, packed):
     assert packed.lengths is not None
     assert pack(make_batch(ROWS)).lengths is None, "completions stand between the prompts"
@@ -142,6 +156,11 @@ def test_the_door_leads_to_it_where_it_serves_and_the_row_is_laid_out_for_it(pac
         (torch.bfloat16, (60, 60), (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 60"),
         (torch.bfloat16, (192, 128), (9, 0), "flash attention takes keys and values of one size, not of 192 and 128"),
         (torch.bfloat16, (64, 64), (7, 5), "flash attention needs compute capability 8.0, which Some GPU lacks"),
+        (torch.bfloat16, (200, 200), (8, 6), "flash attention has no gradient for heads of 200 numbers on Some GPU"),
+        (torch.float16, (224, 224), (12, 0), "flash attention has no gradient for heads of 224 numbers on Some GPU"),
+        (torch.bfloat16, (192, 192), (8, 9), None),
+        (torch.bfloat16, (256, 256), (8, 9), None),
+        (torch.bfloat16, (224, 224), (9, 0), None),
     ],
 )
 def test_what_it_cannot_take_has_a_reason(dtype, sizes, gpu, reason, monkeypatch):

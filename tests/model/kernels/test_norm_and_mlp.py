@@ -55,6 +55,71 @@ def test_only_modules_that_give_the_same_are_replaced(random_model):
     }
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """The functions as torch compiles them for a GPU: no rounding between their steps."""
+
+    def wide(x):
+        return x.float() if isinstance(x, torch.Tensor) else x
+
+    for name in ("normed", "silu_product"):
+        plain = getattr(norm_and_mlp, name).__wrapped__
+
+        def once_rounded(*args, plain=plain):
+            out = plain(*map(wide, args))
+            return (out[0].to(args[0].dtype), out[1]) if isinstance(out, tuple) else out.to(args[0].dtype)
+
+        monkeypatch.setattr(norm_and_mlp, name, once_rounded)
+    monkeypatch.setattr(norm_and_mlp, "serves", lambda x: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_compiler_does_not_round_is_no_reason_to_keep_a_module(dtype, random_model, compiled):
+    for kind, sizes in (("llama", {}), ("qwen2", {"hidden_size": 256, "intermediate_size": 700}), ("qwen3", {})):
+        model = random_model(kind, dtype=dtype, **sizes)
+        norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
+        name = model.config.model_type.capitalize()
+        assert norm_and_mlp.install(model) == f"fused: 3 {name}MLP, {norms} {name}RMSNorm"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_function_that_computes_something_else_is_found_in_every_dtype(dtype, random_model, compiled, monkeypatch):
+    product, norm = norm_and_mlp.silu_product, norm_and_mlp.normed
+    wrong = {
+        "silu_product": [
+            lambda gate, up: torch.nn.functional.gelu(gate) * up,
+            lambda gate, up: 1.05 * product(gate, up),
+            lambda gate, up: product(up, gate),
+            lambda gate, up: product(gate, up).where(gate < 1, 0.0),
+            lambda gate, up: product(gate, up) * torch.nan,
+        ],
+        "normed": [
+            lambda x, weight, eps: norm(x, 1 + weight, eps),
+            lambda x, weight, eps: norm(x - x.mean(-1, keepdim=True) / 2, weight, eps),
+            lambda x, weight, eps: norm(x, weight, eps + 0.2),
+        ],
+    }
+    for name, functions in wrong.items():
+        for function in functions:
+            model = random_model("llama", dtype=dtype)
+            with monkeypatch.context() as patch:
+                patch.setattr(norm_and_mlp, name, function)
+                words = norm_and_mlp.install(model)
+            kept = {"silu_product": "3 LlamaMLP", "normed": "7 LlamaRMSNorm"}[name]
+            assert words.endswith(f"; as in transformers: {kept}"), (name, functions.index(function))
+
+
+def test_a_gelu_of_small_numbers_is_not_taken_for_a_silu_in_16_bits(random_model, compiled):
+    for act in ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu"):
+        model = random_model("llama", dtype=torch.bfloat16, hidden_act=act, initializer_range=1e-3)
+        assert norm_and_mlp.install(model) == "fused: 7 LlamaRMSNorm"
+
+
+def test_a_norm_in_16_bits_on_a_cpu_is_not_said_to_be_fused(random_model):
+    words = norm_and_mlp.install(random_model("llama", dtype=torch.bfloat16))
+    assert words == "fused: 3 LlamaMLP; as in transformers: 7 LlamaRMSNorm"
+
+
 def _installed(model):
     for name, parameter in model.named_parameters():
         if "norm" in name:
