@@ -18,11 +18,10 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlft.batch import collate
 from rlft.cluster.engine_pool import EnginePool
-from rlft.loop.freshness import REMEDY
+from rlft.loop.freshness import REMEDY, Gap, Limits
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
 from rlft.prepare.prompts import PromptSet
@@ -34,20 +33,13 @@ NUM_SAMPLES = 2
 LENGTHS = ((33, 4), (5, 16), (18, 10))
 """(tokens, the most tokens of a completion) of each prompt: they are padded, and rows leave the batch in between."""
 
-EXACT = 0.1
-"""Nats: a threshold above it is one for 16 bits."""
-
-SHARE_OF_MEAN = 0.2
-"""In 16 bits the mean gap may be this share of the threshold: a single token says little there, since one router's
-choice of another expert moves it by as much, while a wrong cache moves most tokens."""
-
 
 def check_decoding(
     generator: Generator,
     learner: Roles | WholeModel,
     prompts: PromptSet,
     config: Any,
-    threshold: float,
+    limits: Limits,
 ) -> float | None:
     """The largest gap in nats between the engine's log-probs and the trainer's; None if the engine has no weights.
 
@@ -56,10 +48,10 @@ def check_decoding(
         learner: the networks that learn.
         prompts: prompts whose tokens are used.
         config: the run's config, whose limits on tokens the engine and the trainer were opened with.
-        threshold: that of the freshness check, nats.
+        limits: those of the freshness check.
 
     Raises:
-        UserError: the gap exceeds the threshold, by the key model.path.
+        UserError: the gap exceeds the limits, by the key model.path.
     """
     max_tokens, token_budget = config.generation.max_tokens, config.token_budget
     probes = _probes(prompts, config.prompts.max_tokens, max_tokens)
@@ -71,7 +63,7 @@ def check_decoding(
         samples = generator.sample_each(probes, NUM_SAMPLES, seeds, sampling)
     else:
         samples = [generator.sample(probes, NUM_SAMPLES, seeds, sampling)]
-    return max(_check(groups, learner, token_budget, threshold) for groups in samples)
+    return max(_check(groups, learner, token_budget, limits) for groups in samples)
 
 
 def _probes(prompts: PromptSet, max_prompt_tokens: int, max_tokens: int) -> list[Prompt]:
@@ -89,38 +81,31 @@ def _probes(prompts: PromptSet, max_prompt_tokens: int, max_tokens: int) -> list
     ]
 
 
-def _check(groups: Sequence[Group], learner: Roles | WholeModel, token_budget: int, threshold: float) -> float:
+def _check(groups: Sequence[Group], learner: Roles | WholeModel, token_budget: int, limits: Limits) -> float:
     shape = len(groups), NUM_SAMPLES
     batch = collate(groups, Scores(total=torch.zeros(shape), by_reward={}), learner.backbone.decode)
-    gaps = _gaps(batch, learner, token_budget, training=True)
-    if _are_small(gaps, threshold):
-        return gaps.max().item()
+    gap = _gap(batch, learner, token_budget, training=True)
+    if limits.allow(gap):
+        return gap.largest
     model, only_in_training = learner.backbone.model, ""
-    if _are_small(_gaps(batch, learner, token_budget, training=False), threshold):
+    if limits.allow(_gap(batch, learner, token_budget, training=False)):
         only_in_training = " in training mode, and not otherwise (its dropout, or another noise, is on there)"
-    limit = f"{threshold:g} allowed" if threshold <= EXACT else f"a mean of {SHARE_OF_MEAN * threshold:g} allowed"
     problem = (
         f"decoding does not give the log-probs of the trainer's forward for a {model.config.model_type}"
-        f"{only_in_training}: {len(gaps)} sampled tokens differ by up to {gaps.max():.2g} nats, {gaps.mean():.2g} on "
-        f"average ({limit}); stopped rather than train on them"
+        f"{only_in_training}: {int(batch.loss_mask.sum())} sampled tokens differ by up to {gap.largest:.2g} nats, "
+        f"{gap.mean:.2g} on average ({limits} is allowed); stopped rather than train on them"
     )
     remedy = f"try model.kernels=plain, another generation.engine, release of transformers or model; {REMEDY}"
     raise UserError("model.path", problem, got=learner.backbone.path, remedy=remedy)
 
 
-def _gaps(batch: Batch, learner: Roles | WholeModel, token_budget: int, *, training: bool) -> Tensor:
-    """float32 `[N]` on the CPU: the absolute gaps of all sampled tokens, infinite where one is not a number."""
+def _gap(batch: Batch, learner: Roles | WholeModel, token_budget: int, *, training: bool) -> Gap:
+    """The gap between the log-probs of all sampled tokens."""
     with torch.no_grad(), torch.random.fork_rng():
         if training:
             with learner.training(dropout=False):
                 expected_BT = learner.forward.logprobs(batch, token_budget)
         else:
             expected_BT = learner.forward.logprobs(batch, token_budget)
-    gaps_BT = (batch.sampled_logprobs - expected_BT).abs().nan_to_num(nan=torch.inf)
-    return gaps_BT[batch.loss_mask]
-
-
-def _are_small(gaps: Tensor, threshold: float) -> bool:
-    if threshold <= EXACT:
-        return gaps.max().item() <= threshold
-    return gaps.mean().item() <= SHARE_OF_MEAN * threshold
+    mask = batch.loss_mask
+    return Gap.between(batch.sampled_logprobs[mask].tolist(), expected_BT[mask].tolist())

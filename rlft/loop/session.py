@@ -157,7 +157,7 @@ class Session(RunShell):
 
     def check_decoding(self) -> None:
         """Checks that the engine's decoding gives the log-probs of the trainer's forward."""
-        check_decoding(self.generator, self.roles, self.plan.train_prompts, self.config, self.freshness.threshold)
+        check_decoding(self.generator, self.roles, self.plan.train_prompts, self.config, self.freshness.limits)
 
     def rehearse_sampling(self, step: int) -> None:
         rehearse_decoding(self.generator, self._decodings(), self.config.generation.max_tokens)

@@ -216,7 +216,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         if config.adapter is not None:
             generator.load(roles.publish(0))
             freshness.check(0, generator, roles)
-        check_decoding(generator, roles, plan.prompts, config, freshness.threshold)
+        check_decoding(generator, roles, plan.prompts, config, freshness.limits)
         player = conversing_here(plan, generator, backbone.tokenizer)
         if player is not generator:
             stack.callback(player.close)
