@@ -21,7 +21,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, LlamaConfig, T5Config
 
 from rlft import cli
 from rlft.config.compose import build, compose
@@ -728,6 +728,8 @@ TABLE = [
     ("train model.path=/nowhere", "model.path", "got /nowhere"),
     ("train model.path=./mine", "model.path", "there is no config.json in that folder"),
     ("train model.path=nobody/nothing", "model.path", "the model cannot be read"),
+    ("train model.path=encoder", "model.path", "a bert is an encoder, which also reads", "use a causal"),
+    ("sft demonstrations.path=foreign.jsonl model.path=t5", "model.path", "a t5 is an encoder-decoder"),
     ("train model.path=embedded:big", "model.path", "use embedded:tiny-arithmetic"),
     ("train lora.path=nowhere", "lora.path", "there is no such folder, got nowhere; point it at a PEFT adapter folder"),
     ("train lora.path=mine", "lora.path", "there is no adapter_config.json in that folder, got mine"),
@@ -1021,6 +1023,8 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     (folder / "other_words" / "tokenizer.json").write_text(tokenizer.replace('"<answer>"', '"<solution>"'))
     edit_json(folder / "short" / "config.json", {"max_position_embeddings": 64})
     edit_json(folder / "fewer_rows" / "config.json", {"vocab_size": 270})
+    BertConfig().save_pretrained(folder / "encoder")
+    T5Config().save_pretrained(folder / "t5")
     classifier = LlamaConfig()
     classifier.num_labels = 3
     classifier.save_pretrained(folder / "three_labels")

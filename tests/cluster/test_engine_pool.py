@@ -89,6 +89,14 @@ def test_groups_come_in_the_order_of_their_prompts(num_engines: int, open_pool: 
     assert {(c.mask, c.turns) for c in completions} == {((True,), (Turn(end=1, reward=0.5),))}
 
 
+def test_every_engine_samples_all_prompts_where_each_is_compared(open_pool: Open) -> None:
+    pool = open_pool({}, {"faults": {0: "die"}}, {})
+    pool.load(adapter(3))
+    sampled = pool.sample_each(PROMPTS, 2, SEEDS, SAMPLING)
+    assert [texts(groups) for groups in sampled] == [EXPECTED] * 3
+    assert pool.num_restarts == 1
+
+
 def test_an_adapter_is_sent_once_for_all_engines(open_pool: Open) -> None:
     pool = open_pool({}, {}, {})
     pool.load(adapter(3))

@@ -428,7 +428,7 @@ def test_whatever_is_multiplied_with_it_samples_the_policy(weights, roles, backb
 
 
 # -- other releases of transformers ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
 def test_the_cache_is_given_by_the_name_that_the_model_has_for_it_under_peft_too(name):
     class New:
         def forward(self, input_ids, cache=None): ...
@@ -436,11 +436,14 @@ def test_the_cache_is_given_by_the_name_that_the_model_has_for_it_under_peft_too
     class Old:
         def forward(self, input_ids, past_key_values=None, **kwargs): ...
 
+    class OldMamba:
+        def forward(self, input_ids, cache_params=None, **kwargs): ...
+
     class Wrapped:
         def forward(self, *args, **kwargs): ...
 
         def get_base_model(self):
             return model
 
-    model = New() if name == "cache" else Old()
+    model = {"cache": New, "past_key_values": Old, "cache_params": OldMamba}[name]()
     assert cache_argument(model) == cache_argument(Wrapped()) == name

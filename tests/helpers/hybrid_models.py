@@ -85,7 +85,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | EXPERTS,
     "zaya": {},
 }
-"""{model type: fields of its config}. Not here: zamba2, whose decoding in transformers leaves out a limit on its steps."""
+"""{model type: fields of its config}. zamba2 is not here: its decoding in transformers leaves out a limit on steps."""
 
 
 def known() -> list[str]:

@@ -55,6 +55,9 @@ class CountingEngine:
         ]
         return version, rows
 
+    def sample_alone(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> Any:
+        return self.sample(prompts, n, seeds, sampling)[1]
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         assert self.version is not None
         return [[-float(self.version) - (self.version in self.stale)] for _ in sequences]

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlft.model import forward
-from rlft.model.backbone import silence_dropout
 from rlft.model.kernels import attention, flash_attention, layer_branches, norm_and_mlp
 from rlft.model.packing import pack
 from rlft.types import Batch
@@ -106,18 +105,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"logits_scaling": 3.0}),
     "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "falcon": ("FalconConfig", {}),
-    "gpt2": ("GPT2Config", SIZES_GPT),
+    "gpt2": ("GPT2Config", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} | SIZES_GPT),
 }
 
 
 @pytest.fixture(scope="session")
 def random_model() -> Callable[..., PreTrainedModel]:
-    """Builds a random, frozen model with the attention that `load_backbone` would give it, without dropout."""
+    """Builds a random, frozen model with the attention that `load_backbone` would give it."""
 
     def build(kind: str, dtype: torch.dtype = torch.float32, **keys: Any) -> PreTrainedModel:
         name, more = CONFIGS[kind]
         config = getattr(transformers, name)(**SIZES | more | keys)
-        silence_dropout(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -57,7 +57,11 @@ FOUND: list[tuple[str, dict[str, Any], str]] = [
         r"model\.(vision_tower|multi_modal).*",
     ),
     ("deepseek_v32", SIZES | SPARSE, r".*\.indexer\..*"),
-    ("jamba", SIZES | STATES | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}, r".*\.(dt|out)_proj"),
+    (
+        "jamba",
+        SIZES | STATES | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1},
+        r".*\.(dt|out)_proj",
+    ),
     ("llama4_text", SIZES | EXPERTS | {"head_dim": 8, "intermediate_size_mlp": 24}, r".*\.router"),
 ]
 

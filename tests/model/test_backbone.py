@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rlft.model.backbone import (
     decoder_layers,
@@ -18,6 +20,7 @@ from rlft.model.backbone import (
     resolve_device,
     resolve_dtype,
     resolve_path,
+    silence_dropout,
 )
 from rlft.model.forward import choose
 from rlft.model.kernels.attention import NAME
@@ -144,12 +147,43 @@ def test_layers_with_weights_in_common_are_none_to_divide(random_model):
 
 
 def test_dropout_of_the_base_is_silent_even_in_training_mode(saved, model_config):
+    """Whether it is a module, a function with a number of the module, or one that reads the config in each forward."""
     drops = {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
-    for kind in ("llama", "gpt2"):
+    drops |= {"residual_dropout": 0.5, "embedding_dropout": 0.5, "hidden_dropout": 0.5, "router_jitter_noise": 0.5}
+    for kind in ("llama", "gpt2", "starcoder2", "falcon", "mixtral"):
         model = load_backbone.__wrapped__(model_config(path=saved(kind, **drops))).model
         ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
         calm = model.eval()(input_ids=ids).logits
         assert torch.equal(model.train()(input_ids=ids).logits, calm)
+
+
+def test_what_makes_a_model_random_is_set_to_zero_in_nested_configs_too():
+    config = LlamaConfig(attention_dropout=0.25, hidden_size=32)
+    nested = LlamaConfig(resid_pdrop=0.5, layerdrop=0.5, router_jitter_noise=0.01, rms_norm_eps=1e-6, drop=True)
+    config.text_config = nested
+    silence_dropout(config)
+    assert (config.attention_dropout, config.hidden_size) == (0.0, 32)
+    assert (nested.resid_pdrop, nested.layerdrop, nested.router_jitter_noise, nested.rms_norm_eps) == (0, 0, 0, 1e-6)
+    assert nested.drop is True, "a switch is no probability"
+
+
+def test_only_models_that_predict_from_what_stands_before_are_read(model_config, tmp_path):
+    causal = {"bert": {"is_decoder": True}, "gpt_neox": {}, "mamba2": {}, "qwen3_5_text": {}, "gpt2": {}}
+    causal = {kind: fields for kind, fields in causal.items() if kind in CONFIG_MAPPING_NAMES}
+    refused = {
+        **dict.fromkeys(
+            ("bert", "roberta", "electra", "bert-generation", "roformer"), "is an encoder, which also reads"
+        ),
+        **dict.fromkeys(("bart", "t5", "whisper", "m2m_100"), "is an encoder-decoder, whose decoder reads more"),
+        **dict.fromkeys(("modernbert", "distilbert", "vit"), "has no causal language model in transformers"),
+    }
+    for kind, fields in causal.items():
+        AutoConfig.for_model(kind, **fields).save_pretrained(tmp_path / f"causal_{kind}")
+        assert read_config(model_config(path=str(tmp_path / f"causal_{kind}"))).model_type == kind
+    for kind, problem in refused.items():
+        AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
+        with pytest.raises(UserError, match=f"^model.path: a {kind} {problem}"):
+            read_config(model_config(path=str(tmp_path / kind)))
 
 
 def test_the_fingerprint_tells_bases_apart(saved, model_config):

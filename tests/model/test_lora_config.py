@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import hybrid_models
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from rlft.checks.rules import why_not_on_a_gpu
+from rlft.checks.adapters import fresh_shapes
+from rlft.checks.rules import check_targets, why_not_on_a_gpu
 from rlft.config.compose import build, compose
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import read_backbone
 from rlft.model.config import LoraSettings
 from rlft.model.kernels import norm_and_mlp
 from rlft.model.kernels.lora_linear import LoraLinear
+from rlft.model.lora_config import lora_config
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
 from rlft.planning.memory_demand import sizes_of
 from rlft.types import UserError
@@ -214,3 +218,31 @@ def test_a_16_bit_base_learns_magnitudes_in_float32(kind, make_roles, model_conf
     found.sum().backward()
     roles.check_gradients()
     assert found[batch.loss_mask].isfinite().all()
+
+
+def test_linear_layers_that_a_mamba_mixer_reads_past_adapters_are_left_out_of_all_of_them(make_roles, backbone):
+    kinds = {"mamba2": {"in_proj"}, "jamba": {"in_proj", "x_proj"}, "qwen3_5_text": {"in_proj_qkv", "out_proj"}}
+    for kind, some in kinds.items():
+        model = hybrid_models.random_model(kind)
+        roles = make_roles(backbone=replace(backbone, model=model), target_modules="all-linear")
+        adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in roles.weights(POLICY)}
+        assert some <= adapted, kind
+        assert kind == "qwen3_5_text" or not {"out_proj", "dt_proj"} & adapted, kind
+        assert hasattr(model, "lm_head")
+        assert "lm_head" not in adapted
+        empty = hybrid_models.random_model(kind)
+        shapes = fresh_shapes(empty, lora_config(roles_settings(roles), empty))
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in roles.weights(POLICY).items()}
+
+
+def roles_settings(roles):
+    return LoraSettings(rank=roles.lora.r, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
+
+
+def test_a_target_that_peft_refuses_is_refused_in_a_line(model_config, tmp_path):
+    model = hybrid_models.random_model("mamba2")
+    settings = replace(model_config(), path=str(tmp_path))
+    lora = LoraSettings(rank=2, alpha=4.0, dropout=0.0, target_modules=["in_proj", "out_proj"], path=None)
+    check_targets(replace(lora, target_modules=["in_proj"]), settings, model.config)
+    with pytest.raises(UserError, match=r"^lora\.target_modules: names no layer .*: this type .*, got out_proj"):
+        check_targets(lora, settings, model.config)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft import cli
 
@@ -66,8 +66,10 @@ def test_every_family_with_recurrent_layers_trains_and_agrees_with_transformers(
         model = PeftModel.from_pretrained(base, str(adapter)).eval()
         [rollouts] = (folder / "run" / "rollouts").glob("*2.jsonl")
         moved = 0.0
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         for line in map(json.loads, rollouts.read_text().splitlines()):
-            row = torch.tensor([[*line["prompt_token_ids"], *line["token_ids"]]])
+            prompt = tokenizer.apply_chat_template(line["prompt"], add_generation_prompt=True, return_dict=False)
+            row = torch.tensor([[*prompt, *line["token_ids"]]])
             with torch.no_grad():
                 expected = of_row(model, row)[-len(line["token_ids"]) :]
                 with model.disable_adapter():
