@@ -18,6 +18,9 @@ from rlft.types import UserError
 MAX_ANSWER_CHARS = 2000
 MAX_NUMBER_CHARS = 100
 
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_HEADING = re.compile(r"[#*_ ]*(?:[A-Za-z]|[0-9]+[.):] *[A-Za-z])")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 
 
@@ -60,13 +63,17 @@ class AnswerKeys:
             _check_pattern(self.pattern)
 
     def extract(self, text: str) -> str | None:
-        """The answer, stripped, or None if the completion gives none (or several, or an absurdly long one)."""
+        """The answer, stripped, or None if the completion gives none (or several, or an absurdly long one).
+
+        The same answer given again, in the reasoning and at the end, is one answer. Tags, however, are a template, in
+        which each stands once.
+        """
         if self.which == Which.only and self.answer_in == AnswerIn.tag and not _each_once(text, self.tag):
             return None
-        answers = list(self._answers(text))
-        if not answers or (self.which == Which.only and len(answers) > 1):
+        answers = [answer.strip() for answer in self._answers(text)]
+        if not answers or (self.which == Which.only and len(set(answers)) > 1):
             return None
-        answer = answers[-1].strip()
+        answer = answers[-1]
         return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
 
     def _answers(self, text: str) -> Iterator[str]:
@@ -101,31 +108,41 @@ def tagged(text: str, tag: str) -> Iterator[str]:
 
 
 def boxed(text: str) -> Iterator[str]:
-    r"""The content of each `\boxed{...}`, with balanced braces; a box that is never closed does not count.
+    r"""The content of each `\boxed{...}` or `\fbox{...}`, with balanced braces; a box never closed does not count.
 
-    >>> list(boxed(r"so \boxed{\frac{1}{2}} and \boxed{3"))
-    ['\\frac{1}{2}']
+    >>> list(boxed(r"so \boxed{\frac{1}{2}}, \fbox {\{2\}} and \boxed{3"))
+    ['\\frac{1}{2}', '\\{2\\}']
     """
-    opening = "\\boxed{"
     start = 0
-    while (begin := text.find(opening, start)) != -1:
-        end = _closing_brace(text, begin + len(opening))
+    while match := _BOX.search(text, start):
+        end = closing_brace(text, match.end())
         if end is None:
             return
-        yield text[begin + len(opening) : end]
+        yield text[match.end() : end]
         start = end + 1
 
 
 def hashed(text: str) -> Iterator[str]:
-    """The text after each `####` on its line, as in GSM8K's own solutions.
+    r"""The text after each `####` on its line, as in GSM8K's own solutions.
 
-    >>> list(hashed("48 + 24 = 72" + chr(10) + "#### 72"))
+    A heading of Markdown (Step 1, 1. Sums) is none: it has text below that leads to a later `####`.
+
+    >>> list(hashed("48 + 24 = 72\n#### 72"))
+    ['72']
+    >>> list(hashed("#### Step 1\n48 + 24 = 72\n#### 72"))
     ['72']
     """
+    answer, has_text_below = None, False
     for line in text.splitlines():
-        prefix, marker, answer = line.partition("####")
+        prefix, marker, rest = line.partition("####")
         if marker and not prefix.strip():
-            yield answer.strip()
+            if answer is not None and not (has_text_below and _HEADING.match(answer)):
+                yield answer
+            answer, has_text_below = rest.strip(), False
+        elif line.strip():
+            has_text_below = True
+    if answer is not None:
+        yield answer
 
 
 def plain_number(text: str) -> Decimal | None:
@@ -148,17 +165,23 @@ def reference_answer(answer: str, prompt_id: str) -> str:
     return answer.strip()
 
 
-def _each_once(text: str, tag: str) -> bool:
-    return text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
+def closing_brace(text: str, start: int) -> int | None:
+    r"""Where the brace closes that was opened before `start`; None if it never does. `\{` and `\}` are no braces.
 
-
-def _closing_brace(text: str, start: int) -> int | None:
+    >>> closing_brace(r"\boxed{\{1\}}.", 7)
+    12
+    """
     depth = 1
-    for brace in re.compile(r"[{}]").finditer(text, start):
-        depth += 1 if brace[0] == "{" else -1
+    for brace in _BRACES.finditer(text, start):
+        if len(brace[0]) == 1:
+            depth += 1 if brace[0] == "{" else -1
         if depth == 0:
             return brace.start()
     return None
+
+
+def _each_once(text: str, tag: str) -> bool:
+    return text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
 
 
 def _check_pattern(pattern: str | None) -> None:

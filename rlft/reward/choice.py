@@ -1,8 +1,9 @@
 r"""1 if the answer names the right choice of a multiple-choice question, else 0.
 
-A choice is named by its letter as people and models write it (B, (B), B), B., **B**, \text{B}) or, if the prompt's
-metadata hold the choices, by its text, alone or after its letter (B. Paris). The whole answer has to name it: prose
-around a letter, or a second letter, is no answer, so that nothing is gained by naming several.
+A choice is named by its letter as people and models write it (B, (B), B), B., **B**, \text{B}, \boxed{B}, Option B) or,
+if the prompt's metadata hold the choices, by its text, alone or after its letter (B. Paris, \textbf{(B)}\ Paris). The
+whole answer has to name it: other prose around a letter, or a second letter, is no answer, so that nothing is gained by
+naming several.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ from typing import Any, ClassVar
 
 from rlft.reward.answer import AnswerKeys, reference_answer
 from rlft.reward.exact_match import matches
+from rlft.reward.notation import unwrapped
 from rlft.types import Group, Prompt
 
 _LABEL = re.compile(r"\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:]?")
 _LABEL_AND_TEXT = re.compile(r"(?:\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:])\s*(\S.*)", re.DOTALL)
-_WRAPPERS = (("**", "**"), ("$", "$"), (r"\text{", "}"), (r"\textbf{", "}"), (r"\mathrm{", "}"), (r"\mathbf{", "}"))
+# A letter that markup sets apart from what follows it: \\textbf{(C)}\\ 12, **C.** Paris
+_SET_APART = re.compile(
+    r"(?:\\(?:text|mathrm|textbf|mathbf)\{|\*\*)\s*\(?([A-Za-z0-9])[).:]*\s*(?:\}|\*\*)[.:]?(?:\\[ ,;:]|~|\s)*(\S.*)",
+    re.DOTALL,
+)
+_OPTION = re.compile(r"(?:option|choice)\s+", re.IGNORECASE)
+_SECOND_LABEL = re.compile(r"\([A-Za-z0-9]\)|\b(?:[A-Z]|and|or|nor|not)\b")
 
 
 def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str | None:
@@ -30,34 +38,26 @@ def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str 
         choices: {letter: text}; empty: any capital letter is a choice.
         ignore_case: whether letters and texts are compared without case.
 
-    >>> [named(text, {}, ignore_case=True) for text in ("B", "(B)", "b.", "A or B", "AB", "Option B")]
-    ['B', 'B', 'B', None, None, None]
+    >>> [named(text, {}, ignore_case=True) for text in ("B", "(B)", "b.", "Option B", "A or B", "AB")]
+    ['B', 'B', 'B', 'B', None, None]
     >>> cities = {"A": "Rome", "B": "Paris"}
     >>> [named(text, cities, ignore_case=True) for text in ("paris", "B) Paris", "A) Paris", "C")]
     ['B', 'B', None, None]
     """
     answer = unwrapped(answer)
+    if match := _OPTION.match(answer):
+        answer = unwrapped(answer[match.end() :])
     if (match := _LABEL.fullmatch(answer)) and (label := _known(match[1] or match[2], choices, ignore_case)):
         return label
-    if (match := _LABEL_AND_TEXT.fullmatch(answer)) and (label := _known(match[1] or match[2], choices, ignore_case)):
-        text = choices.get(label)
-        if text is not None and matches(match[3], text, numeric=True, ignore_case=ignore_case):
-            return label
-    matching = [k for k, text in choices.items() if matches(answer, text, numeric=True, ignore_case=ignore_case)]
+    if (match := _SET_APART.fullmatch(answer)) and (label := _known(match[1], choices, ignore_case)):
+        is_alone = not choices and not _SECOND_LABEL.search(match[2])
+        return label if is_alone or _is_text_of(label, match[2], choices, ignore_case) else None
+    match = _LABEL_AND_TEXT.fullmatch(answer)
+    label = None if match is None else _known(match[1] or match[2], choices, ignore_case)
+    if match is not None and label is not None and _is_text_of(label, match[3], choices, ignore_case):
+        return label
+    matching = [label for label in choices if _is_text_of(label, answer, choices, ignore_case)]
     return matching[0] if len(matching) == 1 else None
-
-
-def unwrapped(answer: str) -> str:
-    r"""The answer without markup around all of it that makes it bold or the text of a formula.
-
-    >>> unwrapped(r"**(B)**"), unwrapped(r"$\textbf{B}$")
-    ('(B)', 'B')
-    """
-    answer = answer.strip()
-    for opening, closing in _WRAPPERS:
-        if answer.startswith(opening) and answer.endswith(closing):
-            answer = answer[len(opening) : -len(closing)].strip()
-    return answer
 
 
 def choices_of(value: Any) -> dict[str, str]:
@@ -111,6 +111,13 @@ class Choice(AnswerKeys):
     def _is_right(self, text: str, right: str, choices: Mapping[str, str]) -> bool:
         answer = self.extract(text)
         return answer is not None and named(answer, choices, ignore_case=self.ignore_case) == right
+
+
+def _is_text_of(label: str, text: str, choices: Mapping[str, str], ignore_case: bool) -> bool:
+    """Whether a text is the one of the choice with that letter."""
+    if label not in choices:
+        return False
+    return matches(unwrapped(text), unwrapped(choices[label]), numeric=True, ignore_case=ignore_case)
 
 
 def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | None:

@@ -1,9 +1,11 @@
 """1 if the answer is mathematically equal to the reference answer (by the math-verify library), else 0.
 
 This differs from calling the library on the whole completion: the answer is taken from one place (AnswerKeys), so that
-scattering guesses over a completion earns nothing; if the reference is a number, the answer must be one, so that
-copying the question's own sum is no answer; and expressions that would take for ever to evaluate are wrong without
-evaluation. The library's own time-outs are off, since it sets them by the same alarm as the scorer.
+scattering guesses over a completion earns nothing; an answer with the reference's own text is right without parsing; if
+the reference is a number, the answer must be one, so that copying the question's own sum is no answer; what the library
+does not see (bases, units, kinds of brackets, relative size) counts (`notation.py`); and an answer that would take for
+ever to compare is wrong, by its size or after MAX_SECONDS of processor time. The library's own time-outs are off, since
+it sets them by the same alarm as the scorer.
 """
 
 from __future__ import annotations
@@ -16,61 +18,84 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlft.keys.bounds import PositiveInt
-from rlft.reward.answer import AnswerKeys, plain_number, reference_answer
+from rlft.reward.answer import AnswerKeys, reference_answer
+from rlft.reward.notation import differ, number, plain, same_number, same_text, without_percent, without_unit, words
+from rlft.system.time_limit import OutOfProcessorTime, within_processor_time
 from rlft.types import Group
 
+MAX_SECONDS = 0.8
+"""Seconds of processor time in which an answer has to be compared."""
 MAX_DIGITS = 2000
 MAX_NESTING = 40
+MAX_COMPARED = 12
+"""The most elements of sets that are compared by value, each with each."""
 
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
-_NUMBER_COMMANDS = {"\\boxed", "\\text", "\\mathrm", "\\left", "\\right", "\\,", "\\!", "\\;", "\\ ", "\\%", "\\$"}
-_FRACTION_COMMANDS = {"\\frac", "\\dfrac", "\\tfrac"}
-_OPERATORS = re.compile(r"[+*^!×·÷]|[0-9A-Za-z)}]\s*[-−]|[0-9)}]\s*=|[,;]")
+_NUMBER_COMMANDS = {"\\text", "\\mathrm", "\\,", "\\;", "\\ ", "\\%", "\\$"}
+_FRACTION_COMMANDS = {"\\frac"}
+_OPERATORS = re.compile(r"[+*^!|×·÷]|-\s*-|[0-9A-Za-z)}]\s*-|[0-9)}]\s*=|[,;]")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3})")
-_LARGE = re.compile(r"[0-9]{4}|[\^!]")
-_WORDS = re.compile(r"[A-Za-z ]*[A-Za-z]{3}[A-Za-z ]*")
+_LARGE = re.compile(r"[0-9]{5}|[\^!]")
+_TOWER = re.compile(r"(?:\^\s*\w\s*){10}")
+_EMPTY_SET = re.compile(r"\\(?:emptyset|varnothing|phi)|\\\{\s*\\\}")
+# How far apart two equal values may be, relative to the larger: exact ones, which sympy evaluates to 100 digits if they
+# cancel; ones by numerical integration and the like; and where one of them is a rounded decimal.
+_EXACT, _NUMERICAL, _ROUNDED = 1e-40, 1e-9, 1e-2
 
 
 def equal(answer: str, reference: str, *, unevaluated: bool, max_chars: int) -> bool:
-    r"""Whether two answers are the same number, the same word, or the same expression.
+    r"""Whether two answers are the same text, the same number, the same words, or the same expression.
 
     >>> equal(r"\frac{1}{2}", "0.5", unevaluated=False, max_chars=300)
     True
     >>> equal("8 + 10", "18", unevaluated=False, max_chars=300), equal("8 + 10", "18", unevaluated=True, max_chars=300)
     (False, True)
     """
-    if len(answer) > max_chars or is_costly(answer):
+    if answer.strip() == reference.strip():
+        return True
+    if len(answer) > max_chars:
         return False
-    number = plain_number(reference)
-    value = plain_number(answer)
-    if number is not None and value is not None:
-        return number == value
-    if _WORDS.fullmatch(reference):
-        return answer.casefold().split() == reference.casefold().split()
-    if number is not None and not unevaluated and not is_finished(answer, whole=number == number.to_integral_value()):
+    answer, reference = plain(answer), plain(reference)
+    if same_text(answer, reference):
+        return True
+    if is_costly(answer) or is_costly(reference) or differ(answer, reference):
         return False
-    return _equal_expressions(answer, reference)
+    if (same := same_number(answer, reference)) is not None:
+        return same
+    if (expected := words(reference)) is not None:
+        return words(answer) == expected or answer.casefold() == reference.casefold()
+    due = number(reference)
+    if due is not None and not unevaluated and not is_finished(without_unit(answer), whole=due.denominator == 1):
+        return False
+    return _equal_expressions(answer, reference, needs_value=due is not None)
 
 
 def is_costly(answer: str) -> bool:
     """Whether merely parsing an answer would cost seconds: deep nesting, or large binomials (evaluated at once).
 
-    >>> is_costly("(" * 50 + "1" + ")" * 50), is_costly(r"\\binom{10}{3}")
-    (True, False)
+    >>> is_costly("(" * 50 + "1" + ")" * 50), is_costly(r"\\binom{2000}{3}"), is_costly(r"\\binom{99999}{3}")
+    (True, False, True)
     """
-    nesting = sum(answer.count(opening) for opening in "({[^")
-    return nesting > MAX_NESTING or ("binom" in answer and _LARGE.search(answer) is not None)
+    depth = deepest = 0
+    for sign in answer:
+        depth += (sign in "({[") - (sign in ")}]")
+        deepest = max(deepest, depth)
+    return (
+        deepest > MAX_NESTING
+        or _TOWER.search(answer) is not None
+        or ("binom" in answer and _LARGE.search(answer) is not None)
+    )
 
 
 def is_finished(answer: str, *, whole: bool) -> bool:
-    r"""Whether an answer is a single number, not a list or an unevaluated sum. Fractions are numbers unless `whole`.
+    r"""Whether a plain answer is a single number, not a list or an unevaluated sum. Fractions are unless `whole`.
 
-    >>> [is_finished(text, whole=True) for text in ("x = -5", r"\boxed{18}", "36/2", "10^3", "20 - 2")]
+    >>> [is_finished(text, whole=True) for text in ("x = -5", r"18\%", "36/2", "10^3", "20 - 2")]
     [True, True, False, False, False]
     """
     allowed = _NUMBER_COMMANDS if whole else _NUMBER_COMMANDS | _FRACTION_COMMANDS
     bare = _THOUSANDS.sub("", _COMMAND.sub(" ", answer))
-    if _OPERATORS.search(bare) or (whole and "/" in answer):
+    if _OPERATORS.search(bare) or (whole and re.search(r"[/:]", answer)):
         return False
     return all(command in allowed for command in _COMMAND.findall(answer))
 
@@ -78,13 +103,15 @@ def is_finished(answer: str, *, whole: bool) -> bool:
 def digits(expression: Any) -> float:
     """About how many digits the largest number would have that evaluating a sympy expression would produce.
 
-    Symbols and functions count as small.
+    Symbols, functions and infinity count as small.
 
     >>> import sympy
     >>> tower = sympy.Pow(9, sympy.Pow(9, 9, evaluate=False), evaluate=False)
     >>> round(digits(tower) / 1e6)  # 9 ** 9 = 387,420,489, times log10(9) = 0.954
     370
     """
+    if expression.is_Matrix:
+        return max((digits(part) for part in expression), default=0.0)
     if expression.is_Number:
         return _log10(expression)
     parts = [digits(part) for part in expression.args]
@@ -111,7 +138,7 @@ class Math(AnswerKeys):
     max_chars: PositiveInt
 
     def start(self) -> None:
-        """Loads the library, half a second, before any time limit runs."""
+        """Loads the library, one second, before any time limit runs."""
         _library()
 
     def __call__(self, group: Group) -> list[float]:
@@ -125,23 +152,63 @@ class Math(AnswerKeys):
         return equal(answer, reference, unevaluated=self.unevaluated, max_chars=self.max_chars)
 
 
-def _equal_expressions(answer: str, reference: str) -> bool:
-    parsed = _parse(answer)
-    if any(not isinstance(part, str) and digits(part) > MAX_DIGITS for part in parsed):
+def _equal_expressions(answer: str, reference: str, *, needs_value: bool) -> bool:
+    """Whether the library finds two plain answers equal in time, and they are not apart in a way that it overlooks.
+
+    Args:
+        answer: the answer.
+        reference: the reference answer.
+        needs_value: whether the answer must be a value without variables.
+    """
+    _library()  # loading it is not the answer's time
+    try:
+        return within_processor_time(MAX_SECONDS, _compare, answer, reference, needs_value)
+    except OutOfProcessorTime:
         return False
-    return _library().verify(list(_parse_reference(reference)), parsed, timeout_seconds=None)
 
 
-def _parse(text: str) -> list[Any]:
-    """The expression as the library parses it. Dollar signs are removed, so that it is one expression, not several."""
+def _compare(answer: str, reference: str, needs_value: bool) -> bool:
+    parsed, expected = _parse(answer), _parse_reference(reference)
+    if parsed is None or expected is None or not _is_usable(parsed, answer, needs_value):
+        return False
+    return _matches(parsed, expected)
+
+
+def _is_usable(parsed: Any, answer: str, needs_value: bool) -> bool:
+    """Whether a parsed answer can be evaluated, and says what its text says."""
+    if type(parsed).__name__ == "EmptySet" and not _EMPTY_SET.search(answer):
+        return False  # an interval with its ends exchanged
+    if needs_value and _value(parsed).free_symbols:
+        return False
+    return _is(parsed, "Number") or digits(parsed) <= MAX_DIGITS
+
+
+def _matches(answer: Any, reference: Any) -> bool:
+    if _are_apart(_value(answer), _value(reference)) or not _verify(answer, reference):
+        return False
+    # Where a value is due, an equation may state it, x = 3, or go on to it, 1/2 = 0.5; but 2 = 3 does not say 3.
+    stated = [] if _is(reference, "Relational") or _is(reference, "Boolean") else _sides(answer)
+    return all(_verify(side, reference) for side in stated)
+
+
+def _verify(answer: Any, reference: Any) -> bool:
+    return _library().verify([reference], [answer], allow_set_relation_comp=True, timeout_seconds=None)
+
+
+def _parse(text: str) -> Any:
+    """The expression as the library parses it, or None. Dollar signs are removed, so that it is one, not several."""
     library = _library()
-    bare = text.replace("\\$", " ").replace("$", " ")
-    return library.parse(f"${bare}$", [library.LatexExtractionConfig()], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    core = without_percent(text)
+    bare = (text if core is None else core).replace("\\$", " ").replace("$", " ")
+    latex = f"${bare}$" if core is None else f"${bare}$%"
+    parsed = library.parse(latex, [library.LatexExtractionConfig()], parsing_timeout=None)
+    # A text that it can't parse comes back as itself, and the relation of two sets as a truth value.
+    return next((part for part in parsed if hasattr(part, "free_symbols")), None)
 
 
 @functools.lru_cache(maxsize=256)
-def _parse_reference(text: str) -> tuple[Any, ...]:
-    return tuple(_parse(text))
+def _parse_reference(text: str) -> Any:
+    return _parse(text)
 
 
 @functools.cache
@@ -150,11 +217,91 @@ def _library() -> Any:
 
     # It warns that its time-outs are off; they are, because the scorer's limit covers the whole call.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify
+    # The first comparison imports sympy's solvers and fills the parser's tables, which would count as an answer's time.
+    library: Any = math_verify
+    first, second = (library.parse(f"${text}$", parsing_timeout=None) for text in (r"\frac{x^2}{2} = y", "x^2 = 2y"))
+    library.verify(first, second, timeout_seconds=None)
+    return library
+
+
+def _is(parsed: Any, kind: str) -> bool:
+    """Whether sympy calls it so; matrices know only a few kinds."""
+    return bool(getattr(parsed, f"is_{kind}", False))
+
+
+def _equations(parsed: Any) -> list[Any]:
+    """The equations of a chain such as x = 1 + 2 = 3, in order; [] for everything that is no equation."""
+    is_chain = _is(parsed, "Boolean") and not _is(parsed, "Relational")
+    parts = getattr(parsed, "_unsorted_args", parsed.args) if is_chain else [parsed]
+    return list(parts) if all(_is(part, "Equality") for part in parts) else []
+
+
+def _sides(parsed: Any) -> list[Any]:
+    """The sides of an equation or a chain of equations, except those that are names, as x in x = 3."""
+    from latex2sympy2_extended import is_expr_of_only_symbols
+
+    return [side for each in _equations(parsed) for side in each.args if not is_expr_of_only_symbols(side)]
+
+
+def _value(parsed: Any) -> Any:
+    """What the last equals sign assigns to a name, 3 in x = 3; all of another expression."""
+    last = _equations(parsed)[-1:]
+    return last[0].rhs if last and _sides(last[0]) == [last[0].rhs] else parsed
+
+
+def _are_apart(a: Any, b: Any) -> bool:
+    """Whether two expressions differ by more than rounding at one point, or two lists or matrices in an entry.
+
+    This is what simplifying would take long to find, and what the library overlooks where it compares up to 1e-15 or
+    six decimals instead of relative to the values. False where nothing can be said.
+    """
+    import sympy
+
+    if isinstance(a, sympy.FiniteSet) and isinstance(b, sympy.FiniteSet):
+        few = len(a) <= MAX_COMPARED and len(b) <= MAX_COMPARED
+        return few and any(all(_are_apart(x, y) for y in b) for x in a)
+    if (_is(a, "Matrix") and _is(b, "Matrix")) or (type(a) is type(b) and isinstance(a, sympy.Tuple | sympy.Interval)):
+        parts_a, parts_b = _entries(a), _entries(b)
+        return len(parts_a) == len(parts_b) and any(map(_are_apart, parts_a, parts_b))
+    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr) or _is_unclear(a) or _is_unclear(b):
+        return False
+    # The symbols of an expression are real or complex, by the library's choice: a name has one value.
+    symbols = a.free_symbols | b.free_symbols
+    names = sorted({str(symbol) for symbol in symbols})
+    point: dict[Any, Any] = {symbol: sympy.Rational(7 + 4 * names.index(str(symbol)), 5) for symbol in symbols}
+    try:
+        difference, *sizes = (abs(part.evalf(20, subs=point)) for part in (a - b, a, b))
+    except Exception:  # sympy raises whatever it likes on what has no value there, and the library will see the same
+        return False
+    if not all(size.is_Number and size.is_finite for size in (difference, *sizes)):
+        return False
+    return bool(difference > _tolerance(a, b) * max(sizes))
+
+
+def _entries(parsed: Any) -> list[Any]:
+    return list(parsed) if _is(parsed, "Matrix") else list(parsed.args)
+
+
+def _tolerance(*expressions: Any) -> float:
+    import sympy
+    from sympy.concrete.expr_with_limits import ExprWithLimits
+
+    if any(expression.has(sympy.Float) for expression in expressions):
+        return _ROUNDED
+    numerical = (ExprWithLimits, sympy.Limit, sympy.Derivative)
+    return _NUMERICAL if any(expression.has(*numerical) for expression in expressions) else _EXACT
+
+
+def _is_unclear(parsed: Any) -> bool:
+    """Whether it is a percentage, which may equal 0.05 and 5, or letters, which may be a word or a product."""
+    import sympy
+
+    factors = parsed.args if parsed.is_Mul else (parsed,)
+    return parsed.has(sympy.UnevaluatedExpr) or all(factor.is_Symbol or factor == sympy.E for factor in factors)
 
 
 def _log10(number: Any) -> float:
-    """log10 of a sympy number's absolute value, or of a fraction's larger part; at least 0."""
+    """log10 of a sympy number's absolute value, or of a fraction's larger part; at least 0. Infinity costs nothing."""
     if number.is_Rational:
         return math.log10(max(1, abs(number.p), number.q))
-    return _log10(number.ceiling()) if number.is_finite else math.inf
+    return _log10(number.ceiling()) if number.is_finite else 0.0

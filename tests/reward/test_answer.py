@@ -12,7 +12,7 @@ def keys(answer_in=AnswerIn.tag, tag="answer", pattern=None, which=Which.only) -
     return AnswerKeys(answer_in=answer_in, tag=tag, pattern=pattern, which=which)
 
 
-@pytest.mark.parametrize("module", ["answer", "exact_match", "format", "math"])
+@pytest.mark.parametrize("module", ["answer", "choice", "exact_match", "format", "math", "notation"])
 def test_the_examples_in_the_docstrings_hold(module):
     result = doctest.testmod(importlib.import_module(f"rlft.reward.{module}"))
     assert result.attempted > 0
@@ -52,6 +52,13 @@ def test_a_tag_gives_one_answer_or_none(text, only, last):
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", r"\frac{1}{2}"),
         (r"\boxed{17} or \boxed{18}", None, "18"),
         (r"\boxed{18", None, None),
+        (r"\boxed{18}: so it is \boxed{18}", "18", "18"),
+        (r"\boxed{18} or \boxed{18.0}", None, "18.0"),
+        (r"\boxed {18}", "18", "18"),
+        (r"\fbox{18}", "18", "18"),
+        (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right.", r"\left\{ 1, 2 \right."),
+        (r"\boxed{\{1\}}", r"\{1\}", r"\{1\}"),
+        (r"\boxed{1\}", None, None),
         ("boxed{18}", None, None),
     ],
 )
@@ -66,6 +73,13 @@ def test_a_box_gives_one_answer_or_none(text, only, last):
         ("48 / 2 = 24\n#### 72", "72", "72"),
         ("#### 17\n#### 18\n", None, "18"),
         ("the sign #### 18", None, None),
+        ("#### 18\nso once more\n#### 18", "18", "18"),
+        ("#### Step 1\n9 + 9 = 18\n#### 2. The result\nis\n#### 18", "18", "18"),
+        ("#### **Sums**\n9 + 9 = 18\n\n#### 18\n", "18", "18"),
+        ("#### 17\nor rather\n#### 18", None, "18"),
+        ("#### 17 apples\nor rather\n#### 18", None, "18"),
+        ("#### Paris\n#### Rome", None, "Rome"),
+        ("#### Paris\nis the capital", "Paris", "Paris"),
         ("####", None, None),
     ],
 )
@@ -78,6 +92,7 @@ def test_text_and_pattern_are_the_other_places():
     assert keys(AnswerIn.text).extract("  18\n") == "18"
     assert keys(AnswerIn.pattern, pattern=r"Answer: ([0-9]+)").extract("Answer: 18.") == "18"
     assert keys(AnswerIn.pattern, pattern=r"Answer: ([0-9]+)").extract("Answer: 17. Answer: 18.") is None
+    assert keys(AnswerIn.pattern, pattern=r"Answer: ([0-9]+)").extract("Answer: 18. Answer: 18.") == "18"
 
 
 @pytest.mark.parametrize("pattern", [None, "[0-9]+", "(unclosed"])
@@ -88,7 +103,8 @@ def test_a_pattern_without_a_group_is_refused(pattern):
 
 @pytest.mark.parametrize("answer_in", [AnswerIn.tag, AnswerIn.boxed, AnswerIn.hashes, AnswerIn.text])
 @pytest.mark.parametrize(
-    "piece", ["<answer>", "</answer>", "<answer></answer>", r"\boxed{", "#### ", "####\n", "{", "9", "\n"]
+    "piece",
+    ["<answer>", "</answer>", "<answer></answer>", r"\boxed{", r"\boxed  ", "#### ", "####\n", "{", "9", "\n", " "],
 )
 def test_a_million_characters_take_no_time(answer_in, piece):
     # A quadratic search would need about 1e10 steps, minutes; a linear one stays far under a second.
