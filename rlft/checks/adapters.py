@@ -18,6 +18,7 @@ from rlft.model.adapter_folder import (
     POLICY,
     REFERENCE,
     Shapes,
+    adapted_modules,
     adapter_shapes,
     check_adapter_folder,
     check_head,
@@ -234,7 +235,7 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
     modules = {name for name, _ in empty.named_modules()}
     shapes = adapter_shapes(use.path, use.key)
     for name in sorted(shapes):
-        if name.removeprefix("base_model.model.").partition(".lora_")[0] not in modules:
+        if not adapted_modules([name]) <= modules:
             raise _other_base(use, f"this base has no module for its tensor {name}")
     expected = fresh_shapes(empty, _lora_config(lora, use))
     for name in sorted(shapes.keys() & expected.keys()):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.generation.vllm_guest import START_ERRORS, answers, end, guest_while_starting, runs_on_cpu, start
+from rlft.generation.vllm_guest import answers, end, explained, guest_while_starting, runs_on_cpu, start
 from rlft.generation.vllm_memory import CPU_BLOCK_SIZE, TEACHER_BATCHED_TOKENS, TEACHER_SEQS, cpu_cache_of
 from rlft.types import UserError
 
@@ -53,15 +53,15 @@ class VLLMTeacher:
         with guest_while_starting(settings.batch_invariant):
             self._on_cpu = runs_on_cpu()
             self._llm: Any = None
+            remedy = "make room for it (snapshot.teacher_gpu_memory_utilization), or choose transformers"
             try:
-                self._llm = start(self._options())
-                # What it cannot compute, or has no memory for, shows in the longest row and not in the first step.
-                self._prompt_logprobs([[0] * settings.row_tokens], 0)
-            except START_ERRORS as error:
+                with explained("vLLM could not start with the teacher", remedy, "snapshot.teacher_engine"):
+                    self._llm = start(self._options())
+                    # What it cannot compute, or has no memory for, shows in the longest row and not in the first step.
+                    self._prompt_logprobs([[0] * settings.row_tokens], 0)
+            except UserError:
                 self.close()
-                problem = f"vLLM could not start with the teacher: {error}"
-                remedy = "make room for it (snapshot.teacher_gpu_memory_utilization), or choose transformers"
-                raise UserError("snapshot.teacher_engine", problem, got="vllm", remedy=remedy) from error
+                raise
         self._vocabulary = int(self._llm.llm_engine.model_config.get_vocab_size())
 
     def _options(self) -> dict[str, Any]:
