@@ -19,6 +19,7 @@ from rlft.model.adapter_folder import (
     POLICY,
     REFERENCE,
     Shapes,
+    adapted_modules,
     adapter_shapes,
     check_adapter_folder,
     check_head,
@@ -233,7 +234,7 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
             remedy = "save it again with PEFT's save_embedding_layers=False if that tensor was not trained; if it was, "
             remedy += "merge the adapter into its base, and set model.path to the result"
             raise UserError(use.key, problem, got=use.path, remedy=remedy)
-        if name.removeprefix("base_model.model.").partition(".lora_")[0] not in modules:
+        if not adapted_modules([name]) <= modules:
             raise _other_base(use, f"this base has no module for its tensor {name}")
     expected = fresh_shapes(empty, _lora_config(lora, use, empty))
     for name in sorted(shapes.keys() & expected.keys()):

@@ -555,6 +555,20 @@ def _share(module: Module, other: Module) -> bool:
     return weight is not None and weight is getattr(other, "weight", None)
 
 
+def check_adapted(
+    engine: Engine, lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig, folder: str | None = None
+) -> None:
+    """Checks that the engine can load an adapter of these settings, for a folder that the key `adapter` names if so."""
+    from rlft.checks.adapters import modules_to_adapt
+
+    problem = engine.unserved(lambda: sorted(modules_to_adapt(lora, settings, model)))
+    if problem is not None:
+        if folder is not None:
+            raise UserError("adapter", problem, got=folder, remedy="use generation=transformers")
+        remedy = "name other layers, such as [q_proj,v_proj], or use generation=transformers"
+        raise UserError("lora.target_modules", problem, got=lora.target_modules, remedy=remedy)
+
+
 def check_time_limits(rewards: Mapping[str, Any], scoring: ScoringConfig) -> None:
     """Refuses a reward whose group_timeout is longer than the scorer's time limit."""
     for name, keys in rewards.items():

@@ -8,7 +8,7 @@ what is wrong in a config alone is refused without them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -56,6 +56,8 @@ class Opening:
         model_path: folder or hub name of the base.
         dtype: data type of the base's weights, such as "bfloat16".
         lora_rank: the largest rank of the adapters that the engine will load.
+        lora_modules: last parts of the names of the modules that these adapters are on, such as "q_proj"; None where
+            the engine loads none.
         max_sequence_tokens: the most tokens that a prompt and its completion have together.
         seed: the run's seed; what is sampled depends on the seeds given to `sample` alone.
     """
@@ -72,12 +74,14 @@ class Opening:
     lora_rank: int
     max_sequence_tokens: int
     seed: int
+    lora_modules: frozenset[str] | None = None
 
     @property
     def of_the_engine(self) -> tuple[object, ...]:
         """What must be equal in the openings of two jobs for them to share one live engine."""
         model = (self.model_path, self.revision, self.dtype, self.quantization, self.trust_remote_code)
-        return (*model, str(self.device), self.lora_rank, self.max_sequence_tokens, self.ends.ids)
+        rows = self.max_sequence_tokens, self.ends.ids
+        return (*model, str(self.device), self.lora_rank, self.lora_modules, *rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +131,14 @@ class Engine(ABC):
         Raises:
             UserError: by the engine's own key, such as `answers`.
         """
+
+    def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:
+        """Why it cannot load an adapter that is on these modules of the base, such as "it ..."; None if it can.
+
+        Args:
+            modules: gives the modules' names, which takes time.
+        """
+        return None
 
     @property
     def rounds(self) -> bool:

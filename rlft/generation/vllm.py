@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -57,6 +57,9 @@ class VLLM(Engine):
 
     def check(self, *, plain_kernels: bool) -> None:
         vllm_options.check(self.options)
+
+    def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:
+        return None if self.weights == "merged" else vllm_options.unserved(modules())
 
     @property
     def rounds(self) -> bool:
@@ -139,6 +142,7 @@ class VLLM(Engine):
             revision=opening.revision,
             quantization=opening.quantization,
             max_lora_rank=opening.lora_rank,
+            lora_modules=opening.lora_modules,
             max_sequence_tokens=opening.max_sequence_tokens,
             max_num_seqs=self.max_num_seqs,
             gpu_memory_utilization=self.gpu_memory_utilization,

@@ -8,7 +8,7 @@ lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.stops import shown_texts
 from rlft.generation.vllm_guest import (
-    START_ERRORS,
     answers,
     end,
+    explained,
     guest,
     guest_while_starting,
-    lacks_memory,
     runs_on_cpu,
     start,
     telling_tokens,
@@ -33,6 +32,7 @@ from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
     from vllm.outputs import RequestOutput  # pyright: ignore[reportMissingImports]
 
@@ -54,6 +54,7 @@ class VLLMGenerator:
         dtype: data type of the trainer's base ("float32", "bfloat16", ..., "auto").
         quantization: None or "4bit" (bitsandbytes, CUDA only).
         max_lora_rank: the largest rank of adapters that will be loaded, rounded up by `engine_rank`.
+        lora_modules: last parts of the names of the modules that these adapters are on; None for all that vLLM has.
         max_sequence_tokens: the most tokens of a prompt and its completion together.
         max_num_seqs: number of completions that are decoded together.
         gpu_memory_utilization: share of the device's memory for the engine; on a CPU see CPU_CACHE_BYTES.
@@ -85,6 +86,7 @@ class VLLMGenerator:
         enforce_eager: bool,
         seed: int,
         ends: Sequence[int] = (),
+        lora_modules: Iterable[str] | None = None,
         further: Mapping[str, Any] | None = None,
         merges: bool = False,
         batch_invariant: bool = False,
@@ -113,6 +115,9 @@ class VLLMGenerator:
             # With one slot, a version that is loaded replaces the one before. Rows of base and adapter are never mixed,
             # which would give wrong base rows on a CPU when all slots are taken.
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(max_lora_rank)}
+            if lora_modules is not None:
+                # Else it also wraps an output head, whose wrapper computes no log-probs of prompts.
+                options["lora_target_modules"] = sorted(lora_modules)
         with guest_while_starting(batch_invariant):
             on_cpu = runs_on_cpu()
             if on_cpu:
@@ -181,17 +186,13 @@ class VLLMGenerator:
         folder = self._files.write(adapter)
         self._num_loads += 1
         request = LoRARequest(f"policy-v{adapter.version}-{self._num_loads}", self._num_loads, str(folder))
+        remedy = "change the adapter's settings, or choose generation=transformers"
         try:
-            with guest(self._on_cpu):
+            with explained("vLLM refuses the adapter", remedy, "generation.engine"), guest(self._on_cpu):
                 engine.add_lora(request)
-        except ValueError as error:
+        except UserError:
             self._files.remove(folder)
-            raise UserError(
-                "generation.engine",
-                f"vLLM refuses the adapter: {error}",
-                got="vllm",
-                remedy="change the adapter's settings, or choose generation=transformers",
-            ) from error
+            raise
         assert engine.list_loras() == {self._num_loads}, "the engine holds exactly the version just loaded"
         # Cached blocks of older versions could never be found again; they only take room.
         engine.reset_prefix_cache()
@@ -239,14 +240,10 @@ class VLLMGenerator:
         They are always computed, since vLLM reads no prefix cache for such requests. A sequence must be shorter than
         `max_sequence_tokens`, since vLLM insists on sampling a token after it.
         """
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
         for ids in sequences:
             if not 2 <= len(ids) < self.max_sequence_tokens:
                 raise ValueError(f"a sequence to score has 2 .. {self.max_sequence_tokens - 1} tokens, not {len(ids)}")
-        settings: dict[str, Any] = {"prompt_logprobs": 0, "flat_logprobs": True, "detokenize": False}
-        params = [SamplingParams(temperature=1.0, seed=0, max_tokens=1, **settings) for _ in sequences]
-        outputs = self._generate(sequences, params)
+        outputs = self._generate(sequences, [_scoring() for _ in sequences])
         return [_flat(output.prompt_logprobs, len(ids) - 1) for output, ids in zip(outputs, sequences, strict=True)]
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
@@ -356,13 +353,26 @@ def _start(options: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
         if options.get(name) is not None and name != "quantization":
             problem = f"is set to {options[name]} on this machine"
             raise UserError(f"generation.vllm.options.{name}", problem, got=value, remedy="leave it out")
-    try:
-        return start({**options, **further})
-    except START_ERRORS as error:
-        without = f"leave out generation.vllm.options ({', '.join(further)}), " if further else ""
-        room = "make room for it (generation.vllm.gpu_memory_utilization), " if lacks_memory(error) else ""
-        remedy = f"{room}{without}{'or ' if room or without else ''}choose generation=transformers"
-        raise UserError("generation.engine", f"vLLM could not start: {error}", got="vllm", remedy=remedy) from error
+    without = f"leave out generation.vllm.options ({', '.join(further)}), " if further else ""
+    room = "make room for it (generation.vllm.gpu_memory_utilization), "
+    remedy = f"{without}{'or ' if without else ''}choose generation=transformers"
+    with explained("vLLM could not start", remedy, "generation.engine", room=room):
+        llm = start({**options, **further})
+        try:  # what it has no kernels for shows in the shortest row, and not in the first step
+            row = [0] * min(2, options["max_model_len"] - 1)
+            answers(llm, [row], [_scoring()], runs_on_cpu())
+        except BaseException:
+            end(llm, runs_on_cpu())
+            raise
+        return llm
+
+
+def _scoring() -> SamplingParams:
+    """Settings of a request that gives the log-probs of its prompt's tokens."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    settings: dict[str, Any] = {"prompt_logprobs": 0, "flat_logprobs": True, "detokenize": False}
+    return SamplingParams(temperature=1.0, seed=0, max_tokens=1, **settings)
 
 
 def _flat(logprobs: Any, expected: int) -> list[float]:

@@ -13,12 +13,14 @@ import os
 import random
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rlft.system.interrupt import Deferred
+from rlft.system.out_of_memory import is_memory_error
 from rlft.types import Heard, UserError
 
 ENVIRONMENT = {
@@ -29,8 +31,12 @@ ENVIRONMENT = {
 }
 """Set before vLLM is imported, unless the user has set them."""
 
-START_ERRORS = (ValueError, RuntimeError, OSError, TypeError)
-"""What vLLM raises where it cannot start."""
+DEAD_ENGINE = "EngineDeadError"
+"""The error of vLLM after which no call succeeds any more, although this process lives on."""
+
+ELSEWHERE = "choose generation=transformers, or transformers for a teacher"
+"""What to do where vLLM cannot compute."""
+
 
 _SPEAKS_OF_MEMORY = re.compile(r"memory|kv.?cache|cache blocks|max_model_len|max seq len|\broom\b", re.IGNORECASE)
 
@@ -47,6 +53,73 @@ def lacks_memory(error: BaseException) -> bool:
 
 _running: list[Any] = []
 """Instances of vLLM's `LLM` that were started in this process and have not been ended."""
+
+
+class VLLMError(RuntimeError):
+    """vLLM failed while it computed; the message has what it said."""
+
+
+@contextmanager
+def explained(doing: str, remedy: str, key: str | None = None, *, room: str = "") -> Iterator[None]:
+    """Inside, vLLM works: an error of its own says what it was doing, what it said and what to do.
+
+    vLLM has no type of error for what it does not support. It raises ValueError for arguments, KeyError for weights,
+    AssertionError or NotImplementedError for layers, RuntimeError for kernels, ImportError for packages, and others.
+
+    Args:
+        doing: what failed, such as "vLLM could not start".
+        remedy: what to do.
+        key: the config key that led to it; None where the run has computed with vLLM before.
+        room: what to do first where the error is about memory, before `remedy`.
+
+    Raises:
+        UserError: with `key`.
+        VLLMError: without it. Then memory errors, whose remedy depends on the stage, are left as they are, and so are
+            those of rlft's own code that vLLM calls.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if type(error).__name__ == DEAD_ENGINE:
+            raise
+        cause = error.__cause__ if isinstance(error, VLLMError) and error.__cause__ is not None else error
+        problem = f"{doing}: {said(cause)}"
+        if key is not None:
+            first = room if lacks_memory(error) else ""
+            raise UserError(key, problem, got="vllm", remedy=f"{first}{remedy}") from error
+        if is_memory_error(error) or not _module_of(error)[0].startswith("vllm"):
+            raise
+        raise VLLMError(f"{problem}; {remedy}") from error
+
+
+def said(error: BaseException) -> str:
+    """An error in words: its text if that is a sentence, else also its type and where in vLLM it was raised.
+
+    >>> said(ValueError("LoRA rank 32 is greater than max_lora_rank 16."))
+    'LoRA rank 32 is greater than max_lora_rank 16'
+    >>> said(KeyError("layers.0.weight"))
+    "KeyError: 'layers.0.weight'"
+    """
+    text = str(error).strip().rstrip(".")
+    if " " in text:
+        return text
+    module, line = _module_of(error)
+    where = f" in {module}, line {line}" if module else ""
+    return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
+
+
+def _module_of(error: BaseException) -> tuple[str, int]:
+    """The last module of vLLM or rlft that the error went through, and its line; ("", 0) if there is none.
+
+    What other libraries raise is blamed on whoever has called them.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in ("vllm", "rlft"):
+            return module, line
+    return "", 0
 
 
 def start(options: Mapping[str, Any]) -> Any:
@@ -107,7 +180,11 @@ def answers(
     """
     requests = [{"prompt_token_ids": list(map(int, ids))} for ids in sequences]
     try:
-        with guest(on_cpu), interrupted_between_steps(llm.llm_engine):
+        with (
+            explained("vLLM failed while it computed", ELSEWHERE),
+            guest(on_cpu),
+            interrupted_between_steps(llm.llm_engine),
+        ):
             return llm.generate(requests, list(params), use_tqdm=False, **settings)
     except BaseException:
         # Also on Ctrl-C: requests left in the engine would come back among the next call's answers.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,17 @@ def engine_rank(rank: int) -> int:
         got=rank,
         remedy="lower it, or choose generation=transformers",
     )
+
+
+def unserved(modules: Iterable[str]) -> str | None:
+    """Why vLLM cannot load an adapter that is on these modules of the base; None if it can.
+
+    Of experts whose weights are stacked in one tensor PEFT saves one pair of matrices, and vLLM reads one per expert.
+    """
+    for name in modules:
+        if name.removesuffix(".base_layer").endswith(".experts"):
+            return f"vLLM loads no adapter on stacked experts ({name})"
+    return None
 
 
 def tensor_parallel(gpus: int) -> dict[str, Any]:

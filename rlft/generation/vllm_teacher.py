@@ -14,15 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.generation.vllm_guest import (
-    START_ERRORS,
-    answers,
-    end,
-    guest_while_starting,
-    lacks_memory,
-    runs_on_cpu,
-    start,
-)
+from rlft.generation.vllm_guest import answers, end, explained, guest_while_starting, runs_on_cpu, start
 from rlft.generation.vllm_memory import CPU_BLOCK_SIZE, TEACHER_BATCHED_TOKENS, TEACHER_SEQS, cpu_cache_of
 from rlft.types import UserError
 
@@ -61,16 +53,16 @@ class VLLMTeacher:
         with guest_while_starting(settings.batch_invariant):
             self._on_cpu = runs_on_cpu()
             self._llm: Any = None
+            room = "make room for it (snapshot.teacher_gpu_memory_utilization), or "
+            doing, remedy = "vLLM could not start with the teacher", "choose snapshot.teacher_engine=transformers"
             try:
-                self._llm = start(self._options())
-                # What it cannot compute, or has no memory for, shows in the longest row and not in the first step.
-                self._prompt_logprobs([[0] * settings.row_tokens], 0)
-            except START_ERRORS as error:
+                with explained(doing, remedy, "snapshot.teacher_engine", room=room):
+                    self._llm = start(self._options())
+                    # What it cannot compute, or has no memory for, shows in the longest row and not in the first step.
+                    self._prompt_logprobs([[0] * settings.row_tokens], 0)
+            except UserError:
                 self.close()
-                problem = f"vLLM could not start with the teacher: {error}"
-                room = "make room for it (snapshot.teacher_gpu_memory_utilization), or "
-                remedy = f"{room if lacks_memory(error) else ''}choose snapshot.teacher_engine=transformers"
-                raise UserError("snapshot.teacher_engine", problem, got="vllm", remedy=remedy) from error
+                raise
         self._vocabulary = int(self._llm.llm_engine.model_config.get_vocab_size())
 
     def _options(self) -> dict[str, Any]:

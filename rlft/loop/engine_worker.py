@@ -15,6 +15,7 @@ from rlft.config.schema import PromptsConfig
 from rlft.environment.protocol import Environment
 from rlft.generation.config import GenerationConfig
 from rlft.generation.engine import Engine, Opening
+from rlft.generation.vllm_guest import DEAD_ENGINE
 from rlft.loop.conversing import conversing
 from rlft.loop.engines import opening_apart, opening_on
 from rlft.loop.shell import deterministic_on_cpu
@@ -22,9 +23,6 @@ from rlft.model.backbone import load_backbone, resolve_device
 from rlft.model.config import LoraSettings, ModelConfig
 from rlft.model.roles import policy_alone
 from rlft.types import Adapter, Prompt, Sampling
-
-DEAD_ENGINE = "EngineDeadError"
-"""The error of vLLM after which no call succeeds any more, although the process lives on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +119,7 @@ class EngineWorker:
     def _opening(self, engine: Engine, settings: EngineSettings) -> Opening:
         model, generation, rank = settings.model, settings.generation, settings.lora.rank
         if not engine.on_trainers_base:
-            return opening_apart(model, settings.prompts, generation, rank=rank, seed=settings.seed)
+            return opening_apart(model, settings.prompts, generation, lora=settings.lora, seed=settings.seed)
         backbone = load_backbone(model)
         # The adapter's weights arrive with the first version.
         roles = policy_alone(

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from rlft.checks.adapters import modules_to_adapt
 from rlft.generation.config import GenerationConfig, section_of
 from rlft.generation.engine import BaseLender, Engine, Opening
 from rlft.generation.vllm_teacher import TeacherSettings, VLLMTeacher
 from rlft.loop.base_loading import load_teacher
-from rlft.model.backbone import Adopt, Backbone, load_tokenizer, resolve_device, resolve_dtype, resolve_path
-from rlft.model.config import ModelConfig, teacher_settings
+from rlft.model.adapter_folder import POLICY, adapted_modules
+from rlft.model.backbone import (
+    Adopt,
+    Backbone,
+    load_tokenizer,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+    resolve_path,
+)
+from rlft.model.config import LoraSettings, ModelConfig, teacher_settings
 from rlft.model.forward import Forward
+from rlft.model.roles import Roles
 from rlft.planning.run_plan import Plan
 from rlft.prepare.turns import ends_of
 from rlft.system.out_of_memory import Largest
@@ -145,15 +157,17 @@ def why_two_bases(engine: Engine, opening: Opening) -> str | None:
     return engine.why_two_bases(device=str(opening.device), itemsize=itemsize, quantized=quantized)
 
 
-def adopting_of(engines: Engines, config: SamplingRoot, rank: int, engine: str | None) -> Adopt | None:
+def adopting_of(engines: Engines, config: SamplingRoot, lora: LoraSettings, engine: str | None) -> Adopt | None:
     """As `Engines.adopting`, for the engine of this name in this config, before its base is loaded."""
     if engine is None:
         return None
     model, device = config.model, resolve_device(config.model.device)
     dtype = str(resolve_dtype(model.dtype, device)).removeprefix("torch.")
     tokenizer = load_tokenizer(model)
-    opening = _opening(None, tokenizer, device, dtype, model, config.prompts, config.generation, rank, config.seed)
-    return engines.adopting(config.generation.named(engine), opening)
+    opening = _opening(None, tokenizer, device, dtype, model, config.prompts, config.generation, lora.rank, config.seed)
+    if why_two_bases(config.generation.named(engine), opening) is not None:
+        return None
+    return engines.adopting(config.generation.named(engine), replace(opening, lora_modules=_modules_of(lora, model)))
 
 
 def opening_of(config: SamplingRoot, rank: int, slot: Any, backbone: Backbone) -> Opening:
@@ -162,7 +176,7 @@ def opening_of(config: SamplingRoot, rank: int, slot: Any, backbone: Backbone) -
     Args:
         config: the run's config.
         rank: the rank of the adapters that the engine will load.
-        slot: usually a `Roles`, whose base is shared by an engine in this process.
+        slot: usually a `Roles`, whose base is shared by an engine in this process, and whose adapters it loads.
         backbone: the trainer's base.
     """
     return opening_on(backbone, config.model, config.prompts, config.generation, slot=slot, rank=rank, seed=config.seed)
@@ -180,16 +194,29 @@ def opening_on(
 ) -> Opening:
     """As `opening_of`, from single sections of a config."""
     dtype = str(backbone.model.dtype).removeprefix("torch.")
-    return _opening(slot, backbone.tokenizer, backbone.device, dtype, model, prompts, generation, rank, seed)
+    opening = _opening(slot, backbone.tokenizer, backbone.device, dtype, model, prompts, generation, rank, seed)
+    if not isinstance(slot, Roles):
+        return opening
+    return replace(opening, lora_modules=_last_parts(adapted_modules(slot.weights(POLICY))))
 
 
 def opening_apart(
-    model: ModelConfig, prompts: PromptsConfig, generation: GenerationConfig, *, rank: int, seed: int
+    model: ModelConfig, prompts: PromptsConfig, generation: GenerationConfig, *, lora: LoraSettings, seed: int
 ) -> Opening:
     """As `opening_of`, for an engine in a process without the trainer's base."""
     device = resolve_device(model.device)
     dtype = str(resolve_dtype(model.dtype, device)).removeprefix("torch.")
-    return _opening(None, load_tokenizer(model), device, dtype, model, prompts, generation, rank, seed)
+    opening = _opening(None, load_tokenizer(model), device, dtype, model, prompts, generation, lora.rank, seed)
+    return replace(opening, lora_modules=_modules_of(lora, model))
+
+
+def _modules_of(lora: LoraSettings, model: ModelConfig) -> frozenset[str]:
+    """`Opening.lora_modules` for adapters of these settings, without the base."""
+    return _last_parts(modules_to_adapt(lora, model, read_config(model)))
+
+
+def _last_parts(modules: Iterable[str]) -> frozenset[str]:
+    return frozenset(name.rpartition(".")[2] for name in modules)
 
 
 def _opening(

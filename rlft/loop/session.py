@@ -485,7 +485,7 @@ def open_session(
             if config.cluster.scoring:
                 open_rewards = partial(open_reward_members, config, launcher, say)
         if pool is None:
-            adopt = adopting_of(engines, config, config.lora.rank, plan.engine)
+            adopt = adopting_of(engines, config, config.lora, plan.engine)
         # An engine in this process needs the whole base.
         base = None if pool is None else layers_of_rank(config.cluster, rank=0)
         # Before the base: what it leaves free decides whether activations are recomputed.

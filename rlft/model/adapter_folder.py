@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,15 @@ def load_head(path: str | Path, key: str) -> dict[str, Tensor]:
 def adapter_shapes(path: str | Path, key: str) -> Shapes:
     """The shapes of the adapter's tensors, from the file's header."""
     return _shapes(WEIGHTS, path, key)
+
+
+def adapted_modules(tensors: Iterable[str]) -> set[str]:
+    """The base's modules that an adapter with tensors of these names is on.
+
+    >>> adapted_modules(["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"])
+    {'model.layers.0.mlp.up_proj'}
+    """
+    return {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
 
 
 def num_parameters(path: str | Path, key: str) -> int:

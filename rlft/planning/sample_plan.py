@@ -107,6 +107,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
     limits = config.prompts
     rules.check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
     check_adapters(used, lora, config.model, base_fingerprint, model_config)
+    if config.adapter is not None:
+        rules.check_adapted(config.generation.named(engine), lora, config.model, model_config, config.adapter)
     check_classifiers(rewards)
     tokenizer, split = load_tokenizer(config.model), Split(config.split)
     ends = ends_of(config.model, limits.style, tokenizer)

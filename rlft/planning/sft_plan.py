@@ -158,6 +158,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
         check_servers(rewards, held_out.prompts[0])
     if config.lora is not None:
         rules.check_targets(config.lora, config.model, model_config)
+        if held_out is not None:
+            rules.check_adapted(config.generation.named(engine), config.lora, config.model, model_config)
         check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
     demonstrations = instantiate(config.demonstrations, "demonstrations")
     train, held_out_examples = (

@@ -290,6 +290,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     base_fingerprint = fingerprint(config.model)
     rules.check_context(config, model_config)
     rules.check_targets(config.lora, config.model, model_config)
+    rules.check_adapted(config.generation.named(engine), config.lora, config.model, model_config)
     if trains and config.cluster.shard_base:
         check_layers(config.model, model_config)
     check_adapters(used, config.lora, config.model, base_fingerprint, model_config)

@@ -131,7 +131,7 @@ def opened(
     say: Callable[[str], None],
 ) -> Iterator[tuple[Service, Inbox]]:
     """Opens the engine with the policy of the run, or the config's model if `source` is None, and the server."""
-    from rlft.checks.rules import choose_engine
+    from rlft.checks.rules import check_adapted, choose_engine
     from rlft.environment.endpoint.app import Limits, make_app
     from rlft.environment.endpoint.inbox import Inbox
     from rlft.environment.endpoint.server import Server
@@ -156,6 +156,8 @@ def opened(
     tokenizer = load_tokenizer(settings.model)
     check_stops(settings.generation, tokenizer, vocabulary, ends_of(settings.model, "chat", tokenizer).ids)
     engine, _ = choose_engine(settings.generation, settings.model, settings.lora, whole=settings.lora is None)
+    if settings.lora is not None:
+        check_adapted(settings.generation.named(engine), settings.lora, settings.model, read_config(settings.model))
     most_tokens = settings.prompts.max_tokens + settings.generation.max_tokens
     with contextlib.ExitStack() as stack:
         engines = stack.enter_context(Engines())

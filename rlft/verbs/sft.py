@@ -158,7 +158,7 @@ def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstrat
     if config.lora is None:
         learner: Roles | WholeModel = WholeModel(load_for_training(config.model, None, config.token_budget, own=True))
     else:
-        adopt = adopting_of(engines, config, config.lora.rank, plan.engine)
+        adopt = adopting_of(engines, config, config.lora, plan.engine)
         learner = open_policy(config, config.lora, stack, adopt)
     if plan.engine is None:
         return DemonstrationLesson(plan, learner, None, None)

@@ -15,13 +15,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import model_folders
 import numpy
 import psutil
 import pytest
@@ -33,13 +35,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlft
 from rlft.environment.conversations import Conversations
 from rlft.environment.game import Game
+from rlft.generation import vllm_generator
 from rlft.generation.adapter_files import AdapterFiles, remove_abandoned
 from rlft.generation.shared_base import Rows, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.generation.transformers import _keep_most_likely
 from rlft.generation.vllm import VLLM
 from rlft.generation.vllm_generator import VLLMGenerator, _start
+from rlft.generation.vllm_guest import VLLMError, answers
 from rlft.generation.vllm_options import engine_rank
+from rlft.system.crash import explains_itself
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
 from tests.environment.test_conversations import LIMITS
 
@@ -79,6 +84,62 @@ def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch()
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
+def test_whatever_vllm_raises_when_it_starts_names_the_key_and_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, problem in (
+        (ValueError("No available memory for the cache blocks."), "No available memory for the cache blocks, got vllm"),
+        (KeyError("layers.0.qk_norm.weight"), "KeyError: 'layers.0.qk_norm.weight' in rlft"),
+        (AssertionError(), "AssertionError in rlft"),
+        (NotImplementedError(), "NotImplementedError in rlft"),
+        (ImportError("Please install timm."), "Please install timm, got vllm"),
+        (MemoryError("out of memory here"), "out of memory here, got vllm"),
+    ):
+        monkeypatch.setattr(vllm_generator, "start", raising(error))
+        with pytest.raises(UserError) as refusal:
+            _start({"max_model_len": 8}, {"max_num_batched_tokens": 4})
+        assert str(refusal.value).startswith(f"generation.engine: vLLM could not start: {problem}"), problem
+        assert "leave out generation.vllm.options (max_num_batched_tokens), or choose" in str(refusal.value)
+    refused = UserError("generation.vllm.batch_invariant", "is off", remedy="leave it")
+    monkeypatch.setattr(vllm_generator, "start", raising(refused))
+    with pytest.raises(UserError, match="batch_invariant"):
+        _start({"max_model_len": 8}, {})
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def start(*_: Any) -> Any:
+        raise error
+
+    return start
+
+
+def test_an_error_inside_vllm_while_it_computes_explains_itself_and_others_stay_as_they_are() -> None:
+    inside: dict[str, Any] = {"__name__": "vllm.kernels"}
+    exec("def compute(call): return call()", inside)
+    engine = SimpleNamespace(step=None, output_processor=SimpleNamespace(request_states={}))
+    engine.abort_request = lambda requests, internal: None
+
+    def compute(error: Exception, generate: Callable[..., Any]) -> None:
+        def call(*_: Any, **__: Any) -> Any:
+            return generate(raising(error))
+
+        answers(SimpleNamespace(llm_engine=engine, generate=call), [[1, 2]], [None], on_cpu=False)
+
+    kernel = RuntimeError("Unsupported CPU attention configuration: head_dim=16")
+    with pytest.raises(
+        VLLMError, match=r"^vLLM failed while it computed: Unsupported .*head_dim=16; choose gener"
+    ) as e:
+        compute(kernel, inside["compute"])
+    assert explains_itself(e.value)
+    with pytest.raises(VLLMError, match=r"AssertionError in vllm\.kernels, line 1; "):
+        compute(AssertionError(), inside["compute"])
+    dead = type("EngineDeadError", (Exception,), {})("the engine has died")
+    for error in (dead, torch.OutOfMemoryError("no memory"), MemoryError()):
+        with pytest.raises(type(error)):
+            compute(error, inside["compute"])
+    with pytest.raises(RuntimeError, match="of rlft's own") as e:
+        compute(RuntimeError("of rlft's own"), lambda call: call())
+    assert not isinstance(e.value, VLLMError)
+
+
 # -- with the engine -------------------------------------------------------------------------------------------------
 def process_state() -> dict[str, Any]:
     """What the trainer relies on in its process."""
@@ -101,9 +162,9 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def new_generator() -> VLLMGenerator:
+def new_generator(path: Path = MODEL, **changes: Any) -> VLLMGenerator:
     return VLLMGenerator(
-        model_path=MODEL,
+        model_path=path,
         dtype="float32",
         trust_remote_code=False,
         revision=None,
@@ -116,14 +177,15 @@ def new_generator() -> VLLMGenerator:
         enforce_eager=True,
         seed=0,
         further={"disable_cascade_attn": True},
+        **changes,
     )
 
 
 class Trainer:
     """The base with one LoRA adapter on all linear layers, as transformers and PEFT compute it."""
 
-    def __init__(self) -> None:
-        base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    def __init__(self, path: Path = MODEL) -> None:
+        base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = LoraConfig(r=6, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config).eval()
 
@@ -637,3 +699,21 @@ def session_of(leader: int) -> set[int]:
         except ProcessLookupError:
             continue
     return found
+
+
+# -- with another engine -----------------------------------------------------------------------------------------------
+def test_a_base_whose_head_vllm_would_wrap_is_scored_and_sampled_as_by_the_trainer(tmp_path: Path) -> None:
+    """vLLM wraps the head of a Llama for LoRA unless it is given modules, and the wrapper computes no prompts."""
+    folder = model_folders.llama(tmp_path / "llama")
+    trainer = Trainer(folder)
+    modules = {name.rpartition(".")[2] for name, m in trainer.model.named_modules() if isinstance(m, LoraLayer)}
+    prompts = [Prompt(id=str(i), messages=(), answer="", token_ids=tuple(range(10 + i, 50 + 2 * i))) for i in range(3)]
+    with closing(new_generator(folder, lora_modules=modules)) as generator:
+        for version in (1, 2):
+            generator.load(trainer.adapter(version))
+            for prompt, scores in zip(prompts, generator.score([p.token_ids for p in prompts]), strict=True):
+                assert scores == pytest.approx(trainer.score(prompt.token_ids), abs=TOLERANCE)
+            groups = generator.sample(prompts, 2, seeds(prompts, 2), HOT)
+            assert trainer.gap(groups, 1.0) < TOLERANCE
+            trainer.adapter(3 - version)  # the other version would have been noticed
+            assert trainer.gap(groups, 1.0) > 0.1

@@ -15,7 +15,7 @@ from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.generation.vllm_teacher import TeacherSettings
 from rlft.loop import engines as loop_engines
-from rlft.loop.engines import Engines, opened_teacher, opening_of
+from rlft.loop.engines import Engines, opened_teacher, opening_apart, opening_of
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
 from rlft.types import UserError
@@ -81,6 +81,19 @@ def test_what_an_engine_is_opened_with_is_the_runs(config: RunConfig, opening: O
     assert opening.model_path.endswith("tiny-arithmetic")
     assert (opening.lora_rank, opening.seed) == (4, config.seed)
     assert opening.max_sequence_tokens == config.prompts.max_tokens + config.generation.max_tokens
+
+
+def test_an_engine_is_told_on_which_modules_its_adapters_are_before_and_beside_the_base(
+    run_config: Any, make_roles: Any, backbone: Backbone
+) -> None:
+    for targets in ("all-linear", ["q_proj", "down_proj"]):
+        config = run_config(f"lora.target_modules={targets}".replace(" ", "").replace("'", ""))
+        opening = opening_of(config, config.lora.rank, make_roles(target_modules=targets), backbone)
+        apart = opening_apart(config.model, config.prompts, config.generation, lora=config.lora, seed=config.seed)
+        assert opening.lora_modules == apart.lora_modules
+        assert opening.of_the_engine == apart.of_the_engine
+        all_names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+        assert opening.lora_modules == (all_names if targets == "all-linear" else set(targets))
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
