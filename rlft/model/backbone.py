@@ -20,6 +20,8 @@ from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
 from rlft.model.paths import check_local, resolve_path
 from rlft.system.hub import hub_answers
+from rlft.tokens import text
+from rlft.tokens.chat_template import dated
 from rlft.types import UserError
 
 
@@ -87,8 +89,9 @@ def read_config(config: ModelConfig) -> Any:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, whose chat template writes the run's date. UserError if it cannot be read."""
     try:
-        return AutoTokenizer.from_pretrained(**source(config))
+        return dated(AutoTokenizer.from_pretrained(**source(config)), config.date)
     except (OSError, ValueError) as error:
         raise UserError(
             "model.path",
@@ -117,8 +120,8 @@ class Backbone:
     kernels: Kernels = field(default_factory=Kernels)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text as `Completion.text` shows it, without special tokens."""
-        return self.tokenizer.batch_decode([list(token_ids)], skip_special_tokens=True)[0]
+        """The text as `Completion.text` shows it."""
+        return text.decode(self.tokenizer, token_ids)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text with its special tokens."""

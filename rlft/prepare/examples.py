@@ -17,8 +17,10 @@ import torch
 from rlft.config.schema import PromptsConfig
 from rlft.data.sampled import check_tokenizer, sampled_with
 from rlft.ops.seeds import derive
-from rlft.prepare.prompts import prompts_for_step, token_ids, tokenizer_fingerprint
+from rlft.prepare.prompts import prompts_for_step, tokenised, tokenizer_fingerprint
 from rlft.prepare.texts import TextTokens, as_batch, text_ids
+from rlft.tokens.chat_template import render
+from rlft.tokens.text import without_tail
 from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError
 
 if TYPE_CHECKING:
@@ -90,14 +92,22 @@ def scan_demonstrations(
         UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
     """
     _check_sampled_with([d.prompt for d in demonstrations], tokenizer, "demonstrations")
-    prompt_ids = token_ids([d.prompt for d in demonstrations], tokenizer, prompts.style)
-    completion_ids = _completions([(d.completion, d.completion_ids) for d in demonstrations], tokenizer, prompts.style)
+    given = list(tokenised([d.prompt for d in demonstrations], tokenizer, prompts.style))
+    prompt_ids = [prompt.token_ids for prompt in given]
+    said = [
+        (without_tail(d.completion, prompt.tail), d.completion_ids)
+        for d, prompt in zip(demonstrations, given, strict=True)
+    ]
+    completion_ids = _completions(said, tokenizer, prompts.style)
     texts = [
         TextTokens(ids=np.array([*prompt, *ids], dtype="<i4"), num_given=max(len(prompt), 1))
         for prompt, ids in zip(prompt_ids, completion_ids, strict=True)
         if len(prompt) <= prompts.max_tokens and len(ids) <= max_completion_tokens
     ]
-    note = _note_of_dropped(len(demonstrations), len(texts), prompts, max_completion_tokens, f"{split} demonstrations")
+    dropped = _note_of_dropped(
+        len(demonstrations), len(texts), prompts, max_completion_tokens, f"{split} demonstrations"
+    )
+    note = "; ".join(filter(None, [dropped, _note_of_tails(given, [text for text, _ in said], split)])) or None
     parts = (f"{text.num_given}:".encode() + text.ids.tobytes() for text in texts)
     return Examples(texts=tuple(texts), fingerprint=_digest(parts), note=note)
 
@@ -115,11 +125,12 @@ def scan_rankings(
         UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
     """
     _check_sampled_with([r.prompt for r in rankings], tokenizer, "preferences")
-    prompt_ids = token_ids([r.prompt for r in rankings], tokenizer, prompts.style)
     kept, num_cut = [], 0
-    for ranking, prompt in zip(rankings, prompt_ids, strict=True):
-        ids = ranking.completion_ids or [()] * len(ranking.completions)
-        tokens = _completions(list(zip(ranking.completions, ids, strict=True)), tokenizer, prompts.style)
+    given = tokenised([r.prompt for r in rankings], tokenizer, prompts.style)
+    for ranking, tokenised_prompt in zip(rankings, given, strict=True):
+        prompt, ids = tokenised_prompt.token_ids, ranking.completion_ids or [()] * len(ranking.completions)
+        said = [without_tail(text, tokenised_prompt.tail) for text in ranking.completions]
+        tokens = _completions(list(zip(said, ids, strict=True)), tokenizer, prompts.style)
         short = [i for i, row in enumerate(tokens) if len(row) <= max_completion_tokens]
         scores = tuple(ranking.scores[i] for i in short)
         if len(prompt) <= prompts.max_tokens and len(set(scores)) > 1:
@@ -142,7 +153,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, style: str) -> int:
     """
     if style == "chat" and tokenizer.chat_template:
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text_after = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("answer")[2]
+        text_after = render(tokenizer, turns).rpartition("answer")[2]
         # Not all_special_ids: a template may end turns with a token that has no name of its own (Llama 3's <|eot_id|>).
         special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         ids = [int(token) for token in text_ids([text_after], tokenizer)[0] if int(token) in special]
@@ -175,6 +186,21 @@ def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit:
     if not num_kept:
         raise UserError("max_completion_tokens", problem, remedy="raise them, or choose other data")
     return _dropped(problem, prompts, "raise them, or set prompts.over_limit=drop")
+
+
+def _note_of_tails(prompts: Sequence[Prompt], texts: Sequence[str], split: Split) -> str | None:
+    """A note about demonstrations that never close what their prompt has opened, such as <think>."""
+    opened = [
+        closing not in text
+        for prompt, text in zip(prompts, texts, strict=True)
+        if (closing := prompt.tail.strip().replace("<", "</", 1).replace("[", "[/", 1))
+    ]
+    if not any(opened):
+        return None
+    tail = next(prompt.tail.strip() for prompt in prompts if prompt.tail)
+    return (
+        f"{sum(opened)} {split} demonstrations are learned inside {tail}, which their prompts open and they never close"
+    )
 
 
 def _dropped(problem: str, prompts: PromptsConfig, remedy: str) -> str:
