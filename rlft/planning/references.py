@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlft.config.schema import SamplingRoot
 from rlft.planning.reward_trial import as_sampled
-from rlft.reward.answer import AnswerKeys
+from rlft.reward.answer import AnswerIn, AnswerKeys
 from rlft.scoring.reward_spec import RewardSpec
 from rlft.scoring.worker import NOWHERE, Failure, Loaded, score
 from rlft.system.progress import with_progress
@@ -79,6 +79,8 @@ def check_references(
             start()
         judge = _Judge(reward, tokenizer, config.generation.sampling)
         found = _scored(judge, prompts, limit_s, f"reward.{name}: scoring the reference answers")
+        if found.num_formless and reward.answer_in is AnswerIn.pattern:
+            yield f"reward.{name}: its pattern is too intricate for scoring the reference answers beforehand"
         yield from _reported(name, found, len(prompts), allowed)
         yield from _confused(name, judge, prompts, allowed)
 
@@ -142,10 +144,8 @@ def _reported(name: str, found: Found, total: int, allowed: bool) -> Iterator[st
             remedy += ", or start nevertheless with data.allow_unscorable=true"
             raise UserError(f"reward.{name}", problem, remedy=remedy)
         yield f"reward.{name}: {problem}"
-    if found.num_formless == total:
-        yield f"reward.{name}: no reference answer was scored, as no completion that gives one can be made up"
-    elif (left := total - found.num_scored - found.num_formless) > 0:
-        yield f"reward.{name}: only the first {found.num_scored:,} reference answers were scored, {left:,} were left out"
+    if (left := total - found.num_scored - found.num_formless) > 0:
+        yield f"reward.{name}: only {found.num_scored:,} reference answers were scored in time, {left:,} were left out"
 
 
 def _confused(name: str, judge: _Judge, prompts: Sequence[Prompt], allowed: bool) -> Iterator[str]:

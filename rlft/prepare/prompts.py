@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,10 @@ CHUNK, CHUNK_CHARACTERS = 1000, 250_000
 """The most prompts that are tokenised in one call, and the most characters."""
 
 Item = TypeVar("Item")
+
+WORD = re.compile(r"\w+")
+SWITCH = re.compile(r"/\w+")
+"""Such as /no_think, which some templates read and leave out."""
 
 NO_TEMPLATE_NOTE = "The tokenizer has no chat template: prompts are the plain texts of their messages."
 
@@ -297,8 +302,8 @@ def _check_words(prompt: Prompt, conversation: Sequence[Mapping[str, Any]], text
         content = message["content"].rpartition("</think>")[2]  # templates leave earlier thinking out
         if "".join(content.split()) in bare:
             continue
-        words = set(text.split()) if words is None else words
-        wanted = {word for word in content.split() if not word.startswith("/")}  # a switch such as /no_think
+        words = set(WORD.findall(text)) if words is None else words
+        wanted = set(WORD.findall(SWITCH.sub("", content)))
         if 2 * len(wanted - words) < len(wanted) or not wanted:
             continue
         is_system = message["role"] == "system"

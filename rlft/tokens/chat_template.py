@@ -39,7 +39,11 @@ def date_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def today() -> str:
     """Today's date, such as 2026-11-25."""
-    return datetime.datetime.now().date().isoformat()
+    return _now().date().isoformat()
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now()
 
 
 def rendered(

@@ -84,7 +84,8 @@ def test_the_error_of_a_reward_whose_on_error_is_a_number_is_said_and_not_taken_
     mine = f"+reward.mine={{_target_: {__name__}.raises_on_answers, weight: 1.0, on_error: 0.0}}"
     trials = tried("reward=[exact_match]", mine)
     [told] = doubts(trials)
-    assert told.startswith("reward.mine failed: ") and "no such thing" in told
+    assert told.startswith("reward.mine failed: ")
+    assert "no such thing" in told
     assert {t.score for t in trials if t.reward == "mine"} == {0.0}  # as the run would score them
 
 

@@ -9,7 +9,7 @@ import locale
 import pytest
 
 from rlft.tokens import chat_template
-from rlft.tokens.chat_template import dated, date_of, formatted, render, rendered
+from rlft.tokens.chat_template import date_of, dated, formatted, render, rendered
 from tests.helpers.family_tokenizers import family_tokenizer
 
 TODAY = "{% set day = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}Today: {{ day }}\n"

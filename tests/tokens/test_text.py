@@ -15,7 +15,9 @@ from tests.helpers.family_tokenizers import TEMPLATES, family_tokenizer
 SAMPLING = Sampling(max_tokens=64, temperature=1.0)
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 THINKING_SHOWN = "<|im_start|>system\nFirst draft: [THINK]thoughts[/THINK] then answer.<|im_end|>\n" + TURNS
-THINKING_CLOSED = TURNS.replace("{{ m.content }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}")
+THINKING_CLOSED = TURNS.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+)
 
 
 def with_special(*tokens, family="qwen2.5", template=None):
@@ -60,7 +62,11 @@ def test_a_tokenizer_whose_special_tokens_all_mark_turns_decodes_as_before():
         tokenizer = family_tokenizer(family)
         ids = tokenizer("<think>so</think> it is 18.", add_special_tokens=False)["input_ids"]
         every = [ids[0], *tokenizer.added_tokens_decoder, *ids]
-        turns = {t for t, name in marking(tokenizer).items() if name in tokenizer.chat_template or t in tokenizer.all_special_ids}
+        turns = {
+            t
+            for t, name in marking(tokenizer).items()
+            if name in tokenizer.chat_template or t in tokenizer.all_special_ids
+        }
         shown = [t for t in every if t not in turns or t not in marking(tokenizer)]
         assert decode(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True), family
         assert decode(tokenizer, every) == tokenizer.decode(shown, skip_special_tokens=False), family
@@ -84,10 +90,11 @@ STARTS = [
     (TURNS + START.replace("@", "<think>\n\n</think>\n\n"), ""),
     (TURNS + START.replace("@", ""), ""),
     # The last turn of an assistant has a block that earlier ones lack (Qwen3.5).
-    (TURNS.replace("{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>\n</think>{% endif %}{{ m.content }}")
+    (TURNS.replace("{{ m.c", "{% if loop.last and m.role == 'assistant' %}<think>\n</think>{% endif %}{{ m.c")
      + START.replace("@", "<think>\n"), "<think>\n"),
     # The header of a turn is itself a tag.
-    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}", ""),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+     "{% if add_generation_prompt %}<assistant>{% endif %}", ""),
 ]  # fmt: skip
 
 
@@ -97,7 +104,10 @@ def test_the_tail_of_a_prompt_is_what_its_template_has_begun_and_left_open(templ
 
     tokenizer = copy.deepcopy(family_tokenizer("qwen2.5"))
     tokenizer.chat_template = template
-    for chat in ([{"role": "user", "content": "2?"}], [{"role": "system", "content": "S"}, {"role": "user", "content": "<b>"}]):
+    for chat in (
+        [{"role": "user", "content": "2?"}],
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "<b>"}],
+    ):
         assert tail(tokenizer, render(tokenizer, chat, start=True), by_template=True) == expected
 
 
