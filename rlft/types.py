@@ -61,6 +61,8 @@ class Ongoing:
 class Prompt:
     """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py).
 
+    tail: what the prompt has begun to say for the policy at its end, such as an opened <think>; filled with token_ids.
+        It belongs to the turn: rewards read tail and completion as one text.
     ongoing: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
     """
 
@@ -70,6 +72,7 @@ class Prompt:
     token_ids: tuple[int, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     ongoing: Ongoing | None = None
+    tail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +126,7 @@ class Turn:
 
     Args:
         end: number of the completion's tokens up to the last one that was sampled in this turn, that one included.
-        text: what was sampled, without special tokens.
+        text: what was sampled, as a completion's text.
         answer: what the environment said then, without what the chat template puts around it.
         reward: what the environment gave for the turn; None: it gave nothing.
         calls: the turn's calls of tools, in order.
@@ -157,7 +160,8 @@ class Branch:
 class Completion:
     """What followed a prompt: one turn of the policy, or several with what an environment or tools answered between.
 
-    `token_ids` include the end token if there is one; `text` is what they decode to without special tokens. If a stop
+    `token_ids` include the end token if there is one; `text` is what they decode to without the special tokens that
+    mark turns (rlft/tokens/text.py), and without what the prompt has begun to say (`Prompt.tail`). If a stop
     string or stop token ended it, `token_ids` include that stop, and `text` ends as `Sampling` says.
 
     Args:
@@ -446,6 +450,10 @@ class Unscored(RuntimeError):
     def __init__(self, problem: str, scores: tuple[float | None, ...] | None) -> None:
         self.scores = scores
         super().__init__(problem)
+
+
+class Unscorable(ValueError):
+    """A reward cannot use a prompt's reference answer; no completion of the prompt can be right."""
 
 
 class Data(Protocol):

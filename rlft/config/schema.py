@@ -27,6 +27,9 @@ from rlft.model.config import (
 )
 from rlft.trainer.config import CheckpointConfig, TrainerConfig
 
+ALLOW_UNSCORABLE = "allow_unscorable"
+"""The only key of the `data` section, beside `_target_`, that is not its component's own."""
+
 ADDED_KEYS: Mapping[str, Any] = {
     "generation.min_p": 0.0,
     "generation.stop": [],
@@ -48,6 +51,9 @@ ADDED_KEYS: Mapping[str, Any] = {
     "rollouts.every": 1,
     "rollouts.keep": None,
     "cluster.shard_base": False,
+    "data.allow_unscorable": False,
+    "model.date": "auto",
+    "reward.choice.reference_is": "auto",
     "snapshot.teacher": "none",
     "snapshot.teacher_hint": None,
     "snapshot.teacher_engine": "transformers",
@@ -150,6 +156,11 @@ class SamplingRoot(Root):
     data: Mapping[str, Any]
     reward: Mapping[str, Any]
     environment: Mapping[str, Any] | None = None
+
+    @property
+    def allows_unscorable(self) -> bool:
+        """Whether a run goes on with prompts whose reference answer a reward cannot use."""
+        return bool(self.data.get(ALLOW_UNSCORABLE, False)) if self.data else False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

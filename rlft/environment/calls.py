@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlft.environment.protocol import Call, Schema
 from rlft.generation.ends import num_common
+from rlft.tokens.chat_template import render
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -349,6 +350,4 @@ def _rendered(
     *,
     start: bool,
 ) -> str:
-    tools: Any = [dict(schema) for schema in schemas]
-    conversation = [dict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(conversation, tools=tools, add_generation_prompt=start, tokenize=False))
+    return render(tokenizer, messages, tools=schemas, start=start)

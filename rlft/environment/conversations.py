@@ -259,7 +259,7 @@ class Conversations:
     # -- games ---------------------------------------------------------------------------------------------------------
     def _answer_moves(self, conversations: Sequence[Conversation]) -> None:
         """A turn that the limit has cut is answered, too: it is a move, though the last one."""
-        orders = [[c.order(Kind.step, text=c.turns[-1].text)] for c in conversations]
+        orders = [[c.order(Kind.step, text=c.opening.tail + c.turns[-1].text)] for c in conversations]
         for conversation, [reply] in zip(conversations, self._replies(conversations, orders), strict=True):
             if reply.done and not conversation.end:
                 conversation.end = FinishReason.stop

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.environment.calls import Syntax, preamble, reader_of, written
 from rlft.environment.protocol import Call, Environment, Schema, Shown
 from rlft.environment.turn_template import TurnTemplate, with_opening
+from rlft.tokens.text import decode
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Dialect:
         return self.template.opened(self.shown.messages(messages), text)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        """The text of token ids, as a completion's."""
+        return decode(self._tokenizer, ids)
 
     def calls(self, sampled: Sequence[int]) -> list[Call]:
         """The calls in a turn of the policy, in order; those that cannot be made have a `problem`."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2.exceptions import TemplateError
 
 from rlft.generation.ends import closing_of, special_pattern, special_tokens
+from rlft.tokens.chat_template import render
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -193,10 +194,7 @@ class TurnTemplate:
         return {"role": "assistant", "content": THOUGHT + mark, "tool_calls": calls}
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], *, start: bool) -> str:
-        conversation = [dict(message) for message in messages]
-        tools: Any = self._tools or None
-        template = self._tokenizer.apply_chat_template
-        return str(template(conversation, tools=tools, add_generation_prompt=start, tokenize=False))
+        return render(self._tokenizer, messages, tools=self._tools, start=start)
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from rlft.tokens.chat_template import render
+from rlft.tokens.text import CALL_ID, TOOL
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -27,16 +30,6 @@ SAID, REPLY, THOUGHT = "saidsaid", "replyreply", "thoughtthought"
 """Texts that a template leaves as they are, and that occur in none."""
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names that templates have for an assistant's thoughts."""
-CALL_ID = "000000000"
-"""Nine letters or digits, as Mistral's templates require."""
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "tool",
-        "description": "tool",
-        "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "argument"}}},
-    },
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,32 +130,6 @@ def special_pattern(special: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
 
 
-def rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Sequence[Message]],
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    start: bool = False,
-) -> list[str]:
-    """The text of each conversation as the chat template writes it; with `start`, up to the assistant's next turn.
-
-    Raises:
-        Exception: whatever the template raises, which is a program of somebody else's.
-    """
-    plain = [[dict(message) for message in conversation] for conversation in conversations]
-
-    def written(shown: Any) -> list[str]:
-        texts = tokenizer.apply_chat_template(plain, tools=shown, add_generation_prompt=start, tokenize=False)
-        return [str(text) for text in texts]
-
-    try:
-        return written([dict(tool) for tool in tools] or None)
-    except TypeError:  # some templates go through the tools without asking whether there are any
-        if tools:
-            raise
-        return written([])
-
-
 def closing_of(
     render: Render,
     opening: Sequence[Message],
@@ -234,7 +201,7 @@ def _ends(
 
 
 def _renderer(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> Render:
-    return lambda messages: rendered(tokenizer, [messages], tools=tools)[0]
+    return lambda messages: render(tokenizer, messages, tools=tools)
 
 
 def _rendered(render: Render, messages: Sequence[Message]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlft.generation.ends import TurnEnds, turn_ends
 from rlft.generation.engine import Engine, Opening
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
+from rlft.tokens.text import decode, without_tail
 from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class ScriptedGenerator:
 
     Completion i of a prompt with n texts is text number (seed + i) modulo n. In a text, `{answer}` stands for the
     prompt's reference answer. In place of a text there may be a list of the turns of a conversation, the last of which
-    is repeated. Log-probs are 0: nothing is sampled.
+    is repeated. What the prompt has begun to say already (`Prompt.tail`) is not said twice.
+    Log-probs are 0: nothing is sampled.
 
     Args:
         answers: {prompt id, or "*" for every other prompt: texts}.
@@ -99,22 +101,22 @@ class ScriptedGenerator:
         script = texts[(seed if ongoing is None or is_first else ongoing.seed) % len(texts)]
         if not isinstance(script, str):
             script = script[0 if ongoing is None else min(ongoing.turn, len(script) - 1)]
-        text = script.replace("{answer}", prompt.answer)
+        text = without_tail(script.replace("{answer}", prompt.answer), prompt.tail)
         ids = [*self.tokenizer(text + self.ends.lead, add_special_tokens=False)["input_ids"], *self.ends.closing]
         finish = FinishReason.stop
-        ids, text = self._stopped(ids, text, prompt, sampling)
+        ids, text = self._stopped(ids, prompt, sampling)
         if len(ids) > (limit := sampling.tokens_of(prompt)):
             finish, ids = FinishReason.length, ids[:limit]
-            text = self.tokenizer.batch_decode([ids], skip_special_tokens=True)[0]
+            text = decode(self.tokenizer, ids)
         completion = Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=finish)
         return Rollout(prompt=prompt, completion=completion, policy_version=self.version)
 
-    def _stopped(self, ids: list[int], text: str, prompt: Prompt, sampling: Sampling) -> tuple[list[int], str]:
+    def _stopped(self, ids: list[int], prompt: Prompt, sampling: Sampling) -> tuple[list[int], str]:
         """(token ids, text) up to the first stop token or the token that completes a stop string."""
         watch = StopStrings(sampling.stop, plain_decoder(self.tokenizer), [prompt.token_ids]) if sampling.stop else None
         for count, token in enumerate(ids, 1):
             ends = token in sampling.stop_token_ids or (token in self.ends.ids and count < len(ids))
             if ends or (watch is not None and watch.completes(0, token)):
-                [text] = shown_texts(self.tokenizer, [ids[:count]], [True], sampling, self.ends.ids)
-                return ids[:count], text
-        return ids, text
+                ids = ids[:count]
+                break
+        return ids, shown_texts(self.tokenizer, [ids], [True], sampling, self.ends.ids)[0]

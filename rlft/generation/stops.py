@@ -13,10 +13,11 @@ from typing import Any
 
 from rlft.generation.config import GenerationConfig
 from rlft.generation.ends import turn_ends
+from rlft.tokens.text import decode, decoded, said
 from rlft.types import Sampling, UserError
 
 Decode = Callable[[Sequence[int]], str]
-"""The text of token ids, without special tokens."""
+"""The text of token ids, as `rlft.tokens.text` decodes them."""
 
 MISSING_BYTES = "\ufffd"
 """What a decoder writes for bytes that are no character (yet)."""
@@ -103,6 +104,8 @@ class StopStrings:
 def plain_decoder(tokenizer: Any) -> Decode:
     """How single tokens are decoded: by the tokenizers library itself where it can, ten times faster."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if said(tokenizer):
+        return lambda ids: decode(tokenizer, ids)
     if backend is not None:
         return lambda ids: backend.decode(ids, skip_special_tokens=True)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -126,7 +129,7 @@ def shown_texts(
     """
     hidden = {*ends} if sampling.include_stop_str_in_output else {*ends, *sampling.stop_token_ids}
     shown = [row[:-1] if row and row[-1] in hidden else row for row in rows]
-    texts = tokenizer.batch_decode(shown, skip_special_tokens=True)
+    texts = decoded(tokenizer, shown)
     return [cut(text, sampling) if ended else text for text, ended in zip(texts, stopped, strict=True)]
 
 
@@ -166,7 +169,12 @@ def check_stops(
     special = {str(added): token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for string in sampling.stop:
         for token in (token for token in special if token in string):
-            problem = f"holds the special token {token}, which the text of a completion never shows"
+            why = (
+                "engines do not look for in texts"
+                if special[token] in said(tokenizer)
+                else "the text of a completion never shows"
+            )
+            problem = f"holds the special token {token}, which {why}"
             remedy = f"use its token id, generation.stop=[{special[token]}]"
             if special[token] in ends:
                 remedy = "leave it out, since every completion ends at it anyway"

@@ -503,9 +503,17 @@ def open_session(
         )
         stack.callback(roles.close)
         resident = open_resident(rewards, roles, learns=config.reward_model.refresh_every > 0)
-        scoring = config.scoring
+        scoring, unscorable = config.scoring, config.allows_unscorable
         scorer: Scorer | AheadScorer
-        scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident, open_rewards)
+        scorer = Scorer(
+            rewards,
+            scoring.workers,
+            scoring.timeout,
+            scoring.on_error,
+            resident,
+            open_rewards,
+            allow_unscorable=unscorable,
+        )
         if pool is not None and scoring.workers:
             scorer = AheadScorer(scorer)
         stack.callback(scorer.close)

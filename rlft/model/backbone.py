@@ -30,6 +30,8 @@ from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
 from rlft.model.paths import check_local, resolve_path
 from rlft.system.hub import hub_answers
+from rlft.tokens import text
+from rlft.tokens.chat_template import dated
 from rlft.types import UserError
 
 OLDEST_WITH_BFLOAT16 = (8, 0)
@@ -149,11 +151,12 @@ def configured_ends(config: ModelConfig) -> Any:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, whose chat template writes the run's date. UserError if it cannot be read."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source(config))
         # transformers would write it into the tokenizer_config.json of everything that is saved.
         tokenizer.init_kwargs.pop("local_files_only", None)
-        return tokenizer
+        return dated(tokenizer, config.date)
     except (OSError, ValueError) as error:
         raise UserError(
             "model.path",
@@ -182,8 +185,8 @@ class Backbone:
     kernels: Kernels = field(default_factory=Kernels)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text as `Completion.text` shows it, without special tokens."""
-        return self.tokenizer.batch_decode([list(token_ids)], skip_special_tokens=True)[0]
+        """The text as `Completion.text` shows it."""
+        return text.decode(self.tokenizer, token_ids)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text with its special tokens."""

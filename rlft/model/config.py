@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from enum import StrEnum
 from typing import Literal
 
 from rlft.keys.bounds import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from rlft.model.adapter_folder import is_adapter
+from rlft.types import UserError
 
 ANSWER = "{answer}"
 """Stands for the prompt's reference answer in snapshot.teacher_hint."""
@@ -63,7 +65,18 @@ class ModelConfig:
     gradient_checkpointing: bool | Literal["auto"]
     quantization: Quantization | None
     trust_remote_code: bool
-    kernels: KernelChoice = KernelChoice.auto  # runs begun before this key existed have none
+    kernels: KernelChoice = KernelChoice.auto  # runs begun before this key or the next one existed have none
+    date: str = "auto"
+
+    def __post_init__(self) -> None:
+        try:
+            valid = self.date == "auto" or date.fromisoformat(self.date).isoformat() == self.date
+        except ValueError:
+            valid = False
+        if not valid:
+            raise UserError(
+                "model.date", "is not a date", got=repr(self.date), remedy="write it as 2026-11-25, or auto"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
 from rlft.model.rows import Row, batch_of_rows, numbers_of_rows
 from rlft.system.hub import hub_answers
+from rlft.tokens.chat_template import date_of, dated, render
 from rlft.types import Batch, Completion, Group, Prompt, UserError
 
 LearnedReward = Callable[[Sequence[Group]], list[list[float]]]
@@ -73,6 +74,7 @@ def open_learned(
         return AdapterReward(roles=roles, role=reward_role(name), token_budget=token_budget, center=center, scale=scale)
     device = roles.backbone.device
     model, tokenizer = load_classifier(path, key, device, resolve_dtype("auto", device))
+    dated(tokenizer, date_of(roles.backbone.tokenizer))
     return ClassifierReward(model, tokenizer, token_budget=token_budget, center=center, scale=scale)
 
 
@@ -154,7 +156,10 @@ class ClassifierReward:
         return _grouped([self.scale * (score - self.center) for score in scores_B.tolist()], groups)
 
     def _encode(self, prompt: Prompt, completion: Completion) -> list[int]:
-        messages = [*(dict(message) for message in prompt.messages), {"role": "assistant", "content": completion.text}]
+        messages = [
+            *(dict(message) for message in prompt.messages),
+            {"role": "assistant", "content": prompt.tail + completion.text},
+        ]
         ids = self._tokenize(messages)
         if len(ids) <= self._max_tokens:
             return ids
@@ -165,7 +170,8 @@ class ClassifierReward:
         if self.tokenizer.chat_template is None:
             text = "\n".join(message["content"] for message in messages)
             return self.tokenizer(text, **limits)["input_ids"]  # type: ignore[return-value]  # for one text it is a list
-        return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **limits)  # type: ignore[return-value]
+        text = render(self.tokenizer, messages)
+        return self.tokenizer(text, add_special_tokens=False, **limits)["input_ids"]  # type: ignore[return-value]  # as above
 
     @torch.no_grad()
     def _forward(self, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from rlft.generation.stops import shown_texts
 from rlft.scoring.reward_spec import RewardSpec
 from rlft.scoring.scorer import RewardError, Scorer
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
+from rlft.tokens.text import without_tail
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ANSWERED = "<think>-</think><answer>{}</answer>"
 """A completion with its answer in the tags that `reward=format` requires."""
@@ -16,7 +22,10 @@ ANSWERED = "<think>-</think><answer>{}</answer>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One reward's score of one completion, before weighting, or the error that it raised instead."""
+    """One reward's score of one completion, before weighting, and the error that it raised in its group.
+
+    `score` is None where the error would end the run, else what its `on_error` gives.
+    """
 
     reward: str
     kind: str
@@ -41,7 +50,8 @@ def completions(prompt: Prompt, others: Sequence[Prompt]) -> list[tuple[str, str
 def try_rewards(
     rewards: Mapping[str, RewardSpec],
     prompts: Sequence[Prompt],
-    tokens: Callable[[str], Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
     timeout_s: float,
 ) -> list[Trial]:
     """Scores completions of these prompts with every rule reward, one at a time, so that no failure hides another."""
@@ -50,7 +60,9 @@ def try_rewards(
         if spec.runs_in_trainer:
             continue
         for prompt in prompts:
-            trials += _try(name, spec, prompt, completions(prompt, prompts), tokens, timeout_s)
+            texts = completions(prompt, prompts)
+            said = as_sampled([(prompt, text) for _, text in texts], tokenizer, sampling)
+            trials += _try(name, spec, prompt, texts, said, timeout_s)
     return trials
 
 
@@ -59,15 +71,17 @@ def _try(
     spec: RewardSpec,
     prompt: Prompt,
     texts: Sequence[tuple[str, str]],
-    tokens: Callable[[str], Sequence[int]],
+    said: Sequence[Completion],
     timeout_s: float,
 ) -> list[Trial]:
-    group = Group(prompt=prompt, rollouts=tuple(_rollout(prompt, text, tokens) for _, text in texts))
+    rollouts = tuple(Rollout(prompt=prompt, completion=completion, policy_version=0) for completion in said)
+    group = Group(prompt=prompt, rollouts=rollouts)
     scores: list[float | None] = [None] * len(texts)
     error = None
     try:
         with closing(Scorer({name: spec}, 1, timeout_s, "stop")) as scorer:
             scores = scorer([group]).by_reward[name][0].tolist()
+            error = scorer.last_failure  # of a reward whose on_error is a number
     except RewardError as failed:
         error = str(failed)
     return [
@@ -76,10 +90,24 @@ def _try(
     ]
 
 
-def _rollout(prompt: Prompt, text: str, tokens: Callable[[str], Sequence[int]]) -> Rollout:
-    ids = tuple(tokens(text))
-    completion = Completion(text=text, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
-    return Rollout(prompt=prompt, completion=completion, policy_version=0)
+def as_sampled(
+    turns: Sequence[tuple[Prompt, str]], tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> list[Completion]:
+    """The completions of a policy that says these texts, each as the rest of a turn that its prompt may have begun.
+
+    As in a run they consist of the tokenizer's tokens, end token included, and their texts are what these decode to.
+    """
+    if not turns:
+        return []
+    texts = [without_tail(text, prompt.tail) for prompt, text in turns]
+    rows: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    said = [[*row, *end] for row in rows]
+    shown = shown_texts(tokenizer, said, [True] * len(said), sampling)
+    return [
+        Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
+        for text, ids in zip(shown, said, strict=True)
+    ]
 
 
 def doubts(trials: Sequence[Trial]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers
 from rlft.checks.environments import environment_of
+from rlft.checks.files import component
 from rlft.checks.sample import check_config, lora_of, uses_of
 from rlft.checks.servers import check_servers
 from rlft.config.schema import SampleConfig
@@ -16,11 +17,11 @@ from rlft.environment.protocol import Environment
 from rlft.generation.config import AUTO, GenerationConfig
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
-from rlft.keys.instantiate import instantiate
 from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import fingerprint, load_tokenizer, read_config
 from rlft.model.config import HEAD, LoraSettings
 from rlft.planning.disk_space import TOKEN_ID, completion_bytes
+from rlft.planning.references import check_references
 from rlft.planning.run_plan import Plan
 from rlft.planning.shown import shown_in_prompts
 from rlft.prepare.prompts import PromptSet, scan, tokenizer_fingerprint, untokenised
@@ -113,12 +114,13 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
     tokenizer, split = load_tokenizer(config.model), Split(config.split)
     ends = ends_of(config.model, limits.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
-    data = instantiate(config.data, "data").load(split)
+    data = component(config.data).load(split)
     environment = environment_of(config)
     shown = shown_in_prompts(environment, tokenizer, data)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
     rules.check_metadata(rewards, prompts.prompts[0])
-    data_notes = examined(rewards, untokenised(prompts))
+    texts = untokenised(prompts)
+    data_notes = (*examined(rewards, texts), *check_references(config, rewards, texts, tokenizer))
     check_servers(rewards, prompts.prompts[0])
     return SamplePlan(
         config=config,

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers, uses_of_rewards
+from rlft.checks.files import component
 from rlft.checks.servers import check_servers
 from rlft.checks.sft import check_config, check_trainable, uses_of
 from rlft.config.schema import SftConfig
@@ -25,6 +26,7 @@ from rlft.model.backbone import (
 from rlft.planning.disk_space import checkpoint_bytes, completion_bytes, metrics_bytes
 from rlft.planning.memory_demand import sampling_of, sizes_of
 from rlft.planning.memory_parts import Demand
+from rlft.planning.references import check_references
 from rlft.planning.run_plan import DataLengths, Plan
 from rlft.planning.sampling_shapes import of_evaluation
 from rlft.planning.startup_table import Facts, TableRow
@@ -146,15 +148,17 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
     tokenizer = load_tokenizer(config.model)
     ends = ends_of(config.model, limits.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
-    held_out = None
+    held_out, data_notes = None, ()
     if config.data and config.eval.every:
         rules.check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
         rewards = specs(config.reward)
         used += uses_of_rewards(rewards)
         check_classifiers(rewards)
-        prompts = instantiate(config.data, "data").load(Split.held_out)
+        prompts = component(config.data).load(Split.held_out)
         held_out = scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, Split.held_out, limits.style)
         rules.check_metadata(rewards, held_out.prompts[0])
+        texts = untokenised(held_out)
+        data_notes = (*notes(rewards), *examined(rewards, texts), *check_references(config, rewards, texts, tokenizer))
         check_servers(rewards, held_out.prompts[0])
     if config.lora is not None:
         rules.check_targets(config.lora, config.model, model_config)
@@ -188,6 +192,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
             *(note for note in (train.note, held_out_examples.note) if note),
             *_notes(config, held_out),
             *ends.notes,
+            *data_notes,
         ),
     )
 
@@ -197,5 +202,3 @@ def _notes(config: SftConfig, held_out: PromptSet | None) -> Iterator[str]:
     if held_out is not None:
         yield from left_out(held_out, "held-out", config.prompts.max_tokens)
         yield from filter(None, [held_out.note])
-        rewards = specs(config.reward)
-        yield from (*notes(rewards), *examined(rewards, untokenised(held_out)))

@@ -14,6 +14,7 @@ from rlft.algorithm.protocol import Algorithm
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers, empty_model, uses
 from rlft.checks.environments import environment_of
+from rlft.checks.files import component
 from rlft.checks.ranks import idle_engines, why_whole
 from rlft.checks.servers import check_servers
 from rlft.checks.teachers import (
@@ -33,7 +34,6 @@ from rlft.environment.protocol import Environment
 from rlft.generation.config import section_of
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
-from rlft.keys.instantiate import instantiate
 from rlft.logger.rollouts import Rollouts
 from rlft.model.adapter_folder import content_fingerprint, num_parameters
 from rlft.model.backbone import decoder_layers, fingerprint, load_tokenizer, read_config, resolve_device
@@ -42,6 +42,7 @@ from rlft.model.positions import limit_of
 from rlft.planning.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
 from rlft.planning.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
 from rlft.planning.memory_parts import Demand
+from rlft.planning.references import check_references
 from rlft.planning.run_plan import DataLengths, Plan
 from rlft.planning.sampling_shapes import of_training
 from rlft.planning.shown import shown_in_prompts
@@ -298,7 +299,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     tokenizer = load_tokenizer(config.model)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
-    data = instantiate(config.data, "data")
+    data = component(config.data)
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
     environment = environment_of(config)
     texts = data.load(Split.train)
@@ -309,7 +310,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     if config.eval.every:
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
     rules.check_metadata(rewards, train_prompts.prompts[0])
-    data_notes = examined(rewards, joined(untokenised(train_prompts), untokenised(held_out) if held_out else ()))
+    all_prompts = joined(untokenised(train_prompts), untokenised(held_out) if held_out else ())
+    data_notes = [*examined(rewards, all_prompts), *check_references(config, rewards, all_prompts, tokenizer)]
     check_servers(rewards, train_prompts.prompts[0])
     rules.check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)

@@ -17,7 +17,7 @@ import torch
 from rlft.config.schema import PromptsConfig
 from rlft.data.sampled import check_tokenizer, sampled_with
 from rlft.ops.seeds import derive
-from rlft.prepare.prompts import prompts_for_step, token_ids, tokenizer_fingerprint
+from rlft.prepare.prompts import prompts_for_step, tokenised, tokenizer_fingerprint
 from rlft.prepare.texts import TextTokens, as_batch
 from rlft.prepare.turns import turns_of
 from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError
@@ -91,9 +91,10 @@ def scan_demonstrations(
         UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
     """
     _check_sampled_with([d.prompt for d in demonstrations], tokenizer, "demonstrations")
-    prompt_ids = token_ids([d.prompt for d in demonstrations], tokenizer, prompts.style)
+    given = list(tokenised([d.prompt for d in demonstrations], tokenizer, prompts.style))
+    prompt_ids = [prompt.token_ids for prompt in given]
     what = f"{split} demonstrations"
-    said = [(d.prompt, d.completion, d.completion_ids) for d in demonstrations]
+    said = [(prompt, d.completion, d.completion_ids) for d, prompt in zip(demonstrations, given, strict=True)]
     completion_ids, unlike = _completions(said, tokenizer, prompts.style, what)
     texts = [
         TextTokens(ids=np.array([*prompt, *ids], dtype="<i4"), num_given=max(len(prompt), 1))
@@ -101,7 +102,8 @@ def scan_demonstrations(
         if len(prompt) <= prompts.max_tokens and len(ids) <= max_completion_tokens
     ]
     dropped = _note_of_dropped(len(demonstrations), len(texts), prompts, max_completion_tokens, what)
-    note = "; ".join(filter(None, [dropped, unlike])) or None
+    unclosed = _note_of_tails(given, [d.completion for d in demonstrations], split)
+    note = "; ".join(filter(None, [dropped, unlike, unclosed])) or None
     parts = (f"{text.num_given}:".encode() + text.ids.tobytes() for text in texts)
     return Examples(texts=tuple(texts), fingerprint=_digest(parts), note=note)
 
@@ -119,17 +121,17 @@ def scan_rankings(
         UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
     """
     _check_sampled_with([r.prompt for r in rankings], tokenizer, "preferences")
-    prompt_ids = token_ids([r.prompt for r in rankings], tokenizer, prompts.style)
+    given = list(tokenised([r.prompt for r in rankings], tokenizer, prompts.style))
     what = f"completions of {split} rankings"
     said = [
-        (r.prompt, text, ids)
-        for r in rankings
+        (prompt, text, ids)
+        for r, prompt in zip(rankings, given, strict=True)
         for text, ids in zip(r.completions, r.completion_ids or [()] * len(r.completions), strict=True)
     ]
     completion_ids, unlike = _completions(said, tokenizer, prompts.style, what)
     rows = iter(completion_ids)
     kept, num_cut = [], 0
-    for ranking, prompt in zip(rankings, prompt_ids, strict=True):
+    for ranking, prompt in zip(rankings, (prompt.token_ids for prompt in given), strict=True):
         tokens = [next(rows) for _ in ranking.completions]
         short = [i for i, row in enumerate(tokens) if len(row) <= max_completion_tokens]
         scores = tuple(ranking.scores[i] for i in short)
@@ -167,6 +169,21 @@ def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit:
     if not num_kept:
         raise UserError("max_completion_tokens", problem, remedy="raise them, or choose other data")
     return _dropped(problem, prompts, "raise them, or set prompts.over_limit=drop")
+
+
+def _note_of_tails(prompts: Sequence[Prompt], texts: Sequence[str], split: Split) -> str | None:
+    """A note about demonstrations that never close what their prompt has opened, such as <think>."""
+    opened = [
+        closing not in text
+        for prompt, text in zip(prompts, texts, strict=True)
+        if (closing := prompt.tail.strip().replace("<", "</", 1).replace("[", "[/", 1))
+    ]
+    if not any(opened):
+        return None
+    tail = next(prompt.tail.strip() for prompt in prompts if prompt.tail)
+    return (
+        f"{sum(opened)} {split} demonstrations are learned inside {tail}, which their prompts open and they never close"
+    )
 
 
 def _dropped(problem: str, prompts: PromptsConfig, remedy: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
@@ -17,6 +18,8 @@ import numpy as np
 from rlft.data.lazy import Chosen, Lazy
 from rlft.environment.protocol import NOTHING, Shown
 from rlft.system.progress import with_progress
+from rlft.tokens.chat_template import rendered
+from rlft.tokens.text import tail
 from rlft.types import Prompt, Split, UserError
 
 if TYPE_CHECKING:
@@ -27,6 +30,10 @@ CHUNK, CHUNK_CHARACTERS = 1000, 250_000
 """The most prompts that are tokenised in one call, and the most characters."""
 
 Item = TypeVar("Item")
+
+WORD = re.compile(r"\w+")
+SWITCH = re.compile(r"/\w+")
+"""Such as /no_think, which some templates read and leave out."""
 
 NO_TEMPLATE_NOTE = "The tokenizer has no chat template: prompts are the plain texts of their messages."
 
@@ -145,7 +152,7 @@ def scan(
         num_dropped=long.number,
         lengths=LengthSummary(shortest=min(num_tokens), median=median(num_tokens), longest=max(num_tokens)),
         fingerprint=digest.hexdigest(),
-        note=NO_TEMPLATE_NOTE if style == "chat" and not tokenizer.chat_template else None,
+        note=None if style == "raw" or uses_template(tokenizer, style) else NO_TEMPLATE_NOTE,
     )
 
 
@@ -230,8 +237,11 @@ def tokenised(
 ) -> Iterator[Prompt]:
     """The prompts with their tokens, up to the start of their completions."""
     for chunk in chunked(prompts, lambda prompt: sum(len(message["content"]) for message in prompt.messages)):
-        for prompt, ids in zip(chunk, _tokenise(chunk, tokenizer, style, shown), strict=True):
-            yield replace(prompt, token_ids=tuple(ids))
+        texts, ids = _tokenise(chunk, tokenizer, style, shown)
+        by_template = uses_template(tokenizer, style)
+        for prompt, text, prompt_ids in zip(chunk, texts, ids, strict=True):
+            begun = tail(tokenizer, text, by_template=by_template)
+            yield replace(prompt, token_ids=tuple(prompt_ids), tail=begun)
 
 
 def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:
@@ -251,15 +261,16 @@ def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterato
 
 def _tokenise(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown
-) -> Sequence[Sequence[int]]:
-    if style == "raw" or not tokenizer.chat_template:
-        return tokenizer(["\n\n".join(m["content"] for m in p.messages) for p in prompts])["input_ids"]  # type: ignore[return-value]
+) -> tuple[Sequence[str], Sequence[Sequence[int]]]:
+    """(the text of each prompt, its tokens)."""
+    if not uses_template(tokenizer, style):
+        texts = ["\n\n".join(m["content"] for m in p.messages) for p in prompts]
+        return texts, tokenizer(texts)["input_ids"]  # type: ignore[return-value]
     from jinja2.exceptions import TemplateError
 
     conversations = [shown.messages(p.messages) for p in prompts]
-    tools: Any = [dict(tool) for tool in shown.tools] or None
     try:
-        return tokenizer.apply_chat_template(conversations, tools=tools, add_generation_prompt=True, return_dict=False)  # type: ignore[return-value]
+        texts = rendered(tokenizer, conversations, tools=shown.tools, start=True)
     except TemplateError as error:
         has_system = any(p.messages[0]["role"] == "system" for p in prompts)
         remedy = (
@@ -272,6 +283,44 @@ def _tokenise(
             f"the model's chat template refuses it ({error})",
             remedy=remedy,
         ) from error
+    except Exception as error:  # a template is a program of somebody else's: it may raise anything
+        raise UserError(
+            "model.path",
+            f"its chat template fails ({type(error).__name__}: {error})",
+            got=tokenizer.name_or_path or None,
+            remedy="put a template that works into the model's folder as chat_template.jinja, or set prompts.style=raw",
+        ) from error
+    for prompt, conversation, text in zip(prompts, conversations, texts, strict=True):
+        _check_words(prompt, conversation, text)
+    return texts, tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+
+def _check_words(prompt: Prompt, conversation: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Refuses a prompt of which the chat template has left out a message: its words are nowhere in the text."""
+    bare, words = "".join(text.split()), None
+    for message in conversation:
+        content = message["content"].rpartition("</think>")[2]  # templates leave earlier thinking out
+        if "".join(content.split()) in bare:
+            continue
+        words = set(WORD.findall(text)) if words is None else words
+        wanted = set(WORD.findall(SWITCH.sub("", content)))
+        if 2 * len(wanted - words) < len(wanted) or not wanted:
+            continue
+        is_system = message["role"] == "system"
+        problem = f"the model's chat template leaves out the {message['role']}'s message of prompt {prompt.id!r}"
+        raise UserError(
+            "data.system_prompt" if is_system else "data",
+            f"{problem}, so the policy never reads it",
+            got=repr(content.strip()[:60]),
+            remedy="set data.system_prompt=null and say it in data.prompt_template"
+            if is_system
+            else "use data whose turns it writes, or prompts.style=raw",
+        )
+
+
+def uses_template(tokenizer: PreTrainedTokenizerBase, style: str) -> bool:
+    """Whether prompts of this style are written by the tokenizer's chat template."""
+    return style != "raw" and bool(tokenizer.chat_template)
 
 
 def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:

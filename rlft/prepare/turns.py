@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlft.generation.ends import TurnEnds, num_common, rendered, turn_ends
+from rlft.generation.ends import TurnEnds, num_common, turn_ends
 from rlft.model.backbone import configured_ends
 from rlft.prepare.prompts import chunked
 from rlft.prepare.texts import text_ids
+from rlft.tokens.chat_template import rendered
+from rlft.tokens.text import without_tail
 from rlft.types import Prompt, UserError
 
 if TYPE_CHECKING:
@@ -105,4 +107,4 @@ def learned(prompt: str, conversation: str, text: str, last: str) -> tuple[str, 
     if not (conversation.endswith(last) and "".join(turn.split()).endswith("".join(text.split()))):
         rest, problem = text, "it drops a part of their text"
     overlap = next((n for n in range(len(opened), 0, -1) if rest.startswith(opened[-n:])), 0)
-    return rest[overlap:], problem
+    return rest[overlap:] if overlap else without_tail(rest, opened), problem

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
+from typing import cast
 
-from rlft.types import UserError
+from rlft.reward.pattern_text import written_for
+from rlft.types import Group, Prompt, Reward, Unscorable, UserError
 
 MAX_ANSWER_CHARS = 2000
 MAX_NUMBER_CHARS = 100
@@ -75,6 +77,31 @@ class AnswerKeys:
             return None
         answer = answers[-1]
         return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
+
+    def written(self, answer: str) -> str | None:
+        """A completion that gives this answer where the reward looks for it; None if none can be made for a pattern."""
+        match self.answer_in:
+            case AnswerIn.tag:
+                return f"<{self.tag}>{answer}</{self.tag}>"
+            case AnswerIn.boxed:
+                return f"\\boxed{{{answer}}}"
+            case AnswerIn.hashes:
+                return f"#### {answer}"
+            case AnswerIn.pattern:
+                return written_for(self.pattern or "", answer)
+            case _:
+                return answer
+
+    def reference_text(self, prompt: Prompt) -> str | None:
+        """A completion that gives the prompt's reference answer, as `written`; it should get full marks.
+
+        None also for a reward that compares nothing with the reference. Unscorable if the reference is of no use.
+        """
+        return self.written(prompt.answer)
+
+    def right(self, group: Group) -> list[bool]:
+        """Whether each completion gives the reference answer."""
+        return [score == 1.0 for score in cast("Reward", self)(group)]
 
     def _answers(self, text: str) -> Iterator[str]:
         match self.answer_in:
@@ -159,9 +186,9 @@ def plain_number(text: str) -> Decimal | None:
 
 
 def reference_answer(answer: str, prompt_id: str) -> str:
-    """The prompt's reference answer, stripped. ValueError if there is none: nothing could be scored correctly."""
+    """The prompt's reference answer, stripped. Unscorable if there is none: nothing could be scored correctly."""
     if not answer.strip():
-        raise ValueError(f"prompt {prompt_id!r} has no reference answer to compare with")
+        raise Unscorable(f"prompt {prompt_id!r} has no reference answer to compare with")
     return answer.strip()
 
 

@@ -8,16 +8,18 @@ naming several.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from rlft.reward.answer import AnswerKeys, reference_answer
 from rlft.reward.exact_match import matches
 from rlft.reward.notation import unwrapped
-from rlft.types import Group, Prompt
+from rlft.types import Group, Prompt, Unscorable, UserError
 
 _LABEL = re.compile(r"\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:]?")
 _LABEL_AND_TEXT = re.compile(r"(?:\(([A-Za-z0-9])\)[.:]?|([A-Za-z0-9])[).:])\s*(\S.*)", re.DOTALL)
@@ -28,6 +30,14 @@ _SET_APART = re.compile(
 )
 _OPTION = re.compile(r"(?:option|choice)\s+", re.IGNORECASE)
 _SECOND_LABEL = re.compile(r"\([A-Za-z0-9]\)|\b(?:[A-Z]|and|or|nor|not)\b")
+
+
+class ReferenceIs(StrEnum):
+    """How a reference answer names its choice: by letter or text, or by its index in the choices, from 0 (MMLU)."""
+
+    auto = "auto"
+    choice = "choice"
+    index = "index"
 
 
 def named(answer: str, choices: Mapping[str, str], *, ignore_case: bool) -> str | None:
@@ -92,21 +102,71 @@ class Choice(AnswerKeys):
         ignore_case: whether letters and texts are compared without case.
         choices_field: key of the prompt's metadata that holds the choices (`choices_of`): their letters and texts
             count. None: any letter counts, and no text.
+        reference_is: `choice`, `index`, or `auto`: an index where it is a whole number that is no choice's letter or
+            text. `examine` refuses data for which `auto` could mean both.
     """
 
     metadata_keys: ClassVar[tuple[str, ...]] = ("choices_field",)
 
     ignore_case: bool
     choices_field: str | None
+    reference_is: ReferenceIs = ReferenceIs.auto  # configs begun before this key existed have none
 
     def __call__(self, group: Group) -> list[float]:
-        choices = {} if self.choices_field is None else _choices(group.prompt, self.choices_field)
-        reference = reference_answer(group.prompt.answer, group.prompt.id)
-        right = named(reference, choices, ignore_case=self.ignore_case)
+        choices = self._choices(group.prompt)
+        right = self._right(group.prompt, choices)
+        return [float(self._is_right(rollout.completion.text, right, choices)) for rollout in group.rollouts]
+
+    def examine(self, prompts: Sequence[Prompt]) -> str | None:
+        """Says that references are indices. UserError where they may be indices or texts: they are one in all rows."""
+        if self.reference_is is not ReferenceIs.auto or self.choices_field is None:
+            return None
+        num_indices, only, both = 0, [], []
+        for prompt in prompts:
+            with contextlib.suppress(ValueError):  # rows that are unscorable are found elsewhere
+                choices, reference = self._choices(prompt), prompt.answer.strip()
+                if (index := _at_index(reference, choices)) is None:
+                    continue
+                num_indices += 1
+                letter = named(reference, choices, ignore_case=self.ignore_case)
+                if letter is None:
+                    only.append(f"{reference} of prompt {prompt.id!r}")
+                elif letter != index:
+                    both.append(f"{reference} of prompt {prompt.id!r}, {letter} by its text and {index} by its index")
+        if both and num_indices == len(prompts):
+            problem = (
+                f"all {num_indices} reference answers may be indices, and {len(both)} of them are also choices' texts"
+            )
+            raise self._unclear(problem, both[0])
+        if only and num_indices < len(prompts):
+            problem = (
+                f"{len(only)} of {len(prompts)} reference answers name a choice only by its index, others otherwise"
+            )
+            raise self._unclear(problem, only[0])
+        return f"all {num_indices} reference answers are read as indices of choices, counted from 0" if only else None
+
+    def _unclear(self, problem: str, first: str) -> UserError:
+        remedy = "set it to index (counted from 0, as in MMLU) or to choice (letters and texts)"
+        return UserError("reference_is", f"{problem} (the first: {first})", got=self.reference_is, remedy=remedy)
+
+    def _right(self, prompt: Prompt, choices: Mapping[str, str]) -> str:
+        """The letter that the prompt's reference answer names. Unscorable if it names none."""
+        reference = reference_answer(prompt.answer, prompt.id)
+        right = None
+        if self.reference_is is not ReferenceIs.index:
+            right = named(reference, choices, ignore_case=self.ignore_case)
+        if right is None and self.reference_is is not ReferenceIs.choice:
+            right = _at_index(reference, choices)
         if right is None:
             among = f"one of its choices {', '.join(choices)}" if choices else "a letter"
-            raise ValueError(f"the reference answer {reference!r:.80} of prompt {group.prompt.id!r} is not {among}")
-        return [float(self._is_right(rollout.completion.text, right, choices)) for rollout in group.rollouts]
+            raise Unscorable(f"the reference answer {reference!r:.80} of prompt {prompt.id!r} is not {among}")
+        return right
+
+    def reference_text(self, prompt: Prompt) -> str | None:
+        return self.written(self._right(prompt, self._choices(prompt)))
+
+    def _choices(self, prompt: Prompt) -> dict[str, str]:
+        return {} if self.choices_field is None else _choices(prompt, self.choices_field)
 
     def _is_right(self, text: str, right: str, choices: Mapping[str, str]) -> bool:
         answer = self.extract(text)
@@ -118,6 +178,20 @@ def _is_text_of(label: str, text: str, choices: Mapping[str, str], ignore_case: 
     if label not in choices:
         return False
     return matches(unwrapped(text), unwrapped(choices[label]), numeric=True, ignore_case=ignore_case)
+
+
+def _at_index(reference: str, choices: Mapping[str, str]) -> str | None:
+    """The letter of the choice with this index, from 0; None if the reference is no index of theirs.
+
+    >>> _at_index("1", {"A": "Rome", "B": "Paris"}), _at_index("2", {"A": "Rome", "B": "Paris"})
+    ('B', None)
+    """
+    letters = list(choices)
+    return (
+        letters[int(reference)]
+        if reference.isdecimal() and len(reference) < 3 and int(reference) < len(letters)
+        else None
+    )
 
 
 def _known(label: str, choices: Mapping[str, str], ignore_case: bool) -> str | None:

@@ -56,8 +56,10 @@ class Cosine(ExactMatch):
                 raise UserError(key, problem, got=getattr(self, key), remedy="lower it, or raise right_at_max")
 
     def __call__(self, group: Group) -> list[float]:
-        right = ExactMatch.__call__(self, group)
-        return [self._value(r.completion, score == 1.0) for r, score in zip(group.rollouts, right, strict=True)]
+        return [self._value(r.completion, right) for r, right in zip(group.rollouts, self.right(group), strict=True)]
+
+    def right(self, group: Group) -> list[bool]:
+        return [score == 1.0 for score in ExactMatch.__call__(self, group)]
 
     def _value(self, completion: Completion, is_right: bool) -> float:
         num_tokens = completion.num_sampled

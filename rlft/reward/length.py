@@ -9,7 +9,7 @@ from enum import StrEnum
 from rlft.keys.bounds import PositiveFloat, PositiveInt
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
-from rlft.types import Group, UserError
+from rlft.types import Group, Prompt, UserError
 
 
 class Mode(StrEnum):
@@ -80,9 +80,15 @@ class Length(ExactMatch):
     def __call__(self, group: Group) -> list[float]:
         lengths = [rollout.completion.num_sampled for rollout in group.rollouts]
         if self.mode == Mode.kimi:
-            return among_siblings(lengths, [score == 1.0 for score in ExactMatch.__call__(self, group)])
+            return among_siblings(lengths, self.right(group))
         if self.mode == Mode.target:
             assert self.target is not None
             return [near_target(length, self.target) for length in lengths]
         assert self.limit is not None
         return [below_limit(length, self.limit, self.penalty) for length in lengths]
+
+    def right(self, group: Group) -> list[bool]:
+        return [score == 1.0 for score in ExactMatch.__call__(self, group)]
+
+    def reference_text(self, prompt: Prompt) -> str | None:
+        return ExactMatch.reference_text(self, prompt) if self.mode == Mode.kimi else None

@@ -30,6 +30,7 @@ from rlft.system.disk import writing
 from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming, say
 from rlft.system.versions import FORMAT, KEY, NewerError
+from rlft.tokens.chat_template import AUTO_DATE, today
 from rlft.trainer import checkpoint
 from rlft.types import UserError
 
@@ -171,13 +172,20 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
     return paths.located(config, recorded if isinstance(recorded, dict) else {}, folder)
 
 
-def with_kept_lanes(config: Mapping[str, Any], resumed: Path | None) -> dict[str, Any]:
-    """The config with a number in place of `cluster.lanes: auto`: that of the resumed run, or a new run's."""
-    cluster = config.get("cluster")
-    if not isinstance(cluster, Mapping):
-        return dict(config)
-    resumed_cluster = None if resumed is None else read(resumed).get("cluster", {})
-    return {**config, "cluster": kept_lanes(cluster, resumed_cluster)}
+def with_kept_values(config: Mapping[str, Any], resumed: Path | None) -> dict[str, Any]:
+    """The config with values in place of `model.date: auto` and `cluster.lanes: auto`, which a resume keeps.
+
+    Args:
+        config: a plain config.
+        resumed: the folder of the run that is resumed, whose values are kept; None for a new run.
+    """
+    before = None if resumed is None else read(resumed)
+    kept = dict(config)
+    if isinstance(model := config.get("model"), Mapping) and model.get("date", AUTO_DATE) == AUTO_DATE:
+        kept["model"] = {**model, "date": today() if before is None else before["model"].get("date", AUTO_DATE)}
+    if isinstance(cluster := config.get("cluster"), Mapping):
+        kept["cluster"] = kept_lanes(cluster, None if before is None else before.get("cluster", {}))
+    return kept
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlft.scoring.pool import InProcess, Pool, RewardError, StopWhen, WorkerPool
 from rlft.scoring.reward_spec import TURNS, OnError, RewardSpec, specs
@@ -53,6 +53,8 @@ class Scorer:
         resident: {name: callable} of rewards that this process computes for all groups at once, after those of the
             workers; a reward that `runs_in_trainer` needs one. Wrong scores of theirs always stop the run.
         open_pool: opens the workers elsewhere; None: processes of this machine.
+        allow_unscorable: whether completions of a prompt whose reference answer a reward cannot use get 0, whatever
+            `on_error` is (data.allow_unscorable).
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Scorer:
         on_error: OnError,
         resident: Mapping[str, Resident] = MappingProxyType({}),
         open_pool: Callable[[Sequence[RewardSpec]], Pool] | None = None,
+        *,
+        allow_unscorable: bool = False,
     ) -> None:
         if workers < 0 or timeout_s <= 0:
             raise ValueError(f"needs workers >= 0 and timeout_s > 0, got {workers}, {timeout_s}")
@@ -73,6 +77,7 @@ class Scorer:
         self._rewards = dict(rewards)
         self._resident = dict(resident)
         self._on_error: OnError = on_error
+        self._allow_unscorable = allow_unscorable
         pooled = [spec for name, spec in rewards.items() if name not in resident]
         self._pooled = tuple(spec.name for spec in pooled)
         self._process = tuple(spec.name for spec in pooled if spec.scores_steps)
@@ -156,6 +161,8 @@ class Scorer:
         own_policy = self._rewards[name].on_error
         if failure.cause is Cause.not_built:
             return "stop"
+        if failure.cause is Cause.unscorable and self._allow_unscorable:
+            return 0.0
         return self._on_error if own_policy is None else own_policy
 
     def _stops(self, reply: Reply) -> bool:
@@ -234,8 +241,8 @@ class Scorer:
         """
         outcomes: dict[tuple[int, str], Outcome] = {}
         sensitive: dict[tuple[int, str], float] = {}
-        for task, reply in self._pool.run(tasks, stop_when):
-            outcomes |= {(task.key, name): outcome for name, outcome in reply.items()}
+        for task, reply in self._pool.run([with_tail(task) for task in tasks], stop_when):
+            outcomes |= {(task.key, name): without_tail(outcome, task.group) for name, outcome in reply.items()}
             now = time.monotonic()
             for name, outcome in reply.items():
                 if self._pool.ran_programs or isinstance(outcome, Failure):
@@ -244,6 +251,38 @@ class Scorer:
             time.sleep(max(0.0, max(sensitive.values()) + SKEW_S - time.monotonic()))
         disturbed = {key for key, done_at in sensitive.items() if may_have_disturbed(done_at)}
         return {key: outcome for key, outcome in outcomes.items() if key not in disturbed}
+
+
+def with_tail(task: Task) -> Task:
+    """The task as rewards read it: completions begin with what their prompt has begun to say for the policy."""
+    tail = task.group.prompt.tail
+    if not tail:
+        return task
+    rollouts = tuple(
+        replace(rollout, completion=replace(rollout.completion, text=tail + rollout.completion.text))
+        for rollout in task.group.rollouts
+    )
+    return replace(task, group=replace(task.group, rollouts=rollouts))
+
+
+def without_tail(outcome: Outcome, group: Group) -> Outcome:
+    """The outcome for a task made by `with_tail`, with offsets into the texts of the completions themselves.
+
+    A step that ends in the tail counts for the completion's first character; an empty completion has no steps.
+    """
+    num_chars = len(group.prompt.tail)
+    if not num_chars or isinstance(outcome, Failure):
+        return outcome
+    moved: list[Any] = []
+    for score, rollout in zip(outcome, group.rollouts, strict=True):
+        if isinstance(score, StepScores):
+            is_empty = len(rollout.completion.text) == num_chars
+            steps = [] if is_empty else zip(score.values, score.ends, strict=True)
+            each = [StepScores(values=(value,), ends=(max(1, end - num_chars),)) for value, end in steps]
+            moved.append(merged_steps(each, [1.0] * len(each)))
+        else:
+            moved.append(score)
+    return moved
 
 
 def _remaining(tasks: Sequence[Task], outcomes: Mapping[tuple[int, str], Outcome]) -> list[Task]:
@@ -265,6 +304,8 @@ def describe(name: str, group: Group, failure: Failure, completion: int | None) 
         remedy = f"raise scoring.timeout, {remedy}"
     if failure.cause is Cause.not_built:
         remedy = "fix the reward"
+    if failure.cause is Cause.unscorable:
+        remedy = "correct the reference answer, or give completions of such prompts 0 with data.allow_unscorable=true"
     return f"reward.{name}: {failure.problem} on {where}; {remedy}"
 
 

@@ -27,7 +27,7 @@ from rlft.scoring.reward_spec import RewardSpec
 from rlft.system import signals
 from rlft.system.children import detach
 from rlft.system.running_time import TICK_S, RunningTime
-from rlft.types import Completion, Group, Reward, Rollout, StepScores, Unscored
+from rlft.types import Completion, Group, Reward, Rollout, StepScores, Unscorable, Unscored
 
 READY = "ready"
 NOWHERE = -1
@@ -43,6 +43,7 @@ class Cause(StrEnum):
 
     not_built = "not_built"
     raised = "raised"
+    unscorable = "unscorable"  # the reward cannot use the prompt's reference answer
     time_limit = "time_limit"
     died = "died"
     invalid = "invalid"
@@ -169,7 +170,7 @@ def score(loaded: Loaded, group: Group, timeout_s: float, progress: Progress) ->
     ) as error:  # whatever the reward's code raises is reported, never trained on
         if not alarm.rang:
             return Failure(
-                cause=Cause.raised,
+                cause=Cause.unscorable if isinstance(error, Unscorable) else Cause.raised,
                 problem=f"raised {type(error).__name__}: {error}{place_of(error)}"[:MAX_PROBLEM],
                 completion=_at(progress),
                 traceback=traceback_text(),

@@ -43,7 +43,7 @@ def begin(plain: dict[str, Any], folder: Path) -> None:
     if may_be_finished:
         plain = {**plain, "resume": str(folder) if run_folder.config_file(folder).exists() else None}
     plain = references.resolved(plain)
-    plain = run_folder.with_kept_lanes(plain, None if plain["resume"] is None else folder)
+    plain = run_folder.with_kept_values(plain, None if plain["resume"] is None else folder)
     check_early(plain, plain["verb"])
     if plain["resume"] is None:
         run_folder.check_free(folder)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median_low
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -99,8 +99,8 @@ class Planned:
 
     @property
     def failed_rewards(self) -> list[str]:
-        """Names of the rewards that failed on the completions with which they were tried."""
-        return list(dict.fromkeys(trial.reward for trial in self.trials if trial.error is not None))
+        """Names of the rewards whose failure on the completions with which they were tried would end the run."""
+        return list(dict.fromkeys(trial.reward for trial in self.trials if trial.score is None))
 
     @property
     def engine_lacks(self) -> int:
@@ -257,13 +257,9 @@ def trials_of(plan: Plan) -> list[Trial]:
     prompts = plan.scored_prompts
     if prompts is None:
         return []
-    tokenizer = load_tokenizer(plan.config.model)
-
-    def tokens(text: str) -> list[int]:
-        # A single text gives a flat list.
-        return cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return try_rewards(specs(plan.config.reward), prompts.prompts[:TRIED_PROMPTS], tokens, plan.config.scoring.timeout)
+    config = plan.config
+    tried, tokenizer = prompts.prompts[:TRIED_PROMPTS], load_tokenizer(config.model)
+    return try_rewards(specs(config.reward), tried, tokenizer, config.generation.sampling, config.scoring.timeout)
 
 
 def conversation_of(plan: Plan) -> EnvironmentTrial | None:

@@ -23,6 +23,8 @@ BINS = 8
 BAR_WIDTH = 40
 SHOWN_CHARACTERS = 32
 MAX_TURN_CHARACTERS = 200
+MAX_SCORE_CHARACTERS = 6
+"""Of a score such as -0.125 or `failed`, so that a narrow terminal folds texts and cuts no number."""
 
 
 def print_plan(planned: Planned, terminal: Terminal | None = None) -> None:
@@ -166,10 +168,10 @@ def print_trials(terminal: Terminal, trials: Sequence[Trial]) -> None:
     heading(terminal, "What the rewards say, before their weights")
     names = list(dict.fromkeys(trial.reward for trial in trials))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("prompt", style="dim", no_wrap=True)
-    table.add_column("completion", no_wrap=True)
+    table.add_column("prompt", style="dim", overflow="fold")
+    table.add_column("completion", overflow="fold")
     for name in names:
-        table.add_column(Text(visible(name)), justify="right", min_width=min(len(name), SHOWN_CHARACTERS))
+        table.add_column(Text(visible(name)), justify="right", overflow="fold", min_width=MAX_SCORE_CHARACTERS)
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for trial in trials:
         score = "failed" if trial.score is None else f"{trial.score:g}"

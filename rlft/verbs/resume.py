@@ -72,7 +72,7 @@ def fork(folder: Path, arguments: list[str]) -> None:
     plain = configs.changed(dict(source.before), changes, parsed.config_dir, verb)
     plain["resume"] = None
     new_folder = Path(os.path.relpath(parsed.value("hydra.run.dir") or configs.new_folder(plain["name"])))
-    plain = run_folder.with_kept_lanes(references.resolved(plain), None)
+    plain = run_folder.with_kept_values(references.resolved(plain), None)
     check_early({**plain, "resume": str(folder)}, verb)
     run_folder.check_free(new_folder)
     launch(plain, new_folder, fork=source)

@@ -206,9 +206,11 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         stack.enter_context(deterministic_on_cpu(backbone.device))
         roles = policy_alone(backbone, plan.lora, token_budget=config.token_budget, seed=config.seed)
         stack.callback(roles.close)
-        rewards, scoring = specs(config.reward), config.scoring
+        rewards, scoring, unscorable = specs(config.reward), config.scoring, config.allows_unscorable
         resident = open_resident(rewards, roles, learns=False)
-        scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident)
+        scorer = Scorer(
+            rewards, scoring.workers, scoring.timeout, scoring.on_error, resident, allow_unscorable=unscorable
+        )
         stack.callback(scorer.close)
         opening = opening_of(config, plan.lora.rank, roles, backbone)
         generator = stack.enter_context(engines.opened(engine, opening))

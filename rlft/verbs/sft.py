@@ -162,9 +162,9 @@ def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstrat
         learner = open_policy(config, config.lora, stack, adopt)
     if plan.engine is None:
         return DemonstrationLesson(plan, learner, None, None)
-    rewards, scoring = specs(config.reward), config.scoring
+    rewards, scoring, unscorable = specs(config.reward), config.scoring, config.allows_unscorable
     resident = open_resident(rewards, learner, learns=False) if isinstance(learner, Roles) else {}
-    scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident)
+    scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident, allow_unscorable=unscorable)
     stack.callback(scorer.close)
     rank = 1 if config.lora is None else config.lora.rank
     opening = opening_of(config, rank, learner, learner.backbone)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlft.run.references import resolved
 from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt
 from rlft.system.terminal import command_line, override, resuming, say
+from rlft.tokens.chat_template import AUTO_DATE, today
 from rlft.types import Logger, UserError
 from rlft.verbs.launch import import_libraries, launch, saved_steps
 from rlft.verbs.study.space import check_one_by_one
@@ -31,6 +33,7 @@ from rlft.verbs.sweep_jobs import SideBySide, are_on_gpus, cluster_of, gpus_of, 
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "steps", "epochs", "minibatches", "logger", "rollouts",
                     "checkpoint")  # fmt: skip
 
+DATE = "model.date"
 LOGGING_KEPT = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 """Hydra would write a log file for each job, or, with its logging `disabled`, switch off the warnings of every module
 that is imported already. Not a verb's YAML to say, since one from outside the tree may forget it."""
@@ -52,6 +55,9 @@ def sweep(verb: str, parsed: Arguments) -> None:
     sweep.check_jobs(jobs)
     names = sweep.names_of(jobs)
     plains = _composed(jobs, parsed.config_dir, verb)
+    if (word := date_word(plains, None if named is None else Path(named))) is not None:
+        parsed = replace(parsed, overrides=(*parsed.overrides, word))
+        jobs, plains = [[*job, word] for job in jobs], [dated(plain, word) for plain in plains]
     cluster = cluster_of(plains)
     _check_plans(jobs, plains, verb)
     folders: list[Path] = []
@@ -75,6 +81,27 @@ def sweep(verb: str, parsed: Arguments) -> None:
         if folders:
             table = sweep.rows(folders[0], jobs)
             sweep.print_table(table, names, sweep.write_csv(folders[0], table))
+
+
+def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str | None:
+    """The override by which all jobs have the date on which the sweep was begun; None if their configs name dates.
+
+    Args:
+        plains: the jobs' configs.
+        folder: of a sweep that is repeated, whose first job with a date says which; None for a new one.
+    """
+    from rlft.run import run_folder
+
+    if any(plain.get("model", {}).get("date") != AUTO_DATE for plain in plains):
+        return None
+    runs = sorted(file.parent for file in folder.glob("*/config.yaml")) if folder is not None else []
+    dates = [run_folder.read(run)["model"].get("date", AUTO_DATE) for run in runs]
+    return override(DATE, dates[0] if dates else today())
+
+
+def dated(plain: dict[str, Any], word: str) -> dict[str, Any]:
+    """The config with the date of a `date_word`."""
+    return {**plain, "model": {**plain["model"], "date": word.partition("=")[2]}}
 
 
 def _one_after_the_other(verb: str, parsed: Arguments, names: Sequence[str], number_of_job: Callable[[], int]) -> None:
@@ -203,7 +230,7 @@ def _composed_job(composed: Any) -> tuple[dict[str, Any], Path]:
 
     folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
     exists = run_folder.config_file(folder).exists()
-    return run_folder.with_kept_lanes(resolved(configs.plain(composed)), folder if exists else None), folder
+    return run_folder.with_kept_values(resolved(configs.plain(composed)), folder if exists else None), folder
 
 
 def _is_finished(plain: dict[str, Any], folder: Path) -> bool:

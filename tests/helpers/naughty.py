@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from rlft.types import StepScores
+from rlft.types import StepScores, Unscorable
 
 
 def length(group):
@@ -223,3 +223,16 @@ class NotAReward:
 
 
 number = 5
+
+
+def every_character(group):
+    """A process reward that gives 1 for each character."""
+    numbers = [len(rollout.completion.text) for rollout in group.rollouts]
+    return [StepScores(values=(1.0,) * n, ends=tuple(range(1, n + 1))) for n in numbers]
+
+
+every_character.scores_steps = True
+
+
+def unscorable(group):
+    raise Unscorable("the reference answer is of no use")

@@ -8,19 +8,22 @@ from rlft.config.compose import compose
 from rlft.config.token_budget import resolved
 from rlft.planning.reward_trial import completions, doubts, try_rewards
 from rlft.scoring.reward_spec import specs
-from rlft.types import Prompt
+from rlft.types import Prompt, Sampling
+from tests.helpers.family_tokenizers import family_tokenizer
 
 
 def prompt(name, answer):
     return Prompt(id=name, messages=({"role": "user", "content": f"{name}?"},), answer=answer, token_ids=(1, 2))
 
 
+TOKENIZER = family_tokenizer("qwen2.5")
+SAMPLING = Sampling(max_tokens=64, temperature=1.0)
 PROMPTS = (prompt("a", "12"), prompt("b", "7"))
 
 
 def tried(*words):
     rewards = specs(resolved(compose(list(words)))["reward"])
-    return try_rewards(rewards, PROMPTS, lambda text: [ord(c) % 50 + 1 for c in text], 10.0)
+    return try_rewards(rewards, PROMPTS, TOKENIZER, SAMPLING, 10.0)
 
 
 def always(group, value=1.0):
@@ -71,6 +74,19 @@ def test_rewards_that_cannot_teach_raise_one_and_hide_no_other(function, doubt):
     if function == "broken":
         assert "no such thing" in told
         assert {t.score for t in trials if t.reward == "mine"} == {None}
+
+
+def raises_on_answers(group):
+    raise ValueError("no such thing")
+
+
+def test_the_error_of_a_reward_whose_on_error_is_a_number_is_said_and_not_taken_for_its_score():
+    mine = f"+reward.mine={{_target_: {__name__}.raises_on_answers, weight: 1.0, on_error: 0.0}}"
+    trials = tried("reward=[exact_match]", mine)
+    [told] = doubts(trials)
+    assert told.startswith("reward.mine failed: ")
+    assert "no such thing" in told
+    assert {t.score for t in trials if t.reward == "mine"} == {0.0}  # as the run would score them
 
 
 def test_rewards_that_need_weights_are_left_out():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlft.model.backbone import Backbone
 from rlft.prepare.examples import Examples, Rankings, scan_demonstrations, scan_rankings
 from rlft.prepare.prompts import tokenizer_fingerprint
 from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
+from tests.helpers.family_tokenizers import family_tokenizer
 
 PROMPTS = PromptsConfig(max_tokens=64, over_limit="drop", style="chat")
 END = 2
@@ -258,3 +260,27 @@ def test_the_fingerprint_of_rankings_covers_their_scores(scan_ranked: Callable[.
     mine = ranked("1?", "a", "b")
     others = [replace(mine, scores=(2.0, 0.0)), replace(mine, completions=("b", "a")), ranked("2?", "a", "b")]
     assert len({scan_ranked([one]).fingerprint for one in (mine, *others)}) == 4
+
+
+# -- prompts that have begun to say something --------------------------------------------------------------------------
+def test_a_think_that_the_prompt_has_opened_is_not_taught_a_second_time() -> None:
+    tokenizer = copy.deepcopy(family_tokenizer("qwen3"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    forms = ["<think>\n2 + 3</think>5", "<think>2 + 3</think>5", "2 + 3</think>5"]
+    demonstrations = [demonstrated(f"q{k}", text) for k, text in enumerate(forms)]
+    examples = scan_demonstrations(demonstrations, tokenizer, PROMPTS, 64, Split.train)
+    for text in examples.texts:
+        learned = tokenizer.decode(text.ids[text.num_given :])
+        assert learned.startswith("2 + 3</think>5<|im_end|>")
+        assert tokenizer.decode(text.ids).count("<think>") == 1
+    assert examples.note is None
+    rankings = scan_rankings([ranked("q", *forms[:2], "5")], tokenizer, PROMPTS, 64, Split.train).rankings
+    first, second, bare = rankings[0].completions
+    assert first == second
+    assert tokenizer.decode(bare).startswith("5")
+    inside = scan_demonstrations([demonstrated("q", "5")], tokenizer, PROMPTS, 64, Split.train)
+    assert inside.note is not None
+    assert "1 train demonstrations are learned inside <think>" in inside.note

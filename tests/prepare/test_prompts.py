@@ -1,3 +1,4 @@
+import copy
 import hashlib
 import re
 import time
@@ -21,6 +22,7 @@ from rlft.prepare.prompts import (
     tokenizer_fingerprint,
 )
 from rlft.types import Prompt, Split, UserError
+from tests.helpers.family_tokenizers import family_tokenizer
 
 TINY = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 
@@ -230,3 +232,55 @@ def test_the_embedded_task_scans_in_a_few_seconds(tokenizer) -> None:
     found = scan(data.load(Split.train), tokenizer, 64, "refuse", Split.train)
     assert len(found.prompts) == 4096
     assert time.perf_counter() - start < 5
+
+
+# -- what a template makes of the messages -----------------------------------------------------------------------------
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+SYSTEM = "Answer as <answer>a number</answer>, and nothing else."
+
+
+def with_template(template: str):
+    changed = copy.deepcopy(family_tokenizer("qwen2.5"))
+    changed.chat_template = template
+    return changed
+
+
+def asked(*messages: tuple[str, str]) -> Prompt:
+    return Prompt(id="p", messages=tuple({"role": role, "content": text} for role, text in messages), answer="1")
+
+
+def test_the_words_of_every_message_must_be_in_what_the_template_writes() -> None:
+    chat = [("system", SYSTEM), ("user", "What is 1 + 2?"), ("assistant", "<think>so</think>3"), ("user", "And 2 + 2?")]
+    for dropped, key in (("system", "data.system_prompt"), ("user", "data"), ("assistant", "data")):
+        drops = with_template(TURNS.replace("in messages", f"in messages if m.role != '{dropped}'") + START)
+        with pytest.raises(UserError, match=f"leaves out the {dropped}'s message of prompt 'p'") as refused:
+            scan([asked(*chat)], drops, 400, "refuse", Split.train)
+        assert refused.value.key == key
+    thoughtless = with_template(TURNS.replace("m.content", "(m.content.split('</think>') | last)") + START)
+    for kept in (with_template(TURNS + START), thoughtless):
+        scan([asked(*chat)], kept, 400, "refuse", Split.train)
+
+
+def test_a_template_that_moves_a_message_or_reads_a_switch_in_it_leaves_nothing_out() -> None:
+    moved = "{% for m in messages if m.role == 'user' %}[{{ m.content }}\n\n{{ messages[0].content }}]{% endfor %}"
+    scan([asked(("system", f"  {SYSTEM}\n"), ("user", "2?"))], with_template(moved), 400, "refuse", Split.train)
+    switch = with_template(TURNS.replace("m.content", "m.content.replace('/no_think', '')") + START)
+    scan([asked(("system", "Be brief. /no_think"), ("user", "2?"))], switch, 400, "refuse", Split.train)
+    scan([asked(("system", "/no_think"), ("user", "2?"))], switch, 400, "refuse", Split.train)
+
+
+def test_an_error_of_the_template_is_refused_by_name() -> None:
+    for broken, cause in (
+        ("{{ messages + 1 }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivision"),
+    ):
+        with pytest.raises(UserError, match=f"^model.path: its chat template fails .{cause}"):
+            scan(THREE, with_template(broken), 400, "refuse", Split.train)
+
+
+def test_prompts_know_what_they_have_begun_to_say() -> None:
+    thinking = with_template(TURNS + START.replace("{% endif %}", "<think>\n{% endif %}"))
+    assert [p.tail for p in scan(THREE, thinking, 400, "refuse", Split.train).prompts] == ["<think>\n"] * 3
+    plain = scan([prompt("a", "1 + 2?\n<think>")], thinking, 400, "refuse", Split.train, style="raw")
+    assert plain.prompts[0].tail == "<think>"

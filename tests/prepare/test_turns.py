@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlft.config.schema import PromptsConfig
-from rlft.generation.ends import rendered, turn_ends
+from rlft.generation.ends import turn_ends
 from rlft.model.config import ModelConfig
 from rlft.prepare.examples import scan_demonstrations, scan_rankings
 from rlft.prepare.turns import ends_of, turns_of
+from rlft.tokens.chat_template import rendered
 from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
 from tests.helpers.turn_shapes import SHAPES, shaped_tokenizer
 

@@ -1,10 +1,12 @@
 import time
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rlft.scoring.scorer import RewardError, Scorer, specs
-from rlft.types import Turn, UserError
+from rlft.types import Group, StepScores, Turn, UserError
 
 TIMEOUT_S = 0.4
 
@@ -240,3 +242,37 @@ def test_a_closed_scorer_leaves_no_process(group):
     score.close()
     score.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+# -- what the prompt has begun to say ----------------------------------------------------------------------------------
+def begun(group, tail, texts, **fields):
+    made = group(texts, **fields)
+    prompt = replace(made.prompt, tail=tail)
+    return Group(prompt=prompt, rollouts=tuple(replace(rollout, prompt=prompt) for rollout in made.rollouts))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rewards_read_what_the_prompt_has_begun_together_with_the_completion(group, workers):
+    keys = {"_target_": "rlft.reward.format.Format", "weight": 1.0, "mode": "strict", "tags": ["think", "answer"]}
+    made = begun(group, "<think>\n", ["so</think><answer>5</answer>", "<think>so</think><answer>5</answer>", "5"])
+    with closing(Scorer(specs({"format": {**keys, "pattern": None}}), workers, 10.0, "stop")) as score:
+        assert score([made]).total.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_ends_of_steps_are_offsets_into_the_completions_own_text(group):
+    keys = {"_target_": "naughty.every_character", "weight": 1.0}
+    with closing(Scorer(specs({"steps": keys}), 0, 10.0, "stop")) as score:
+        [[full, empty]] = score([begun(group, "<t>", ["ab", ""])]).steps
+    # Five characters with a value of 1 each: those of the tail and "a" count for the first one.
+    assert full == StepScores(values=(4.0, 1.0), ends=(1, 2))
+    assert empty == StepScores(values=(), ends=())
+
+
+def test_completions_of_a_prompt_whose_reference_is_of_no_use_get_0_where_that_is_allowed(group):
+    keys = {"_target_": "naughty.unscorable", "weight": 1.0}
+    made = group(["a", "b"])
+    scorer = Scorer(specs({"mine": keys}), 0, 10.0, "stop")
+    with closing(scorer), pytest.raises(RewardError, match=r"data\.allow_unscorable=true"):
+        scorer([made])
+    with closing(Scorer(specs({"mine": keys}), 0, 10.0, "stop", allow_unscorable=True)) as score:
+        assert score([made]).total.tolist() == [[0.0, 0.0]]

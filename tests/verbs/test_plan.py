@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from rich.console import Console as Terminal
 from run_processes import Nursery, start_fresh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlft
 from rlft import cli
 from rlft.checks.device_memory import read_bytes
+from rlft.planning.reward_trial import Trial
 from rlft.verbs import plan
+from rlft.verbs.plan_page import print_trials
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
 TASK = ("generation=transformers", "data.size=200", "data.held_out_size=40", "model.device=cpu")
@@ -377,3 +381,22 @@ def test_a_7b_model_is_planned_for_24_gib_as_the_page_says(
     [told, *_] = [line for line in page.splitlines() if " takes it to " in line]
     assert "generation.vllm.gpu_memory_utilization=0." in told
     assert planned(capsys, *words, "device_memory=24GiB", *told.split(" takes it to ")[0].split())["fits"]
+
+
+def test_a_narrow_page_shows_what_every_reward_says() -> None:
+    names = ("exact_match", "format", "a_reward_with_a_long_name")
+    kinds = ("wrong, in tags", "reference, in tags")
+    trials = [
+        Trial(
+            reward=name, kind=kind, prompt="gsm8k-train-000017", completion=f"<think>-</think>{'9' * 60}", score=score
+        )
+        for kind in kinds
+        for name, score in zip(names, (-0.125, 0.25, 17.5), strict=True)
+    ]
+    for width in (80, 60):
+        terminal = Terminal(width=width, file=io.StringIO(), color_system=None)
+        print_trials(terminal, trials)
+        page = cast("io.StringIO", terminal.file).getvalue()
+        for score in ("-0.125", "0.25", "17.5"):
+            assert page.count(score) == len(kinds), (width, page)
+        assert max(map(len, page.splitlines())) <= width

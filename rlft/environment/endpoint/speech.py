@@ -12,6 +12,8 @@ from rlft.environment.calls import Syntax, preamble, reader_of, written
 from rlft.environment.endpoint.bodies import Refusal
 from rlft.environment.protocol import NOTHING, Call, Shown
 from rlft.environment.turn_template import OPENING, TurnTemplate
+from rlft.tokens.chat_template import render
+from rlft.tokens.text import decode
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -58,8 +60,8 @@ class Speech:
         return self._cached(json.dumps(tools))
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        """The text of token ids, as a completion's."""
+        return decode(self.tokenizer, ids)
 
     def _make(self, tools: str) -> Spoken:
         try:
@@ -156,10 +158,8 @@ class Spoken:
         return "\n".join(texts)
 
     def _without_start(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        rendered: Any = self._tokenizer.apply_chat_template(
-            list(messages), tools=[dict(tool) for tool in self._shown.tools] or None, tokenize=False
-        )
-        return tuple(self._tokenizer(str(rendered), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+        rendered = render(self._tokenizer, messages, tools=self._shown.tools)
+        return tuple(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
 
 def _not_taken(problem: Exception | None) -> Refusal:

@@ -27,6 +27,7 @@ from rlft.verbs.study.checked import checked_plans, composed
 from rlft.verbs.study.config import USUAL_TRIALS, StudyConfig, check_installed, is_own, key_of, read_config
 from rlft.verbs.study.measure import check_evaluates, lower_is_better
 from rlft.verbs.study.space import Interval, Space, read_space
+from rlft.verbs.sweep import DATE, date_word, dated
 from rlft.verbs.sweep_jobs import are_on_gpus, cluster_of, gpus_of
 
 if TYPE_CHECKING:
@@ -134,7 +135,9 @@ def search(verb: str, parsed: Arguments, *, resumed: bool = False) -> None:
     """
     if (named := parsed.value("hydra.sweep.dir")) is not None:
         check_folder(Path(named))
-    checked = check(verb, parsed)
+    begun = Path(named) if named is not None and record.is_study(Path(named)) else None
+    checked = check(verb, parsed if begun is None else with_date_of(begun, parsed), dates=begun is None)
+    parsed = checked.parsed
     folder = Path(named or configs.new_folder(str(checked.plains[0]["name"]), below="sweeps"))
     if named is None or not resumed:  # a study that is resumed may compute in another directory than the user's
         folder = Path(os.path.relpath(folder))
@@ -160,8 +163,20 @@ def search(verb: str, parsed: Arguments, *, resumed: bool = False) -> None:
         raise AllFailedError(f"no trial could be done; trial {rows[0].number} failed: {rows[0].why}")
 
 
-def check(verb: str, parsed: Arguments) -> Checked:
-    """Refuses a study for its words, or for what they mean at any value or end of an interval; loads no weights."""
+def with_date_of(folder: Path, parsed: Arguments) -> Arguments:
+    """The words of a study that is resumed, with the date on which the one in this folder was begun."""
+    words = [word for word in record.read(folder).words if key_of(word) == DATE]
+    return parsed if parsed.value(DATE) else replace(parsed, overrides=(*parsed.overrides, *words))
+
+
+def check(verb: str, parsed: Arguments, *, dates: bool = True) -> Checked:
+    """Refuses a study for its words, or for what they mean at any value or end of an interval; loads no weights.
+
+    Args:
+        verb: of its runs.
+        parsed: its words.
+        dates: whether it begins now: then its runs get today's date, if their configs name none.
+    """
     keys = read_config([word for word in parsed.overrides if is_own(word)], verb)
     check_evaluates(verb)
     check_installed()
@@ -170,6 +185,9 @@ def check(verb: str, parsed: Arguments) -> Checked:
     fixed = [word for word in space.fixed if key_of(word) not in ("resume", "hydra.sweep.dir")]
     space = replace(space, fixed=tuple(fixed))
     plains = composed(space, parsed.config_dir, verb, keys.metric)
+    if dates and (word := date_word(plains, None)) is not None:
+        space, parsed = replace(space, fixed=(*space.fixed, word)), replace(parsed, overrides=(*parsed.overrides, word))
+        plains = [dated(plain, word) for plain in plains]
     import_libraries()
     cluster = cluster_of(plains)
     if cluster is not None and cluster.jobs > 1 and are_on_gpus(plains):

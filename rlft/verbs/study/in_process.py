@@ -46,7 +46,7 @@ def _do_run(
         plain = resolved(configs.compose(words, config_dir, verb))
         check_early(plain, verb)
         exists = run_folder.config_file(run.folder).exists()
-        plain = run_folder.with_kept_lanes(plain, run.folder if exists else None)
+        plain = run_folder.with_kept_values(plain, run.folder if exists else None)
         go_on(plain, run.folder, engines, loggers=(StudyLogger(report_new),))
     except OF_THE_VALUES as error:
         raise FailedError(str(error)) from error

@@ -1,0 +1,1 @@
+"""Between texts and tokens: chat templates as they are rendered, tokens as text."""

@@ -1,0 +1,153 @@
+"""The text of tokens, as rewards, people and files have it; and where in a prompt the assistant's turn begins.
+
+A text shows no special token that marks turns: the tokenizer's named ones (bos, eos, pad ..), and those that the chat
+template puts around what is said. Every other special token is something that the model says, such as the `<think>` and
+`[THINK]` of some models, and is shown; rewards read it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from rlft.tokens.chat_template import Conversation, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "tool",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}},
+    },
+}
+CALL_ID = "000000000"
+"""Nine letters or digits, as Mistral's templates require."""
+CALL = {"type": "function", "id": CALL_ID, "function": {"name": "tool", "arguments": {"a": "b"}}}
+USER, FIRST, SECOND = "mark0mark", "mark1mark", "mark2mark"
+"""Texts that a template leaves as they are."""
+SPOKEN: tuple[Conversation, ...] = (
+    ({"role": "user", "content": USER}, {"role": "assistant", "content": FIRST}, {"role": "user", "content": SECOND}),
+    ({"role": "system", "content": FIRST}, {"role": "user", "content": USER}),
+)
+WITH_TOOLS: Conversation = (
+    {"role": "user", "content": USER},
+    {"role": "assistant", "content": FIRST, "tool_calls": [CALL]},
+    {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": SECOND},
+    {"role": "user", "content": USER},
+)
+BLOCK = re.compile(r"<([\w:.-]+)>(?:(?!mark[0-2]mark).)*?</\1>|\[(\w+)\](?:(?!mark[0-2]mark).)*?\[/\2\]", re.DOTALL)
+"""A block with none of what is said in it: thinking that is empty, or shown in a template's own system message."""
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TAG = re.compile(r"<\|?(/?)([A-Za-z][\w:.-]*)\|?>|\[(/?)([A-Z][A-Z_]*)\]")
+CLOSING_WORDS = ("end", "END")
+OPENED = re.compile(r"(?:<[A-Za-z][\w:.-]*>|\[[A-Z][A-Z_]*\])\s*\Z")
+"""A tag at the end of a text."""
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each row of token ids, without the special tokens that mark turns."""
+    if not said(tokenizer):
+        return tokenizer.batch_decode(rows, skip_special_tokens=True)
+    hidden = marking(tokenizer)
+    return tokenizer.batch_decode([[t for t in row if t not in hidden] for row in rows], skip_special_tokens=False)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, row: Sequence[int]) -> str:
+    """The text of one row, see `decoded`."""
+    return decoded(tokenizer, [list(row)])[0]
+
+
+def said(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The special tokens that a text shows."""
+    return _special_tokens(tokenizer, _template(tokenizer))[0]
+
+
+def marking(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
+    """{id: special token} of those that a text does not show."""
+    return _special_tokens(tokenizer, _template(tokenizer))[1]
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template as text, which may be a dict of several."""
+    return str(getattr(tokenizer, "chat_template", None))
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[frozenset[int], Mapping[int, str]]:
+    """(those that are said, those that mark turns) of a tokenizer with this template."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {i: token.content for i, token in added.items() if token.special}
+    named = {str(getattr(tokenizer, name, None)) for name in NAMED}
+    written = "".join(_around(tokenizer, template))
+    marks = {i: token for i, token in special.items() if token in named or token in written}
+    return frozenset(special) - frozenset(marks), marks
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[str]:
+    """What the template writes around what is said, as far as it takes such conversations."""
+    if template == "None":
+        return
+    for conversation, tools in (*((spoken, ()) for spoken in SPOKEN), (WITH_TOOLS, (TOOL,))):
+        try:
+            yield BLOCK.sub("", render(tokenizer, conversation, tools=tools))
+        except Exception:  # a template is a program of somebody else's: it may raise anything
+            continue
+
+
+def tail(tokenizer: PreTrainedTokenizerBase, prompt: str, *, by_template: bool) -> str:
+    """The end of a prompt that belongs to the assistant's turn: what has begun there with a tag that is left open.
+
+    Templates of reasoning models open `<think>` for the policy, which then never says it; so may a prompt that is no
+    chat. Rewards read it together with the completion. "" where nothing is left open.
+
+    Args:
+        tokenizer: the model's.
+        prompt: the text of the prompt.
+        by_template: whether the chat template wrote it.
+    """
+    if by_template:
+        begun = _begun(tokenizer, _template(tokenizer))
+        if begun is not None:
+            return begun if begun and prompt.endswith(begun) else ""
+    match = OPENED.search(prompt)
+    if match is None or match[0].strip() in marking(tokenizer).values():
+        return ""
+    return match[0]
+
+
+@lru_cache(maxsize=4)
+def _begun(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """What the template has begun to say for the assistant: where a prompt goes beyond the header of earlier turns.
+
+    None if the header cannot be found out.
+    """
+    try:
+        spoken, prompt = render(tokenizer, SPOKEN[0]), render(tokenizer, SPOKEN[0][:1], start=True)
+    except Exception:  # as above
+        return None
+    header = spoken[: spoken.find(FIRST)]
+    if FIRST not in spoken or not prompt.startswith(header):
+        return None
+    begun = prompt[len(header) :]
+    tags = list(TAG.finditer(begun))
+    is_open = tags and not (tags[-1][1] or tags[-1][3] or (tags[-1][2] or tags[-1][4]).startswith(CLOSING_WORDS))
+    return begun if is_open else ""
+
+
+def without_tail(text: str, begun: str) -> str:
+    r"""What is left to say of a turn of which the prompt has begun this much.
+
+    >>> without_tail("<think>\nyes</think>", "<think>\n"), without_tail("<think>yes</think>", "<think>\n")
+    ('yes</think>', 'yes</think>')
+    >>> without_tail("yes", "<think>\n")
+    'yes'
+    """
+    if begun and text.startswith(begun):
+        return text[len(begun) :]
+    bare = text.lstrip()
+    return bare[len(begun.strip()) :].lstrip() if begun.strip() and bare.startswith(begun.strip()) else text

@@ -1,0 +1,130 @@
+"""Tokens as text: which special tokens a text shows, and where the assistant's turn begins in a prompt."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from tokenizers import AddedToken
+
+from rlft.generation.stops import GrowingText, plain_decoder, shown_texts
+from rlft.tokens.text import decode, marking, said, tail, without_tail
+from rlft.types import Sampling
+from tests.helpers.family_tokenizers import TEMPLATES, family_tokenizer
+
+SAMPLING = Sampling(max_tokens=64, temperature=1.0)
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+THINKING_SHOWN = "<|im_start|>system\nFirst draft: [THINK]thoughts[/THINK] then answer.<|im_end|>\n" + TURNS
+THINKING_CLOSED = TURNS.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+)
+
+
+def with_special(*tokens, family="qwen2.5", template=None):
+    """The family's tokenizer in which these tokens are special."""
+    tokenizer = copy.deepcopy(family_tokenizer(family))
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(token, special=True, normalized=False) for token in tokens]}
+    )
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokens", "family", "template"),
+    [
+        (("<think>", "</think>", "<answer>", "</answer>"), "qwen2.5", None),
+        (("<think>", "</think>", "<answer>", "</answer>"), "llama-3", None),
+        (("[THINK]", "[/THINK]"), "mistral", None),
+        (("[THINK]", "[/THINK]"), "qwen2.5", THINKING_SHOWN),
+        (("<think>", "</think>"), "qwen2.5", THINKING_CLOSED),
+        (("<|begin_of_thought|>", "<|end_of_thought|>"), "gemma", None),
+        (("<think>", "</think>"), "qwen2.5", ""),
+    ],
+)
+def test_a_text_shows_special_tokens_that_are_said_and_none_that_marks_turns(tokens, family, template):
+    tokenizer = with_special(*tokens, family=family, template=template)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    assert {*ids.values()} <= said(tokenizer)
+    assert tokenizer.eos_token_id in marking(tokenizer)
+    text = f"{tokens[0]}so{tokens[1]} 18"
+    row = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert ids[tokens[0]] in row
+    assert decode(tokenizer, row).replace(" ", "") == text.replace(" ", "")  # SentencePiece adds spaces of its own
+    assert shown_texts(tokenizer, [row], [True], SAMPLING) == [decode(tokenizer, row)]
+    growing = GrowingText(plain_decoder(tokenizer), row[:1])
+    assert "".join(growing.add(token) for token in row[1:]) == decode(tokenizer, row)[len(tokens[0]) :]
+
+
+def test_a_tokenizer_whose_special_tokens_all_mark_turns_decodes_as_before():
+    for family in ("qwen2.5", "qwen3", "llama-3", "mistral", "gemma", "smollm2"):
+        tokenizer = family_tokenizer(family)
+        ids = tokenizer("<think>so</think> it is 18.", add_special_tokens=False)["input_ids"]
+        every = [ids[0], *tokenizer.added_tokens_decoder, *ids]
+        turns = {
+            t
+            for t, name in marking(tokenizer).items()
+            if name in tokenizer.chat_template or t in tokenizer.all_special_ids
+        }
+        shown = [t for t in every if t not in turns or t not in marking(tokenizer)]
+        assert decode(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True), family
+        assert decode(tokenizer, every) == tokenizer.decode(shown, skip_special_tokens=False), family
+
+
+def test_the_special_token_that_ended_a_turn_is_not_shown_whatever_it_is():
+    tokenizer = with_special("<|call|>", "<think>")
+    call, think = tokenizer.convert_tokens_to_ids(["<|call|>", "<think>"])
+    row = [think, *tokenizer("6", add_special_tokens=False)["input_ids"], call]
+    assert shown_texts(tokenizer, [row, row], [True, False], SAMPLING) == ["<think>6", "<think>6<|call|>"]
+
+
+# The generation prompt of a template, and the end of it that belongs to the turn.
+START = "{% if add_generation_prompt %}<|im_start|>assistant\n@{% endif %}"
+STARTS = [
+    (TURNS + START.replace("@", "<think>\n"), "<think>\n"),
+    (TURNS + START.replace("@", "<think>"), "<think>"),
+    (TURNS + START.replace("@", "[THINK]"), "[THINK]"),
+    (TURNS + START.replace("@", "<|START_THINKING|>"), "<|START_THINKING|>"),
+    (TURNS + START.replace("@", "<think>\nOkay, "), "<think>\nOkay, "),
+    (TURNS + START.replace("@", "<think>\n\n</think>\n\n"), ""),
+    (TURNS + START.replace("@", ""), ""),
+    # The last turn of an assistant has a block that earlier ones lack (Qwen3.5).
+    (TURNS.replace("{{ m.c", "{% if loop.last and m.role == 'assistant' %}<think>\n</think>{% endif %}{{ m.c")
+     + START.replace("@", "<think>\n"), "<think>\n"),
+    # The header of a turn is itself a tag.
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+     "{% if add_generation_prompt %}<assistant>{% endif %}", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "expected"), STARTS)
+def test_the_tail_of_a_prompt_is_what_its_template_has_begun_and_left_open(template, expected):
+    from rlft.tokens.chat_template import render
+
+    tokenizer = copy.deepcopy(family_tokenizer("qwen2.5"))
+    tokenizer.chat_template = template
+    for chat in (
+        [{"role": "user", "content": "2?"}],
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "<b>"}],
+    ):
+        assert tail(tokenizer, render(tokenizer, chat, start=True), by_template=True) == expected
+
+
+def test_templates_of_the_families_begin_nothing_and_plain_prompts_may():
+    from rlft.tokens.chat_template import render
+
+    for file in sorted(TEMPLATES.glob("*.jinja")):
+        tokenizer = family_tokenizer(file.stem)
+        prompt = render(tokenizer, [{"role": "user", "content": "2?"}], start=True)
+        assert tail(tokenizer, prompt, by_template=True) == "", file.stem
+    tokenizer = family_tokenizer("qwen2.5")
+    for prompt, begun in (("Q\nA: <think>\n", "<think>\n"), ("Q: 2 < 3?", ""), ("Q </b>", ""), ("Q [INST]", "[INST]")):
+        assert tail(tokenizer, prompt, by_template=False) == begun
+    assert tail(family_tokenizer("mistral"), "Q [INST]", by_template=False) == "", "it marks a turn there"
+
+
+def test_what_a_prompt_has_begun_is_not_said_twice():
+    for text in ("<think>\n2 + 3</think>5", "<think>2 + 3</think>5", "  <think>\n\n2 + 3</think>5", "2 + 3</think>5"):
+        assert without_tail(text, "<think>\n") == "2 + 3</think>5"
+    assert without_tail("<think>5", "") == "<think>5"
