@@ -231,13 +231,19 @@ def _check_head(use: Use, hidden_size: int) -> None:
 
 
 def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> None:
+    from rlft.model.text_model import names_of
+
     empty = empty_model(settings, model)
     modules = {name for name, _ in empty.named_modules()}
-    shapes = adapter_shapes(use.path, use.key)
+    names = names_of(empty)
+    shapes = names.all_inside(adapter_shapes(use.path, use.key))
     for name in sorted(shapes):
         if not adapted_modules([name]) <= modules:
             raise _other_base(use, f"this base has no module for its tensor {name}")
-    expected = fresh_shapes(empty, _lora_config(lora, use))
+    config = _lora_config(lora, use)
+    if names.prefixes and not use.starts_role:
+        config.target_modules = adapted_modules(shapes)  # type: ignore[attr-defined]  # by the tensors, as roles do
+    expected = fresh_shapes(empty, config)
     for name in sorted(shapes.keys() & expected.keys()):
         if shapes[name] != expected[name]:
             raise _other_base(use, f"its tensor {name} is {shapes[name]}, and this base takes {expected[name]}")
@@ -265,11 +271,16 @@ def _lora_config(lora: LoraSettings, use: Use) -> PeftConfig:
 
 def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:
     """The base with its modules and shapes, but without weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    from rlft.model import text_model
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model, trust_remote_code=config.trust_remote_code)
+    return text_model.empty_model(model, trust_remote_code=config.trust_remote_code)
+
+
+def modules_to_adapt(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> set[str]:
+    """Names of the base's modules that an adapter of these settings is on."""
+    from rlft.model.lora_config import lora_config
+
+    return adapted_modules(fresh_shapes(empty_model(settings, model), lora_config(lora)))
 
 
 def fresh_shapes(empty: PreTrainedModel, lora: PeftConfig) -> Shapes:

@@ -45,6 +45,7 @@ def model_card(
     name: str,
     repo_id: str | None = None,
     has_template: bool,
+    loader: str,
     dtype: str,
 ) -> str:
     """The card, in Markdown.
@@ -57,6 +58,7 @@ def model_card(
         name: the exported folder's name.
         repo_id: the repository that the folder is pushed to.
         has_template: whether the tokenizer's chat template is used.
+        loader: transformers' class that loads the model.
         dtype: the dtype of the model's weights.
     """
     config = source.config
@@ -72,7 +74,7 @@ def model_card(
         f"A {exported_as}, trained with rlft for {step} steps.",
         table(("", ""), [*facts(config), ("Trained with", ", ".join(f"{k} {v}" for k, v in origin.items()))]),
         results(evaluations, config),
-        usage(config, adapter, kind, is_model, repo_id or name, has_template, dtype),
+        usage(config, adapter, kind, is_model, repo_id or name, has_template, loader, dtype),
         *([] if kind is CheckpointKind.reward else [card_section(name, None if is_model else adapter, base_id)]),
         "## Licence\n\nNot recorded in the run: whoever publishes this chooses it, as base and data allow.",
     ]
@@ -212,7 +214,14 @@ def reward_command(config: Config, adapter: Config, name: str) -> str:
 
 
 def usage(
-    config: Config, adapter: Config, kind: CheckpointKind, is_model: bool, name: str, has_template: bool, dtype: str
+    config: Config,
+    adapter: Config,
+    kind: CheckpointKind,
+    is_model: bool,
+    name: str,
+    has_template: bool,
+    loader: str,
+    dtype: str,
 ) -> str:
     """Python code that loads the export with transformers and with vLLM, and prompts it as the run did."""
     if kind is CheckpointKind.reward:
@@ -227,14 +236,13 @@ def usage(
         *(["base = path"] if is_model else ["base = PeftConfig.from_pretrained(path).base_model_name_or_path"]),
         *messages_code(config),
     ]
-    names = "AutoModelForCausalLM, AutoTokenizer"
     transformers_lines = [
         *([] if is_model else ["from peft import PeftConfig, PeftModel"]),
-        f"from transformers import {names}",
+        f"from transformers import {', '.join(sorted(('AutoTokenizer', loader)))}",
         "",
         *shared_lines,
         "tokenizer = AutoTokenizer.from_pretrained(path)",
-        'model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")',
+        f'model = {loader}.from_pretrained(base, dtype="auto")',
         *([] if is_model else ["model = PeftModel.from_pretrained(model, path)"]),
         'options = {"return_dict": True, "return_tensors": "pt"}',
         "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)"

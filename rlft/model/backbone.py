@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlft.model.activations import set_checkpointing
 from rlft.model.config import DTYPES, ModelConfig
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
 from rlft.model.paths import check_local, resolve_path
+from rlft.model.text_model import load_model, own_class
 from rlft.system.hub import hub_answers
 from rlft.types import UserError
 
@@ -71,10 +72,10 @@ def source(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_config(config: ModelConfig) -> Any:
-    """The model's config.json as a transformers config, without weights. UserError if it cannot be read."""
+    """The model's config.json as a transformers config, without weights. UserError if rlft cannot train the model."""
     check_local(config.path)
     try:
-        return AutoConfig.from_pretrained(**source(config))
+        read = AutoConfig.from_pretrained(**source(config))
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
@@ -84,6 +85,8 @@ def read_config(config: ModelConfig) -> Any:
             remedy="connect to the network, or use local copies: model.path=<folder>, and for the data "
             "data.path=<folder or .jsonl>",
         ) from None
+    own_class(read)  # refuses what is no causal language model
+    return read
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -157,7 +160,8 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
             ),
             "device_map": {"": device},
         }
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_model(
+        read_config(config),
         **source(config),
         dtype=dtype,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,

@@ -28,6 +28,7 @@ from rlft.model.adapter_folder import (
     REFERENCE,
     SAMPLER,
     TEACHER,
+    adapted_modules,
     load_adapter,
     load_head,
     read_record,
@@ -43,6 +44,7 @@ from rlft.model.lora_config import lora_config
 from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
 from rlft.model.teacher import TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
+from rlft.model.text_model import names_of
 from rlft.ops.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
@@ -80,6 +82,7 @@ class Roles:
     ) -> None:
         assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
         self.backbone, self.snapshot, self.seed = backbone, snapshot, seed
+        self.names = names_of(backbone.model)
         self.temperature, self.token_budget = temperature, token_budget
         self.forward: Forward = choose(backbone.model, backbone.kernels)
         self.heads: dict[str, ScalarHead] = {}
@@ -104,9 +107,9 @@ class Roles:
                     self.model.add_adapter(role, self.lora)
                     self.copy(POLICY, role)
             if self.has_reference_folder:
-                self._load_frozen(REFERENCE, snapshot.reference)
+                self._load_frozen(REFERENCE, snapshot.reference, "snapshot.reference")
             if snapshot.teacher_adapter is not None:
-                self._load_frozen(TEACHER, snapshot.teacher_adapter)
+                self._load_frozen(TEACHER, snapshot.teacher_adapter, "snapshot.teacher")
             if critic.kind is not CriticKind.none:
                 self._add_critic(critic)
             self._activate(POLICY)
@@ -145,10 +148,10 @@ class Roles:
         return (*sorted(self._learning, key=lambda role: (role != POLICY, role)), *([CRITIC] if shared else []))
 
     def weights(self, role: str) -> dict[str, Tensor]:
-        """The adapter's tensors under PEFT's names, detached copies."""
+        """The adapter's tensors under the names that PEFT gives them on the folder's own class, detached copies."""
         # PEFT would ask the hub about the base's vocabulary to decide on embeddings; they are frozen and never saved.
         state = get_peft_model_state_dict(self.model, adapter_name=role, save_embedding_layers=False)
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
+        return {self.names.outside(name): tensor.detach().clone() for name, tensor in state.items()}
 
     def restore(
         self, adapters: Mapping[str, Mapping[str, Tensor]], heads: Mapping[str, Mapping[str, Tensor]] | None = None
@@ -161,14 +164,16 @@ class Roles:
                 self.heads[role].restore(weights)
 
     def restore_role(self, role: str, weights: Mapping[str, Tensor]) -> None:
-        """Sets one adapter to these tensors, under PEFT's names."""
-        set_peft_model_state_dict(self.model, dict(weights), adapter_name=role)
+        """Sets one adapter to these tensors, under PEFT's names on the folder's own class or on the trained model."""
+        set_peft_model_state_dict(self.model, self.names.all_inside(weights), adapter_name=role)
 
     def adapter_config(self) -> dict[str, Any]:
         """The fields of adapter_config.json, the same for every role that rlft makes."""
         fields = {
             key: sorted(v) if isinstance(v, set) else v for key, v in self.model.peft_config[POLICY].to_dict().items()
         }
+        if self.names.prefixes:  # else these targets could also be found in what surrounds the text model
+            fields["target_modules"] = sorted(adapted_modules(self.weights(POLICY)))
         return fields | {"base_model_name_or_path": self.backbone.path, "inference_mode": True}
 
     # -- what learns -------------------------------------------------------------------------------------------------
@@ -472,13 +477,20 @@ class Roles:
     def _activate(self, role: str) -> None:
         self.tuner.set_adapter(role, inference_mode=role not in self._learning)
 
-    def _load_frozen(self, role: str, path: str) -> None:
+    def _load_frozen(self, role: str, path: str, key: str) -> None:
         """The role is this folder's adapter as PEFT reads it, with a rank, a scale and targets of its own."""
-        self.model.load_adapter(str(Path(path).expanduser()), role, is_trainable=False)
+        if not self.names.prefixes:
+            self.model.load_adapter(str(Path(path).expanduser()), role, is_trainable=False)
+            return
+        weights = self.names.all_inside(load_adapter(path, key))
+        config = cast(LoraConfig, LoraConfig.from_pretrained(str(Path(path).expanduser()), inference_mode=True))
+        config.target_modules = adapted_modules(weights)  # the folder's may be names in its own class
+        self.model.add_adapter(role, config)
+        self.restore_role(role, weights)
 
     def _warm_start(self, role: str, path: str, key: str) -> None:
         """Copies this adapter to the role; refuses one with other tensors, where PEFT would skip what is missing."""
-        weights, initial = load_adapter(path, key), self.weights(role)
+        weights, initial = self.names.all_outside(load_adapter(path, key)), self.weights(role)
         mismatched = sorted(n for n in weights.keys() | initial.keys() if _shape(weights, n) != _shape(initial, n))
         if mismatched:
             raise UserError(
