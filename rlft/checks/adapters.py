@@ -225,9 +225,12 @@ def _check_head(use: Use, hidden_size: int) -> None:
 
 
 def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> None:
+    from rlft.model.text_model import names_of
+
     empty = empty_model(settings, model)
     modules = {name for name, _ in empty.named_modules()}
-    shapes = adapter_shapes(use.path, use.key)
+    names = names_of(empty)
+    shapes = names.all_inside(adapter_shapes(use.path, use.key))
     for name in sorted(shapes):
         if ".lora_" not in name:
             problem = f"its tensor {name} is not LoRA's, and would be written into the base, which all roles share"
@@ -236,7 +239,10 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
             raise UserError(use.key, problem, got=use.path, remedy=remedy)
         if not adapted_modules([name]) <= modules:
             raise _other_base(use, f"this base has no module for its tensor {name}")
-    expected = fresh_shapes(empty, _lora_config(lora, use, empty))
+    config = _lora_config(lora, use, empty)
+    if names.prefixes and not use.starts_role:
+        config.target_modules = adapted_modules(shapes)  # type: ignore[attr-defined]  # by the tensors, as roles do
+    expected = fresh_shapes(empty, config)
     for name in sorted(shapes.keys() & expected.keys()):
         if shapes[name] != expected[name]:
             raise _other_base(use, f"its tensor {name} is {shapes[name]}, and this base takes {expected[name]}")
@@ -270,12 +276,12 @@ def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel
     Raises:
         UserError: transformers has no causal language model of this type, or its code does not take the config.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
+    from rlft.model import text_model
 
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model, trust_remote_code=config.trust_remote_code)
+        return text_model.empty_model(model, trust_remote_code=config.trust_remote_code)
+    except UserError:
+        raise
     except Exception as error:  # whatever the code of a model raises for a config
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -285,6 +291,14 @@ def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel
             got=config.path,
             remedy="use a model that transformers loads with AutoModelForCausalLM",
         ) from None
+
+
+def modules_to_adapt(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> set[str]:
+    """Names of the base's modules that an adapter of these settings is on."""
+    from rlft.model.lora_config import lora_config
+
+    empty = empty_model(settings, model)
+    return adapted_modules(fresh_shapes(empty, lora_config(lora, empty)))
 
 
 def fresh_shapes(empty: PreTrainedModel, lora: PeftConfig) -> Shapes:

@@ -46,6 +46,7 @@ def model_card(
     name: str,
     repo_id: str | None = None,
     has_template: bool,
+    loader: str,
     dtype: str,
     ends: TurnEnds,
     eos: object,
@@ -61,6 +62,7 @@ def model_card(
         name: the exported folder's name.
         repo_id: the repository that the folder is pushed to.
         has_template: whether the tokenizer's chat template is used.
+        loader: transformers' class that loads the model.
         dtype: the dtype of the model's weights.
         ends: what ends a turn.
         eos: the tokenizer's end token.
@@ -81,7 +83,9 @@ def model_card(
         f"A {exported_as}, trained with rlft for {step} steps.",
         table(("", ""), [*facts(config), *end_fact(ends), ("Trained with", trained_with)]),
         results(evaluations, config),
-        usage(config, adapter, kind, is_model, repo_id or name, has_template, dtype, ends, names_ends=names_ends),
+        usage(
+            config, adapter, kind, is_model, repo_id or name, has_template, loader, dtype, ends, names_ends=names_ends
+        ),
         *([] if kind is CheckpointKind.reward else [card_section(name, None if is_model else adapter, base_id, end)]),
         "## Licence\n\nNot recorded in the run: whoever publishes this chooses it, as base and data allow.",
     ]
@@ -227,6 +231,7 @@ def usage(
     is_model: bool,
     name: str,
     has_template: bool,
+    loader: str,
     dtype: str,
     ends: TurnEnds,
     *,
@@ -245,14 +250,13 @@ def usage(
         *(["base = path"] if is_model else ["base = PeftConfig.from_pretrained(path).base_model_name_or_path"]),
         *messages_code(config),
     ]
-    names = "AutoModelForCausalLM, AutoTokenizer"
     transformers_lines = [
         *([] if is_model else ["from peft import PeftConfig, PeftModel"]),
-        f"from transformers import {names}",
+        f"from transformers import {', '.join(sorted(('AutoTokenizer', loader)))}",
         "",
         *shared_lines,
         "tokenizer = AutoTokenizer.from_pretrained(path)",
-        'model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")',
+        f'model = {loader}.from_pretrained(base, dtype="auto")',
         *([] if is_model else ["model = PeftModel.from_pretrained(model, path)"]),
         'options = {"return_dict": True, "return_tensors": "pt"}',
         "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)"

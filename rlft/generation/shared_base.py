@@ -133,7 +133,9 @@ def _part(
     return "not in the engine's model"
 
 
-def share(model: nn.Module, engine: nn.Module, device: torch.device) -> SharedBase:
+def share(
+    model: nn.Module, engine: nn.Module, device: torch.device, own_name: Callable[[str], str] = str
+) -> SharedBase:
     """Makes the model's parameters views of the engine's wherever they are equal.
 
     One parameter at a time is copied to the device, compared and freed, so that the device never holds two bases. The
@@ -143,27 +145,37 @@ def share(model: nn.Module, engine: nn.Module, device: torch.device) -> SharedBa
         model: the trainer's frozen base without adapters, on any device.
         engine: the engine's model. Its `packed_modules_mapping`, if it has one, says which layers are concatenated.
         device: the trainer's.
+        own_name: gives a parameter's name in the folder's own class, which the engine's names are made of
+            (`hf_to_vllm_mapper`), and under which it is known from now on.
     """
     engine_parameters = dict(engine.named_parameters(remove_duplicate=False))
-    trainer_parameters = dict(model.named_parameters())
+    trainer_parameters = {own_name(name): parameter for name, parameter in model.named_parameters()}
     packed = {**PACKED, **(getattr(engine, "packed_modules_mapping", None) or {})}
-    places = rows_of(_shapes(trainer_parameters.items()), _shapes(engine_parameters.items()), packed)
+    names = {name: _name_in(engine, name) for name in trainer_parameters}
+    shapes = _shapes((names[name], parameter) for name, parameter in trainer_parameters.items())
+    places = rows_of(shapes, _shapes(engine_parameters.items()), packed)
     shared, apart = {}, {}
     for name, parameter in trainer_parameters.items():
-        rows = places[name]
+        rows = places[names[name]]
         if isinstance(rows, str):
             apart[name] = rows
             continue
         engine_parameter = engine_parameters[rows.name]
         view = engine_parameter.data[rows.start : rows.start + rows.count]
         if (reason := _why_apart(parameter.data, view, device)) is not None:
-            is_padded = rows.count < len(engine_parameter) and engine_name(rows.name) == name
+            is_padded = rows.count < len(engine_parameter) and engine_name(rows.name) == names[name]
             apart[name] = f"padded and {reason}" if is_padded and reason == DIFFERENT else reason
             continue
         parameter.data = view
         shared[name] = SharedTensor(parameter, engine_parameter, rows, view.data_ptr())
     model.to(device)
     return SharedBase(shared=shared, apart=apart)
+
+
+def _name_in(engine: nn.Module, name: str) -> str:
+    """The engine's name of what has this name in the folder's own class, by vLLM's mapping, as for adapters."""
+    mapper = getattr(engine, "hf_to_vllm_mapper", None)
+    return name if mapper is None else mapper.get_rename_mapper()._map_name(name) or name
 
 
 def _shapes(parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Shape]:

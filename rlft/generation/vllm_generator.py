@@ -105,6 +105,7 @@ class VLLMGenerator:
             "max_model_len": max_sequence_tokens,
             "max_num_seqs": max_num_seqs,
             "enable_prefix_caching": True,
+            "language_model_only": True,  # of a base with towers for images: they are not loaded
             "logprobs_mode": "processed_logprobs",  # after temperature
             "generation_config": "auto",  # only for its end tokens: all sampling settings are given with each request
             "use_tqdm_on_load": False,
@@ -126,8 +127,10 @@ class VLLMGenerator:
                     "enforce_eager": True,
                     "block_size": CPU_BLOCK_SIZE,
                     "kv_cache_memory_bytes": cache,
-                    # A prompt prefilled in two parts makes vLLM rewind its generator, which CPU ones cannot do.
+                    # A prompt prefilled in two parts makes vLLM rewind its generator, which CPU ones cannot do. Without
+                    # that there is no prefix cache of recurrent states.
                     "enable_chunked_prefill": False,
+                    "enable_prefix_caching": not _is_recurrent(options),
                     "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_sequence_tokens, max_num_seqs),
                 }
             else:
@@ -164,7 +167,8 @@ class VLLMGenerator:
 
         self._release()
         [engine] = self._awake().apply_model(_itself)
-        self._shared_base = share(model, engine, device)
+        names = getattr(model, "own_names", None)  # of a text model inside a folder's own class
+        self._shared_base = share(model, engine, device, str if names is None else names.outside)
         if self._merges:
             self._merged_weights = MergedWeights(self._shared_base, model)
 
@@ -345,6 +349,16 @@ class VLLMGenerator:
 
 def _itself(model: nn.Module) -> nn.Module:
     return model
+
+
+def _is_recurrent(options: Mapping[str, Any]) -> bool:
+    """Whether some layers of the model have recurrent states in place of keys and values."""
+    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+
+    with explained("vLLM cannot read the model", "use generation=transformers", "generation.engine"):
+        names = ("model", "dtype", "trust_remote_code", "revision", "max_model_len", "language_model_only")
+        config = EngineArgs(**{name: options[name] for name in names}).create_model_config()
+        return config.is_hybrid or config.is_attention_free
 
 
 def _start(options: Mapping[str, Any], further: Mapping[str, Any]) -> Any:

@@ -14,9 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -29,6 +27,7 @@ from rlft.model.config import DTYPES, ModelConfig
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
 from rlft.model.paths import check_local, resolve_path
+from rlft.model.text_model import load_model, own_class
 from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.chat_template import dated
@@ -123,6 +122,7 @@ def read_config(config: ModelConfig) -> Any:
     if (problem := why_not_causal(model)) is not None:
         remedy = "use a causal language model, such as Qwen3 or Llama"
         raise UserError("model.path", f"a {model.model_type} {problem}", got=config.path, remedy=remedy)
+    own_class(model)  # refuses what has no class of causal language models
     return model
 
 
@@ -134,9 +134,6 @@ def why_not_causal(config: PreTrainedConfig) -> str | None:
     # the field, but no cross-attention, and never reads it.
     if hasattr(config, "add_cross_attention") and getattr(config, "is_decoder", None) is False:
         return "is an encoder, which also reads the tokens behind (is_decoder is false in its config.json)"
-    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if not remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "has no causal language model in transformers"
     return None
 
 
@@ -227,7 +224,8 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
         }
     model_config = read_config(config)
     silence_dropout(model_config)
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_model(
+        model_config,
         **source(config),
         config=model_config,
         dtype=dtype,

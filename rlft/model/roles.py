@@ -27,6 +27,7 @@ from rlft.model.adapter_folder import (
     REFERENCE,
     SAMPLER,
     TEACHER,
+    adapted_modules,
     check_adapter_folder,
     load_adapter,
     load_head,
@@ -45,6 +46,7 @@ from rlft.model.lora_config import folder_config, lora_config
 from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
 from rlft.model.teacher import TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
+from rlft.model.text_model import names_of
 from rlft.ops.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
@@ -82,6 +84,7 @@ class Roles:
     ) -> None:
         assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
         self.backbone, self.snapshot, self.seed = backbone, snapshot, seed
+        self.names = names_of(backbone.model)
         self.temperature, self.token_budget = temperature, token_budget
         self.forward: Forward = choose(backbone.model, backbone.kernels)
         self.heads: dict[str, ScalarHead] = {}
@@ -149,10 +152,10 @@ class Roles:
         return (*sorted(self._learning, key=lambda role: (role != POLICY, role)), *([CRITIC] if shared else []))
 
     def weights(self, role: str) -> dict[str, Tensor]:
-        """The adapter's tensors under PEFT's names, detached copies."""
+        """The adapter's tensors under the names that PEFT gives them on the folder's own class, detached copies."""
         # PEFT would ask the hub about the base's vocabulary to decide on embeddings; they are frozen and never saved.
         state = get_peft_model_state_dict(self.model, adapter_name=role, save_embedding_layers=False)
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
+        return {self.names.outside(name): tensor.detach().clone() for name, tensor in state.items()}
 
     def restore(
         self, adapters: Mapping[str, Mapping[str, Tensor]], heads: Mapping[str, Mapping[str, Tensor]] | None = None
@@ -165,14 +168,17 @@ class Roles:
                 self.heads[role].restore(weights)
 
     def restore_role(self, role: str, weights: Mapping[str, Tensor]) -> None:
-        """Sets one adapter to these tensors, under PEFT's names."""
-        set_peft_model_state_dict(self.model, dict(weights), adapter_name=role)
+        """Sets one adapter to these tensors, under PEFT's names on the folder's own class or on the trained model."""
+        set_peft_model_state_dict(self.model, self.names.all_inside(weights), adapter_name=role)
 
     def adapter_config(self) -> dict[str, Any]:
         """The fields of adapter_config.json, the same for every role that rlft makes."""
         fields = {
             key: sorted(v) if isinstance(v, set) else v for key, v in self.model.peft_config[POLICY].to_dict().items()
         }
+        if self.names.prefixes:  # else these targets could also be found in what surrounds the text model
+            fields["target_modules"] = sorted(adapted_modules(self.weights(POLICY)))
+            fields["exclude_modules"] = None
         return fields | {"base_model_name_or_path": self.backbone.path, "inference_mode": True}
 
     # -- what learns -------------------------------------------------------------------------------------------------
@@ -506,9 +512,13 @@ class Roles:
                 has changed the base.
         """
         with self._base_kept(role, path, key):
+            weights = load_adapter(path, key)
             if frozen:
-                self.model.add_adapter(role, folder_config(check_adapter_folder(path, key)))
-            weights, initial = load_adapter(path, key), self.weights(role)
+                config = folder_config(check_adapter_folder(path, key))
+                if self.names.prefixes:  # the folder's may be names in its own class
+                    config.target_modules = adapted_modules(self.names.all_inside(weights))
+                self.model.add_adapter(role, config)
+            weights, initial = self.names.all_outside(weights), self.weights(role)
             wrong = sorted(n for n in weights.keys() | initial.keys() if _shape(weights, n) != _shape(initial, n))
             if wrong:
                 settings = "its adapter_config.json" if frozen else "lora.rank and lora.target_modules"

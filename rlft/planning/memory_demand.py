@@ -49,7 +49,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     config = read_config(settings)
     empty = empty_model(settings, config)
     parameters, device = sum(p.numel() for p in empty.parameters()), resolve_device(settings.device)
-    kernels = decide(settings.kernels, config.model_type)
+    kernels = decide(settings.kernels, empty.config.model_type)
     packed = (
         kernels.choice is KernelChoice.auto and settings.attn_implementation == "auto" and known_refusal(empty) is None
     )

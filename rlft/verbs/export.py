@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -64,6 +65,13 @@ PUSH_WORDS = ("push", "private")
 """Keys of the verb, in the order of the parameters of `push.read_target`; all others are keys of the run's config."""
 GGUF = "gguf"
 GENERATION_CONFIG = "generation_config.json"
+PROCESSORS = (
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+"""Files of a model that also reads images, video or sound; vLLM does not load it without them."""
 TEXT = "What is 17 + 25? The answer is 42, because 17 + 25 = 42."
 """The adapter and the merged model are compared on these tokens; any text would do."""
 TOLERANCE = 1e-3
@@ -182,12 +190,14 @@ def _check_new(out: Path, source: NamedRun) -> None:
 def export(request: Export, say: Callable[[str], None]) -> Path:
     """Writes the folder with its README.md, and returns its path."""
     from rlft.export.model_card import model_card
+    from rlft.export.unused_weights import file_of_base
     from rlft.generation.ends import configured_ids, turn_ends
     from rlft.keys.instantiate import from_mapping
     from rlft.model.backbone import configured_ends, load_tokenizer, read_config
     from rlft.model.config import ModelConfig
 
     config = from_mapping(ModelConfig, request.source.config["model"], "model")
+    contains = containing_class(config)
     if request.checkpoint_kind is CheckpointKind.weights:
         config = replace(config, path=str(request.checkpoint / CheckpointKind.weights), revision=None)
     else:
@@ -205,7 +215,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
         else:
             write_model(request, config, tokenizer, folder, say)
         if not names_ends and request.checkpoint_kind is not CheckpointKind.reward:
-            write_ends(folder, base_generation_config(config), ends.ids)
+            write_ends(folder, file_of_base(config, GENERATION_CONFIG), ends.ids)
         card = model_card(
             request.source,
             request.checkpoint,
@@ -214,6 +224,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
             name=request.out.name,
             repo_id=request.repo_id,
             has_template=bool(tokenizer.chat_template) and style != "raw",
+            loader="AutoModelForCausalLM" if contains is None else contains.__name__,
             dtype=str(read_config(config).dtype).removeprefix("torch.") if request.dtype == AUTO else request.dtype,
             ends=ends,
             eos=tokenizer.eos_token_id,
@@ -254,12 +265,21 @@ def write_adapter(source: Path, config: ModelConfig, folder: Path) -> None:
 
     The base's path is written so that it can be loaded from any working directory.
     """
-    from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, WEIGHTS
+    from safetensors.torch import load_file, save_file
+
+    from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, WEIGHTS, adapted_modules
+    from rlft.model.backbone import read_config
+    from rlft.model.text_model import empty_model, names_of
 
     for name in (WEIGHTS, HEAD, RECORD):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     fields = json.loads((source / CONFIG).read_text())
+    names = names_of(empty_model(read_config(config), trust_remote_code=config.trust_remote_code))
+    if names.prefixes:  # rlft has not always written the names of the folder's own class
+        tensors = names.all_outside(load_file(source / WEIGHTS))
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        fields["target_modules"] = sorted(adapted_modules(tensors))
     fields |= {"base_model_name_or_path": base_name(config), "revision": config.revision}
     (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
@@ -290,9 +310,14 @@ def write_model(
         folder: the folder for the files.
         say: prints a line.
     """
+    from rlft.export.unused_weights import add_unused
+    from rlft.keys.instantiate import from_mapping
+    from rlft.model.config import ModelConfig
     from rlft.system.out_of_memory import Doing, explained
 
-    if request.checkpoint_kind is CheckpointKind.weights and request.dtype == AUTO:
+    base = from_mapping(ModelConfig, request.source.config["model"], "model")
+    trained_alone = request.checkpoint_kind is CheckpointKind.weights and containing_class(base) is not None
+    if request.checkpoint_kind is CheckpointKind.weights and request.dtype == AUTO and not trained_alone:
         with writing(request.out, size_of(Path(config.path))):
             shutil.copytree(config.path, folder, dirs_exist_ok=True)
         return
@@ -301,27 +326,54 @@ def write_model(
     with explained(
         Doing(current="merge" if request.checkpoint_kind is CheckpointKind.policy else "change dtype"), config
     ):
-        model, dtypes = load_float32(config)
+        model, dtypes = load_float32(base if trained_alone else config)
         if request.checkpoint_kind is CheckpointKind.policy:
-            model = merge(model, tokenizer, request.checkpoint / CheckpointKind.policy)
+            with tempfile.TemporaryDirectory() as adapter:
+                write_adapter(request.checkpoint / CheckpointKind.policy, config, Path(adapter))
+                model = merge(model, tokenizer, Path(adapter))
+        elif trained_alone:
+            put_inside(model, load_float32(config)[0])
         round_weights(model, dtypes, request.dtype)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
         with writing(request.out, needed):
-            save(model, tokenizer, config, folder)
+            save(model, tokenizer, base if trained_alone else config, folder)
+            add_unused(model, base if trained_alone else config, folder, say)
+
+
+def containing_class(base: ModelConfig) -> type[PreTrainedModel] | None:
+    """The class of this base if what is trained is a part of it; None, too, if the base is no longer there."""
+    from rlft.model.backbone import read_config
+    from rlft.model.text_model import own_class
+
+    try:
+        return own_class(read_config(base))
+    except UserError:
+        return None
 
 
 def load_float32(config: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in float32 on the CPU, and the dtype that each of its tensors has on disk."""
+    """The model of the folder's own class in float32 on the CPU, and the dtype that each of its tensors has on disk."""
     from transformers import AutoModelForCausalLM
 
     from rlft.model.backbone import read_config, source
+    from rlft.model.text_model import own_class
 
     if getattr(read_config(config), "quantization_config", None) is not None:
         problem = "the base's own weights are quantised, and merged ones would be rounded to its grid"
         raise UserError("as", problem, got=ExportKind.model, remedy="use as=adapter")
-    model = AutoModelForCausalLM.from_pretrained(**source(config), dtype="auto")
+    loader: Any = own_class(read_config(config)) or AutoModelForCausalLM
+    model = loader.from_pretrained(**source(config), dtype="auto")
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     return model.float().eval(), dtypes
+
+
+def put_inside(own: PreTrainedModel, trained: PreTrainedModel) -> None:
+    """Copies the weights of a text model to the model that contains it."""
+    from rlft.model.text_model import names_of, text_model_of
+
+    names, theirs = names_of(text_model_of(own)), own.state_dict()
+    for name, tensor in trained.state_dict().items():
+        theirs[names.outside(name)].copy_(tensor)
 
 
 def merge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path) -> PreTrainedModel:
@@ -369,37 +421,23 @@ def round_weights(model: PreTrainedModel, dtypes: dict[str, Any], dtype: str) ->
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, folder: Path) -> None:
-    """Writes a Hugging Face folder. The generation config is a copy of the base's file, if it has one."""
+    """Writes a Hugging Face folder. Generation config and processors are copies of the base's files, if it has them."""
     from transformers import GenerationConfig
+
+    from rlft.export.unused_weights import file_of_base
 
     model.generation_config = GenerationConfig()  # a base's own may be one that transformers reads but refuses to write
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / GENERATION_CONFIG).unlink(missing_ok=True)
-    base_file = base_generation_config(config)
-    if base_file is not None:
-        shutil.copyfile(base_file, folder / GENERATION_CONFIG)
+    for name in (GENERATION_CONFIG, *PROCESSORS):
+        if (base_file := file_of_base(config, name)) is not None:
+            shutil.copyfile(base_file, folder / name)
 
 
-def base_generation_config(config: ModelConfig) -> str | None:
-    """The path of the base's generation_config.json; None if it has none."""
-    from transformers.utils.hub import cached_file
-
-    from rlft.model.backbone import source
-
-    base_source = source(config)
-    return cached_file(
-        base_source["pretrained_model_name_or_path"],
-        GENERATION_CONFIG,
-        revision=base_source["revision"],
-        local_files_only=base_source["local_files_only"],
-        _raise_exceptions_for_missing_entries=False,
-    )
-
-
-def write_ends(folder: Path, base_file: str | None, ends: Sequence[int]) -> None:
+def write_ends(folder: Path, base_file: Path | None, ends: Sequence[int]) -> None:
     """Writes the base's generation config with these end tokens: what loads the folder stops where the run did."""
-    fields = {} if base_file is None else json.loads(Path(base_file).read_text())
+    fields = {} if base_file is None else json.loads(base_file.read_text())
     text = json.dumps({**fields, "eos_token_id": list(ends)}, indent=2, sort_keys=True) + "\n"
     (folder / GENERATION_CONFIG).write_text(text)
 

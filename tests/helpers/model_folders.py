@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Gemma3Config,
+    LlamaConfig,
+    LlavaConfig,
+    Mistral3Config,
+    Qwen3_5Config,
+)
 
 import rlft
 
@@ -32,5 +42,54 @@ def llama(folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def with_vision(folder: Path, kind: str) -> Path:
+    """A model of this type whose text model is inside, beside a tower for images, saved from its own class."""
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower: dict[str, Any] = {**siglip, "image_size": 28, "patch_size": 14}
+    tied = {"tie_word_embeddings": False}
+    config: Any
+    if kind == "qwen3_5":
+        linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        linear |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        kinds = {"layer_types": ["linear_attention", "full_attention"]}
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+        vision |= {"num_position_embeddings": 16, "patch_size": 4}
+        config = Qwen3_5Config(text_config={**text, **linear, **kinds, **tied}, vision_config=vision, **tied)
+    elif kind == "gemma3":
+        config = Gemma3Config(
+            text_config={**text, "sliding_window": 64}, vision_config=tower, mm_tokens_per_image=4, image_token_index=5
+        )
+    elif kind == "mistral3":
+        pixtral = {**tower, "model_type": "pixtral", "head_dim": 16}
+        config = Mistral3Config(
+            text_config={**text, **tied, "model_type": "mistral"}, vision_config=pixtral, image_token_index=5, **tied
+        )
+    else:
+        clip = {**tower, "model_type": "clip_vision_model"}
+        config = LlavaConfig(
+            text_config={**text, **tied, "model_type": "llama"}, vision_config=clip, image_token_index=5, **tied
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

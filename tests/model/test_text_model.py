@@ -1,0 +1,134 @@
+"""The text model of a folder with a vision tower is trained alone, and its adapters are the folder's own class's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import model_folders
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, Qwen3VLConfig
+
+from rlft.generation.adapter_files import AdapterFiles
+from rlft.model.backbone import Backbone, read_backbone, read_config
+from rlft.model.config import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
+from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone, score_sequence
+from rlft.model.text_model import empty_model, names_of, own_class
+from rlft.types import UserError
+
+KINDS = ("qwen3_5", "gemma3", "mistral3", "llava")
+IDS = [[10 + (7 * row + i) % 90 for i in range(12)] for row in range(2)]
+LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
+CPU = torch.device("cpu")
+
+
+def settings(folder: Path) -> ModelConfig:
+    return ModelConfig(
+        path=str(folder),
+        revision=None,
+        dtype="float32",
+        device="cpu",
+        attn_implementation="auto",
+        gradient_checkpointing=False,
+        quantization=None,
+        trust_remote_code=False,
+    )
+
+
+def with_noise(roles: Roles) -> Roles:
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in roles.named_parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return roles
+
+
+def by_own_class(folder: Path, adapter: Path | None) -> list[list[float]]:
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter))
+        assert not [n for n, _ in model.named_parameters() if "lora_" in n and "language_model" not in n]
+    with torch.no_grad():
+        return [score_sequence(model.eval(), ids, CPU) for ids in IDS]
+
+
+def gap(a: list[list[float]], b: list[list[float]]) -> float:
+    return max(abs(x - y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
+
+
+def reading(backbone: Backbone, path: Path) -> Roles:
+    """Roles whose policy starts from this folder, and whose reference is it."""
+    return policy_alone(
+        backbone, LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=str(path)),
+        token_budget=512, seed=0, reference=str(path),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_published_adapter_is_the_own_classs_and_is_read_back(kind: str, tmp_path: Path) -> None:
+    folder = model_folders.with_vision(tmp_path / kind, kind)
+    backbone = read_backbone(settings(folder))
+    assert not [name for name, _ in backbone.model.named_parameters() if "vision" in name or "visual" in name]
+    roles = with_noise(policy_alone(backbone, LORA, token_budget=512, seed=0))
+    published, scores, files = roles.publish(1), roles.score(IDS), AdapterFiles(tmp_path)
+    roles.close()
+    theirs = files.write(published)
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in published.weights)
+    base = by_own_class(folder, None)
+    # Both compute in float32, with other kernels; seen: 1e-5.
+    assert gap(scores, by_own_class(folder, theirs)) < 1e-4
+    assert gap(scores, base) > 0.1
+
+    older = tmp_path / "older"  # as rlft has written it before: with the names of the trained model
+    older.mkdir()
+    names = names_of(backbone.model)
+    save_file(names.all_inside(load_file(theirs / "adapter_model.safetensors")), older / "adapter_model.safetensors")
+    fields = json.loads((theirs / "adapter_config.json").read_text())
+    fields["target_modules"] = [names.inside(name) for name in fields["target_modules"]]
+    (older / "adapter_config.json").write_text(json.dumps(fields))
+    for path in (theirs, older):
+        again = reading(backbone, path)
+        for role in (POLICY, REFERENCE):
+            with torch.no_grad(), again.using(role):
+                assert again.score(IDS) == scores
+        assert again.weights(POLICY).keys() == again.weights(REFERENCE).keys() == published.weights.keys()
+        again.close()
+
+
+def test_an_adapter_that_peft_has_saved_for_the_own_class_is_read(tmp_path: Path) -> None:
+    folder = model_folders.with_vision(tmp_path / "model", "qwen3_5")
+    targets = r"model\.language_model\..*\.(q_proj|down_proj)"
+    torch.manual_seed(0)
+    model = get_peft_model(
+        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32),
+        LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False),
+    )
+    model.save_pretrained(str(tmp_path / "theirs"))
+    backbone = read_backbone(settings(folder))
+    snapshot = SnapshotConfig(reference=str(tmp_path / "theirs"), refresh_every=0, ema_decay=None, old=Old.auto)
+    critic = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
+    roles = Roles(backbone, LORA, snapshot, critic, temperature=1.0, token_budget=512, seed=0)
+    with torch.no_grad(), roles.using(REFERENCE) as reference:
+        found = [score_sequence(reference, ids, CPU) for ids in IDS]
+    roles.close()
+    expected = by_own_class(folder, tmp_path / "theirs")
+    assert gap(found, expected) < 1e-4
+    assert gap(expected, by_own_class(folder, None)) > 0.1
+
+
+def test_a_text_model_without_a_class_of_its_own_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    Qwen3VLConfig(architectures=["Qwen3VLForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^model\.path: .* for a qwen3_vl_text, the text model of a qwen3_vl, got "
+    ) as e:
+        read_config(settings(tmp_path))
+    assert str(tmp_path) in str(e.value)
+
+
+def test_a_model_that_is_not_inside_another_keeps_its_names(tmp_path: Path) -> None:
+    config = read_config(settings(model_folders.llama(tmp_path / "llama")))
+    assert own_class(config) is None
+    assert not names_of(empty_model(config, trust_remote_code=False)).prefixes
