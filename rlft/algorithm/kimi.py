@@ -81,12 +81,12 @@ class Kimi(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mismatch != Mismatch.off:
+        if self.mismatch.is_on:
             raise UserError(
                 "algorithm.mismatch",
                 "weighs the policy gradient of single tokens, and the squared log-ratio is of a whole completion",
                 got=self.mismatch,
-                remedy="use algorithm.mismatch=off",
+                remedy="use algorithm.mismatch=auto, which is off here, or off",
             )
         if self.off_policy_limit is not None:
             raise UserError(
@@ -102,6 +102,10 @@ class Kimi(Objective):
                 got=self.tau,
                 remedy="use algorithm.baseline=mean, or a tau above 0",
             )
+
+    @property
+    def automatic_mismatch(self) -> Mismatch:
+        return Mismatch.off
 
     @property
     def min_group_size(self) -> int:

@@ -170,7 +170,22 @@ class Objective(ABC):
     @property
     def corrects_mismatch(self) -> bool:
         """Whether there are importance weights, which require undistorted sampling (top_p = 1, top_k = 0)."""
-        return self.mismatch != Mismatch.off
+        return self.mismatch.is_on
+
+    @property
+    def automatic_mismatch(self) -> Mismatch:
+        """What `algorithm.mismatch: auto` is where the engine's log-probs differ from the trainer's by rounding."""
+        return Mismatch.token_truncate
+
+    def with_mismatch_of(self, *, rounds_apart: bool) -> Self:
+        """The algorithm of a run, with `mismatch: auto` replaced by its mode.
+
+        Args:
+            rounds_apart: whether engine and trainer compute the same policy by forwards that round differently.
+        """
+        if self.mismatch is not Mismatch.auto:
+            return self
+        return replace(self, mismatch=self.automatic_mismatch if rounds_apart else Mismatch.off)
 
     @property
     def min_group_size(self) -> int:
@@ -331,7 +346,7 @@ class Objective(ABC):
             "sampler/logprob_gap_mean": gap.abs(),
             "waste/importance_dropped_fraction": correction.dropped,
         }
-        if self.mismatch in (Mismatch.token_truncate, Mismatch.sequence_truncate):
+        if self.corrects_mismatch and self.mismatch.truncates:
             means["sampler/importance_capped_fraction"] = correction.capped
         if self.corrects_mismatch:
             ratio_BT = token_ratio(old, batch.sampled_logprobs)
@@ -411,7 +426,7 @@ class RatioObjective(Objective):
                 got=self.ratio,
                 remedy="use algorithm.ratio=token, or algorithm.surrogate=clipped",
             )
-        if self.mismatch in (Mismatch.token_truncate, Mismatch.token_mask) and self.joins_tokens:
+        if self.mismatch.of_tokens and self.joins_tokens:
             joined = "ratio=sequence" if self.ratio == RatioLevel.sequence else "surrogate=gmpo"
             way = self.mismatch.removeprefix("token_")
             raise UserError(
@@ -420,6 +435,10 @@ class RatioObjective(Objective):
                 got=self.mismatch,
                 remedy=f"use algorithm.mismatch=sequence_{way}",
             )
+
+    @property
+    def automatic_mismatch(self) -> Mismatch:
+        return Mismatch.sequence_truncate if self.joins_tokens else Mismatch.token_truncate
 
     @property
     def joins_tokens(self) -> bool:

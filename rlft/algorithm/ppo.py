@@ -32,11 +32,12 @@ The complete loss of an update, with the keys of configs/algorithm/ppo.yaml; a l
     r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
     r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
 
-    w = 1                                                           if mismatch=off
-    w = min(v, mismatch_high)                                       if mismatch=token_truncate|sequence_truncate
-    w = v * within(v, mismatch_low, mismatch_high)                  if mismatch=token_mask|sequence_mask
+    w = 1                                                           if mismatch=off|auto
+    w = min(v, mismatch_high)           if mismatch=token_truncate|sequence_truncate|sequence_product_truncate
+    w = v * within(v, mismatch_low, mismatch_high)      if mismatch=token_mask|sequence_mask|sequence_product_mask
     v = exp(lp_old - lp_smp)                                        if mismatch=token_truncate|token_mask
     v = exp(mean_t(lp_old - lp_smp))                                if mismatch=sequence_truncate|sequence_mask
+    v = exp(sum_t(lp_old - lp_smp))     if mismatch=sequence_product_truncate|sequence_product_mask
     m = 1                                                           if off_policy_limit=null
     m = max(A >= 0, mean_t(lp_smp - lp) <= off_policy_limit)        if off_policy_limit!=null
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlft.algorithm.objective import Objective
 from rlft.config.schema import EvalConfig, RunConfig, ScoringConfig
 from rlft.generation.config import ANYWHERE, AUTO, BUILT_IN, ON_A_GPU, GenerationConfig, section_of
 from rlft.generation.engine import Engine
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from rlft.algorithm.protocol import Algorithm
+
+
+BYTES_OF_16_BITS = 2
 
 
 def check(config: RunConfig, algorithm: Algorithm, *, trains: bool = True) -> None:
@@ -671,6 +675,26 @@ def choose_engine(
         itemsize = resolve_dtype(model.dtype, device).itemsize
         check_engine_on(generation, name, str(device), itemsize=itemsize, quantized=model.quantization is not None)
     return name, reason
+
+
+def resolve_mismatch(config: RunConfig, algorithm: Algorithm, engine: str, *, itemsize: int) -> Algorithm:
+    """The algorithm with `algorithm.mismatch: auto` resolved for this engine.
+
+    It is off where sampling is distorted, which a correction cannot undo, and with `snapshot.old: sampled`, which takes
+    the engine's log-probs for the trainer's. An algorithm from outside may have no such key.
+
+    Args:
+        config: the typed config.
+        algorithm: its algorithm.
+        engine: the name of the engine that samples.
+        itemsize: bytes of a weight of the trainer's base.
+    """
+    if not isinstance(algorithm, Objective):
+        return algorithm
+    generation, chosen = config.generation, config.generation.named(engine)
+    differs = chosen.rounds_apart and (itemsize <= BYTES_OF_16_BITS or chosen.rounds)
+    undistorted = generation.top_p == 1 and generation.top_k == 0 and config.snapshot.old != "sampled"
+    return algorithm.with_mismatch_of(rounds_apart=differs and undistorted)
 
 
 def check_engine_on(generation: GenerationConfig, engine: str, device: str, *, itemsize: int, quantized: bool) -> None:

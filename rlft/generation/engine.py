@@ -96,6 +96,8 @@ class Engine(ABC):
     """Its name in messages."""
     on_trainers_base: ClassVar[bool] = False
     """Whether it decodes on the trainer's own base, with an adapter slot of its own there."""
+    rounds_apart: ClassVar[bool] = False
+    """Whether its log-probs come from a forward of its own, which in 16 bits rounds differently from the trainer's."""
     serves_whole_models: ClassVar[bool] = False
     """Whether it can follow a model that is trained whole (`rlft sft lora=null`), which has no adapters to load."""
     serves_dora: ClassVar[bool] = True

@@ -32,6 +32,7 @@ class VLLM(Engine):
     """`generation.vllm`; meanings and defaults are in configs/generation/auto.yaml."""
 
     title: ClassVar[str] = "vLLM"
+    rounds_apart: ClassVar[bool] = True
     serves_dora: ClassVar[bool] = False
     serves_head: ClassVar[bool] = False
     largest_rank: ClassVar[int | None] = ENGINE_RANKS[-1]

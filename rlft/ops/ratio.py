@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rlft.ops.mask import row_mean
+from rlft.ops.mask import row_mean, row_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,12 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     """
     mean_B = row_mean(logprobs - old_logprobs, mask)
     return mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().unsqueeze(-1)
+
+
+def product_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """exp(sum_t(lp - lp_old)), the ratio of the completions' probabilities. `[B, 1]`; 1 for an empty row."""
+    sum_B = row_sum(logprobs - old_logprobs, mask)
+    return sum_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().unsqueeze(-1)
 
 
 def sequence_token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rlft.logger.loggers import declares
 from rlft.types import Logger
@@ -68,6 +68,15 @@ class Plan(ABC):
     def scored_prompts(self) -> PromptSet | None:
         """Prompts whose completions the rewards of `config.reward` score; None if nothing is scored."""
         return None
+
+    def sampled_by(self, engine: str, itemsize: int) -> Self:
+        """The plan of the same run with the engine that `auto` chooses on another machine, for `rlft plan`.
+
+        Args:
+            engine: its name.
+            itemsize: bytes of a weight of the base there.
+        """
+        return self
 
     def startup_rows(self, facts: Facts) -> list[TableRow]:
         """The rows of the start-up table: the sizes that people ask about."""

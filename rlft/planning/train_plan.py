@@ -7,8 +7,8 @@ tokenizer, data.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from rlft.algorithm.protocol import Algorithm
 from rlft.checks import rules
@@ -31,12 +31,19 @@ from rlft.config.schema import RunConfig
 from rlft.data.lazy import joined
 from rlft.data.text import load_texts
 from rlft.environment.protocol import Environment
-from rlft.generation.config import section_of
+from rlft.generation.config import AUTO, section_of
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.logger.rollouts import Rollouts
 from rlft.model.adapter_folder import content_fingerprint, num_parameters
-from rlft.model.backbone import decoder_layers, fingerprint, load_tokenizer, read_config, resolve_device
+from rlft.model.backbone import (
+    decoder_layers,
+    fingerprint,
+    load_tokenizer,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+)
 from rlft.model.config import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
 from rlft.model.positions import limit_of
 from rlft.planning.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
@@ -108,6 +115,7 @@ class TrainPlan(Plan):
             *facts.adapter_rows(),
             ("roles", ", ".join(role_names(self)), roles_text(self)),
             ("engine", self.engine, self.engine_reason),
+            *self._mismatch_rows(),
             *self._cluster_rows(),
             *facts.base_rows(),
             facts.forward_row(),
@@ -141,6 +149,20 @@ class TrainPlan(Plan):
                 f"{run.steps} steps, {run.steps * run.updates_per_step} updates, {epochs:.1f} epochs of the data",
             ),
         ]
+
+    def sampled_by(self, engine: str, itemsize: int) -> Self:
+        algorithm = instantiate(self.config.algorithm, "algorithm")
+        return replace(self, algorithm=rules.resolve_mismatch(self.config, algorithm, engine, itemsize=itemsize))
+
+    def _mismatch_rows(self) -> list[TableRow]:
+        """The row about the correction of the mismatch between engine and trainer; none where there is none."""
+        if not self.algorithm.corrects_mismatch:
+            return []
+        keys = self.config.algorithm
+        reason = "as asked"
+        if keys.get("mismatch") == AUTO:
+            reason = "engine and trainer compute log-probs in 16 bits, each with its own roundings"
+        return [("mismatch", str(getattr(self.algorithm, "mismatch", "corrected")), reason)]
 
     def _ranks_rows(self) -> list[TableRow]:
         """The row about ranks; none where the run's own process trains alone, in one lane."""
@@ -281,6 +303,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     engine, reason = rules.choose_engine(config.generation, config.model, config.lora, runs_here=runs_here)
     if trains:
         check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
+    itemsize = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
+    algorithm = rules.resolve_mismatch(config, algorithm, engine, itemsize=itemsize)
     if config.cluster.engines:
         rules.check_apart(config, engine)
     if runs_here and config.cluster.kind == "ray":

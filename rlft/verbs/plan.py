@@ -159,6 +159,8 @@ def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
         memory = torch.cuda.get_device_properties(device).total_memory if limit is None else limit
         demand = on_a_gpu(demand, plan, memory, absent=on_another)
         plan = settled(plan, model, demand, memory, is_auto)
+    if demand.engine is not None and plan.engine is not None and demand.section != section_of(plan.engine):
+        plan = plan.sampled_by(demand.section, model.itemsize)
     if demand.engine is not None:
         quantized = settings.quantization is not None
         generation, itemsize = plan.config.generation, model.itemsize

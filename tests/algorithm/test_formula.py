@@ -42,7 +42,8 @@ RATIOS: list[dict[str, Any]] = [
       for kind in ("clipped", "importance", "policy_gradient", "cispo", "sapo", "gmpo")),
     {"surrogate": "clipped", "dual_clip": 1.6},
     *({"surrogate": "clipped", "ratio": level} for level in ("token", "sequence", "sequence_token")),
-    *({"mismatch": f"{level}_{way}"} for level in ("token", "sequence") for way in ("truncate", "mask")),
+    *({"mismatch": f"{level}_{way}"}
+      for level in ("token", "sequence", "sequence_product") for way in ("truncate", "mask")),
     {"off_policy_limit": 0.05},
     {"off_policy_limit": 0.05, "mismatch": "token_mask"},
 ]  # fmt: skip
@@ -79,7 +80,7 @@ OWN: dict[str, list[dict[str, Any]]] = {
         *({"teacher_in": "loss", "divergence": kind, "jsd_beta": 0.3, "teacher_coef": 0.7}
           for kind in ("reverse", "forward", "jensen_shannon")),
         *({"teacher_in": "loss", "mismatch": f"{level}_{way}"}
-          for level in ("token", "sequence") for way in ("truncate", "mask")),
+          for level in ("token", "sequence", "sequence_product") for way in ("truncate", "mask")),
         {"teacher_in": "loss", "off_policy_limit": 0.05, "mismatch": "token_mask"},
     ],
 }  # fmt: skip

@@ -592,7 +592,7 @@ def test_yaml_defaults_are_those_of_the_maths_page(make):
         Aggregate.sequence_mean_token_mean,
     )
     assert (grpo.clip_low, grpo.clip_high, grpo.dual_clip, grpo.kl_coef) == (0.2, 0.2, None, 0.0)
-    assert (grpo.kl_in, grpo.kl_estimator, grpo.mismatch) == (KLPlace.loss, KLEstimator.auto, Mismatch.off)
+    assert (grpo.kl_in, grpo.kl_estimator, grpo.mismatch) == (KLPlace.loss, KLEstimator.auto, Mismatch.auto)
 
 
 @pytest.mark.parametrize("way", ["truncate", "mask"])

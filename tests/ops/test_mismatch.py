@@ -20,10 +20,14 @@ def correct(mode, old=OLD, sampled=SAMPLED, mask=MASK):
     ("mode", "weight", "dropped", "capped"),
     [
         (Mismatch.off, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        (Mismatch.auto, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
         (Mismatch.token_truncate, [2, 1, 0.25, 2, 2], [0, 0, 0, 0, 0], [1, 0, 0, 1, 1]),
         (Mismatch.token_mask, [0, 1, 0, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]),
         (Mismatch.sequence_truncate, [1, 1, 1, 2, 2], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]),
         (Mismatch.sequence_mask, [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
+        # products: 4 * 1 * 0.25 = 1, and 4 * 4 = 16
+        (Mismatch.sequence_product_truncate, [1, 1, 1, 2, 2], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]),
+        (Mismatch.sequence_product_mask, [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
     ],
 )
 def test_weights_by_hand(mode, weight, dropped, capped):
@@ -35,9 +39,45 @@ def test_weights_by_hand(mode, weight, dropped, capped):
     assert not correction.capped[~MASK].any()
 
 
+def test_the_product_is_the_ratio_of_whole_completions_and_their_mean_is_not():
+    # Row 1: 1.25 * 1.2 * 0.8 = 1.2, geometric mean 1.0627; row 2: 1.5 * 1.5 = 2.25, geometric mean 1.5; row 3 is empty.
+    ratios = torch.tensor([[1.25, 1.2, 0.8], [1.5, 1.5, 99.0], [7.0, 7.0, 7.0]], dtype=torch.float64)
+    sampled = torch.full((3, 3), -2.0, dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, True, False], [False, False, False]])
+
+    def first_weights(mode):
+        return correct(mode, sampled + ratios.log(), sampled, mask).weight[:, 0].tolist()
+
+    assert first_weights(Mismatch.sequence_product_truncate) == pytest.approx([1.2, 2.0, 1.0], abs=1e-12)
+    assert first_weights(Mismatch.sequence_product_mask) == pytest.approx([1.2, 0.0, 1.0], abs=1e-12)
+    assert first_weights(Mismatch.sequence_truncate) == pytest.approx([1.2 ** (1 / 3), 1.5, 1.0], abs=1e-12)
+
+
+def test_with_the_gaps_of_bfloat16_the_product_of_a_long_completion_leaves_the_bounds_and_the_mean_does_not():
+    # 0.05 nats on each of 400 tokens, of either sign: the sum has a standard deviation of 1, and ln 2 is 0.69.
+    gaps = 0.05 * torch.randn(1000, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sampled, mask = torch.full_like(gaps, -1.0), torch.ones_like(gaps, dtype=torch.bool)
+    dropped = {
+        mode: correct(mode, sampled + gaps, sampled, mask).dropped[:, 0].double().mean().item()
+        for mode in (Mismatch.sequence_mask, Mismatch.sequence_product_mask)
+    }
+    assert dropped[Mismatch.sequence_mask] == 0
+    outside = math.erfc(math.log(2) / math.sqrt(2))  # of a normal distribution
+    assert dropped[Mismatch.sequence_product_mask] == pytest.approx(outside, abs=4 * (0.25 / 1000) ** 0.5)
+
+
+def test_a_product_of_any_length_stays_a_number():
+    for sign in (1, -1):
+        sampled = torch.full((1, 5000), -1.0)
+        mask = torch.ones_like(sampled, dtype=torch.bool)
+        for mode in (Mismatch.sequence_product_truncate, Mismatch.sequence_product_mask):
+            assert correct(mode, sampled + sign, sampled, mask).weight.isfinite().all()
+
+
 def test_a_kept_weight_inside_the_bounds_is_not_rounded_to_1():
     old = SAMPLED + math.log(1.5)
     for mode in (Mismatch.token_mask, Mismatch.sequence_mask, Mismatch.token_truncate, Mismatch.sequence_truncate):
+        assert mode.is_on
         assert correct(mode, old=old).weight[MASK].tolist() == pytest.approx([1.5] * 5, abs=1e-12)
 
 
