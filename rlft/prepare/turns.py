@@ -96,7 +96,7 @@ def learned(prompt: str, conversation: str, text: str, last: str) -> tuple[str, 
     >>> learned("Q A:", "Q A:<think></think>5<end>", "5", "<end>")
     ('<think></think>5', '')
     >>> learned("Q A:<think>", "Q A:5<end>", "<think>2+3</think>5", "<end>")
-    ('2+3</think>5', "it drops a part of their text")
+    ('2+3</think>5', 'it drops a part of their text')
     """
     turn = conversation.removesuffix(last)
     common = num_common(prompt, turn)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from turn_shapes import EOS, shaped_tokenizer
 
 from rlft.environment.turn_template import TurnTemplate
 from rlft.types import UserError
 from tests.helpers.family_tokenizers import CHATML, SPECIAL, TAGS, family_tokenizer
-from tests.helpers.turn_shapes import EOS, shaped_tokenizer
 
 ADD = {
     "type": "function",

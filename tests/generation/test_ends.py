@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from turn_shapes import EOS, SHAPES, shaped_tokenizer
 
 from rlft.generation.ends import turn_ends
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.generation.transformers import TransformersGenerator
 from rlft.types import FinishReason, Prompt, Sampling
-from tests.helpers.turn_shapes import EOS, SHAPES, shaped_tokenizer
 
 SAMPLING = Sampling(max_tokens=30, temperature=1.0)
 PROMPT = Prompt(id="p", messages=({"role": "user", "content": "2 + 3?"},), answer="5", token_ids=(1, 2, 3))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from turn_shapes import SHAPES, shaped_tokenizer
 
 from rlft.config.schema import PromptsConfig
 from rlft.generation.ends import turn_ends
-from rlft.model.config import ModelConfig
+from rlft.model.config import KernelChoice, ModelConfig
 from rlft.prepare.examples import scan_demonstrations, scan_rankings
 from rlft.prepare.turns import ends_of, turns_of
 from rlft.tokens.chat_template import rendered
 from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
-from tests.helpers.turn_shapes import SHAPES, shaped_tokenizer
 
 PROMPTS = PromptsConfig(max_tokens=900, over_limit="refuse", style="chat")
 ASKED = Prompt(id="p", messages=({"role": "user", "content": "2 + 3?"},), answer="5")
@@ -53,13 +53,13 @@ def test_a_thought_that_the_template_drops_is_learned_all_the_same_and_once() ->
     end = turn_ends(tokenizer, "chat").closing
     for said in ("<think>\n2 + 3</think>5", "2 + 3</think>5"):
         [turn], note = turns_of([(ASKED, said)], tokenizer, "chat", "demonstrations")
-        assert tokenizer.decode(turn[: -len(end)]) == "2 + 3</think>5"
+        assert tokenizer.decode(list(turn[: -len(end)])) == "2 + 3</think>5"
         assert note is not None
         assert note.startswith(
             "1 of 1 demonstrations are not learned as the chat template writes them: it drops a part"
         )
     [turn], note = turns_of([(ASKED, "2 + 3</think>5")], tokenizer, "raw", "demonstrations")
-    assert (tokenizer.decode(turn), note) == ("2 + 3</think>5<|endoftext|>", None)
+    assert (tokenizer.decode(list(turn)), note) == ("2 + 3</think>5<|endoftext|>", None)
 
 
 def test_turns_that_a_template_refuses_are_learned_as_texts() -> None:
@@ -71,7 +71,7 @@ def test_turns_that_a_template_refuses_are_learned_as_texts() -> None:
         [turn], note = turns_of([(ASKED, "no")], tokenizer, "chat", "demonstrations")
     finally:
         tokenizer.chat_template = template
-    assert tokenizer.decode(turn) == "no<|im_end|>"
+    assert tokenizer.decode(list(turn)) == "no<|im_end|>"
     assert note is not None
     assert "it refuses them (not this)" in note
 
@@ -85,7 +85,7 @@ def test_a_models_ends_are_those_of_its_files(tmp_path: Path, tiny_path: Path) -
     )
     model = ModelConfig(
         path=str(tmp_path), revision=None, dtype="auto", device="cpu", quantization=None, trust_remote_code=False,
-        attn_implementation="auto", gradient_checkpointing="auto", kernels="auto",
+        attn_implementation="auto", gradient_checkpointing="auto", kernels=KernelChoice.auto,
     )  # fmt: skip
     assert ends_of(model, "chat", tokenizer).ids == (*own, 5)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 6]}')
