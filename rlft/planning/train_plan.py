@@ -34,6 +34,7 @@ from rlft.environment.protocol import Environment
 from rlft.generation.config import AUTO, section_of
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
+from rlft.keys.instantiate import instantiate
 from rlft.logger.rollouts import Rollouts
 from rlft.model.adapter_folder import content_fingerprint, num_parameters
 from rlft.model.backbone import (
