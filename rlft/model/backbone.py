@@ -227,7 +227,6 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     model = load_model(
         model_config,
         **source(config),
-        config=model_config,
         dtype=dtype,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
         **extra,

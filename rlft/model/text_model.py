@@ -164,5 +164,5 @@ def load_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """
     contains = own_class(config)
     if contains is None:
-        return AutoModelForCausalLM.from_pretrained(**options)
-    return text_model_of(contains.from_pretrained(**options))
+        return AutoModelForCausalLM.from_pretrained(config=config, **options)
+    return text_model_of(contains.from_pretrained(config=config, **options))

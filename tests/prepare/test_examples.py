@@ -276,7 +276,9 @@ def test_a_think_that_the_prompt_has_opened_is_not_taught_a_second_time() -> Non
         learned = tokenizer.decode(text.ids[text.num_given :])
         assert learned.startswith("2 + 3</think>5<|im_end|>")
         assert tokenizer.decode(text.ids).count("<think>") == 1
-    assert examples.note is None
+    # The template writes the opened block in a prompt alone, and the first form as it is.
+    assert examples.note is not None
+    assert examples.note.startswith("2 of 3 train demonstrations are not learned as the chat template writes them")
     rankings = scan_rankings([ranked("q", *forms[:2], "5")], tokenizer, PROMPTS, 64, Split.train).rankings
     first, second, bare = rankings[0].completions
     assert first == second

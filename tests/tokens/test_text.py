@@ -76,7 +76,8 @@ def test_the_special_token_that_ended_a_turn_is_not_shown_whatever_it_is():
     tokenizer = with_special("<|call|>", "<think>")
     call, think = tokenizer.convert_tokens_to_ids(["<|call|>", "<think>"])
     row = [think, *tokenizer("6", add_special_tokens=False)["input_ids"], call]
-    assert shown_texts(tokenizer, [row, row], [True, False], SAMPLING) == ["<think>6", "<think>6<|call|>"]
+    assert shown_texts(tokenizer, [row, row[:-1]], [True, False], SAMPLING, [call]) == ["<think>6", "<think>6"]
+    assert shown_texts(tokenizer, [row], [False], SAMPLING) == ["<think>6<|call|>"], "it ends no turn"
 
 
 # The generation prompt of a template, and the end of it that belongs to the turn.
