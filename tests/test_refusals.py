@@ -700,7 +700,7 @@ TABLE = [
     ("train model.path=/nowhere", "model.path", "got /nowhere"),
     ("train model.path=./mine", "model.path", "there is no config.json in that folder"),
     ("train model.path=nobody/nothing", "model.path", "the model cannot be read"),
-    ("train model.path=encoder", "model.path", "a bert is an encoder, which also reads the tokens behind", "use a causal"),
+    ("train model.path=encoder", "model.path", "a bert is an encoder, which also reads the tokens behi"),
     ("sft demonstrations.path=foreign.jsonl model.path=t5", "model.path", "a t5 is an encoder-decoder"),
     ("train model.path=embedded:big", "model.path", "use embedded:tiny-arithmetic"),
     ("train lora.path=nowhere", "lora.path", "there is no such folder, got nowhere; point it at a PEFT adapter folder"),
