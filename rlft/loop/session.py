@@ -150,10 +150,10 @@ class Session(RunShell):
             self.freshness.history[saved.step - 1] = values["scores"]
 
     def rehearse(self, step: int) -> None:
-        """Publishes the policy to the engine, compares decoding with the forward, then rehearses the longest rows."""
+        """Publishes the policy to the engine, rehearses the longest rows, and compares decoding with the forward."""
         self.publish(step)
-        self.check_decoding()
         super().rehearse(step)
+        self.check_decoding()
 
     def check_decoding(self) -> None:
         """Checks that the engine's decoding gives the log-probs of the trainer's forward."""

@@ -75,9 +75,9 @@ class DemonstrationLesson:
             assert self.freshness is not None, "an engine is opened for held-out prompts"
             assert self.plan.held_out is not None, "an engine is opened for held-out prompts"
             self.generator.load(self.learner.publish(step))  # the engine's merged weights count as well
-            check_decoding(self.generator, self.learner, self.plan.held_out, self.config, self.freshness.limits)
             shapes = of_evaluation(self.plan.held_out, self.config.eval)
             rehearse_decoding(self.generator, shapes, self.config.generation.max_tokens)
+            check_decoding(self.generator, self.learner, self.plan.held_out, self.config, self.freshness.limits)
 
     def evaluate(self, step: int) -> Evaluation:
         """Loss on the held-out demonstrations, and accuracy on the held-out prompts of the task."""

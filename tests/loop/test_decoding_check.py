@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlft import cli
 from rlft.generation import transformers as engine
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import RepeatedCache, TransformersGenerator, Weights
+from rlft.loop import session
 from rlft.loop.decoding_check import _probes, check_decoding
 from rlft.loop.freshness import LIMITS_IN_16_BITS, LIMITS_IN_32_BITS, Limits
 from rlft.model.backbone import Backbone
@@ -70,6 +73,28 @@ def test_right_decoding_passes_with_dropout_of_the_adapter_and_leaves_no_trace(o
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not any(module.training for module in roles.model.modules())
     assert generator.sample(PROMPTS.prompts, 2, seeds, sampling) == before
+
+
+def test_a_run_is_the_same_with_and_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "steps=1 prompts_per_step=2 group_size=2 generation=transformers generation.max_tokens=8 lora.dropout=0.1 "
+    words += (
+        "lora.rank=2 data.size=16 data.held_out_size=4 eval.every=1 model.device=cpu scoring.workers=0 logger=[jsonl]"
+    )
+    checked: list[float | None] = []
+
+    def run(folder: Path) -> list[bytes]:
+        assert cli.run(["train", *words.split(), f"hydra.run.dir={folder}"]) == 0
+        files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
+        return [file.read_bytes() for file in sorted(files)]
+
+    def counted(*args: Any) -> None:
+        checked.append(check_decoding(*args))
+
+    monkeypatch.setattr(session, "check_decoding", counted)
+    with_it = run(tmp_path / "a")
+    assert [gap < 1e-4 for gap in checked if gap is not None] == [True]
+    monkeypatch.setattr(session, "check_decoding", lambda *args: None)
+    assert run(tmp_path / "b") == with_it
 
 
 def test_prompts_of_unlike_lengths_within_the_limits_are_made_of_any_data() -> None:
