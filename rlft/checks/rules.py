@@ -503,10 +503,15 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
             for name in layers
             if (re.fullmatch(target, name) if isinstance(targets, str) else f".{name}".endswith(f".{target}"))
         ]
-        if any(name not in without for name in named):
+        # PEFT takes other modules that a regular expression matches for layers, and fails with a traceback.
+        other = [name for name, _ in empty.named_modules() if isinstance(targets, str) and re.fullmatch(target, name)]
+        other = [name for name in other if name not in layers]
+        if not other and any(name not in without for name in named):
             continue
         problem = "the model has no linear layer of that name"
-        if named:
+        if other:
+            problem = f"also names {other[0] or 'the model'}, which is not a linear layer"
+        elif named:
             problem = f"names no layer that an adapter can learn on: {without[named[0]]}"
         remedy = f"use all-linear, or a list of {', '.join(names)}"
         raise UserError("lora.target_modules", problem, got=target, remedy=remedy)

@@ -74,7 +74,7 @@ def read_config(config: ModelConfig) -> Any:
     """The model's config.json as a transformers config, without weights. UserError if it cannot be read."""
     check_local(config.path)
     try:
-        return AutoConfig.from_pretrained(**source(config))
+        found = AutoConfig.from_pretrained(**source(config))
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
@@ -84,6 +84,11 @@ def read_config(config: ModelConfig) -> Any:
             remedy="connect to the network, or use local copies: model.path=<folder>, and for the data "
             "data.path=<folder or .jsonl>",
         ) from None
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if not isinstance(getattr(found.get_text_config(), name, None), int):
+            problem = f"is no causal language model: its config.json, of type {found.model_type}, has no {name}"
+            raise UserError("model.path", problem, got=config.path, remedy="use a decoder-only language model")
+    return found
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
