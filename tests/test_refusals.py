@@ -21,7 +21,14 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, LlamaConfig, T5Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaConfig,
+    T5Config,
+)
 
 from rlft import cli
 from rlft.config.compose import build, compose
@@ -427,6 +434,11 @@ TABLE = [
     ("train generation.temperature=-1", "generation.temperature", "must be greater than or equal to 0"),
     ("train generation.engine=vlm", "generation.engine", "is not an engine, got vlm"),
     ("train generation.max_tokens=300", "generation.max_tokens", "exceeds the model's context of 512 tokens, got 300"),
+    ("train model.path=long_rope prompts.max_tokens=60 generation.max_tokens=41", "generation.max_tokens",
+     "context of 100 tokens, beyond which its longrope RoPE makes a row depend on those beside it, got 41; use at"),
+    ("train model.path=long_rope prompts.max_tokens=100", "prompts.max_tokens", "longrope RoPE makes a row depend on"),
+    (f"{SFT} model.path=long_rope prompts.max_tokens=60", "max_completion_tokens", "longrope RoPE makes"),
+    (f"{RM} model.path=long_rope prompts.max_tokens=60", "max_completion_tokens", "longrope RoPE makes"),
     ("train prompts.max_tokens=4", "prompts.max_tokens", "4096 of 4096 train prompts are longer"),
     ("train prompts.max_tokens=21 prompts.over_limit=refuse", "prompts.max_tokens", "or set prompts.over_limit=drop"),
     # Groups of one
@@ -707,6 +719,11 @@ TABLE = [
     ("train model.attn_implementation=flash", "model.attn_implementation", "is not known to transformers"),
     ("train lora.target_modules=[q_proj,k_prj]", "lora.target_modules", "got k_prj; use all-linear, or a list of d"),
     ("train lora.target_modules=qproj", "lora.target_modules", "the model has no linear layer of that name, got qproj"),
+    ("train model.path=sees lora.target_modules=[q_proj,fc1]", "lora.target_modules",
+     "an adapter can learn on: no gradient reaches it from the log-probs of a text, got fc1; use all-linear, or a li"),
+    ("train model.path=sees lora.target_modules='.*vision_tower.*_proj'", "lora.target_modules", "names no layer that"),
+    ("train model.path=sees lora.target_modules='.*vision_tower.*'", "lora.target_modules", "also names model.vision"),
+    ("train model.path=only_sees lora.target_modules=[q_proj]", "model.path", "is no causal language model"),
     # Packages that are not installed (the last column)
     ("train generation=vllm", "generation.engine", "vLLM is not installed", "vllm"),
     ("train model.attn_implementation=flash_attention_2",
@@ -1021,7 +1038,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     for step in (1, 2):
         (folder / "saved_run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     save_adapters(folder, backbone)
-    for name in ("renamed", "other_words", "short", "fewer_rows", "no_tokenizer", "no_config"):
+    for name in ("renamed", "other_words", "short", "fewer_rows", "no_tokenizer", "no_config", "long_rope"):
         shutil.copytree(tiny_path, folder / name)
     (folder / "no_tokenizer" / "tokenizer_config.json").write_text("{")
     (folder / "no_config" / "config.json").write_text("{")
@@ -1031,6 +1048,12 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     edit_json(folder / "fewer_rows" / "config.json", {"vocab_size": 270})
     BertConfig().save_pretrained(folder / "encoder")
     T5Config().save_pretrained(folder / "t5")
+    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 100}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    edit_json(folder / "long_rope" / "config.json", {"rope_parameters": rope})
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    AutoConfig.for_model("gemma3", text_config=sizes, vision_config=sizes).save_pretrained(folder / "sees")
+    AutoConfig.for_model("siglip_vision_model", **sizes).save_pretrained(folder / "only_sees")
     classifier = LlamaConfig()
     classifier.num_labels = 3
     classifier.save_pretrained(folder / "three_labels")
@@ -1287,7 +1310,8 @@ print(json.dumps(lines))
 READ_BY_LIBRARIES = (
     # the model's config.json, tokenizer and chat template, for which transformers describes tools
     "cannot show tools and", "syntax=json or xml, or use a model", "cannot be shown as a tool",
-    "context of 512 tokens", "of 512 tokens, got 1024", "the model cannot be read", "no linear layer of that name",
+    "context of 512 tokens", "of 512 tokens, got 1024", "model.path=long_rope", "model.path=sees",
+    "model.path=only_sees", "the model cannot be read", "no linear layer of that name",
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint

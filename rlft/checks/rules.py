@@ -540,7 +540,7 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
             raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
         for name in named:
             if name not in layers:
-                problem = f"{name} would be adapted, too, which is no linear layer"
+                problem = f"{name or 'the model'} would be adapted, too, which is no linear layer"
                 raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
             sharing = [other for other, module in modules.items() if other != name and _share(modules[name], module)]
             if sharing:

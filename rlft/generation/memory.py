@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlft.model.layer_sizes import layer_sizes
-
 
 class When(StrEnum):
     """When a part is in use; `sampling`, `annotating` and `updating` are never at the same time.
@@ -72,6 +70,7 @@ class ModelSizes:
         linear: number of weights in its linear layers without the output head.
         layers: number of weights in each decoder layer, if ranks can divide the layers; else empty.
         layer_kinds: which layers have an adapter, and which have none, in words.
+        widest_mlp: elements of the gate of its widest MLP; 0 if it is the config's intermediate_size.
     """
 
     parameters: int
@@ -87,6 +86,7 @@ class ModelSizes:
     linear: int = 0
     layers: tuple[int, ...] = ()
     layer_kinds: tuple[str, str] = ("", "")
+    widest_mlp: int = 0
 
     def divided_bytes(self, ranks: int) -> int:
         """Bytes of the base on rank 0's device where `ranks` ranks divide its layers (rlft.trainer.sharded_base).
@@ -115,7 +115,7 @@ class ModelSizes:
 
     @property
     def mlp_width(self) -> int:
-        return max(layer.mlp for layer in layer_sizes(self.config))
+        return self.widest_mlp or getattr(self.config, "intermediate_size", None) or 4 * self.hidden
 
     @property
     def layer_width(self) -> int:

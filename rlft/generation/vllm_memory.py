@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlft.generation.memory import EngineMemory, Load, ModelSizes, Part, When
-from rlft.model.layer_sizes import layer_sizes
 
 CPU_BLOCK_SIZE = 32
 """Tokens of a prefix-cache block on a CPU. The default is 128: shorter prompts would never be shared by their group."""
@@ -171,7 +170,9 @@ def cpu_cache_of(options: Mapping[str, Any]) -> int:
     from transformers import AutoConfig
 
     loading = {"trust_remote_code": options["trust_remote_code"], "revision": options["revision"]}
-    layers = layer_sizes(AutoConfig.from_pretrained(options["model"], **loading))
+    config = AutoConfig.from_pretrained(options["model"], **loading).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     element = 2 if options["dtype"] in ("bfloat16", "float16", "half") else 4
-    token = 2 * sum(layer.keys for layer in layers) * element  # keys and values
+    token = 2 * config.num_hidden_layers * heads * head_size * element  # keys and values
     return cpu_cache_bytes(token, options["max_model_len"], options["max_num_seqs"])

@@ -123,6 +123,10 @@ def read_config(config: ModelConfig) -> Any:
         remedy = "use a causal language model, such as Qwen3 or Llama"
         raise UserError("model.path", f"a {model.model_type} {problem}", got=config.path, remedy=remedy)
     own_class(model)  # refuses what has no class of causal language models
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if not isinstance(getattr(model.get_text_config(), name, None), int):
+            problem = f"is no causal language model: its config.json, of type {model.model_type}, has no {name}"
+            raise UserError("model.path", problem, got=config.path, remedy="use a decoder-only language model")
     return model
 
 

@@ -32,18 +32,13 @@ from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
 from rlft.planning.memory_parts import Demand, model_sizes
 from rlft.planning.run_plan import Plan
-from rlft.types import UserError
 
 CUDA_CONTEXT = 2**29
 """An allowance for a CUDA context and the kernels of its libraries; not measured."""
 
 
 def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
-    """The sizes of this config's base, and of one adapter on it unless `lora` is None.
-
-    Raises:
-        UserError: the model is not built of decoder layers whose sizes its config gives.
-    """
+    """The sizes of this config's base, and of one adapter on it unless `lora` is None."""
     from rlft.model.lora_config import lora_config
 
     config = read_config(settings)
@@ -63,24 +58,19 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         adapter = AdapterLayers.of(
             shapes, dropout=lora.dropout > 0, dora=lora.use_dora, quantized=settings.quantization is not None
         )
-    try:
-        return model_sizes(
-            config,
-            parameters,
-            shapes,
-            adapter=adapter,
-            itemsize=resolve_dtype(settings.dtype, device).itemsize,
-            quantized=linear if settings.quantization is not None else 0,
-            packed=packed,
-            kernels=kernels,
-            linear=linear,
-            layers=layers,
-            layer_kinds=layer_kinds,
-        )
-    except AttributeError as error:
-        problem = f"its config.json, of type {config.model_type}, lacks a size of a decoder ({error})"
-        remedy = "use a decoder-only language model"
-        raise UserError("model.path", problem, got=settings.path, remedy=remedy) from None
+    return model_sizes(
+        config,
+        parameters,
+        shapes,
+        adapter=adapter,
+        itemsize=resolve_dtype(settings.dtype, device).itemsize,
+        quantized=linear if settings.quantization is not None else 0,
+        packed=packed,
+        kernels=kernels,
+        linear=linear,
+        layers=layers,
+        layer_kinds=layer_kinds,
+    )
 
 
 def linear_weights(model: PreTrainedModel) -> int:

@@ -150,7 +150,7 @@ def model_sizes(
         layers: number of weights of each decoder layer, where ranks can divide the layers.
         layer_kinds: which layers have an adapter, and which have none (`rlft.model.adaptable.adapted_words`).
     """
-    text = config.get_text_config()
+    text, of_layers = config.get_text_config(), layer_sizes(config)
     outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
     inputs = {name.replace(".lora_A", ".lora_B"): shape[1] for name, shape in shapes.items() if ".lora_A" in name}
     adapted = sum(inputs[name] * outputs[name] for name in outputs)
@@ -163,13 +163,14 @@ def model_sizes(
         lora=sum(math.prod(shape) for shape in shapes.values()),
         adapted=adapted,
         adapter=adapter,
-        key_size=2 * sum(layer.keys for layer in layer_sizes(text)),
+        key_size=2 * sum(layer.keys for layer in of_layers),
         config=text,
         packed=packed,
         kernels=kernels,
         linear=linear,
         layers=layers,
         layer_kinds=layer_kinds,
+        widest_mlp=max(layer.mlp for layer in of_layers),
     )
 
 

@@ -398,7 +398,7 @@ def longest_read_by_the_teacher(
     longest = longest_with_hint(prompts.prompts, hint, tokenizer, config.prompts.style)
     limit, row_tokens = limit_of(model_config), longest + config.generation.max_tokens
     if config.snapshot.teacher_model is None and limit is not None and row_tokens > limit.tokens:
-        problem = f"with it the longest row of {row_tokens} tokens exceeds the model's {limit.words}"
+        problem = f"with it the longest row has {row_tokens} tokens, more than the model's {limit.words}"
         remedy = "shorten it, or lower prompts.max_tokens or generation.max_tokens"
         raise UserError("snapshot.teacher_hint", problem, got=repr(hint), remedy=remedy)
     return longest
