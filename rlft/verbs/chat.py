@@ -210,6 +210,8 @@ def open_talk(
     tokenizer = load_tokenizer(settings.model)
     ends = ends_of(settings.model, settings.prompts.style, tokenizer)
     check_stops(settings.generation, tokenizer, vocabulary, ends.ids)
+    for note in ends.notes:
+        say(f"note: {note}")
     if not raw and (plain.get("data") or {}).get("few_shot"):
         say("the data's few-shot examples are left out: a chat reads no data")
     with contextlib.ExitStack() as stack:

@@ -154,7 +154,10 @@ def opened(
         name, title = keys.name or str(plain["name"]), f"{source.run}, {folder.name}"
     vocabulary = read_config(settings.model).get_text_config().vocab_size
     tokenizer = load_tokenizer(settings.model)
-    check_stops(settings.generation, tokenizer, vocabulary, ends_of(settings.model, "chat", tokenizer).ids)
+    ends = ends_of(settings.model, "chat", tokenizer)
+    check_stops(settings.generation, tokenizer, vocabulary, ends.ids)
+    for note in ends.notes:
+        say(f"note: {note}")
     engine, _ = choose_engine(settings.generation, settings.model, settings.lora, whole=settings.lora is None)
     if settings.lora is not None:
         check_adapted(settings.generation.named(engine), settings.lora, settings.model, read_config(settings.model))

@@ -64,12 +64,13 @@ def test_an_evaluation_ends_where_the_template_ends_a_turn(
 
 
 def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
+    said: list[str] = []
     for style in ("chat", "raw"):
         plain = {
             **compose([f"model.path={base}", *KEYS, "generation.temperature=0", f"prompts.style={style}"]),
             "environment": None,
         }
-        with chat.open_talk(plain, None, True, lambda _: None) as talk:
+        with chat.open_talk(plain, None, True, said.append) as talk:
             completion = talk.ask("What is 12 + 30?").completion
             assert (completion.token_ids[-1] == END) == (completion.finish_reason == "stop") == (style == "chat")
         keys = serve.read_config(["serve.port=0"])
@@ -77,12 +78,14 @@ def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
         request = Request(key="", body=body)
         with (
             bound(keys.host, 0, "serve") as listening,
-            serve.opened(plain, None, keys, listening, lambda _: None) as (service, _),
+            serve.opened(plain, None, keys, listening, said.append) as (service, _),
         ):
             service.answer([request], lambda error: pytest.fail(str(error)))
         [choice] = request.reply.result(timeout=0)["choices"]
         assert (choice["finish_reason"], choice["token_ids"][-1]) == ("stop", END), style
         assert "<|" not in choice["message"]["content"]
+    notes = [line for line in said if line.startswith("note: a turn ends with <|im_end|>")]
+    assert len(notes) == 3, "a chat of raw text ends with the tokenizer's own"
 
 
 def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base: Path, tiny_path: Path) -> None:
