@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from rlft.data.lazy import mapped
@@ -19,6 +22,10 @@ PLACEHOLDER = "{question}"
 ROLES = ("system", "user", "assistant")
 _FEW_SHOT_PLACEHOLDER = re.compile(r"\{(answer|final)\}")
 """The placeholders of data.few_shot_template."""
+_NUMBER_GOES_ON = re.compile(r"[,.]?[0-9]")
+_NUMBER_BEFORE = re.compile(r"[0-9][,.]?$")
+MAX_CHECKED_ANSWERS = 20_000
+"""The most rows of which the answers are looked at for numbers that data.answer_pattern cuts."""
 
 Made = TypeVar("Made")
 
@@ -134,6 +141,8 @@ class RecordKeys:
     def prompts(self, read: Read[Question], split: Split) -> Sequence[Prompt]:
         """The split's prompts in the order of the data."""
         rows = read(split, self.parse)
+        if self.answer_pattern is not None:
+            self._warn_of_cut_numbers(rows)
         if not self.few_shot:
             return mapped(rows, lambda row: self._prompt(row.made, ()))
         training = rows if split is Split.train else read(Split.train, self.parse)
@@ -170,14 +179,37 @@ class RecordKeys:
 
     def _answer(self, text: str) -> str:
         if self.answer_pattern is not None:
-            matches = list(re.finditer(self.answer_pattern, text))
-            if not matches:
+            match = self._last_match(text)
+            if match is None:
                 raise RowError(f"the answer has no match of data.answer_pattern={self.answer_pattern}")
-            text = matches[-1][1 if matches[-1].re.groups else 0] or ""
+            text = match[1 if match.re.groups else 0] or ""
         answer = text.translate({ord(c): None for c in self.answer_remove}).strip()
         if not answer:
             raise RowError("the answer is empty")
         return answer
+
+    def _last_match(self, text: str) -> re.Match[str] | None:
+        match = None
+        for match in re.finditer(self.answer_pattern or "", text):
+            pass
+        return match
+
+    def _warn_of_cut_numbers(self, rows: Sequence[Row[Question]]) -> None:
+        """Warns once if the pattern takes part of a number, such as 1 of 1,080: the answers would be wrong."""
+        number, first = 0, None
+        for row in islice(rows, MAX_CHECKED_ANSWERS):
+            text = row.made.worked_answer
+            match = self._last_match(text)
+            if match is not None and _cuts_number(text, *match.span(1 if match.re.groups else 0)):
+                number += 1
+                first = first or row.made
+        if first is not None:
+            logger.warning(
+                "data.answer_pattern: cuts a number in %d of %d answers: %s has the answer %r of %r; let the pattern take "
+                "digits, commas and points, such as %s",
+                *(number, min(len(rows), MAX_CHECKED_ANSWERS), first.id, first.answer, first.worked_answer[-40:]),
+                r"'(-?[\d,.]*\d)'",
+            )
 
     def _prompt(self, question: Question, examples: Sequence[Message]) -> Prompt:
         messages = chat(question.turns, self.system_prompt, self.prompt_template, examples)
@@ -276,6 +308,17 @@ def warn_of_held_out(where: object, number: int) -> None:
         logger.warning("%s: %d training questions are also held out; they are left out of training", where, number)
 
 
+def _cuts_number(text: str, begin: int, end: int) -> bool:
+    """Whether text[begin:end] begins or ends inside a number.
+
+    >>> [_cuts_number("= 1,080.", 2, end) for end in (3, 5, 7)], _cuts_number("= 1,080", 4, 7)
+    ([True, True, False], True)
+    """
+    found = text[begin:end]
+    begins_inside = found[:1].isdigit() and _NUMBER_BEFORE.search(text, 0, begin) is not None
+    return begins_inside or (found[-1:].isdigit() and _NUMBER_GOES_ON.match(text, end) is not None)
+
+
 def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blank: bool = False) -> str:
     """The text in a field.
 
@@ -290,12 +333,19 @@ def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blan
     """
     value = _field(fields, name)
     if numbers and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+        return _written_out(value, name)
     if not isinstance(value, str):
         raise RowError(f"field {name!r} must be a string{' or number' if numbers else ''}, it is {kind(value)}")
     if not blank and not value.strip():
         raise RowError(f"field {name!r} is empty")
     return value
+
+
+def _written_out(value: float, name: str) -> str:
+    """A number without an exponent: 0.00001 for 1e-05. NaN, which tables use for a missing value, is a RowError."""
+    if not math.isfinite(value):
+        raise RowError(f"field {name!r} holds no number, it is {value}")
+    return format(Decimal(str(value)), "f")
 
 
 def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:

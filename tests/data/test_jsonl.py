@@ -257,3 +257,33 @@ def test_fields_that_rewards_read_go_with_the_prompt(make_data, write, tmp_path:
     assert prompt.metadata == {"tests": ["assert add(1, 2) == 3"]}
     with pytest.raises(UserError, match=r"there is no field 'test' \(data.metadata_fields\), only 'prompt'"):
         make_data("jsonl", **keys, metadata_fields=["test"]).load(Split.held_out)
+
+
+def test_a_pattern_that_cuts_numbers_is_named_with_their_count_and_an_example(make_data, write, tmp_path, caplog):
+    texts = ["#### 18", "#### 1,080", "#### 2.5", "#### 18.", "#### 18, as asked", "so 7 #### -3"]
+    rows = [{"prompt": f"{i}", "answer": text} for i, text in enumerate(texts)]
+    keys = {"path": str(write(tmp_path / "a.jsonl", *rows)), "held_out_path": None, "held_out_fraction": 1.0}
+    with caplog.at_level(logging.WARNING):
+        make_data("jsonl", **keys, answer_pattern=r"#### (-?\d+)").load(Split.held_out)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "data.answer_pattern: cuts a number in 2 of 6 answers: a.jsonl:2 has the answer '1' of '#### 1,080'; "
+    )
+    caplog.clear()
+    prompts = make_data("jsonl", **keys, answer_pattern=r"#### (-?[\d,.]*\d)").load(Split.held_out)
+    assert [prompt.answer for prompt in prompts] == ["18", "1,080", "2.5", "18", "18", "-3"]
+    make_data("jsonl", **keys, answer_pattern=r"(\d{1,2})\D*$").load(Split.held_out)
+    # From the other side: the pattern begins within a number.
+    assert "cuts a number in 2 of 6 answers: a.jsonl:2 has the answer '80'" in caplog.text
+
+
+def test_numbers_are_written_out_and_one_that_is_missing_is_refused(make_data, write, tmp_path: Path) -> None:
+    numbers = {1e-05: "0.00001", 1e16: "10000000000000000", 2.5: "2.5", 18.0: "18.0", -3: "-3", 1e-7: "0.0000001"}
+    rows = [{"prompt": f"{i}", "answer": number} for i, number in enumerate(numbers)]
+    keys = {"held_out_path": None, "held_out_fraction": 1.0}
+    prompts = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)), **keys).load(Split.held_out)
+    assert [prompt.answer for prompt in prompts] == list(numbers.values())
+    for number in (float("nan"), float("inf")):
+        file = write(tmp_path / "b.jsonl", {"prompt": "?", "answer": number})
+        with pytest.raises(UserError, match=r"b\.jsonl:1: .*(holds no number|NaN|Infinity)"):
+            make_data("jsonl", path=str(file), **keys).load(Split.held_out)
