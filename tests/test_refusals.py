@@ -744,7 +744,7 @@ TABLE = [
     ("train resume=file", "resume", "there is no such folder"),
     ("train resume=run hydra.run.dir=elsewhere", "resume", "leave hydra.run.dir out"),
     ("train resume=run trainer.lr=3", "resume", "trainer.lr: 1e-05 -> 3"),
-    ("train data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "reference answers are not right by thems"),
+    ("train data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "answers are not right by themselves"),
     ("train data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "with data.allow_unscorable=true"),
     ("sample data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "is not a letter"),
     (f"{SFT} data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "reference answers are not right by the"),
