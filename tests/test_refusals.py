@@ -719,10 +719,10 @@ TABLE = [
     ("train model.attn_implementation=flash", "model.attn_implementation", "is not known to transformers"),
     ("train lora.target_modules=[q_proj,k_prj]", "lora.target_modules", "got k_prj; use all-linear, or a list of d"),
     ("train lora.target_modules=qproj", "lora.target_modules", "the model has no linear layer of that name, got qproj"),
-    ("train model.path=sees lora.target_modules=[q_proj,fc1]", "lora.target_modules",
-     "an adapter can learn on: no gradient reaches it from the log-probs of a text, got fc1; use all-linear, or a li"),
-    ("train model.path=sees lora.target_modules='.*vision_tower.*_proj'", "lora.target_modules", "names no layer that"),
-    ("train model.path=sees lora.target_modules='.*vision_tower.*'", "lora.target_modules", "also names model.vision"),
+    # of a folder that also sees, the text model alone is trained
+    ("train model.path=sees lora.target_modules=[q_proj,fc1]", "lora.target_modules", "no linear layer of that name"),
+    ("train model.path=sees lora.target_modules='.*vision_tower.*'", "lora.target_modules", "no linear layer of that"),
+    ("train model.path=sees lora.target_modules='model.layers.0.*'", "lora.target_modules", "would be adapted, too"),
     ("train model.path=only_sees lora.target_modules=[q_proj]", "model.path", "is no causal language model"),
     # Packages that are not installed (the last column)
     ("train generation=vllm", "generation.engine", "vLLM is not installed", "vllm"),
@@ -791,7 +791,7 @@ TABLE = [
     ("train resume=file", "resume", "there is no such folder"),
     ("train resume=run hydra.run.dir=elsewhere", "resume", "leave hydra.run.dir out"),
     ("train resume=run trainer.lr=3", "resume", "trainer.lr: 1e-05 -> 3"),
-    ("train data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "reference answers are not right by them"),
+    ("train data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "answers are not right by themselves"),
     ("train data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "with data.allow_unscorable=true"),
     ("sample data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "is not a letter"),
     (f"{SFT} data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "reference answers are not right by the"),
