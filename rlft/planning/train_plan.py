@@ -14,7 +14,6 @@ from rlft.algorithm.protocol import Algorithm
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers, empty_model, uses
 from rlft.checks.environments import environment_of
-from rlft.checks.files import component
 from rlft.checks.ranks import idle_engines, why_whole
 from rlft.checks.servers import check_servers
 from rlft.checks.teachers import (
@@ -34,6 +33,7 @@ from rlft.environment.protocol import Environment
 from rlft.generation.config import section_of
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
+from rlft.keys.instantiate import instantiate
 from rlft.logger.rollouts import Rollouts
 from rlft.model.adapter_folder import content_fingerprint, num_parameters
 from rlft.model.backbone import decoder_layers, fingerprint, load_tokenizer, read_config, resolve_device
@@ -293,7 +293,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     check_classifiers(rewards)
     tokenizer = load_tokenizer(config.model)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size)
-    data = component(config.data)
+    data = instantiate(config.data, "data")
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
     environment = environment_of(config)
     texts = data.load(Split.train)
