@@ -15,6 +15,7 @@ from typing import Any
 from rlft.cluster.config import ClusterConfig
 from rlft.generation.config import GenerationConfig
 from rlft.keys.bounds import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
+from rlft.keys.instantiate import ALLOW_UNSCORABLE
 from rlft.logger.alarms import AlarmsConfig
 from rlft.logger.rollouts import RolloutsConfig
 from rlft.model.config import (
@@ -26,9 +27,6 @@ from rlft.model.config import (
     SnapshotConfig,
 )
 from rlft.trainer.config import CheckpointConfig, TrainerConfig
-
-ALLOW_UNSCORABLE = "allow_unscorable"
-"""The only key of the `data` section, beside `_target_`, that is not its component's own."""
 
 ADDED_KEYS: Mapping[str, Any] = {
     "generation.min_p": 0.0,

@@ -15,6 +15,10 @@ from typing import Any
 from rlft.keys import catalog, sampling_keys, suggest
 from rlft.types import UserError
 
+ALLOW_UNSCORABLE = "allow_unscorable"
+RUNS_OWN = {"data": (ALLOW_UNSCORABLE,)}
+"""{section: its switches that the run reads, and not the section's component}."""
+
 SENTENCES = {
     f"Input should be less than or equal to {2**63 - 1}": "must be at most 2**63-1",
     "Input should be a valid integer": "must be a whole number",
@@ -63,6 +67,8 @@ def instantiate(config: Any, key: str, verb: str = "train") -> Any:
         raise UserError(key, "has no _target_", got=config, remedy=f"choose one of {', '.join(catalog.choices(group))}")
     target = locate(config["_target_"], f"{key}._target_")
     kwargs = {k: v for k, v in config.items() if k != "_target_"}
+    for own in (own for own in RUNS_OWN.get(key, ()) if own in kwargs):
+        convert(bool, kwargs.pop(own), f"{key}.{own}")
     if dataclasses.is_dataclass(target):
         return from_mapping(target, kwargs, key, verb)
     check_keys(list(inspect.signature(target).parameters.values()), kwargs, key)

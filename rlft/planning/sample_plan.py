@@ -9,7 +9,6 @@ from typing import Any
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers
 from rlft.checks.environments import environment_of
-from rlft.checks.files import component
 from rlft.checks.sample import check_config, lora_of, uses_of
 from rlft.checks.servers import check_servers
 from rlft.config.schema import SampleConfig
@@ -17,6 +16,7 @@ from rlft.environment.protocol import Environment
 from rlft.generation.config import AUTO, GenerationConfig
 from rlft.generation.memory import ModelSizes
 from rlft.generation.stops import check_stops
+from rlft.keys.instantiate import instantiate
 from rlft.model.adapter_folder import content_fingerprint
 from rlft.model.backbone import fingerprint, load_tokenizer, read_config
 from rlft.model.config import HEAD, LoraSettings
@@ -114,7 +114,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
     tokenizer, split = load_tokenizer(config.model), Split(config.split)
     ends = ends_of(config.model, limits.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
-    data = component(config.data).load(split)
+    data = instantiate(config.data, "data").load(split)
     environment = environment_of(config)
     shown = shown_in_prompts(environment, tokenizer, data)
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)

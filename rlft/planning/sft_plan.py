@@ -8,7 +8,6 @@ from typing import Any
 
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers, uses_of_rewards
-from rlft.checks.files import component
 from rlft.checks.servers import check_servers
 from rlft.checks.sft import check_config, check_trainable, uses_of
 from rlft.config.schema import SftConfig
@@ -154,7 +153,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
         rewards = specs(config.reward)
         used += uses_of_rewards(rewards)
         check_classifiers(rewards)
-        prompts = component(config.data).load(Split.held_out)
+        prompts = instantiate(config.data, "data").load(Split.held_out)
         held_out = scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, Split.held_out, limits.style)
         rules.check_metadata(rewards, held_out.prompts[0])
         texts = untokenised(held_out)

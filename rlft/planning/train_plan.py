@@ -14,7 +14,6 @@ from rlft.algorithm.protocol import Algorithm
 from rlft.checks import rules
 from rlft.checks.adapters import check_adapters, check_classifiers, empty_model, uses
 from rlft.checks.environments import environment_of
-from rlft.checks.files import component
 from rlft.checks.ranks import idle_engines, why_whole
 from rlft.checks.servers import check_servers
 from rlft.checks.teachers import (
@@ -324,7 +323,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
     tokenizer = load_tokenizer(config.model)
     ends = ends_of(config.model, config.prompts.style, tokenizer)
     check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
-    data = component(config.data)
+    data = instantiate(config.data, "data")
     limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
     environment = environment_of(config)
     texts = data.load(Split.train)
