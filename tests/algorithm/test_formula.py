@@ -380,7 +380,7 @@ def test_what_families_share_they_state_in_the_same_lines():
             match = re.fullmatch(r" {4}(\w+(?:\(x\))?) = (.+?)(?: +if (.+))?", line)
             if match and match[3] and match[1] in ("agg(x)", "S", "r", "w", "v", "KL", "KL_old"):
                 assert shared.setdefault((match[1], match[3]), match[2]) == match[2], line
-    assert len(shared) == 4 + 7 + 3 + 3 + 2 + 5 + 3
+    assert len(shared) == 4 + 7 + 3 + 3 + 3 + 5 + 3
 
 
 OTHER_VALUES = {"n_steps": 2, "eps": 0.1, "clip_low": 0.1}
