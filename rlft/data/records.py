@@ -189,10 +189,10 @@ class RecordKeys:
         return answer
 
     def _last_match(self, text: str) -> re.Match[str] | None:
-        match = None
+        last = None
         for match in re.finditer(self.answer_pattern or "", text):
-            pass
-        return match
+            last = match
+        return last
 
     def _warn_of_cut_numbers(self, rows: Sequence[Row[Question]]) -> None:
         """Warns once if the pattern takes part of a number, such as 1 of 1,080: the answers would be wrong."""
@@ -205,10 +205,9 @@ class RecordKeys:
                 first = first or row.made
         if first is not None:
             logger.warning(
-                "data.answer_pattern: cuts a number in %d of %d answers: %s has the answer %r of %r; let the pattern take "
-                "digits, commas and points, such as %s",
+                "data.answer_pattern: cuts a number in %d of %d answers: %s has the answer %r of %r; let the pattern "
+                r"take digits, commas and points: (-?[\d,.]*\d)",
                 *(number, min(len(rows), MAX_CHECKED_ANSWERS), first.id, first.answer, first.worked_answer[-40:]),
-                r"'(-?[\d,.]*\d)'",
             )
 
     def _prompt(self, question: Question, examples: Sequence[Message]) -> Prompt:
