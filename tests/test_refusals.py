@@ -511,7 +511,7 @@ TABLE = [
      "has another vocabulary: 2 tokens differ, e.g. '<answer>' is "),
     ("train algorithm=opd snapshot.teacher=fewer_rows", "snapshot.teacher",
      "has token ids up to 269, and the student may sample ids up to 271, got fewer_rows"),
-    ("train algorithm=opd snapshot.teacher=short", "snapshot.teacher", "its context of 64 tokens is shorter"),
+    ("train algorithm=opd snapshot.teacher=short", "snapshot.teacher", "tokens exceeds its context of 64 tokens"),
     (f"train algorithm=opd {SMALL} snapshot.teacher=critic", "snapshot.teacher", "adapter of the role critic"),
     (f"train algorithm=opd {SMALL} snapshot.teacher=deeper", "snapshot.teacher", "this base has no module for its"),
     ("train algorithm=opd snapshot.teacher=run", "snapshot.teacher", "that run has no checkpoint"),
@@ -532,7 +532,7 @@ TABLE = [
     (f"{LARGER} {IN_VLLM} generation.vllm.batch_invariant=true", "generation.vllm.batch_invariant", "on CUDA only"),
     (f"{LARGER} {IN_VLLM}", "snapshot.teacher_engine", "or use snapshot.teacher_engine=transformers", "vllm"),
     (f"{LARGER} {IN_VLLM} prompts.max_tokens=256 generation.max_tokens=256", "snapshot.teacher",
-     "its context of 512 tokens is shorter than the longest row of 512 and the token that vLLM samples after it"),
+     "the longest row of 512 tokens and the token that vLLM samples after it exceeds its context of 512 tokens"),
     # Snapshots
     ("train snapshot.reference=ema snapshot.ema_decay=0.9 snapshot.refresh_every=5",
      "snapshot.refresh_every", "snapshot.reference is ema, got 5"),

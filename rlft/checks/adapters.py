@@ -225,6 +225,7 @@ def _check_head(use: Use, hidden_size: int) -> None:
 
 
 def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> None:
+    from rlft.model.lora_config import named_inside
     from rlft.model.text_model import names_of
 
     empty = empty_model(settings, model)
@@ -241,7 +242,7 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
             raise _other_base(use, f"this base has no module for its tensor {name}")
     config = _lora_config(lora, use, empty)
     if names.prefixes and not use.starts_role:
-        config.target_modules = adapted_modules(shapes)  # type: ignore[attr-defined]  # by the tensors, as roles do
+        named_inside(config, names, shapes)
     expected = fresh_shapes(empty, config)
     for name in sorted(shapes.keys() & expected.keys()):
         if shapes[name] != expected[name]:

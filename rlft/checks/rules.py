@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -529,6 +530,10 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
     layers = {*linear_layers(empty), *(name for name, module in modules.items() if isinstance(module, torch.nn.Linear))}
     names = sorted({name.rpartition(".")[2] for name in linear_layers(empty).keys() - without.keys()})
     remedy = f"use all-linear, or a list of {', '.join(names)}"
+    of_weight: dict[int | None, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        if _weight(module) is not None:
+            of_weight[_weight(module)].append(name)
     for target in [targets] if isinstance(targets, str) else targets:
         named = [name for name in modules if _is_target(name, target, targets)]
         if not layers.intersection(named):
@@ -542,7 +547,7 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
             if name not in layers:
                 problem = f"{name or 'the model'} would be adapted, too, which is no linear layer"
                 raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
-            sharing = [other for other, module in modules.items() if other != name and _share(modules[name], module)]
+            sharing = [other for other in of_weight.get(_weight(modules[name]), []) if other != name]
             if sharing:
                 problem = f"the weights of {name} are those of {sharing[0]}, so that its adapter could not be exported"
                 raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
@@ -553,16 +558,19 @@ def _is_target(name: str, target: str, targets: str | Sequence[str]) -> bool:
     return bool(re.fullmatch(target, name)) if isinstance(targets, str) else f".{name}".endswith(f".{target}")
 
 
-def _share(module: Module, other: Module) -> bool:
-    """Whether both modules have the same weight; on the meta device, too, where every address is 0."""
+def _weight(module: Module) -> int | None:
+    """Identifies a module's weight, also on the meta device, where every address is 0; None if it has none."""
     weight = getattr(module, "weight", None)
-    return weight is not None and weight is getattr(other, "weight", None)
+    return None if weight is None else id(weight)
 
 
 def check_adapted(
     engine: Engine, lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig, folder: str | None = None
 ) -> None:
-    """Checks that the engine can load an adapter of these settings, for a folder that the key `adapter` names if so."""
+    """Checks that the engine can load an adapter of these settings.
+
+    folder: the adapter's, where the key `adapter` names one.
+    """
     from rlft.checks.adapters import modules_to_adapt
 
     problem = engine.unserved(lambda: sorted(modules_to_adapt(lora, settings, model)))

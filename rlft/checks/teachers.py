@@ -131,7 +131,7 @@ def check_teacher(
     if limit is not None and longest + bool(and_sampled) > limit.tokens:
         raise UserError(
             KEY,
-            f"its {limit.words} is shorter than the longest row of {longest}{and_sampled}",
+            f"the longest row of {longest} tokens{and_sampled} exceeds its {limit.words}",
             got=settings.path,
             remedy="lower prompts.max_tokens or generation.max_tokens, or use another teacher",
         )

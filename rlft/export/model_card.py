@@ -16,7 +16,6 @@ import yaml
 
 from rlft.data.records import PLACEHOLDER, chat
 from rlft.export.gguf import card_section
-from rlft.generation.ends import TurnEnds
 from rlft.generation.vllm_options import engine_rank
 from rlft.logger.jsonl import EVALUATIONS, read_lines
 from rlft.model.adapter_folder import CONFIG
@@ -26,6 +25,7 @@ from rlft.run import run_folder
 from rlft.run.find import CheckpointKind, NamedRun
 from rlft.run.paths import NAMES
 from rlft.system.terminal import command_line, overrides
+from rlft.tokens.ends import TurnEnds
 from rlft.trainer import checkpoint
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -52,9 +52,10 @@ def add_unused(model: PreTrainedModel, config: ModelConfig, folder: Path, say: C
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     missing = sorted(base.keys() - written.keys())
     unused = [name for name in missing if any(re.search(pattern, name) for pattern in patterns)]
-    others = [name for name in missing if name not in unused]
+    known = model.state_dict().keys()  # a tied head is written once, under another name
+    others = [name for name in missing if name not in unused and name not in known]
     if len(others) > len(written.keys() - base.keys()):  # else they may just have new names
-        say(f"{len(others)} tensors of the base are not in the export, which its class does not read, e.g. {others[0]}")
+        say(f"left out, as the class of the export does not read them: {len(others)} tensors, e.g. {others[0]}")
     if not unused:
         return
     tensors = {}

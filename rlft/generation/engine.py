@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rlft.generation.ends import TurnEnds
     from rlft.generation.shared_base import SharedBase
+    from rlft.tokens.ends import TurnEnds
     from rlft.types import Generator
 
 

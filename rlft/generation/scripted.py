@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlft.generation.ends import TurnEnds, turn_ends
 from rlft.generation.engine import Engine, Opening
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
+from rlft.tokens.ends import TurnEnds, turn_ends
 from rlft.tokens.text import decode, without_tail
 from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
 

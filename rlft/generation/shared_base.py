@@ -175,7 +175,10 @@ def share(
 def _name_in(engine: nn.Module, name: str) -> str:
     """The engine's name of what has this name in the folder's own class, by vLLM's mapping, as for adapters."""
     mapper = getattr(engine, "hf_to_vllm_mapper", None)
-    return name if mapper is None else mapper.get_rename_mapper()._map_name(name) or name
+    if mapper is None:
+        return name
+    renames = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper  # its name before vLLM 0.29
+    return renames()._map_name(name) or name
 
 
 def _shapes(parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Shape]:

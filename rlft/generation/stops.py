@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rlft.generation.config import GenerationConfig
-from rlft.generation.ends import turn_ends
-from rlft.tokens.text import decode, decoded, said
+from rlft.tokens.ends import turn_ends
+from rlft.tokens.text import decode, decoded, marking, said
 from rlft.types import Sampling, UserError
 
 Decode = Callable[[Sequence[int]], str]
@@ -104,10 +104,13 @@ class StopStrings:
 def plain_decoder(tokenizer: Any) -> Decode:
     """How single tokens are decoded: by the tokenizers library itself where it can, ten times faster."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if said(tokenizer):
-        return lambda ids: decode(tokenizer, ids)
+    if backend is not None and said(tokenizer):
+        hidden = marking(tokenizer)
+        return lambda ids: backend.decode([t for t in ids if t not in hidden], skip_special_tokens=False)
     if backend is not None:
         return lambda ids: backend.decode(ids, skip_special_tokens=True)
+    if said(tokenizer):
+        return lambda ids: decode(tokenizer, ids)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

@@ -130,7 +130,7 @@ class VLLMGenerator:
                     # A prompt prefilled in two parts makes vLLM rewind its generator, which CPU ones cannot do. Without
                     # that there is no prefix cache of recurrent states.
                     "enable_chunked_prefill": False,
-                    "enable_prefix_caching": not _is_recurrent(options),
+                    "enable_prefix_caching": not _is_recurrent(options, further or {}),
                     "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_sequence_tokens, max_num_seqs),
                 }
             else:
@@ -192,9 +192,11 @@ class VLLMGenerator:
         request = LoRARequest(f"policy-v{adapter.version}-{self._num_loads}", self._num_loads, str(folder))
         remedy = "change the adapter's settings, or choose generation=transformers"
         try:
-            with explained("vLLM refuses the adapter", remedy, "generation.engine"), guest(self._on_cpu):
+            # What it took once it takes again: a later error is the machine's, and a cluster replaces the engine.
+            key = "generation.engine" if self._num_loads == 1 else None
+            with explained("vLLM refuses the adapter", remedy, key), guest(self._on_cpu):
                 engine.add_lora(request)
-        except UserError:
+        except Exception:
             self._files.remove(folder)
             raise
         assert engine.list_loras() == {self._num_loads}, "the engine holds exactly the version just loaded"
@@ -351,13 +353,14 @@ def _itself(model: nn.Module) -> nn.Module:
     return model
 
 
-def _is_recurrent(options: Mapping[str, Any]) -> bool:
+def _is_recurrent(options: Mapping[str, Any], further: Mapping[str, Any]) -> bool:
     """Whether some layers of the model have recurrent states in place of keys and values."""
     from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
 
     with explained("vLLM cannot read the model", "use generation=transformers", "generation.engine"):
         names = ("model", "dtype", "trust_remote_code", "revision", "max_model_len", "language_model_only")
-        config = EngineArgs(**{name: options[name] for name in names}).create_model_config()
+        known = {name: options[name] for name in names}
+        config = EngineArgs(**{**known, **further}).create_model_config()
         return config.is_hybrid or config.is_attention_free
 
 

@@ -163,11 +163,15 @@ def adopting_of(engines: Engines, config: SamplingRoot, lora: LoraSettings, engi
         return None
     model, device = config.model, resolve_device(config.model.device)
     dtype = str(resolve_dtype(model.dtype, device)).removeprefix("torch.")
+    chosen, itemsize = config.generation.named(engine), getattr(torch, dtype).itemsize
+    if (
+        chosen.why_two_bases(device=str(device), itemsize=itemsize, quantized=model.quantization is not None)
+        is not None
+    ):
+        return None
     tokenizer = load_tokenizer(model)
     opening = _opening(None, tokenizer, device, dtype, model, config.prompts, config.generation, lora.rank, config.seed)
-    if why_two_bases(config.generation.named(engine), opening) is not None:
-        return None
-    return engines.adopting(config.generation.named(engine), replace(opening, lora_modules=_modules_of(lora, model)))
+    return engines.adopting(chosen, replace(opening, lora_modules=_modules_of(lora, model)))
 
 
 def opening_of(config: SamplingRoot, rank: int, slot: Any, backbone: Backbone) -> Opening:

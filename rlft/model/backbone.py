@@ -31,6 +31,8 @@ from rlft.model.text_model import load_model, own_class
 from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.chat_template import dated
+from rlft.tokens.ends import configured_ids
+from rlft.tokens.text import with_ends
 from rlft.types import UserError
 
 OLDEST_WITH_BFLOAT16 = (8, 0)
@@ -143,12 +145,17 @@ def why_not_causal(config: PreTrainedConfig) -> str | None:
 
 def configured_ends(config: ModelConfig) -> Any:
     """`eos_token_id` of the model's generation_config.json, or else of its config.json: a number, a list, or None."""
+    ends = _generation_ends(config)
+    return getattr(read_config(config).get_text_config(), "eos_token_id", None) if ends is None else ends
+
+
+def _generation_ends(config: ModelConfig) -> Any:
+    """`eos_token_id` of the model's generation_config.json; None without it."""
     base = source(config)
     where = {name: base[name] for name in ("revision", "local_files_only")}
-    ends = None
     with contextlib.suppress(OSError):  # there is no such file
-        ends = GenerationConfig.from_pretrained(base["pretrained_model_name_or_path"], **where).eos_token_id
-    return getattr(read_config(config).get_text_config(), "eos_token_id", None) if ends is None else ends
+        return GenerationConfig.from_pretrained(base["pretrained_model_name_or_path"], **where).eos_token_id
+    return None
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -157,7 +164,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(**source(config))
         # transformers would write it into the tokenizer_config.json of everything that is saved.
         tokenizer.init_kwargs.pop("local_files_only", None)
-        return dated(tokenizer, config.date)
+        return dated(with_ends(tokenizer, configured_ids(_generation_ends(config))), config.date)
     except (OSError, ValueError) as error:
         raise UserError(
             "model.path",

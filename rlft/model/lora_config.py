@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from peft import LoraConfig
@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from rlft.model.adaptable import exclusion
 from rlft.model.adapter_fields import OF_THE_FUNCTION, is_neutral
+from rlft.model.adapter_folder import adapted_modules
 from rlft.model.config import LoraSettings
+from rlft.model.text_model import ModuleNames
 
 
 def lora_config(settings: LoraSettings, model: PreTrainedModel) -> LoraConfig:
@@ -39,3 +41,17 @@ def folder_config(fields: Mapping[str, Any]) -> LoraConfig:
     """
     used = {name: fields[name] for name in OF_THE_FUNCTION if not is_neutral(fields.get(name))}
     return LoraConfig(**used, task_type="CAUSAL_LM", inference_mode=True)
+
+
+def named_inside(config: LoraConfig, names: ModuleNames, tensors: Iterable[str]) -> None:
+    """Gives a folder's config the names of the trained model, where the folder's may be those of its own class.
+
+    Args:
+        config: of the adapter, which is changed.
+        names: of the modules in both.
+        tensors: names of the adapter's tensors in either; they say which modules it is on.
+    """
+    config.target_modules = adapted_modules(map(names.inside, tensors))
+    config.exclude_modules = None
+    config.rank_pattern = names.all_inside(config.rank_pattern or {})
+    config.alpha_pattern = names.all_inside(config.alpha_pattern or {})

@@ -42,7 +42,7 @@ from rlft.model.forward import Forward, choose
 from rlft.model.kernels import selection
 from rlft.model.kernels.decoding import open_prefix_cache
 from rlft.model.kernels.prefix_cache import PrefixCache
-from rlft.model.lora_config import folder_config, lora_config
+from rlft.model.lora_config import folder_config, lora_config, named_inside
 from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
 from rlft.model.teacher import TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
@@ -176,7 +176,8 @@ class Roles:
         fields = {
             key: sorted(v) if isinstance(v, set) else v for key, v in self.model.peft_config[POLICY].to_dict().items()
         }
-        if self.names.prefixes:  # else these targets could also be found in what surrounds the text model
+        # Else these targets could also be found in what surrounds the text model, or among what is left out.
+        if self.names.prefixes or fields.get("exclude_modules"):
             fields["target_modules"] = sorted(adapted_modules(self.weights(POLICY)))
             fields["exclude_modules"] = None
         return fields | {"base_model_name_or_path": self.backbone.path, "inference_mode": True}
@@ -516,7 +517,7 @@ class Roles:
             if frozen:
                 config = folder_config(check_adapter_folder(path, key))
                 if self.names.prefixes:  # the folder's may be names in its own class
-                    config.target_modules = adapted_modules(self.names.all_inside(weights))
+                    named_inside(config, self.names, weights)
                 self.model.add_adapter(role, config)
             weights, initial = self.names.all_outside(weights), self.weights(role)
             wrong = sorted(n for n in weights.keys() | initial.keys() if _shape(weights, n) != _shape(initial, n))

@@ -13,8 +13,8 @@ from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import PlayedByAgents
 from rlft.environment.pool import EnvironmentFailure
 from rlft.environment.protocol import Environment, Schema
-from rlft.generation.ends import turn_ends
 from rlft.generation.scripted import ScriptedGenerator
+from rlft.tokens.ends import turn_ends
 from rlft.types import Prompt, Sampling
 
 if TYPE_CHECKING:

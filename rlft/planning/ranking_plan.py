@@ -26,7 +26,7 @@ from rlft.types import Split
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlft.generation.ends import TurnEnds
+    from rlft.tokens.ends import TurnEnds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Scores every reference answer by the rewards that compare answers, before a run: each must be right by itself.
 
 A reference that no completion can match costs a prompt's completions in every epoch, or ends the run where its reward
-refuses it; one that another prompt's reference matches pays wrong answers. Only rewards that say how a completion gives
+refuses it; one that other references match rewards wrong answers. Only rewards that say how a completion gives
 an answer take part (`reference_text`); the others are tried on a few prompts by `rlft plan` (reward_trial.py).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
@@ -17,16 +18,17 @@ from rlft.config.schema import SamplingRoot
 from rlft.planning.reward_trial import as_sampled
 from rlft.reward.answer import AnswerIn, AnswerKeys
 from rlft.scoring.reward_spec import RewardSpec
-from rlft.scoring.worker import NOWHERE, Failure, Loaded, score
+from rlft.scoring.worker import NOWHERE, Cause, Failure, Loaded, score
 from rlft.system.progress import with_progress
 from rlft.types import Completion, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlft.tokens.ends import TurnEnds
+
 LIMIT_S = 20.0
 """Processor seconds that a reward may take for all references together; GSM8K's 7,473 take less than one."""
-EACH_S = 2.0
 NUM_PAIRS, FEW_PAIRS = 64, 4
 """The most pairs of rows that are compared, and the least that tell anything."""
 NUM_SHOWN = 3
@@ -55,6 +57,7 @@ def check_references(
     rewards: Mapping[str, RewardSpec],
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
+    ends: TurnEnds,
     limit_s: float = LIMIT_S,
 ) -> Iterator[str]:
     """Scores all reference answers as completions, as far as the time limit allows, and yields notes about them.
@@ -64,6 +67,7 @@ def check_references(
         rewards: the run's.
         prompts: of both splits.
         tokenizer: the policy's: what it cannot write is not right.
+        ends: what ends a turn.
         limit_s: processor seconds for each reward; with streamed data and slow rewards only a part is scored.
 
     Raises:
@@ -72,12 +76,12 @@ def check_references(
     allowed = config.allows_unscorable
     for name, spec in rewards.items():
         reward = None if spec.runs_in_trainer else spec.build()
-        if not isinstance(reward, AnswerKeys):
+        if not isinstance(reward, AnswerKeys) or not _says_what_is_right(reward):
             continue
         start = getattr(reward, "start", None)
         if callable(start):
             start()
-        judge = _Judge(reward, tokenizer, config.generation.sampling)
+        judge = _Judge(reward, tokenizer, config.generation.sampling, ends, config.scoring.timeout)
         found = _scored(judge, prompts, limit_s, f"reward.{name}: scoring the reference answers")
         if found.num_formless and reward.answer_in is AnswerIn.pattern:
             yield f"reward.{name}: its pattern is too intricate for scoring the reference answers beforehand"
@@ -85,11 +89,18 @@ def check_references(
         yield from _confused(name, judge, prompts, allowed)
 
 
+def _says_what_is_right(reward: AnswerKeys) -> bool:
+    """Not so a class of a user's own, on one of rlft's, whose full marks may be another number than 1."""
+    return type(reward).__module__.startswith("rlft.") or "right" in vars(type(reward))
+
+
 class _Judge:
     """Asks a reward whether texts are right, as completions that the policy would have sampled."""
 
-    def __init__(self, reward: AnswerKeys, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
-        self.reward, self.tokenizer, self.sampling = reward, tokenizer, sampling
+    def __init__(
+        self, reward: AnswerKeys, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, ends: TurnEnds, each_s: float
+    ) -> None:
+        self.reward, self.tokenizer, self.sampling, self.ends, self.each_s = reward, tokenizer, sampling, ends, each_s
         self._right = Loaded(reward=lambda group: [float(right) for right in reward.right(group)], scores_steps=False)
 
     def written(self, prompt: Prompt) -> str | None:
@@ -98,14 +109,16 @@ class _Judge:
 
     def as_sampled(self, turns: Sequence[tuple[Prompt, str]]) -> list[Completion]:
         """The texts as completions of the policy, after these prompts."""
-        return as_sampled(turns, self.tokenizer, self.sampling)
+        return as_sampled(turns, self.tokenizer, self.sampling, self.ends)
 
     def problem(self, prompt: Prompt, completion: Completion) -> str | None:
-        """Why a completion is not right; None if it is."""
+        """Why a completion is not right; None if it is. TimeoutError: the reward did not say so in time."""
         read = replace(completion, text=prompt.tail + completion.text)
         rollout = Rollout(prompt=prompt, completion=read, policy_version=None)
-        outcome = score(self._right, Group(prompt=prompt, rollouts=(rollout,)), EACH_S, [0, NOWHERE])
+        outcome = score(self._right, Group(prompt=prompt, rollouts=(rollout,)), self.each_s, [0, NOWHERE])
         if isinstance(outcome, Failure):
+            if outcome.cause is Cause.time_limit:
+                raise TimeoutError
             return f" ({outcome.problem})"
         return None if outcome == [1.0] else ""
 
@@ -128,7 +141,8 @@ def _scored(judge: _Judge, prompts: Sequence[Prompt], limit_s: float, title: str
         for (prompt, _), completion in zip(written, judge.as_sampled(written), strict=True):
             if time.process_time() - began > limit_s:
                 return found
-            found.add(prompt, judge.problem(prompt, completion))
+            with suppress(TimeoutError):  # how fast the machine is says nothing of the reference
+                found.add(prompt, judge.problem(prompt, completion))
     return found
 
 
@@ -158,7 +172,7 @@ def _confused(name: str, judge: _Judge, prompts: Sequence[Prompt], allowed: bool
         return
     turns = [(one, text) for (one, _), text in zip(pairs, texts, strict=True) if text is not None]
     completions = judge.as_sampled(turns)
-    right = [pair for pair, c in zip(pairs, completions, strict=True) if judge.problem(pair[0], c) is None]
+    right = [pair for pair, c in zip(pairs, completions, strict=True) if _is_right(judge, pair[0], c)]
     if 4 * len(right) < len(pairs):
         return
     one, other = right[0]
@@ -170,6 +184,13 @@ def _confused(name: str, judge: _Judge, prompts: Sequence[Prompt], allowed: bool
         )
         raise UserError(f"reward.{name}", problem, remedy=remedy)
     yield f"reward.{name}: {problem}"
+
+
+def _is_right(judge: _Judge, prompt: Prompt, completion: Completion) -> bool:
+    try:
+        return judge.problem(prompt, completion) is None
+    except TimeoutError:
+        return False
 
 
 def _key(prompt: Prompt) -> str:

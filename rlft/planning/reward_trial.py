@@ -16,6 +16,8 @@ from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Samplin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlft.tokens.ends import TurnEnds
+
 ANSWERED = "<think>-</think><answer>{}</answer>"
 """A completion with its answer in the tags that `reward=format` requires."""
 
@@ -52,6 +54,7 @@ def try_rewards(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
+    ends: TurnEnds,
     timeout_s: float,
 ) -> list[Trial]:
     """Scores completions of these prompts with every rule reward, one at a time, so that no failure hides another."""
@@ -61,7 +64,7 @@ def try_rewards(
             continue
         for prompt in prompts:
             texts = completions(prompt, prompts)
-            said = as_sampled([(prompt, text) for _, text in texts], tokenizer, sampling)
+            said = as_sampled([(prompt, text) for _, text in texts], tokenizer, sampling, ends)
             trials += _try(name, spec, prompt, texts, said, timeout_s)
     return trials
 
@@ -91,19 +94,19 @@ def _try(
 
 
 def as_sampled(
-    turns: Sequence[tuple[Prompt, str]], tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    turns: Sequence[tuple[Prompt, str]], tokenizer: PreTrainedTokenizerBase, sampling: Sampling, ends: TurnEnds
 ) -> list[Completion]:
     """The completions of a policy that says these texts, each as the rest of a turn that its prompt may have begun.
 
-    As in a run they consist of the tokenizer's tokens, end token included, and their texts are what these decode to.
+    As in a run they consist of the tokenizer's tokens with those that end a turn, and their texts are what these decode
+    to.
     """
     if not turns:
         return []
-    texts = [without_tail(text, prompt.tail) for prompt, text in turns]
+    texts = [without_tail(text, prompt.tail) + ends.lead for prompt, text in turns]
     rows: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    said = [[*row, *end] for row in rows]
-    shown = shown_texts(tokenizer, said, [True] * len(said), sampling)
+    said = [[*row, *ends.closing] for row in rows]
+    shown = shown_texts(tokenizer, said, [True] * len(said), sampling, ends.ids)
     return [
         Completion(text=text, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
         for text, ids in zip(shown, said, strict=True)

@@ -11,11 +11,11 @@ from rlft.logger.loggers import declares
 from rlft.types import Logger
 
 if TYPE_CHECKING:  # not at run time: a verb from outside the tree plans in the module that `rlft --help` imports
-    from rlft.generation.ends import TurnEnds
     from rlft.generation.memory import ModelSizes
     from rlft.planning.memory_parts import Demand
     from rlft.planning.startup_table import Facts, TableRow
     from rlft.prepare.prompts import PromptSet
+    from rlft.tokens.ends import TurnEnds
 
 
 @dataclass(frozen=True, slots=True)

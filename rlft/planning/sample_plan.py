@@ -120,7 +120,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
     rules.check_metadata(rewards, prompts.prompts[0])
     texts = untokenised(prompts)
-    data_notes = (*examined(rewards, texts), *check_references(config, rewards, texts, tokenizer))
+    data_notes = (*examined(rewards, texts), *check_references(config, rewards, texts, tokenizer, ends))
     check_servers(rewards, prompts.prompts[0])
     return SamplePlan(
         config=config,

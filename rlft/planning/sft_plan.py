@@ -157,7 +157,8 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
         held_out = scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, Split.held_out, limits.style)
         rules.check_metadata(rewards, held_out.prompts[0])
         texts = untokenised(held_out)
-        data_notes = (*notes(rewards), *examined(rewards, texts), *check_references(config, rewards, texts, tokenizer))
+        said = check_references(config, rewards, texts, tokenizer, ends)
+        data_notes = (*notes(rewards), *examined(rewards, texts), *said)
         check_servers(rewards, held_out.prompts[0])
     if config.lora is not None:
         rules.check_targets(config.lora, config.model, model_config)

@@ -335,7 +335,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
     rules.check_metadata(rewards, train_prompts.prompts[0])
     all_prompts = joined(untokenised(train_prompts), untokenised(held_out) if held_out else ())
-    data_notes = [*examined(rewards, all_prompts), *check_references(config, rewards, all_prompts, tokenizer)]
+    data_notes = [*examined(rewards, all_prompts), *check_references(config, rewards, all_prompts, tokenizer, ends)]
     check_servers(rewards, train_prompts.prompts[0])
     rules.check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)

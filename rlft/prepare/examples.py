@@ -20,6 +20,7 @@ from rlft.ops.seeds import derive
 from rlft.prepare.prompts import prompts_for_step, tokenised, tokenizer_fingerprint
 from rlft.prepare.texts import TextTokens, as_batch
 from rlft.prepare.turns import turns_of
+from rlft.tokens.text import last_tag
 from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError
 
 if TYPE_CHECKING:
@@ -174,16 +175,14 @@ def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit:
 def _note_of_tails(prompts: Sequence[Prompt], texts: Sequence[str], split: Split) -> str | None:
     """A note about demonstrations that never close what their prompt has opened, such as <think>."""
     opened = [
-        closing not in text
+        tag
         for prompt, text in zip(prompts, texts, strict=True)
-        if (closing := prompt.tail.strip().replace("<", "</", 1).replace("[", "[/", 1))
+        if (tag := last_tag(prompt.tail)) and f"{tag[0]}/{tag[1:]}" not in text
     ]
-    if not any(opened):
+    if not opened:
         return None
-    tail = next(prompt.tail.strip() for prompt in prompts if prompt.tail)
-    return (
-        f"{sum(opened)} {split} demonstrations are learned inside {tail}, which their prompts open and they never close"
-    )
+    problem = f"{len(opened)} {split} demonstrations are learned inside {opened[0]}, which their prompts open"
+    return f"{problem} and they never close"
 
 
 def _dropped(problem: str, prompts: PromptsConfig, remedy: str) -> str:

@@ -9,13 +9,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from rlft.data.lazy import Chosen, Lazy
+from rlft.data.lazy import Chosen, Lazy, Mapped
 from rlft.environment.protocol import NOTHING, Shown
 from rlft.system.progress import with_progress
 from rlft.tokens.chat_template import rendered
@@ -173,9 +173,15 @@ class Noted:
 
 
 def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
-    """The prompts of the set; those of streamed data come without token ids, which would have to be computed."""
+    """The prompts of the set; those of streamed data come without token ids, which would have to be computed.
+
+    What their prompts have begun to say for the assistant is that of the first one.
+    """
     prompts = prompt_set.prompts
-    return prompts.texts if isinstance(prompts, TokenisedPrompts) else prompts
+    if not isinstance(prompts, TokenisedPrompts):
+        return prompts
+    tail = prompts[0].tail
+    return Mapped(prompts.texts, partial(replace, tail=tail)) if tail else prompts.texts
 
 
 def left_out(prompts: PromptSet, split: str, max_prompt_tokens: int) -> Iterator[str]:

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlft.generation.ends import TurnEnds, num_common, turn_ends
 from rlft.model.backbone import configured_ends
 from rlft.prepare.prompts import chunked
 from rlft.prepare.texts import text_ids
 from rlft.tokens.chat_template import rendered
+from rlft.tokens.ends import TurnEnds, num_common, turn_ends
 from rlft.tokens.text import without_tail
 from rlft.types import Prompt, UserError
 

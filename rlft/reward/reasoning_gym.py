@@ -32,6 +32,17 @@ class ReasoningGym(AnswerKeys):
         verifier = _verifier(task["task"], json.dumps(task["options"], sort_keys=True))
         return [score(verifier, self.extract(rollout.completion.text), task["entry"]) for rollout in group.rollouts]
 
+    def reference_text(self, prompt: Prompt) -> str | None:
+        """None where the library names no answer: there, several are right, and its verifier knows them."""
+        return AnswerKeys.reference_text(self, prompt) if prompt.answer else None
+
+    def right(self, group: Group) -> list[bool]:
+        """Whether each completion scores what the library's own answer does, which some verifiers give less than 1."""
+        task = _task(group.prompt)
+        verifier = _verifier(task["task"], json.dumps(task["options"], sort_keys=True))
+        best = min(1.0, score(verifier, task["entry"]["answer"], task["entry"]))
+        return [value >= best for value in self(group)]
+
 
 def score(verifier: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
     """The verifier's score; 0.0 if the verifier raises for this answer but not for the reference answer."""

@@ -38,7 +38,7 @@ PATHS = "paths"
 """The key of the origin under which the config's paths relative to the run's folder are."""
 FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
         "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
-        "freshness", "model.path", "model.device", "data.path")  # fmt: skip
+        "freshness", "model.path", "model.device", "data.path", "data.allow_unscorable")  # fmt: skip
 """Keys that a resume of any verb may change: length, logging, and how the run fits the machine.
 
 Keys of the verb (`Verb.free_keys`) and of the engine (`Engine.may_change`) may change as well."""

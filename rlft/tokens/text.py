@@ -42,11 +42,13 @@ WITH_TOOLS: Conversation = (
 )
 BLOCK = re.compile(r"<([\w:.-]+)>(?:(?!mark[0-2]mark).)*?</\1>|\[(\w+)\](?:(?!mark[0-2]mark).)*?\[/\2\]", re.DOTALL)
 """A block with none of what is said in it: thinking that is empty, or shown in a template's own system message."""
+ENDS = "rlft_ends"
+"""The attribute of a tokenizer that holds the ends of `with_ends`."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TAG = re.compile(r"<\|?(/?)([A-Za-z][\w:.-]*)\|?>|\[(/?)([A-Z][A-Z_]*)\]")
 CLOSING_WORDS = ("end", "END")
-OPENED = re.compile(r"(?:<[A-Za-z][\w:.-]*>|\[[A-Z][A-Z_]*\])\s*\Z")
-"""A tag at the end of a text."""
+OPENED = re.compile(r"(?:<(?:think\w*|thought\w*|reason\w*|answer)>|\[(?:THINK\w*|REASON\w*)\])\s*\Z")
+"""A tag at the end of a text that opens what the model thinks or answers, not a role or a field of the prompt."""
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -64,12 +66,18 @@ def decode(tokenizer: PreTrainedTokenizerBase, row: Sequence[int]) -> str:
 
 def said(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The special tokens that a text shows."""
-    return _special_tokens(tokenizer, _template(tokenizer))[0]
+    return _special_tokens(tokenizer, _template(tokenizer), getattr(tokenizer, ENDS, ()))[0]
 
 
 def marking(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
     """{id: special token} of those that a text does not show."""
-    return _special_tokens(tokenizer, _template(tokenizer))[1]
+    return _special_tokens(tokenizer, _template(tokenizer), getattr(tokenizer, ENDS, ()))[1]
+
+
+def with_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> PreTrainedTokenizerBase:
+    """The tokenizer, whose texts do not show these tokens, which the model's generation config names as ends."""
+    setattr(tokenizer, ENDS, tuple(ids))
+    return tokenizer
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -78,13 +86,15 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @lru_cache(maxsize=4)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[frozenset[int], Mapping[int, str]]:
-    """(those that are said, those that mark turns) of a tokenizer with this template."""
+def _special_tokens(
+    tokenizer: PreTrainedTokenizerBase, template: str, ends: tuple[int, ...]
+) -> tuple[frozenset[int], Mapping[int, str]]:
+    """(those that are said, those that mark turns) of a tokenizer with this template and these further ends."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i: token.content for i, token in added.items() if token.special}
     named = {str(getattr(tokenizer, name, None)) for name in NAMED}
     written = "".join(_around(tokenizer, template))
-    marks = {i: token for i, token in special.items() if token in named or token in written}
+    marks = {i: token for i, token in special.items() if i in ends or token in named or token in written}
     return frozenset(special) - frozenset(marks), marks
 
 
@@ -137,6 +147,11 @@ def _begun(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
     tags = list(TAG.finditer(begun))
     is_open = tags and not (tags[-1][1] or tags[-1][3] or (tags[-1][2] or tags[-1][4]).startswith(CLOSING_WORDS))
     return begun if is_open else ""
+
+
+def last_tag(text: str) -> str:
+    """The last tag in a text, such as `<think>`; "" if it has none."""
+    return next((match[0] for match in reversed(list(TAG.finditer(text)))), "")
 
 
 def without_tail(text: str, begun: str) -> str:

@@ -191,10 +191,10 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
     """Writes the folder with its README.md, and returns its path."""
     from rlft.export.model_card import model_card
     from rlft.export.unused_weights import file_of_base
-    from rlft.generation.ends import configured_ids, turn_ends
     from rlft.keys.instantiate import from_mapping
     from rlft.model.backbone import configured_ends, load_tokenizer, read_config
     from rlft.model.config import ModelConfig
+    from rlft.tokens.ends import configured_ids, turn_ends
 
     config = from_mapping(ModelConfig, request.source.config["model"], "model")
     contains = containing_class(config)

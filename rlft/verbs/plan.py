@@ -27,6 +27,7 @@ from rlft.planning.memory_parts import Demand, engine_memory, lacks, parts, teac
 from rlft.planning.reward_trial import Trial, doubts, try_rewards
 from rlft.planning.run_plan import DataLengths, Plan
 from rlft.planning.startup_table import BaseCopies, Facts, TableRow
+from rlft.prepare.turns import ends_of
 from rlft.scoring.reward_spec import specs
 from rlft.system.memory import resident_bytes
 from rlft.types import UserError
@@ -261,7 +262,9 @@ def trials_of(plan: Plan) -> list[Trial]:
         return []
     config = plan.config
     tried, tokenizer = prompts.prompts[:TRIED_PROMPTS], load_tokenizer(config.model)
-    return try_rewards(specs(config.reward), tried, tokenizer, config.generation.sampling, config.scoring.timeout)
+    ends = ends_of(config.model, config.prompts.style, tokenizer)
+    sampling, timeout_s = config.generation.sampling, config.scoring.timeout
+    return try_rewards(specs(config.reward), tried, tokenizer, sampling, ends, timeout_s)
 
 
 def conversation_of(plan: Plan) -> EnvironmentTrial | None:

@@ -14,6 +14,7 @@ from rlft.keys.instantiate import from_mapping
 from rlft.planning.references import check_references
 from rlft.reward.answer import AnswerKeys
 from rlft.scoring.reward_spec import examined, specs
+from rlft.tokens.ends import turn_ends
 from rlft.types import Prompt, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
@@ -30,7 +31,8 @@ def rows(*answers, tail="", **metadata):
 def notes(prompts, *words, tokenizer=None, limit_s=20.0):
     plain = resolved(compose(list(words)))
     config = from_mapping(RunConfig, plain, "")
-    found = check_references(config, specs(config.reward), prompts, tokenizer or family_tokenizer("qwen2.5"), limit_s)
+    tokenizer = tokenizer or family_tokenizer("qwen2.5")
+    found = check_references(config, specs(config.reward), prompts, tokenizer, turn_ends(tokenizer, "chat"), limit_s)
     return [*examined(specs(config.reward), prompts), *found]
 
 

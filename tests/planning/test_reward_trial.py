@@ -8,6 +8,7 @@ from rlft.config.compose import compose
 from rlft.config.token_budget import resolved
 from rlft.planning.reward_trial import completions, doubts, try_rewards
 from rlft.scoring.reward_spec import specs
+from rlft.tokens.ends import turn_ends
 from rlft.types import Prompt, Sampling
 from tests.helpers.family_tokenizers import family_tokenizer
 
@@ -23,7 +24,7 @@ PROMPTS = (prompt("a", "12"), prompt("b", "7"))
 
 def tried(*words):
     rewards = specs(resolved(compose(list(words)))["reward"])
-    return try_rewards(rewards, PROMPTS, TOKENIZER, SAMPLING, 10.0)
+    return try_rewards(rewards, PROMPTS, TOKENIZER, SAMPLING, turn_ends(TOKENIZER, "chat"), 10.0)
 
 
 def always(group, value=1.0):

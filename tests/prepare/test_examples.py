@@ -13,10 +13,10 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlft.config.schema import PromptsConfig
-from rlft.generation.ends import turn_ends
 from rlft.model.backbone import Backbone
 from rlft.prepare.examples import Examples, Rankings, scan_demonstrations, scan_rankings
 from rlft.prepare.prompts import tokenizer_fingerprint
+from rlft.tokens.ends import turn_ends
 from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 

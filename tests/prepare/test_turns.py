@@ -8,11 +8,11 @@ import pytest
 from turn_shapes import SHAPES, shaped_tokenizer
 
 from rlft.config.schema import PromptsConfig
-from rlft.generation.ends import turn_ends
 from rlft.model.config import KernelChoice, ModelConfig
 from rlft.prepare.examples import scan_demonstrations, scan_rankings
 from rlft.prepare.turns import ends_of, turns_of
 from rlft.tokens.chat_template import rendered
+from rlft.tokens.ends import turn_ends
 from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
 
 PROMPTS = PromptsConfig(max_tokens=900, over_limit="refuse", style="chat")

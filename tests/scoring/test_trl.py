@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from family_tokenizers import family_tokenizer
 
 from rlft.checks import rules
 from rlft.planning.reward_trial import try_rewards
 from rlft.scoring.reward_spec import RewardSpec, specs
 from rlft.scoring.scorer import RewardError, Scorer
 from rlft.scoring.trl import is_trl, messages_of
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, ToolCall, Turn, UserError
+from rlft.tokens.ends import turn_ends
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
 
 MODULE = """
 import asyncio
@@ -161,7 +163,9 @@ def test_a_column_that_the_data_have_not_is_refused() -> None:
 
 
 def test_the_plan_tries_them_like_any_reward() -> None:
-    trials = try_rewards(spec("by_answer"), [prompt()], lambda text: [1] * len(text), 10.0)
+    tokenizer = family_tokenizer("qwen2.5")
+    sampling, ends = Sampling(max_tokens=64, temperature=1.0), turn_ends(tokenizer, "chat")
+    trials = try_rewards(spec("by_answer"), [prompt()], tokenizer, sampling, ends, 10.0)
     assert {trial.kind: trial.score for trial in trials}["reference"] == 1
     assert {trial.kind: trial.score for trial in trials}["empty"] == 0
 

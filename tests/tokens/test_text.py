@@ -120,7 +120,10 @@ def test_templates_of_the_families_begin_nothing_and_plain_prompts_may():
         prompt = render(tokenizer, [{"role": "user", "content": "2?"}], start=True)
         assert tail(tokenizer, prompt, by_template=True) == "", file.stem
     tokenizer = family_tokenizer("qwen2.5")
-    for prompt, begun in (("Q\nA: <think>\n", "<think>\n"), ("Q: 2 < 3?", ""), ("Q </b>", ""), ("Q [INST]", "[INST]")):
+    for prompt, begun in (
+        ("Q\nA: <think>\n", "<think>\n"), ("Q [THINK]", "[THINK]"), ("Q: 2 < 3?", ""), ("Q </b>", ""), ("Q [INST]", ""),
+        ("Q\n[OUTPUT]\n", ""), ("Q <assistant>\n", ""),
+    ):  # fmt: skip
         assert tail(tokenizer, prompt, by_template=False) == begun
     assert tail(family_tokenizer("mistral"), "Q [INST]", by_template=False) == "", "it marks a turn there"
 

@@ -112,7 +112,7 @@ def test_what_is_learned_is_what_engines_end_with(base: Path, tmp_path: Path) ->
     for style, end in (("chat", END), ("raw", OTHER)):
         plan = sft_plan.make_plan(compose([*keys, f"prompts.style={style}"], verb="sft"))
         config = plan.config
-        opening = opening_apart(config.model, config.prompts, config.generation, rank=1, seed=0)
+        opening = opening_apart(config.model, config.prompts, config.generation, lora=config.lora, seed=0)
         assert {int(text.ids[-1]) for text in plan.train.texts} == {end}
         assert opening.ends.ids[0] == end
         assert plan.ends == opening.ends

@@ -23,7 +23,7 @@ from rlft.environment.endpoint.trajectory import Trajectory
 from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
 from rlft.environment.transcript import Transcript
 from rlft.environment.worker import Kind
-from rlft.generation.ends import turn_ends
+from rlft.tokens.ends import turn_ends
 from rlft.types import Adapter, Generator, Group, Prompt, Sampling
 
 if TYPE_CHECKING:

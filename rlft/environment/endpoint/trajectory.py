@@ -185,7 +185,8 @@ class Trajectory:
             raise Refusal(400, f"{problem} {self.longest_row}; {remedy}", "context_length_exceeded")
         shown = tuple({"role": m["role"], "content": m["content"]} for m in messages or ())
         prompt = conversation.data_prompt
-        conversation.opening = replace(prompt, messages=shown or prompt.messages, token_ids=tuple(context))
+        tail = prompt.tail if self.speech.text(context).endswith(prompt.tail) else ""
+        conversation.opening = replace(prompt, messages=shown or prompt.messages, token_ids=tuple(context), tail=tail)
         conversation.transcript = Transcript(context)
         conversation.limit = min(conversation.limit, room)
         self.has_begun = True

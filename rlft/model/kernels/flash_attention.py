@@ -28,7 +28,7 @@ _BACKWARD: Any = torch.ops.aten._flash_attention_backward
 
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_STEP = 8
-SIZES_OF_LARGE_CARDS = range(200, 225)
+SIZES_WITHOUT_GRADIENT = range(200, 225)
 """Head sizes whose backward needs more shared memory than cards of compute capability 8.6 to 8.9 and 12.x have, from
 torch's own check (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`)."""
 OLDEST_CARD = (8, 0)
@@ -123,7 +123,7 @@ def obstacle(dtype: torch.dtype, head_size: int, value_size: int, device: torch.
     if head_size > MAX_HEAD_SIZE or head_size % HEAD_SIZE_STEP:
         return f"flash attention takes heads of 8, 16 .. up to {MAX_HEAD_SIZE} numbers, not of {head_size}"
     major, minor = torch.cuda.get_device_capability(device)
-    if head_size in SIZES_OF_LARGE_CARDS and ((major == 8 and minor >= 6) or major == 12):
+    if head_size in SIZES_WITHOUT_GRADIENT and ((major == 8 and minor >= 6) or major == 12):
         return (
             f"flash attention has no gradient for heads of {head_size} numbers on {torch.cuda.get_device_name(device)}"
         )

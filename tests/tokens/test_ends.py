@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from turn_shapes import EOS, SHAPES, shaped_tokenizer
 
-from rlft.generation.ends import turn_ends
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.generation.transformers import TransformersGenerator
+from rlft.tokens.ends import turn_ends
 from rlft.types import FinishReason, Prompt, Sampling
 
 SAMPLING = Sampling(max_tokens=30, temperature=1.0)
