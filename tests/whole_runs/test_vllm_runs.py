@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import model_folders
 import pytest
 from run_folders import metrics
 from run_processes import Started, happens, marked, start_fresh
@@ -42,6 +43,9 @@ def test_a_run_with_vllm_that_is_killed_leaves_no_process_and_resumed_it_is_the_
     changed = ("generation=", "steps=", "eval.", "scoring.")
     keys = [key for key in tiny if not key.startswith(changed)]
     keys += ["generation=vllm", "generation.vllm.max_num_seqs=16", "steps=2", "eval.every=0", "scoring.workers=1"]
+    # Of Llama's shape, with a head of its own, which vLLM would wrap; lengths vary where nothing is learned yet.
+    keys += [f"model.path={model_folders.llama(tmp_path / 'llama')}"]
+    keys += ["reward=length", "reward.length.mode=target", "reward.length.target=12"]
 
     whole = start(tmp_path, "whole", "train", *keys, "hydra.run.dir=undisturbed")
     assert whole.wait().code == 0, whole.wait().err
