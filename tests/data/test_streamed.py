@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import random
@@ -85,6 +86,21 @@ def test_streamed_data_are_what_held_data_are(
     assert [lazy_set.longest(n) for n in (None, 1, 3)] == [held_set.longest(n) for n in (None, 1, 3)]
     texts = untokenised(lazy_set)
     assert [prompt.messages for prompt in texts] == [prompt.messages for prompt in held_set.prompts]
+    assert not any(prompt.token_ids for prompt in texts)
+
+
+def test_texts_of_streamed_data_know_what_their_prompts_have_begun_to_say(
+    mine: Path, make_data: Callable[..., Any], backbone: Backbone, streams: Callable[[], None]
+) -> None:
+    tokenizer = copy.deepcopy(backbone.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    streams()
+    prompts = make_data("jsonl", path=str(mine), **next(iter(WAYS.values()))).load(Split.train)
+    texts = untokenised(scan(prompts, tokenizer, 400, "drop", Split.train))
+    assert {prompt.tail for prompt in texts} == {"<think>\n"}
     assert not any(prompt.token_ids for prompt in texts)
 
 

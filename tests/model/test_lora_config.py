@@ -19,8 +19,9 @@ from rlft.model.backbone import read_backbone
 from rlft.model.config import LoraSettings
 from rlft.model.kernels import norm_and_mlp
 from rlft.model.kernels.lora_linear import LoraLinear
-from rlft.model.lora_config import lora_config
+from rlft.model.lora_config import lora_config, named_inside
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
+from rlft.model.text_model import ModuleNames
 from rlft.planning.memory_demand import sizes_of
 from rlft.types import UserError
 
@@ -232,6 +233,21 @@ def test_linear_layers_that_a_mamba_mixer_reads_past_adapters_are_left_out_of_al
         empty = hybrid_models.random_model(kind)
         shapes = fresh_shapes(empty, lora_config(roles_settings(roles), empty))
         assert shapes == {name: tuple(tensor.shape) for name, tensor in roles.weights(POLICY).items()}
+
+
+def test_a_folders_config_gets_the_names_of_the_trained_model():
+    names = ModuleNames({"model": "model.language_model"})
+    layer = "model.language_model.layers.0.self_attn.q_proj"
+    config = LoraConfig(
+        target_modules=r"model\.language_model\..*q_proj",
+        exclude_modules=r"(?!model\.language_model).*",
+        rank_pattern={layer: 2},
+        alpha_pattern={layer: 64},
+    )
+    named_inside(config, names, [f"base_model.model.{layer}.lora_A.weight"])
+    inside = "model.layers.0.self_attn.q_proj"
+    assert (config.target_modules, config.exclude_modules) == ({inside}, None)
+    assert (config.rank_pattern, config.alpha_pattern) == ({inside: 2}, {inside: 64})
 
 
 def roles_settings(roles):

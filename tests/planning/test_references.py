@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 from tokenizers import AddedToken
@@ -10,12 +11,15 @@ from tokenizers import AddedToken
 from rlft.config.compose import compose
 from rlft.config.schema import RunConfig
 from rlft.config.token_budget import resolved
-from rlft.keys.instantiate import from_mapping
+from rlft.keys.instantiate import from_mapping, instantiate
+from rlft.planning import references
 from rlft.planning.references import check_references
 from rlft.reward.answer import AnswerKeys
+from rlft.reward.exact_match import ExactMatch
 from rlft.scoring.reward_spec import examined, specs
+from rlft.scoring.worker import Cause, Failure
 from rlft.tokens.ends import turn_ends
-from rlft.types import Prompt, UserError
+from rlft.types import Prompt, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
 CITIES = ["Rome", "Paris", "Oslo", "Bern"]
@@ -93,6 +97,35 @@ def test_a_reward_that_takes_each_row_for_every_other_is_refused():
 class Anything(AnswerKeys):
     def __call__(self, group):
         return [1.0 for _ in group.rollouts]
+
+    def right(self, group):
+        return [True for _ in group.rollouts]
+
+
+class Graded(ExactMatch):
+    """A user's own, whose full marks are 10."""
+
+    def __call__(self, group):
+        return [10 * score for score in ExactMatch.__call__(self, group)]
+
+
+def test_a_class_of_a_users_own_is_not_judged_by_full_marks_of_1():
+    keys = "weight: 1.0, answer_in: tag, tag: answer, pattern: null, which: only, numeric: true, ignore_case: false"
+    assert notes(rows("1", "2"), "reward=[]", f"+reward.mine={{_target_: {__name__}.Graded, {keys}}}") == []
+
+
+def test_a_reference_that_is_not_judged_in_time_is_not_refused(monkeypatch):
+    late = Failure(cause=Cause.time_limit, problem="took longer", completion=None)
+    monkeypatch.setattr(references, "score", lambda *_: late)
+    [note] = notes(rows("1", "2"), "reward=exact_match")
+    assert note.startswith("reward.exact_match: only 0 reference answers were scored in time, 2")
+
+
+def test_verifiers_of_reasoning_gym_whose_questions_have_no_single_answer_are_not_asked_for_one():
+    data = instantiate(compose(["data=reasoning_gym", "data.task=propositional_logic", "data.size=6"])["data"], "data")
+    prompts = [replace(prompt, token_ids=(1, 2)) for prompt in data.load(Split.train)[:4]]
+    assert {prompt.answer for prompt in prompts} == {""}
+    assert notes(prompts, "reward=reasoning_gym") == []
 
 
 def test_what_the_time_does_not_suffice_for_is_said():

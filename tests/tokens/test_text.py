@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from rlft.generation.stops import GrowingText, plain_decoder, shown_texts
-from rlft.tokens.text import decode, marking, said, tail, without_tail
+from rlft.tokens.text import decode, marking, said, tail, with_ends, without_tail
 from rlft.types import Sampling
 from tests.helpers.family_tokenizers import TEMPLATES, family_tokenizer
 
@@ -70,6 +70,16 @@ def test_a_tokenizer_whose_special_tokens_all_mark_turns_decodes_as_before():
         shown = [t for t in every if t not in turns or t not in marking(tokenizer)]
         assert decode(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True), family
         assert decode(tokenizer, every) == tokenizer.decode(shown, skip_special_tokens=False), family
+
+
+def test_an_end_that_the_generation_config_names_is_shown_nowhere():
+    tokenizer = with_special("<|eom_id|>", "<think>")
+    eom, think = tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<think>"])
+    six = tokenizer("6", add_special_tokens=False)["input_ids"]
+    assert decode(tokenizer, [think, *six, eom, *six]) == "<think>6<|eom_id|>6"
+    with_ends(tokenizer, [eom])
+    assert decode(tokenizer, [think, *six, eom, *six]) == "<think>66"
+    assert plain_decoder(tokenizer)([think, *six, eom, *six]) == "<think>66"
 
 
 def test_the_special_token_that_ended_a_turn_is_not_shown_whatever_it_is():
