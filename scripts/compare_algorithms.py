@@ -49,6 +49,7 @@ from rlft.keys.flat import flatten
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import duration
 from rlft.run import run_folder
+from rlft.tokens.chat_template import AUTO_DATE
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -456,7 +457,9 @@ def changed_keys(job: Job) -> list[str]:
     return [
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key, absent) != now.get(key, absent) and key.partition(".")[0] not in FREE
+        if before.get(key, absent) != now.get(key, absent)
+        and key.partition(".")[0] not in FREE
+        and (key, now.get(key)) != ("model.date", AUTO_DATE)  # a run goes on with its own
     ]
 
 

@@ -50,18 +50,25 @@ def trained(forks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", ["--help", "train --help", "recipes", "algorithms gspo"])
-def test_help_takes_a_second_and_a_half_and_no_torch(words: str) -> None:
+def test_help_takes_a_few_imports_of_hydra_and_no_torch(words: str) -> None:
     code = (
         "import sys; from rlft import cli; c = cli.run(sys.argv[1:]); print([m for m in sys.modules if m in HEAVY]); "
     )
     heavy = ("torch", "transformers", "peft", "datasets", "vllm")
     command = [sys.executable, "-c", f"HEAVY = {heavy}; {code} sys.exit(c)", *words.split()]
-    before = os.times()
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    after = os.times()
-    assert shown.stdout.splitlines()[-1] == "[]"
-    # Processor time: by the clock it depends on what else the machine does.
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 1.5
+
+    def processor_seconds(words: list[str]) -> tuple[float, str]:
+        before = os.times()
+        shown = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout
+        after = os.times()
+        user, system = after.children_user - before.children_user, after.children_system - before.children_system
+        return user + system, shown
+
+    # 4 to 6 times as much, on whatever machine: `train --help` composes a config, which Hydra does once more.
+    hydra, _ = processor_seconds([sys.executable, "-c", "import hydra, hydra._internal.hydra, omegaconf, rich.console"])
+    taken, shown = processor_seconds(command)
+    assert shown.splitlines()[-1] == "[]"
+    assert taken < 12 * hydra
 
 
 def test_train_help_shows_groups_recipes_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -723,7 +723,8 @@ TABLE = [
     ("train model.path=sees lora.target_modules=[q_proj,fc1]", "lora.target_modules", "no linear layer of that name"),
     ("train model.path=sees lora.target_modules='.*vision_tower.*'", "lora.target_modules", "no linear layer of that"),
     ("train model.path=sees lora.target_modules='model.layers.0.*'", "lora.target_modules", "would be adapted, too"),
-    ("train model.path=only_sees lora.target_modules=[q_proj]", "model.path", "is no causal language model"),
+    ("train model.path=only_sees lora.target_modules=[q_proj]", "model.path",
+     "transformers has no class of causal language models for a siglip"),
     # Packages that are not installed (the last column)
     ("train generation=vllm", "generation.engine", "vLLM is not installed", "vllm"),
     ("train model.attn_implementation=flash_attention_2",

@@ -152,10 +152,10 @@ def run(plain: dict[str, Any], source: NamedRun | None, say: Callable[[str], Non
         if saved is not None and saved.adapters:
             session.roles.restore(saved.adapters, saved.heads)
             session.publish(saved.step)
-        session.check_decoding()
         assert plan.held_out is not None, "eval.every is 1 here"
         prompts = tuple(plan.held_out.prompts[: plan.config.eval.num_prompts])
         session.logger.stage("evaluate")
+        session.check_decoding()
         evaluation, groups, scores = session.evaluate(prompts, 0 if saved is None else saved.step)
     title = plan.config.model.path if saved is None else f"{source.run if source else ''} after step {saved.step}"
     # The table comes first: if the completions cannot be written, the measurement is not lost.

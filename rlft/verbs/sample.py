@@ -218,7 +218,6 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         if config.adapter is not None:
             generator.load(roles.publish(0))
             freshness.check(0, generator, roles)
-        check_decoding(generator, roles, plan.prompts, config, freshness.limits)
         player = conversing_here(plan, generator, backbone.tokenizer)
         if player is not generator:
             stack.callback(player.close)
@@ -229,6 +228,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
                 say(f"note: {note}")
         samples = Samples(plan, folder)
         doing.current = "sample"
+        check_decoding(generator, roles, plan.prompts, config, freshness.limits)
         bar = Bar(stack, len(plan.chosen))
         while samples.state["step"] < plan.num_steps:
             doing.finished = step = samples.state["step"]

@@ -323,7 +323,8 @@ def _of_job(number: int, overrides: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        problem = f"{error.problem} (job {number}: {' '.join(overrides)})"
+        typed = " ".join(word for word in overrides if not word.startswith(f"{DATE}="))  # the sweep adds its date
+        problem = f"{error.problem} (job {number}: {typed})"
         raise UserError(error.key, problem, got=error.got, remedy=error.remedy) from None
 
 

@@ -83,4 +83,5 @@ def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began
 
 @pytest.mark.parametrize("key", ADDED_KEYS)
 def test_the_defaults_of_keys_that_were_added_are_what_older_runs_did(key: str) -> None:
-    assert run_folder.flatten(PLAIN)[key] == ADDED_KEYS[key]
+    plain = compose(["reward=[choice]"]) if key.startswith("reward.choice.") else PLAIN
+    assert run_folder.flatten(plain)[key] == ADDED_KEYS[key]

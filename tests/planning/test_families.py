@@ -32,7 +32,7 @@ RUN = (
 ONCE_WRONG: dict[str, str] = {
     "deepseek_v32": "indexer",
     "falcon_h1": "mamba.out_proj",
-    "gemma3": "vision_tower",
+    "gemma3": "lm_head",
     "gemma4_text": "",
     "jamba": "mamba.dt_proj",
     "llama4_text": "feed_forward.router",

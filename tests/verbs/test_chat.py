@@ -271,7 +271,7 @@ def test_a_wrong_word_is_told_and_the_chat_goes_on(
 def test_a_conversation_longer_than_the_context_is_not_cut_in_silence(open_chat: Callable[..., Talk]) -> None:
     talk = open_chat()
     with pytest.raises(
-        UserError, match=r"^/new: the conversation has \d{3} tokens, and 32 more .* context of 512; start a new"
+        UserError, match=r"^/new: the conversation has \d{3} tokens, and 32 more .* context of 512 tokens; start a new"
     ):
         talk.ask("x" * 480)
     assert talk.turns == ()

@@ -52,7 +52,8 @@ def test_a_run_with_vllm_that_is_killed_leaves_no_process_and_resumed_it_is_the_
     assert happens(lambda: not marked(whole.mark), within_s=END_S)
     assert adapter_folders(whole.pid) == []
 
-    kill = {"at": SAMPLE, "call": 2, "do": "kill", "when": "after"}
+    # The first call is the check of decoding.
+    kill = {"at": SAMPLE, "call": 3, "do": "kill", "when": "after"}
     killed = start(tmp_path, "killed", "train", *keys, "checkpoint.every=1", "hydra.run.dir=run", events=(kill,))
     assert killed.wait().code == -9, killed.wait().err
     assert noted(tmp_path / "killed")[0]["children"] != [], "there was a worker to outlive it"
@@ -64,10 +65,10 @@ def test_a_run_with_vllm_that_is_killed_leaves_no_process_and_resumed_it_is_the_
     assert happens(lambda: not marked(resumed.mark), within_s=END_S)
     assert adapter_folders(killed.pid) == adapter_folders(resumed.pid) == [], "the next engine does it"
 
-    seeds = [line["argument"] for line in noted(tmp_path / "whole")]
+    checked, *seeds = [line["argument"] for line in noted(tmp_path / "whole")]
     assert len(seeds) == 2
     assert seeds[0] != seeds[1]
-    assert [line["argument"] for line in noted(tmp_path / "resumed")] == seeds[1:]
+    assert [line["argument"] for line in noted(tmp_path / "resumed")] == [checked, *seeds[1:]]
     for step in (1, 2):
         expected, found = completions(tmp_path / "undisturbed", step), completions(tmp_path / "run", step)
         assert [line["policy_version"] for line in found] == [step - 1] * 12
