@@ -1313,6 +1313,8 @@ READ_BY_LIBRARIES = (
     "cannot show tools and", "syntax=json or xml, or use a model", "cannot be shown as a tool",
     "context of 512 tokens", "of 512 tokens, got 1024", "model.path=long_rope", "model.path=sees",
     "model.path=only_sees", "the model cannot be read", "no linear layer of that name",
+    "lora.target_modules=[lm_head]", "lora.target_modules='.*", "lora.target_modules=.*", "torn_layers",
+    "data.path=good.jsonl reward=choice",
     "use all-linear, or a list of", "and generation.max_tokens to 256", "generation.stop=[272]", "<|im_start|>",
     "is not known to transformers", "causal language model", "another num_labels", "the reward model cannot be read",
     # a teacher's config.json and tokenizer, and prompts with its hint
@@ -1359,4 +1361,4 @@ def test_what_the_config_alone_can_tell_is_refused_before_a_library_is_imported(
             assert fragment in line, typed
         elif not any(part in f"{typed} {fragment}" for part in READ_BY_LIBRARIES):
             late.append(f"{typed}: {code}")
-    assert not late, "a library is imported for what the config says, or READ_BY_LIBRARIES lacks a part of these"
+    assert not late, "imported for what the config says, or READ_BY_LIBRARIES lacks a part of:\n" + "\n".join(late)
