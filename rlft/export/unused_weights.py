@@ -55,7 +55,7 @@ def add_unused(model: PreTrainedModel, config: ModelConfig, folder: Path, say: C
     known = model.state_dict().keys()  # a tied head is written once, under another name
     others = [name for name in missing if name not in unused and name not in known]
     if len(others) > len(written.keys() - base.keys()):  # else they may just have new names
-        say(f"left out, as the class of the export does not read them: {len(others)} tensors, e.g. {others[0]}")
+        say(f"left out, as the class of the export does not read it: {others[0]} (of {len(others)} such)")
     if not unused:
         return
     tensors = {}
