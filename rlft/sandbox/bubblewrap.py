@@ -30,6 +30,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,6 +40,7 @@ from typing import IO, Any
 from rlft.keys.bounds import PositiveFloat, PositiveInt
 from rlft.sandbox import cgroups, launch, seccomp
 from rlft.sandbox.owned_folders import owned_folder, sweep
+from rlft.system import signals
 from rlft.system.running_time import TICK_S, RunningTime, is_stopped
 
 PYTHON_FLAGS = ("-I", "-S", "-X", "utf8")  # standard library only, whatever else is installed
@@ -367,6 +369,7 @@ class MemoryBound:
 
 
 @functools.cache
+@signals.undisturbed
 def memory_bound() -> MemoryBound:
     """What bounds memory in the available isolation, found out by a trial."""
     isolation, _ = available()
@@ -385,6 +388,7 @@ def memory_bound() -> MemoryBound:
 
 
 @functools.cache
+@signals.undisturbed
 def available() -> tuple[Isolation, str]:
     """(the isolation that works here, found out by a trial; its description, or for `none` why none works)."""
     sweep()
@@ -398,6 +402,7 @@ def available() -> tuple[Isolation, str]:
         if problem is None:
             return isolation, isolation.sentence
         problems.append(problem)
+    time.sleep(signals.SKEW_S)  # a signal that has ended the trial may come here only now
     return Isolation.none, f"bubblewrap does not isolate here: {problems[0]}"
 
 

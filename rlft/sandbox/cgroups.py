@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlft.system import signals
+
 MOUNTS, OWN = Path("/proc/self/mountinfo"), Path("/proc/self/cgroup")
 PREFIX = "rlft-"
 ABANDONED_S = 60.0  # an older group without a process is abandoned
@@ -85,6 +87,7 @@ Place = Folder | Scope
 
 
 @functools.cache
+@signals.undisturbed
 def available() -> Place | None:
     """The first place that limits memory in a trial; None if there is none."""
     if not sys.platform.startswith("linux"):

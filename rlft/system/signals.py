@@ -7,13 +7,14 @@ processes only count them, and repeat work whose child processes a signal may ha
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that a run handles: Ctrl-C, what schedulers send, and a dropped connection."""
@@ -22,6 +23,8 @@ JOB_WIDE = (*ENDING, signal.SIGQUIT)
 
 SKEW_S = 0.1
 """Seconds within which a signal to a whole job reaches all of its processes, one after another."""
+
+T = TypeVar("T")
 
 _count = 0
 _last_at = -math.inf
@@ -44,6 +47,26 @@ def may_have_disturbed(done_at: float) -> bool:
     Call it SKEW_S later, because the signal may reach this process later than those programs.
     """
     return abs(done_at - _last_at) <= SKEW_S
+
+
+def undisturbed(trial: Callable[[], T]) -> Callable[[], T]:
+    """A function that learns something from programs: it runs them again if a signal may have ended them."""
+
+    @functools.wraps(trial)
+    def repeated() -> T:
+        while True:
+            before = _count
+            try:
+                found = trial()
+            except Exception:
+                time.sleep(SKEW_S)
+                if _count == before:
+                    raise
+                continue
+            if _count == before:
+                return found
+
+    return repeated
 
 
 def handled(numbers: Iterable[signal.Signals] = ENDING) -> list[signal.Signals]:

@@ -569,11 +569,18 @@ def test_an_rslora_adapter_is_scaled_as_the_trainer_scales_it(bench: Bench) -> N
     assert bench.trainer.gap(groups, 1.0) > 100 * TOLERANCE
 
 
-def test_an_adapter_the_engine_cannot_hold_is_refused_and_the_old_one_stays(bench: Bench) -> None:
+def test_an_adapter_the_engine_cannot_hold_is_refused_and_the_old_one_stays(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load(bench, 1)
     adapter = bench.trainer.adapter(1)
-    with pytest.raises(UserError, match=r"^generation\.engine: vLLM refuses the adapter: .*DoRA"):
-        bench.generator.load(Adapter(version=2, weights=adapter.weights, config={**adapter.config, "use_dora": True}))
+    unfit = Adapter(version=2, weights=adapter.weights, config={**adapter.config, "use_dora": True})
+    with pytest.raises(VLLMError, match=r"^vLLM refuses the adapter: .*DoRA"):
+        bench.generator.load(unfit)
+    with monkeypatch.context() as first:
+        first.setattr(bench.generator, "_num_loads", 0)  # then the config is to blame
+        with pytest.raises(UserError, match=r"^generation\.engine: vLLM refuses the adapter: .*DoRA"):
+            bench.generator.load(unfit)
     groups = bench.generator.sample(bench.prompts, 1, seeds(bench.prompts, 1), HOT)
     assert groups[0].rollouts[0].policy_version == 1
     assert bench.trainer.gap(groups, 1.0) < TOLERANCE

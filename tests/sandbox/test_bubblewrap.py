@@ -17,6 +17,7 @@ import pytest
 
 from rlft.sandbox import bubblewrap
 from rlft.sandbox.bubblewrap import Isolation, Limits, Reason, SandboxError, available, run, trial
+from rlft.system import signals
 
 MEBI = 2**20
 LIMITS = Limits(
@@ -427,6 +428,20 @@ def fresh_look():
     available.cache_clear()
     yield
     available.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_look")
+def test_a_trial_that_a_signal_to_the_job_may_have_ended_is_repeated(monkeypatch):
+    problems = ["it ended without a message", "it ended without a message", None]
+    left = iter(problems * 2)
+
+    def disturbed(isolation):
+        if problem := next(left):
+            signals.note(signal.SIGTERM, None)
+        return problem
+
+    monkeypatch.setattr(bubblewrap, "trial", disturbed)
+    assert available()[0] is not Isolation.none
 
 
 @pytest.mark.usefixtures("fresh_look")

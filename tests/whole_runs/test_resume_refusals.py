@@ -75,7 +75,7 @@ def test_every_changed_key_is_named_with_both_values(rough: Nursery, stopped: Pa
 # What may differ on resume: how long, how often, where to, and how it fits the machine. Nothing that a number rests on.
 FREE = {
     "resume", "steps", "name", "token_budget",
-    "data.path", "pretrain.path", "model.path", "model.device",
+    "data.path", "data.allow_unscorable", "pretrain.path", "model.path", "model.device",
     "scoring.workers", "scoring.timeout", "freshness.threshold", "freshness.every",
     "checkpoint.every", "checkpoint.keep", "checkpoint.on_signal",
     "eval.every", "eval.num_prompts", "eval.num_samples", "eval.temperature", "eval.num_examples", "eval.kl_base",
