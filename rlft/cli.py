@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import rlft
+from rlft.config import command as verbs
 from rlft.config.overrides import check_text
-from rlft.keys import verbs
 from rlft.system import interrupt
 from rlft.system.terminal import discard
 from rlft.types import UserError
@@ -51,72 +51,72 @@ class Tool:
 
 TOOLS = {
     "resume": Tool(
-        module="rlft.verbs.resume",
+        module="rlft.commands.resume",
         usage="<run> [<key>=<value>] ...",
         help="go on from where any of these was saved",
         interrupted="the run is as it was",
     ),
     "eval": Tool(
-        module="rlft.verbs.eval",
+        module="rlft.commands.eval",
         usage="run=<run or checkpoint> [...]",
         help="mean@k and pass@k on the held-out split; or a model: model.path=<path>",
         interrupted="nothing was written",
     ),
     "chat": Tool(
-        module="rlft.verbs.chat",
+        module="rlft.commands.chat",
         usage="run=<run or checkpoint>",
         help="talk to it",
         interrupted="the conversation has ended",
     ),
     "serve": Tool(
-        module="rlft.verbs.serve",
+        module="rlft.commands.serve",
         usage="run=<run or checkpoint>",
         help="an endpoint that is compatible with those of OpenAI and vLLM",
         interrupted="the server has ended",
     ),
     "export": Tool(
-        module="rlft.verbs.export",
+        module="rlft.commands.export.command",
         usage="run=<run> out=<folder>",
         help="a model folder for transformers and vLLM, or the bare adapter",
         interrupted="nothing was exported",
     ),
     "plan": Tool(
-        module="rlft.verbs.plan_command",
+        module="rlft.commands.plan_command",
         usage="+recipe=<name> [...]",
         help="what a run needs, and whether it fits, before any weight is loaded",
         interrupted="nothing was begun",
     ),
     "doctor": Tool(
-        module="rlft.verbs.doctor",
+        module="rlft.commands.doctor.command",
         usage="[+recipe=<name>] [...]",
         help="does rlft work on this machine? measured in minutes, with nothing to download",
         interrupted="nothing is kept of the checks",
     ),
     "runs": Tool(
-        module="rlft.watch.runs",
+        module="rlft.commands.watch.runs",
         usage="[<folder>]",
         help="every run: how it stands, its step, reward or loss, accuracy, age",
     ),
     "watch": Tool(
-        module="rlft.watch.watch",
+        module="rlft.commands.watch.watch",
         usage="<run>",
         help="the live view of a run, from another terminal",
         interrupted="the view has ended, the run is left as it is",
     ),
     "diff": Tool(
-        module="rlft.watch.diff",
+        module="rlft.commands.watch.diff",
         usage="<run> <run>",
         help="in which keys they differ, and what came of it",
     ),
     "report": Tool(
-        module="rlft.watch.report",
+        module="rlft.commands.watch.report",
         usage="<run> ...",
         help="one HTML file: curves, alarms, completions with coloured tokens",
         interrupted="no report was written",
     ),
-    "recipes": Tool(module="rlft.verbs.recipes", usage="", help="list the recipes"),
+    "recipes": Tool(module="rlft.commands.recipes", usage="", help="list the recipes"),
     "algorithms": Tool(
-        module="rlft.verbs.algorithms",
+        module="rlft.commands.algorithms",
         usage="[<name>]",
         help="list the algorithms; or of one the loss, the keys, the paper",
     ),
@@ -203,7 +203,7 @@ def _verb(name: str) -> tuple[Callable[[list[str]], int], str]:
 
 
 def _make_run(name: str, arguments: list[str]) -> int:
-    from rlft.verbs import begin
+    from rlft.commands import begin
 
     begin.command(verbs.named(name), arguments)
     return 0

@@ -75,6 +75,34 @@ class Prompt:
     tail: str = ""
 
 
+Schema = Mapping[str, Any]
+"""A tool as chat templates show it: `transformers.utils.get_json_schema`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a prompt shows of the environment beside its own messages.
+
+    Attributes:
+        tools: schemas for the chat template.
+        preamble: text before the first message of the user, for templates that cannot show tools; "" for none.
+    """
+
+    tools: tuple[Schema, ...] = ()
+    preamble: str = ""
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the preamble."""
+        shown = [dict(message) for message in messages]
+        if self.preamble:
+            first = next((m for m in shown if m["role"] == "user"), shown[0])
+            first["content"] = f"{self.preamble}\n\n{first['content']}"
+        return shown
+
+
+NOTHING = Shown()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
     """A prompt and a completion to learn from.
@@ -609,3 +637,7 @@ def lone_surrogate(text: str) -> str | None:
     except UnicodeEncodeError as error:
         return f"\\u{ord(text[error.start]):04x}"
     return None
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment cannot be used at all; the message says which one, and what to do."""

@@ -3,9 +3,9 @@
     python scripts/bench_limit.py
     python scripts/bench_limit.py --shapes 384+64 --size 0.5b
 
-For each shape: the operations that the step needs (`rlft.doctor.arithmetic`), the rate at which this machine makes the
-same matrix products, measured before and after the step in turn, the seconds that this would take, and the seconds that
-credit and update took. 1 / their ratio is the share of the limit that is reached.
+For each shape: the operations that the step needs (`rlft.commands.doctor.arithmetic`), the rate at which this machine
+makes the same matrix products, measured before and after the step in turn, the seconds that this would take, and the
+seconds that credit and update took. 1 / their ratio is the share of the limit that is reached.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from bench_work import default_dtype, device_and_dtype, run_rlft, table, where_and_when
 
-from rlft.doctor.arithmetic import Shape, product_rate, step_flops
-from rlft.doctor.work import SIZES, Work, make_model
+from rlft.commands.doctor.arithmetic import Shape, product_rate, step_flops
+from rlft.commands.doctor.work import SIZES, Work, make_model
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench_work import Measured, table
 
-from rlft.doctor.work import Work
+from rlft.commands.doctor.work import Work
 
 STAGES = ("sample", "score", "credit", "update", "publish", "train", "step")
 SHARES = ("sample", "score", "train", "publish")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench_work import default_dtype, run_rlft, table, where_and_when
 
-from rlft.doctor.work import SIZES, Work, make_model
+from rlft.commands.doctor.work import SIZES, Work, make_model
 
 MIDDLE = Work(prompt_tokens=128, completion_tokens=64)
 AXES = {

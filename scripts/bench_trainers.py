@@ -14,7 +14,7 @@ from typing import cast
 from bench_work import EMBEDDED, Measured, MeasurementError, default_dtype, run_rlft, run_to_the_end
 from card_memory import CardMemory
 
-from rlft.doctor.work import SIZES, Work, make_model, write_prompts
+from rlft.commands.doctor.work import SIZES, Work, make_model, write_prompts
 
 TRAINERS = ("rlft", "trl", "trl-transformers", "unsloth")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench_work import EMBEDDED, Measured, mean_of
 
-from rlft.doctor.work import Work
+from rlft.commands.doctor.work import Work
 from rlft.loop.metrics import peak_memory_bytes
 
 ENGINE_SHARE = 0.45

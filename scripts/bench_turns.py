@@ -20,8 +20,8 @@ from typing import Any
 import yaml
 from bench_work import run_rlft, table, where_and_when
 
+from rlft.commands.doctor.work import SIZES, Work, make_model
 from rlft.config.compose import compose
-from rlft.doctor.work import SIZES, Work, make_model
 from rlft.generation.engine import Opening
 from rlft.generation.transformers import Transformers, TransformersGenerator
 from rlft.types import Completion, FinishReason, Group, Prompt, Sampling

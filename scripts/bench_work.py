@@ -1,4 +1,4 @@
-"""How the benchmarks run rlft on a work (`rlft.doctor.work`), read what it measured, and write it as a table."""
+"""How the benchmarks run rlft on a work (rlft/commands/doctor/work.py), read what it measured, and write a table."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from compare_algorithms import machine
 
-from rlft.doctor.work import Work, write_prompts
+from rlft.commands.doctor.work import Work, write_prompts
 from rlft.logger.jsonl import METRICS, read_lines
-from rlft.run import run_folder
+from rlft.runs import run_folder
 
 if TYPE_CHECKING:
     import torch

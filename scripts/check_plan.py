@@ -27,14 +27,14 @@ from bench_work import (
     words_of,
 )
 
-from rlft.doctor.work import SIZES, Work, make_model
+from rlft.commands.doctor.work import SIZES, Work, make_model
 
 ALLOWED = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """size: of rlft.doctor.work's models; None: the embedded one on its own task."""
+    """size: of rlft.commands.doctor.work's models; None: the embedded one on its own task."""
 
     size: str | None
     work: Work

@@ -41,14 +41,14 @@ import compare_trl
 import yaml
 from significance import Difference, all_differences, half_interval, letters, report
 
+from rlft.config import catalog
 from rlft.config import compose as config
 from rlft.config import overrides as command_line
+from rlft.config.flat import flatten
 from rlft.config.schema import ADDED_KEYS
-from rlft.keys import catalog
-from rlft.keys.flat import flatten
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import duration
-from rlft.run import run_folder
+from rlft.runs import run_folder
 from rlft.tokens.chat_template import AUTO_DATE
 from rlft.types import UserError
 

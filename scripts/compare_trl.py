@@ -48,14 +48,14 @@ from typing import TYPE_CHECKING, Any
 from rlft.config import compose as config
 from rlft.config.schema import RunConfig
 from rlft.logger.jsonl import EVALUATIONS, METRICS, encode
-from rlft.run import run_folder
-from rlft.scoring.reward_spec import RewardSpec, specs
+from rlft.reward.workers.reward_spec import RewardSpec, specs
+from rlft.runs import run_folder
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlft.planning.train_plan import TrainPlan
+    from rlft.plan.train_plan import TrainPlan
 
 MOST_ROWS = 64
 """Completions in one forward and backward pass of TRL's trainer, at most; it pads them to the longest."""
@@ -148,7 +148,7 @@ def check(plain: Mapping[str, Any]) -> None:
 
 def train_and_evaluate(plain: dict[str, Any], folder: Path) -> None:
     """Trains, then evaluates; the folder holds config.yaml from the beginning, a line a step, and the evaluations."""
-    from rlft.planning.train_plan import make_plan
+    from rlft.plan.train_plan import make_plan
 
     plan = make_plan({**plain, "logger": {}, "resume": None}, trains=False)
     run_folder.check_free(folder)
@@ -305,7 +305,7 @@ def adapter_settings(run: RunConfig) -> dict[str, Any]:
 
 def prompts_of(plan: TrainPlan) -> list[Prompt]:
     """The prompts of all steps in their order: those that `rlft train` samples with the same seed."""
-    from rlft.prepare.prompts import prompts_for_step
+    from rlft.data.prompts import prompts_for_step
 
     run, known = plan.config, plan.train_prompts.prompts
     return [
@@ -328,7 +328,7 @@ def reward_function(
     spec: RewardSpec, prompts: Sequence[Prompt], tokenizer: Any, run: RunConfig
 ) -> Callable[..., list[float]]:
     """rlft's reward in the form that TRL calls. `place` is the column of the data that says which prompt it is."""
-    from rlft.scoring.scorer import Scorer
+    from rlft.reward.workers.scorer import Scorer
 
     scorer = Scorer({spec.name: spec}, 0, run.scoring.timeout, run.scoring.on_error)
 

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rlft.run.run_folder import checkpoints
-from rlft.trainer.checkpoint import MANIFEST, finished
+from rlft.runs.checkpoint import MANIFEST, finished
+from rlft.runs.run_folder import checkpoints
 
 
 def fresh_export(run: Path, folder: Path, rlft: Callable[..., object]) -> None:

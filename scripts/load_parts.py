@@ -25,7 +25,7 @@ REWARDS = ("exact_match", "format", "length", "repetition", "math", "choice")
 
 def scoring(prompts: int, group: int, workers: int, rewards: list[str], characters: int = 120) -> dict[str, Any]:
     """A step's completions scored by worker processes; completions share their token ids, which are not measured."""
-    from rlft.scoring.scorer import Scorer, specs
+    from rlft.reward.workers.scorer import Scorer, specs
     from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
 
     ids, logprobs = tuple(range(48)), (-0.5,) * 48
@@ -131,10 +131,10 @@ def data(file: str, max_tokens: int, tokenised: bool) -> dict[str, Any]:
     tokenised: as a run does it; otherwise rows are read and parsed, which shows what is held of them in less time.
     """
     from rlft.config.compose import compose
-    from rlft.keys.instantiate import instantiate
+    from rlft.config.instantiate import instantiate
+    from rlft.config.model import ModelConfig
+    from rlft.data.prompts import prompts_for_step, scan
     from rlft.model.backbone import load_tokenizer
-    from rlft.model.config import ModelConfig
-    from rlft.prepare.prompts import prompts_for_step, scan
     from rlft.types import Split
 
     plain = compose(["data=jsonl", f"data.path={file}"])
@@ -170,7 +170,7 @@ def data(file: str, max_tokens: int, tokenised: bool) -> dict[str, Any]:
 
 def many_runs(source: str, out: str, number: int, steps: int) -> dict[str, Any]:
     """So many copies of a run, cut to so many steps; what `rlft runs` takes of them."""
-    from rlft.watch import runs
+    from rlft.commands.watch import runs
 
     root, run = Path(out) / "runs", Path(source)
     heads = {

@@ -40,11 +40,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from rlft.commands import eval
+from rlft.commands.launch import launch
 from rlft.config.compose import compose
 from rlft.data.arithmetic import question, split_of
 from rlft.types import Split
-from rlft.verbs import eval
-from rlft.verbs.launch import launch
 
 ASSETS = Path(__file__).parents[1] / "rlft" / "assets"
 

@@ -4,7 +4,7 @@
     /tmp/seccomp/bin/python scripts/write_seccomp_filters.py
 
 Only for those who change the list: the files are part of the project, and a run needs neither libseccomp nor pyseccomp.
-tests/sandbox/test_seccomp.py runs the files on an interpreter of its own and holds them to tables of numbers.
+tests/system/sandbox/test_seccomp.py runs the files on an interpreter of its own and holds them to tables of numbers.
 
 A list of what is allowed, not of what is forbidden: what a newer kernel adds stays out. All else fails with ENOSYS, as
 on a kernel that never had it, so that C libraries take their older way (clone3 becomes clone). Calls of another

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import rlft
 from rlft.config.compose import build, compose
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.config.schema import RunConfig
 from rlft.model.backbone import Backbone, load_backbone
-from rlft.model.config import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.model.kernels import attention
 from rlft.model.roles import Roles
 from rlft.types import Batch, Group, Prompt

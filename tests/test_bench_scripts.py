@@ -16,8 +16,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlft.doctor.arithmetic import Shape, step_flops
-from rlft.doctor.work import Size, Work, make_model, write_prompts
+from rlft.commands.doctor.arithmetic import Shape, step_flops
+from rlft.commands.doctor.work import Size, Work, make_model, write_prompts
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

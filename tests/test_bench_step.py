@@ -18,7 +18,7 @@ from bench_trainers import Setting
 from bench_work import Measured, MeasurementError, run_to_the_end
 from card_memory import CardMemory
 
-from rlft.doctor.work import Work
+from rlft.commands.doctor.work import Work
 
 WORK = Work(group=2, prompt_tokens=8, completion_tokens=4)
 

@@ -15,7 +15,8 @@ from run_processes import Ended, Nursery
 
 import rlft as package
 from rlft import cli
-from rlft.keys import catalog, verbs
+from rlft.config import catalog
+from rlft.config import command as verbs
 
 # A run of two steps: 2 prompts x 2 completions, evaluated on 2 prompts.
 TINY = [

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-from rlft.keys import catalog
+from rlft.config import catalog
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 PROGRAM = """\

@@ -18,9 +18,9 @@ from rlft.config.compose import build, compose
 from rlft.config.schema import RunConfig
 from rlft.loop.sampling import StepSampler
 from rlft.model.backbone import load_tokenizer
-from rlft.planning.train_plan import TrainPlan, make_plan
-from rlft.run import run_folder
-from rlft.scoring.reward_spec import specs
+from rlft.plan.train_plan import TrainPlan, make_plan
+from rlft.reward.workers.reward_spec import specs
+from rlft.runs import run_folder
 from rlft.types import Prompt, UserError
 
 RECIPE = ("+recipe=grpo_arithmetic", "generation=transformers", "model.device=cpu", "logger=[jsonl]")

@@ -26,11 +26,12 @@ import yaml
 from packages import install
 
 from rlft import cli
-from rlft.checks.train import check_config
+from rlft.config import catalog
+from rlft.config import command as verbs
 from rlft.config.compose import build, compose
-from rlft.generation.config import free_keys
-from rlft.keys import catalog, verbs
-from rlft.run import run_folder
+from rlft.config.generation import free_keys
+from rlft.plan.train_checks import check_config
+from rlft.runs import run_folder
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))

@@ -6,12 +6,13 @@ import itertools
 
 import pytest
 
+from rlft.commands.sweep.plain import ask
+from rlft.config import catalog
+from rlft.config import command as verbs
 from rlft.config.compose import build, compose, named_choices
 from rlft.config.overrides import parse
 from rlft.config.schema import SftConfig
-from rlft.keys import catalog, verbs
 from rlft.types import UserError
-from rlft.verbs.sweep import ask
 
 GROUPS = [(verb, group) for verb in verbs.OWN for group in catalog.groups(verb)]
 NO_NAMES = [

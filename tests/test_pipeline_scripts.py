@@ -21,13 +21,13 @@ import torch
 import yaml
 from fresh_export import fresh_export
 
+from rlft.commands.rm import open_lesson
+from rlft.config import command as verbs
 from rlft.config.compose import build, compose
-from rlft.keys import verbs
-from rlft.planning.rm_plan import make_plan
-from rlft.trainer.config import Schedule, TrainerConfig
+from rlft.config.trainer import Schedule, TrainerConfig
+from rlft.plan.rm_plan import make_plan
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
-from rlft.verbs.rm import open_lesson
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 PIPELINES = ("rlhf_arithmetic", "r1_arithmetic")

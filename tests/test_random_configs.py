@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlft import cli
-from rlft.checks import check_early, rules
+from rlft.config import command as verbs
 from rlft.config import compose as configs
-from rlft.keys import verbs
-from rlft.keys.instantiate import instantiate
-from rlft.keys.suggest import known_keys
+from rlft.config.instantiate import instantiate
+from rlft.config.suggest import known_keys
+from rlft.plan import rules
+from rlft.plan.checks import check_early
 from rlft.types import UserError
 
 EXAMPLES = int(os.environ.get("RLFT_RANDOM_CONFIGS", "1000"))
@@ -146,7 +147,7 @@ def test_random_words_are_refused_in_one_line_or_composed(nowhere: Path, data: s
     typed = [f"{sign}{key}={value}" for sign, key, value in words]
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr("rlft.verbs.begin.begin", lambda plain, folder: planned(verb, plain))
+        patch.setattr("rlft.commands.begin.begin", lambda plain, folder: planned(verb, plain))
         code = cli.run([str(verb), *BASE[verb], *typed])
     assert code in (0, 2), err.getvalue()
     assert err.getvalue().count("\n") == (1 if code else 0), err.getvalue()

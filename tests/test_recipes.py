@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from rlft.checks import dpo, rm, sft
-from rlft.checks.train import check_components
+from rlft.config import catalog
+from rlft.config import command as verbs
 from rlft.config.compose import build, compose
-from rlft.keys import catalog, verbs
+from rlft.plan import dpo_checks as dpo
+from rlft.plan import rm_checks as rm
+from rlft.plan import sft_checks as sft
+from rlft.plan.train_checks import check_components
 
 RECIPES = catalog.choices("recipe")
 CHECK = {

@@ -31,17 +31,16 @@ from transformers import (
 )
 
 from rlft import cli
+from rlft.config import command as verbs
 from rlft.config.compose import build, compose
 from rlft.data.sampled import sampled_line
-from rlft.keys import verbs
 from rlft.model import adapter_folder
 from rlft.model.backbone import Backbone, fingerprint
 from rlft.model.roles import Roles
-from rlft.planning.train_plan import make_plan
-from rlft.run import run_folder
+from rlft.plan.train_plan import make_plan
+from rlft.runs import checkpoint, run_folder
+from rlft.runs.checkpoint import Checkpoint
 from rlft.system.hub import hub_answers
-from rlft.trainer import checkpoint
-from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import Completion, FinishReason, Prompt, Rollout
 
 # What rows have in common.
@@ -889,7 +888,8 @@ TABLE = [
     (f"{DPO} loss.gamma=1", "loss.gamma", "the loss chosen here has no such key, got 1; it belongs to loss=simpo"),
     (f"{DPO} loss=orpo loss.label_smoothing=0.1", "loss.label_smoothing", "it belongs to loss=dpo and loss=simpo"),
     (f"{DPO} loss._target_=nothere.Loss", "loss._target_", "cannot be imported (ModuleNotFoundError: "),
-    (f"{DPO} loss._target_=unittest.mock.Mock", "loss._target_", "is no rlft.loss.preference_loss.PreferenceLoss"),
+    (f"{DPO} loss._target_=unittest.mock.Mock", "loss._target_",
+     "is no rlft.algorithm.preference.preference_loss.PreferenceLoss"),
     (f"{DPO} loss=simpo snapshot.reference=base", "snapshot.reference",
      "this loss uses no reference, got base; leave it out, or use loss=dpo or ipo"),
     (f"{DPO} snapshot.reference=none", "snapshot.reference",
@@ -905,7 +905,8 @@ TABLE = [
     (f"{DPO} lora=null", "lora", "must be a section of keys"),
     (f"{DPO} data=arithmetic", "data", "there is no such key"),
     ("resume dpo_run loss.beta=0.2", "resume", "loss.beta: 0.1 -> 0.2"),
-    ("resume dpo_run loss=ipo", "resume", "loss._target_: rlft.loss.dpo.Dpo -> rlft.loss.ipo.Ipo"),
+    ("resume dpo_run loss=ipo", "resume",
+     "loss._target_: rlft.algorithm.preference.dpo.Dpo -> rlft.algorithm.preference.ipo.Ipo"),
     # Reward models
     ("rm", "preferences.path", "has no value yet; give preferences.path=<value>"),
     ("rm preferences.path=identical.jsonl max_completion_tokens=64", "preferences.path",

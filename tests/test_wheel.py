@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlft.keys import catalog
+from rlft.config import catalog
 
 REPOSITORY = Path(__file__).parents[1]
 MODEL = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

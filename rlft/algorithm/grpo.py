@@ -80,8 +80,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import CreditSpan, RatioObjective, required
-from rlft.keys.bounds import NonNegativeFloat
-from rlft.ops.advantage import (
+from rlft.algorithm.ops.advantage import (
     Std,
     decoupled_zscore,
     group_is_equal,
@@ -89,8 +88,9 @@ from rlft.ops.advantage import (
     process_advantages,
     steps_are_equal,
 )
-from rlft.ops.lazy import no_grad, torch
-from rlft.ops.mask import keep
+from rlft.algorithm.ops.mask import keep
+from rlft.config.bounds import NonNegativeFloat
+from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch, UserError
 
 if TYPE_CHECKING:

@@ -53,12 +53,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
-from rlft.keys.bounds import NonNegativeFloat
-from rlft.ops.advantage import Std, group_is_equal, group_mean, group_zscore
-from rlft.ops.lazy import no_grad, torch
-from rlft.ops.mask import keep
-from rlft.ops.mismatch import Mismatch
-from rlft.ops.surrogate import Surrogate, mirror_descent
+from rlft.algorithm.ops.advantage import Std, group_is_equal, group_mean, group_zscore
+from rlft.algorithm.ops.mask import keep
+from rlft.algorithm.ops.mismatch import Mismatch
+from rlft.algorithm.ops.surrogate import Surrogate, mirror_descent
+from rlft.config.bounds import NonNegativeFloat
+from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch, UserError
 
 if TYPE_CHECKING:

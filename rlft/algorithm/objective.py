@@ -13,17 +13,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
-from rlft.keys.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveFraction
-from rlft.ops.advantage import last_of_turns, place_at_last_token
-from rlft.ops.aggregate import Aggregate, aggregate
-from rlft.ops.controller import KLController, next_coefficient
-from rlft.ops.distillation import agreement
-from rlft.ops.kl import KLEstimator, KLPlace, k3, kl
-from rlft.ops.lazy import no_grad, torch
-from rlft.ops.mask import keep, max_abs, row_sum
-from rlft.ops.mismatch import Correction, Mismatch, far_off_policy, mismatch_correction
-from rlft.ops.ratio import RatioLevel, ratio, token_ratio
-from rlft.ops.surrogate import (
+from rlft.algorithm.ops.advantage import last_of_turns, place_at_last_token
+from rlft.algorithm.ops.aggregate import Aggregate, aggregate
+from rlft.algorithm.ops.controller import KLController, next_coefficient
+from rlft.algorithm.ops.distillation import agreement
+from rlft.algorithm.ops.kl import KLEstimator, KLPlace, k3, kl
+from rlft.algorithm.ops.mask import keep, max_abs, row_sum
+from rlft.algorithm.ops.mismatch import Correction, Mismatch, far_off_policy, mismatch_correction
+from rlft.algorithm.ops.ratio import RatioLevel, ratio, token_ratio
+from rlft.algorithm.ops.surrogate import (
     Surrogate,
     SurrogateKind,
     cispo,
@@ -33,6 +31,8 @@ from rlft.ops.surrogate import (
     policy_gradient,
     sapo,
 )
+from rlft.config.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveFraction
+from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch, Loss, LossScale, Outputs, UserError
 
 if TYPE_CHECKING:

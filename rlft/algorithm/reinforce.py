@@ -83,10 +83,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import RatioObjective
-from rlft.keys.bounds import Fraction
-from rlft.ops.advantage import Std, group_zscore, leave_one_out, reward_to_go, whiten
-from rlft.ops.lazy import no_grad, torch
-from rlft.ops.mask import keep, row_sum
+from rlft.algorithm.ops.advantage import Std, group_zscore, leave_one_out, reward_to_go, whiten
+from rlft.algorithm.ops.mask import keep, row_sum
+from rlft.config.bounds import Fraction
+from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch
 
 if TYPE_CHECKING:

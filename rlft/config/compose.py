@@ -1,8 +1,8 @@
 """Composes YAML into a plain config, and types that into frozen dataclasses; refuses what is wrong in between.
 
 `build` turns a composed config into its verb's root (rlft/config/schema.py): every key exists, has its type and is
-within its bounds. `rlft/checks/rules.py` has the rules between parts. Only this file, verbs/sweep.py and cli.py import
-Hydra and OmegaConf.
+within its bounds. `rlft/plan/rules.py` has the rules between parts. Only this file and sweep/plain.py import Hydra,
+and this one alone OmegaConf.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
-from rlft.config.renamed_keys import renamed, renamed_overrides
+from rlft.config import catalog, sampling_keys, suggest
+from rlft.config import command as verbs
+from rlft.config.instantiate import from_mapping
+from rlft.config.instantiate import unknown_key as unknown_in_section
 from rlft.config.schema import ADDED_KEYS, Root, RunConfig
 from rlft.config.token_budget import resolved
-from rlft.keys import catalog, sampling_keys, suggest, verbs
-from rlft.keys.instantiate import from_mapping, instantiate
-from rlft.keys.instantiate import unknown_key as unknown_in_section
 from rlft.types import UserError, lone_surrogate
-
-if TYPE_CHECKING:
-    from rlft.algorithm.protocol import Algorithm
-
 
 USUAL = "train"
 """The verb of a config that names none. Its YAML gives every key a value, so other verbs compose groups with it."""
@@ -144,12 +140,9 @@ OWN_FILES = "logger=[jsonl]"
 def named_choices(overrides: Sequence[str], verb: str) -> list[str]:
     """Checks that every group's value names choices, and replaces `null` by an empty list, which Hydra needs.
 
-    Keys with an earlier name get their current one.
-
     Raises:
         UserError: a group's value is neither a name nor a list of names, or is null although something must be chosen.
     """
-    overrides = renamed_overrides(overrides, verbs.named(verb).root)
     return [_named_choice(override, verb) if _is_of_a_group(override, verb) else override for override in overrides]
 
 
@@ -299,16 +292,15 @@ def register_resolvers() -> None:
 
 
 def plain(composed: Any) -> dict[str, Any]:
-    """The config as ordinary dicts and lists, with interpolations resolved and keys under their current names."""
+    """The config as ordinary dicts and lists, with interpolations resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     verb = str(composed.get("verb", USUAL))
     try:
-        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise explain(error, verb) or error from None
-    return renamed(values, verbs.named(verb).root) if verb in verbs.names() else values  # others are refused later
 
 
 def changed(
@@ -318,7 +310,6 @@ def changed(
     from omegaconf import OmegaConf
 
     result = OmegaConf.create(config)
-    overrides = renamed_overrides(overrides, verbs.named(verb).root)
     # Sections that were added after the run started, and which its root does not require, get their defaults.
     added = {field.name for field in fields(verbs.named(verb).root) if field.default is None}
     missing = {o.partition("=")[0].partition(".")[0] for o in overrides} & added - config.keys()
@@ -419,15 +410,6 @@ def _check_text(value: Any, key: str) -> None:
     elif isinstance(value, str) and (surrogate := lone_surrogate(value)):
         problem = f"holds half a character, the lone surrogate {surrogate}, which is not text"
         raise UserError(key or "config", problem, remedy="remove it, or write the whole character")
-
-
-def load_algorithm(name: str, **overrides: Any) -> Algorithm:
-    """The algorithm of configs/algorithm/<name>.yaml with these keys overridden; needs no model.
-
-    >>> rlft.load_algorithm("grpo", clip_high=0.28).clip_high
-    0.28
-    """
-    return instantiate({**compose([f"algorithm={name}"])["algorithm"], **overrides}, "algorithm")
 
 
 # -- Hydra's errors in rlft's words ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlft.keys import catalog, suggest
+from rlft.config import catalog, suggest
 from rlft.types import UserError
 
 PRINTING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")

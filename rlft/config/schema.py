@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlft.cluster.config import ClusterConfig
-from rlft.generation.config import GenerationConfig
-from rlft.keys.bounds import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
-from rlft.keys.instantiate import ALLOW_UNSCORABLE
-from rlft.logger.alarms import AlarmsConfig
-from rlft.logger.rollouts import RolloutsConfig
-from rlft.model.config import (
+from rlft.config.bounds import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
+from rlft.config.cluster import ClusterConfig
+from rlft.config.generation import GenerationConfig
+from rlft.config.instantiate import ALLOW_UNSCORABLE
+from rlft.config.model import (
     CriticConfig,
     LoraSettings,
     ModelConfig,
@@ -26,7 +24,7 @@ from rlft.model.config import (
     RewardModelConfig,
     SnapshotConfig,
 )
-from rlft.trainer.config import CheckpointConfig, TrainerConfig
+from rlft.config.trainer import CheckpointConfig, TrainerConfig
 
 ADDED_KEYS: Mapping[str, Any] = {
     "generation.min_p": 0.0,
@@ -111,6 +109,46 @@ class EvalConfig:
     correct_at: float
     num_examples: NonNegativeInt
     kl_base: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmsConfig:
+    """The `alarms` section; its YAML, with meanings and defaults, is in configs/train.yaml."""
+
+    patience: PositiveInt
+    accuracy_drop: PositiveFloat | None
+    kl: PositiveFloat | None
+    length_growth: PositiveFloat | None
+    equal_groups: Fraction | None
+    logprob_gap: PositiveFloat | None
+    clipped: Fraction | None
+    value_loss: PositiveFloat | None
+    grad_norm: PositiveFloat | None
+    constant_reward: PositiveInt | None
+    sampler_kl: PositiveFloat | None = 0.1  # configs of older runs lack this key and the next
+    effective_samples: Fraction | None = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutsConfig:
+    """The `rollouts` section: which completions are written.
+
+    Attributes:
+        every: number of steps from one file to the next; 0 for no files.
+        keep: number of the newest files that are kept; None for all.
+    """
+
+    every: NonNegativeInt
+    keep: PositiveInt | None
+
+    def writes(self, step: int) -> bool:
+        """Whether the completions of this step, counted from 1, are written."""
+        return self.every > 0 and step % self.every == 0
+
+    def most_files(self, num_steps: int) -> int:
+        """The most files at a time in a run of this many steps; a new one is complete before the oldest is deleted."""
+        written = num_steps // self.every if self.every else 0
+        return written if self.keep is None else min(written, self.keep + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rlft.keys.bounds import PositiveInt, Seed
+from rlft.config.bounds import PositiveInt, Seed
 from rlft.types import Prompt, Split, UserError
 
 HELD_OUT_SHARE = 0.1

@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rlft.config.bounds import PositiveInt, Seed
 from rlft.data.arithmetic import HELD_OUT_SHARE, OPERATIONS
-from rlft.keys.bounds import PositiveInt, Seed
 from rlft.types import Prompt, Split, UserError
 
 LARGEST_FACTOR = 9

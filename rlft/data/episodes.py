@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlft.keys.bounds import PositiveInt, Seed
-from rlft.ops.seeds import derive
+from rlft.config.bounds import PositiveInt, Seed
+from rlft.system.seeds import derive
 from rlft.types import Prompt, Split
 
 

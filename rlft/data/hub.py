@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlft.config.bounds import PositiveFraction
 from rlft.data.jsonl import hash_split, rows, training
 from rlft.data.records import Made, Parse, RecordKeys, Row, RowError
-from rlft.keys.bounds import PositiveFraction
 from rlft.system.hub import hub_answers
 from rlft.types import Prompt, Split, UserError
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import rlft
+from rlft.config.bounds import PositiveFraction
 from rlft.data import streamed
 from rlft.data.lines import bad_row, objects
 from rlft.data.records import Made, Parse, RecordKeys, Row, RowError, split_of, warn_of_held_out, without
 from rlft.data.streamed import StreamedRows
-from rlft.keys.bounds import PositiveFraction
 from rlft.types import Prompt, Split, UserError
 
 EMBEDDED = "embedded:"

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
 
+from rlft.config.bounds import PositiveInt, Seed
 from rlft.data.records import chat, check_template, identity, split_of
-from rlft.keys.bounds import PositiveInt, Seed
-from rlft.system import signals
+from rlft.system.process import signals
 from rlft.types import Prompt, Split, UserError
 
 HELD_OUT_SHARE = 0.1

@@ -12,8 +12,8 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from rlft.config.bounds import NonNegativeInt
 from rlft.data.lazy import mapped
-from rlft.keys.bounds import NonNegativeInt
 from rlft.types import Message, Prompt, Split, UserError
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 Keys: prompt_id, index (number of the completion within its prompt, from 0), prompt (the messages the model was given),
 answer (the reference, "" where there is none), completion (text), token_ids (as sampled, the end token included),
 finish_reason, rewards ({name: unweighted reward}), reward (their weighted total), model (a description of the model
-that sampled it), tokenizer (12 hex digits, `rlft.prepare.prompts.tokenizer_fingerprint`). A conversation also has mask
+that sampled it), tokenizer (12 hex digits, `rlft.data.prompts.tokenizer_fingerprint`). A conversation also has mask
 (1 for each token that was sampled, else 0) and turns. Such a line is refused as training data, because the
 environment's tokens would be learned, too.
 """

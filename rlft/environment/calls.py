@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rlft.environment.protocol import Call, Schema
+from rlft.environment.protocol import Call
 from rlft.tokens.chat_template import render
 from rlft.tokens.ends import num_common
-from rlft.types import UserError
+from rlft.types import Schema, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

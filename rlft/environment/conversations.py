@@ -14,15 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlft.environment.dialect import Dialect
-from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
+from rlft.environment.pool import EnvironmentPool, Job
 from rlft.environment.protocol import Call, Cause, Environment
 from rlft.environment.transcript import Transcript
 from rlft.environment.worker import Kind, Order, Reply
-from rlft.ops.seeds import derive
+from rlft.system.seeds import derive
 from rlft.types import (
     Adapter,
     Branch,
     Completion,
+    EnvironmentFailure,
     FinishReason,
     Generator,
     Group,

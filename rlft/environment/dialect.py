@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlft.environment.calls import Syntax, preamble, reader_of, written
-from rlft.environment.protocol import Call, Environment, Schema, Shown
+from rlft.environment.protocol import Call, Environment
 from rlft.environment.turn_template import TurnTemplate, with_opening
 from rlft.tokens.text import decode
-from rlft.types import UserError
+from rlft.types import Schema, Shown, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

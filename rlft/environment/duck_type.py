@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlft.config.instantiate import locate
 from rlft.environment.protocol import Environment
 from rlft.environment.tools import awaited, called, schema_of
-from rlft.keys.instantiate import locate
 from rlft.types import UserError
 
 KEY = "environment.factory"

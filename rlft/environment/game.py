@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlft.config.instantiate import locate
 from rlft.environment.duck_type import accepted
 from rlft.environment.protocol import Environment, Step
-from rlft.keys.instantiate import locate
 from rlft.types import UserError
 
 KEY = "environment.factory"

@@ -1,7 +1,7 @@
 """Where environments run: worker processes that may hang, crash or be killed, without harm to other conversations.
 
-As in `rlft.scoring.pool` there are no threads: the calling thread sends orders over a pipe to each worker and waits
-with deadlines. A conversation whose environment keeps state stays with one worker. Where that worker has to be
+As in `rlft.reward.workers.pool` there are no threads: the calling thread sends orders over a pipe to each worker and
+waits with deadlines. A conversation whose environment keeps state stays with one worker. Where that worker has to be
 replaced, the conversation's earlier orders are repeated in the new one: an environment is a function of its orders and
 their seeds. Make and use a pool in the thread that samples.
 """
@@ -21,16 +21,13 @@ from typing import Any, Protocol
 
 from rlft.environment.protocol import Cause, Environment
 from rlft.environment.worker import READY, Order, Reply, out_of_time, serve
-from rlft.scoring.pool import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S, STOPPED_LIMIT_S
-from rlft.system.children import how_it_ended, kill, spawned
-from rlft.system.running_time import TICK_S, RunningTime, is_stopped
+from rlft.reward.workers.pool import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S, STOPPED_LIMIT_S
+from rlft.system.process.children import how_it_ended, kill, spawned
+from rlft.system.process.running_time import TICK_S, RunningTime, is_stopped
+from rlft.types import EnvironmentFailure
 
 HASH_SEED = "PYTHONHASHSEED"
 SPENT = "Error: the time for all calls is used up"
-
-
-class EnvironmentFailure(RuntimeError):
-    """An environment cannot be used at all; the message says which one, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

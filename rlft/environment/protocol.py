@@ -7,15 +7,12 @@ a copy, in which `make` gives each conversation a `Play`. Nothing here imports t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Literal, Protocol
 
-from rlft.keys.bounds import NonNegativeInt, PositiveFloat, PositiveInt
-
-Schema = Mapping[str, Any]
-"""A tool as chat templates show it: `transformers.utils.get_json_schema`."""
+from rlft.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class Cause(StrEnum):
@@ -43,30 +40,6 @@ class Call:
     arguments: Mapping[str, Any]
     written: str
     problem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """What a prompt shows of the environment beside its own messages.
-
-    Attributes:
-        tools: schemas for the chat template.
-        preamble: text before the first message of the user, for templates that cannot show tools; "" for none.
-    """
-
-    tools: tuple[Schema, ...] = ()
-    preamble: str = ""
-
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with the preamble."""
-        shown = [dict(message) for message in messages]
-        if self.preamble:
-            first = next((m for m in shown if m["role"] == "user"), shown[0])
-            first["content"] = f"{self.preamble}\n\n{first['content']}"
-        return shown
-
-
-NOTHING = Shown()
 
 
 class Malformed(ValueError):

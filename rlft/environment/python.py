@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlft.config.bounds import PositiveFloat, PositiveInt
 from rlft.environment.protocol import Environment
 from rlft.environment.tools import FunctionCalls, schema_of
-from rlft.keys.bounds import PositiveFloat, PositiveInt
-from rlft.sandbox import bubblewrap
-from rlft.sandbox.bubblewrap import Limits, Reason
-from rlft.sandbox.required import Required, check_isolation
+from rlft.system.sandbox import bubblewrap
+from rlft.system.sandbox.bubblewrap import Limits, Reason
+from rlft.system.sandbox.required import Required, check_isolation
 from rlft.types import UserError
 
 SECTION = "environment"

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
+from rlft.config.bounds import NonNegativeInt
+from rlft.config.instantiate import locate
 from rlft.environment.protocol import Environment, Step
-from rlft.keys.bounds import NonNegativeInt
-from rlft.keys.instantiate import locate
 from rlft.types import UserError
 
 Player = Callable[[str], str]
@@ -61,8 +61,9 @@ class TextArena(Environment):
 
     def _try_to_begin(self) -> None:
         """Begins the game once, in a worker and under its time limit: a game may want other players, or a download."""
-        from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
+        from rlft.environment.pool import EnvironmentPool, Job
         from rlft.environment.worker import Kind, Order
+        from rlft.types import EnvironmentFailure
 
         pool = EnvironmentPool(replace(self, workers=1))
         try:

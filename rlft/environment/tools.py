@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlft.config.instantiate import locate
 from rlft.environment.protocol import Environment, Malformed
-from rlft.keys.instantiate import locate
 from rlft.types import UserError
 
 KEY = "environment.tools"

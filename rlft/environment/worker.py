@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from rlft.environment.protocol import Calls, Cause, Environment, Malformed, Moves, Play
-from rlft.scoring.worker import Alarm, OutOfTime, end_process_group, place_of
-from rlft.system.children import detach
+from rlft.reward.workers.worker import Alarm, OutOfTime, end_process_group, place_of
+from rlft.system.process.children import detach
 
 READY = "ready"
 MAX_ERROR = 500

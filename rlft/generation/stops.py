@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from rlft.generation.config import GenerationConfig
+from rlft.config.generation import GenerationConfig
 from rlft.tokens.ends import turn_ends
 from rlft.tokens.text import decode, decoded, marking, said
 from rlft.types import Sampling, UserError

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from rlft.config.bounds import PositiveInt
 from rlft.generation.engine import Engine, Opening
 from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
-from rlft.keys.bounds import PositiveInt
-from rlft.ops.lazy import torch
+from rlft.system.lazy import torch
 from rlft.tokens.ends import turn_ends
 from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from rlft.keys.bounds import Fraction, PositiveFloat, PositiveInt
+from rlft.config.schema import AlarmsConfig
 
 WINDOW = 20
 """Number of earlier steps with which a new step is compared."""
@@ -27,24 +26,6 @@ SPREAD = 0.25
 """If a step's rewards have a larger standard deviation, groups of equal rewards are not simply all solved."""
 
 WATCHED = ("policy/grad_norm", "loss/value", "length/mean")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlarmsConfig:
-    """The `alarms` section; its YAML, with meanings and defaults, is in configs/train.yaml."""
-
-    patience: PositiveInt
-    accuracy_drop: PositiveFloat | None
-    kl: PositiveFloat | None
-    length_growth: PositiveFloat | None
-    equal_groups: Fraction | None
-    logprob_gap: PositiveFloat | None
-    clipped: Fraction | None
-    value_loss: PositiveFloat | None
-    grad_norm: PositiveFloat | None
-    constant_reward: PositiveInt | None
-    sampler_kl: PositiveFloat | None = 0.1  # configs of older runs lack this key and the next
-    effective_samples: Fraction | None = 0.3
 
 
 class Alarms:

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlft.keys.bounds import NonNegativeFloat
+from rlft.config.bounds import NonNegativeFloat
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.system.terminal import discard
 from rlft.types import Evaluation, RunInfo, StepRecord

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from rlft.keys.instantiate import instantiate, locate
+from rlft.config.instantiate import instantiate, locate
 from rlft.types import Evaluation, Logger, RunInfo, StepRecord, UserError
 
 ONLY_ONE = {"writes_metrics": "writes metrics.jsonl", "has_page": "draws on the terminal"}

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlft.keys.bounds import PositiveFloat
+from rlft.config.bounds import PositiveFloat
 from rlft.logger.scalars import ScalarLogger, last_steps, name_of, parameters
 from rlft.types import RunInfo
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlft.keys.bounds import NonNegativeInt, PositiveInt
+from rlft.config.schema import RolloutsConfig
 from rlft.logger.jsonl import encode, number, turn_fields
 from rlft.system.disk import writing
 from rlft.system.files import write_atomically
@@ -21,28 +21,6 @@ from rlft.types import Branch, Completion, Evaluation, FinishReason, RunInfo, St
 
 ROLLOUTS = "rollouts"
 _NAME = re.compile(r"step_(\d+)\.jsonl(\.tmp)?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutsConfig:
-    """The `rollouts` section: which completions are written.
-
-    Attributes:
-        every: number of steps from one file to the next; 0 for no files.
-        keep: number of the newest files that are kept; None for all.
-    """
-
-    every: NonNegativeInt
-    keep: PositiveInt | None
-
-    def writes(self, step: int) -> bool:
-        """Whether the completions of this step, counted from 1, are written."""
-        return self.every > 0 and step % self.every == 0
-
-    def most_files(self, num_steps: int) -> int:
-        """The most files at a time in a run of this many steps; a new one is complete before the oldest is deleted."""
-        written = num_steps // self.every if self.every else 0
-        return written if self.keep is None else min(written, self.keep + 1)
 
 
 class Rollouts:

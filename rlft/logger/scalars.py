@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlft.keys.flat import flatten
+from rlft.config.flat import flatten
 from rlft.system.files import write_atomically
-from rlft.system.time_limit import within
+from rlft.system.process.time_limit import within
 from rlft.types import Evaluation, RunInfo, StepRecord, UserError
 
 

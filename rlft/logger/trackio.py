@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from rlft.keys.bounds import PositiveFloat
+from rlft.config.bounds import PositiveFloat
 from rlft.logger.scalars import ScalarLogger, last_steps, name_of, parameters
 from rlft.types import RunInfo
 

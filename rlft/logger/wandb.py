@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from rlft.keys.bounds import PositiveFloat
+from rlft.config.bounds import PositiveFloat
 from rlft.logger.scalars import ScalarLogger, kept
 from rlft.types import RunInfo
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from rlft.checks.adapters import empty_model, fresh_shapes
-from rlft.cluster.config import ClusterConfig
+from rlft.config.cluster import ClusterConfig
+from rlft.config.model import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, activation_bytes, set_checkpointing
 from rlft.model.backbone import Adopt, Backbone, load_backbone, read_backbone
-from rlft.model.config import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
 from rlft.model.forward import Forward, choose
 from rlft.model.lora_config import lora_config
+from rlft.plan.adapters import empty_model, fresh_shapes
 from rlft.system.memory import free_memory
 from rlft.trainer.sharded_base import ShardedLayers
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from rlft.cluster.engine_pool import EnginePool
 from rlft.environment.conversations import Conversations
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import PlayedByAgents
 from rlft.environment.endpoint.traces import Traces
 from rlft.environment.protocol import Environment
 from rlft.generation.engine import Engine
+from rlft.generation.pool import EnginePool
 from rlft.types import Generator
 
 

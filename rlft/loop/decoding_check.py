@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from rlft.batch import collate
-from rlft.cluster.engine_pool import EnginePool
+from rlft.data.prompts import PromptSet
+from rlft.generation.pool import EnginePool
 from rlft.loop.freshness import REMEDY, Gap, Limits
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
-from rlft.prepare.prompts import PromptSet
 from rlft.types import Batch, Generator, Group, Ongoing, Prompt, Sampling, Scores, UserError
 
 NUM_SAMPLES = 2

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from rlft.cluster.engine_pool import EnginePool, units_of
-from rlft.cluster.member import Launcher, MemberSpec
-from rlft.cluster.placement import Placement
 from rlft.config.schema import RunConfig
 from rlft.environment.protocol import Environment
+from rlft.generation.pool import EnginePool, units_of
 from rlft.loop.engine_worker import EngineSettings
 from rlft.loop.members import Gpus, gpus_of_a_member, model_of_a_member
-from rlft.planning.train_plan import TrainPlan
+from rlft.plan.train_plan import TrainPlan
+from rlft.system.process.member import Launcher, MemberSpec
+from rlft.system.process.placement import Placement
 
 FACTORY = "rlft.loop.engine_worker:EngineWorker"
 

@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlft.config.generation import GenerationConfig
+from rlft.config.model import LoraSettings, ModelConfig
 from rlft.config.schema import PromptsConfig
 from rlft.environment.protocol import Environment
-from rlft.generation.config import GenerationConfig
 from rlft.generation.engine import Engine, Opening
-from rlft.generation.vllm_guest import DEAD_ENGINE
+from rlft.generation.vllm.guest import DEAD_ENGINE
 from rlft.loop.conversing import conversing
 from rlft.loop.engines import opening_apart, opening_on
 from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.backbone import load_backbone, resolve_device
-from rlft.model.config import LoraSettings, ModelConfig
 from rlft.model.roles import policy_alone
 from rlft.types import Adapter, Prompt, Sampling
 
@@ -41,7 +41,7 @@ class EngineSettings:
 
 
 class EngineWorker:
-    """The object of a member (`rlft.cluster.member`)."""
+    """The object of a member (`rlft.system.process.member`)."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._stack = ExitStack()

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rlft.checks.adapters import modules_to_adapt
-from rlft.generation.config import GenerationConfig, section_of
+from rlft.config.generation import GenerationConfig, section_of
+from rlft.config.model import LoraSettings, ModelConfig, teacher_settings
 from rlft.generation.engine import BaseLender, Engine, Opening
-from rlft.generation.vllm_teacher import TeacherSettings, VLLMTeacher
+from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher
 from rlft.loop.base_loading import load_teacher
 from rlft.model.adapter_folder import POLICY, adapted_modules
 from rlft.model.backbone import (
     Adopt,
     Backbone,
+    ends_of,
     load_tokenizer,
     read_config,
     resolve_device,
     resolve_dtype,
     resolve_path,
 )
-from rlft.model.config import LoraSettings, ModelConfig, teacher_settings
 from rlft.model.forward import Forward
 from rlft.model.roles import Roles
-from rlft.planning.run_plan import Plan
-from rlft.prepare.turns import ends_of
+from rlft.plan.adapters import modules_to_adapt
+from rlft.plan.run_plan import Plan
 from rlft.system.out_of_memory import Largest
 from rlft.types import Generator
 

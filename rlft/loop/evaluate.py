@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
+import torch
+
+from rlft.algorithm.ops.kl import k3
+from rlft.algorithm.ops.mask import row_sum
+from rlft.algorithm.ops.pass_at import pass_at, pass_sizes
+from rlft.batch import select
 from rlft.loop.metrics import turn_metrics
+from rlft.model.forward import Forward
 from rlft.model.roles import POLICY, Roles
-from rlft.ops.kl import k3
-from rlft.ops.mask import row_sum
-from rlft.ops.pass_at import pass_at, pass_sizes
-from rlft.ops.seeds import sampling_seeds
+from rlft.system.seeds import sampling_seeds
 from rlft.types import Batch, Evaluation, Generator, Group, Prompt, Sampling, Scores
+
+
+class Learner(Protocol):
+    """A model that computes log-probs: `Roles`, with the active adapter, or `WholeModel`."""
+
+    @property
+    def forward(self) -> Forward: ...
+
+    def to_device(self, batch: Batch) -> Batch: ...
 
 
 def evaluate(
@@ -70,6 +84,21 @@ def kl_to_base(roles: Roles, batch: Batch) -> float:
     """KL(policy || base) on the policy's own completions, in nats, mean over tokens (k3: unbiased, never negative)."""
     gaps_BT = k3(roles.logprobs(batch, POLICY), roles.logprobs(batch, None))
     return row_sum(gaps_BT.double(), batch.loss_mask).sum().item() / max(1, int(batch.loss_mask.sum()))
+
+
+def text_loss(learner: Learner, batch: Batch, token_budget: int) -> float:
+    """Mean negative log-prob per token (nats) of these texts, with the active adapter, at temperature 1, no gradient.
+
+    The mean is over learned tokens, not texts: the sum over the batch of -log p(token | earlier tokens of its text) /
+    number of learned tokens.
+    """
+    total = 0.0
+    with torch.no_grad():
+        for part in learner.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget):
+            micro = learner.to_device(select(batch, part))
+            # Outside the mask the forward gives 0.
+            total -= learner.forward(micro, 1.0).logprobs.double().sum().item()
+    return total / int(batch.loss_mask.sum())
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

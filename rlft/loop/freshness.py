@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlft.cluster.engine_pool import EnginePool, StaleEngineError
+from rlft.generation.pool import EnginePool, StaleEngineError
 from rlft.types import Generator
 
 REMEDY = "freshness.threshold=<nats> loosens the check"

@@ -10,16 +10,16 @@ from typing import TypedDict
 
 import torch
 
-from rlft.cluster.gpus import all_gpus
-from rlft.cluster.launcher import open_launcher
-from rlft.cluster.member import Launcher
-from rlft.cluster.placement import environment_of
-from rlft.cluster.reward_members import RewardMembers, reward_specs
+from rlft.config.model import ModelConfig
 from rlft.config.schema import RunConfig
 from rlft.model.backbone import resolve_device
-from rlft.model.config import ModelConfig
-from rlft.planning.train_plan import TrainPlan
-from rlft.scoring.reward_spec import RewardSpec
+from rlft.plan.train_plan import TrainPlan
+from rlft.reward.workers.reward_members import RewardMembers, reward_specs
+from rlft.reward.workers.reward_spec import RewardSpec
+from rlft.system.process.gpus import all_gpus
+from rlft.system.process.launcher import open_launcher
+from rlft.system.process.member import Launcher
+from rlft.system.process.placement import environment_of
 
 
 class Gpus(TypedDict):

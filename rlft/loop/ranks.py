@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rlft.cluster.config import ClusterConfig
-from rlft.cluster.member import Launcher, Member, MemberSpec
-from rlft.cluster.ranked_trainer import RankedTrainer
+from rlft.config.cluster import ClusterConfig
 from rlft.loop.members import gpus_of_a_member, model_of_a_member
-from rlft.planning.train_plan import TrainPlan
+from rlft.plan.train_plan import TrainPlan
+from rlft.system.process.member import Launcher, Member, MemberSpec
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.protocol import Trainer
+from rlft.trainer.ranked_trainer import RankedTrainer
 from rlft.trainer.ranks import Share
 
 WORKER = "rlft.loop.rank_worker:RankWorker"

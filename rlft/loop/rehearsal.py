@@ -18,8 +18,8 @@ from rlft.batch import select
 from rlft.config.schema import RunConfig
 from rlft.loop.metrics import peak_memory_bytes
 from rlft.model.forward import Forward
-from rlft.planning.fit import in_words
-from rlft.planning.memory_parts import longest_rows
+from rlft.plan.fit import in_words
+from rlft.plan.memory_parts import longest_rows
 from rlft.types import Batch
 
 

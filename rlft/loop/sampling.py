@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlft.config.schema import RunConfig
-from rlft.ops.seeds import derive, sampling_seeds
-from rlft.prepare.prompts import permutation, prompts_for_step
+from rlft.data.prompts import permutation, prompts_for_step
+from rlft.system.seeds import derive, sampling_seeds
 from rlft.types import Generator, Group, Prompt
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlft.config.trainer import CheckpointConfig
+from rlft.runs import checkpoint
+from rlft.runs.checkpoint import Checkpoint
 from rlft.system.interrupt import Interrupt
-from rlft.trainer import checkpoint
-from rlft.trainer.checkpoint import Checkpoint
-from rlft.trainer.config import CheckpointConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

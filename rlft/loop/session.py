@@ -14,10 +14,12 @@ from torch import Tensor
 
 from rlft.algorithm.protocol import Algorithm
 from rlft.batch import collate
-from rlft.cluster.engine_pool import EnginePool
-from rlft.config.schema import FreshnessConfig, OverlapConfig, RunConfig
+from rlft.config.schema import AlarmsConfig, FreshnessConfig, OverlapConfig, RunConfig
+from rlft.data.prompts import PromptSet, left_out
+from rlft.data.teacher_prompts import teacher_prompts
 from rlft.generation.engine import Engine
-from rlft.logger.alarms import Alarms, AlarmsConfig
+from rlft.generation.pool import EnginePool
+from rlft.logger.alarms import Alarms
 from rlft.logger.hints import Hints
 from rlft.logger.loggers import Loggers
 from rlft.loop.base_loading import layers_of_rank, load_for_training
@@ -26,7 +28,7 @@ from rlft.loop.decoding_check import check_decoding
 from rlft.loop.dynamic_sampling import replace_uninformative_groups
 from rlft.loop.engine_members import open_engines
 from rlft.loop.engines import Engines, adopting_of, opened_teacher, opening_of
-from rlft.loop.evaluate import evaluate, kl_to_base
+from rlft.loop.evaluate import evaluate, kl_to_base, text_loss
 from rlft.loop.freshness import FIXED_TOKENS, LIMITS_IN_16_BITS, LIMITS_IN_32_BITS, Freshness
 from rlft.loop.members import open_reward_members, opened_launcher
 from rlft.loop.metrics import Clock
@@ -40,18 +42,15 @@ from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
-from rlft.planning.sampling_shapes import Decoding, of_training, rehearse_decoding
-from rlft.planning.startup_table import Facts, facts_of
-from rlft.planning.train_plan import TrainPlan
-from rlft.prepare.prompts import PromptSet, left_out
-from rlft.prepare.teacher_prompts import teacher_prompts
-from rlft.prepare.texts import text_loss
-from rlft.scoring.ahead import AheadScorer
-from rlft.scoring.pool import Pool
-from rlft.scoring.reward_spec import RewardSpec, specs
-from rlft.scoring.scorer import Scorer
+from rlft.plan.sampling_shapes import Decoding, of_training, rehearse_decoding
+from rlft.plan.startup_table import Facts, facts_of
+from rlft.plan.train_plan import TrainPlan
+from rlft.reward.workers.ahead import AheadScorer
+from rlft.reward.workers.pool import Pool
+from rlft.reward.workers.reward_spec import RewardSpec, specs
+from rlft.reward.workers.scorer import Scorer
+from rlft.runs.checkpoint import Checkpoint
 from rlft.system.interrupt import Interrupt
-from rlft.trainer.checkpoint import Checkpoint
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.protocol import Trainer, TrainerState
 from rlft.trainer.reward_training import RewardRefresh
@@ -433,7 +432,7 @@ def critic_source(config: RunConfig) -> str:
     """`critic.init`, with `reward` replaced by the folder of the learned reward's adapter."""
     if config.critic.init != "reward":
         return config.critic.init
-    [learned] = learned_rewards(specs(config.reward))  # checks/roles.py refuses any other number
+    [learned] = learned_rewards(specs(config.reward))  # plan/roles.py refuses any other number
     return learned.kwargs["path"]
 
 

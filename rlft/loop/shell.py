@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from rlft.config import command as verbs
+from rlft.config.command import LOSS
 from rlft.generation.shared_base import SharedBase
-from rlft.keys import verbs
-from rlft.keys.verbs import LOSS
 from rlft.logger.hints import Hint
 from rlft.logger.loggers import Loggers
 from rlft.loop.engines import largest_of
@@ -25,15 +25,14 @@ from rlft.loop.outcome import Outcome
 from rlft.loop.rehearsal import noting_what_it_took
 from rlft.loop.saving import Saver
 from rlft.model.backbone import resolve_device, resolve_dtype
-from rlft.planning.run_plan import Plan
-from rlft.planning.startup_table import BaseCopies, Facts
-from rlft.run import run_folder
+from rlft.plan.run_plan import Plan
+from rlft.plan.startup_table import BaseCopies, Facts
+from rlft.runs import checkpoint, run_folder
+from rlft.runs.checkpoint import Checkpoint
 from rlft.system.interrupt import Interrupt, StepAbandoned
 from rlft.system.memory import gc_frozen, keep_blocks
 from rlft.system.out_of_memory import explained
 from rlft.system.terminal import Say
-from rlft.trainer import checkpoint
-from rlft.trainer.checkpoint import Checkpoint
 from rlft.types import Evaluation, Generator, RunInfo, StepRecord
 
 CHECKSUMS = "base_checksums"

@@ -91,11 +91,6 @@ def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
     return fields
 
 
-def is_adapter(path: str | None) -> bool:
-    """Whether a learned reward is an adapter on the base (None: a new one) and not a network of its own."""
-    return path is None or (Path(path).expanduser() / CONFIG).is_file()
-
-
 def has_head(path: str | Path) -> bool:
     """Whether the folder has a scalar head, so that it is a critic's or a reward's."""
     return (Path(path).expanduser() / HEAD).is_file()

@@ -22,16 +22,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlft.config.model import DTYPES, ModelConfig
+from rlft.config.model_paths import check_local, resolve_path
 from rlft.model.activations import set_checkpointing
-from rlft.model.config import DTYPES, ModelConfig
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
-from rlft.model.paths import check_local, resolve_path
 from rlft.model.text_model import load_model, own_class
 from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.chat_template import dated
-from rlft.tokens.ends import configured_ids
+from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
 from rlft.tokens.text import with_ends
 from rlft.types import UserError
 
@@ -156,6 +156,11 @@ def _generation_ends(config: ModelConfig) -> Any:
     with contextlib.suppress(OSError):  # there is no such file
         return GenerationConfig.from_pretrained(base["pretrained_model_name_or_path"], **where).eos_token_id
     return None
+
+
+def ends_of(model: ModelConfig, style: str, tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
+    """What ends a turn with this model; `style` is prompts.style."""
+    return turn_ends(tokenizer, style, configured_ends(model))
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

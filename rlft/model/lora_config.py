@@ -8,10 +8,10 @@ from typing import Any
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from rlft.config.model import LoraSettings
 from rlft.model.adaptable import exclusion
 from rlft.model.adapter_fields import OF_THE_FUNCTION, is_neutral
 from rlft.model.adapter_folder import adapted_modules
-from rlft.model.config import LoraSettings
 from rlft.model.text_model import ModuleNames
 
 

@@ -22,9 +22,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlft.model.adapter_folder import is_adapter
+from rlft.config.model_paths import is_adapter, looks_local
 from rlft.model.backbone import resolve_dtype
-from rlft.model.paths import looks_local
 from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
 from rlft.model.rows import Row, batch_of_rows, numbers_of_rows

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlft.batch import select, to_device
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.activations import peft_reads_the_old_name
 from rlft.model.adapter_folder import (
     OLD,
@@ -35,7 +36,6 @@ from rlft.model.adapter_folder import (
 )
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.base_weights import BaseWeights
-from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.critic import CRITIC, Critic
 from rlft.model.float16_gradients import scale_down
 from rlft.model.forward import Forward, choose
@@ -47,7 +47,7 @@ from rlft.model.packing import PackedRows
 from rlft.model.scalar_head import ScalarHead
 from rlft.model.teacher import TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.model.text_model import names_of
-from rlft.ops.seeds import derive
+from rlft.system.seeds import derive
 from rlft.types import Adapter, Batch, Outputs, UserError
 
 Part = tuple[Tensor, Batch, PackedRows | None]
@@ -213,7 +213,7 @@ class Roles:
 
     def values(self, batch: Batch, layout: PackedRows | None = None) -> Tensor:
         """The critic's values `[B, T]` for these rows in units of reward, with the active adapter."""
-        assert self.critic is not None, "checks/roles.py refuses algorithms that need values without a critic"
+        assert self.critic is not None, "plan/roles.py refuses algorithms that need values without a critic"
         return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
 
     @contextmanager
@@ -262,7 +262,7 @@ class Roles:
             self.copy(POLICY, REFERENCE)
             due.append(REFERENCE)
         if self.snapshot.reference == "ema":
-            assert decay is not None, "checks/roles.py refuses ema without a decay"
+            assert decay is not None, "plan/roles.py refuses ema without a decay"
             policy = self.weights(POLICY)
             moved = {name: decay * old + (1 - decay) * policy[name] for name, old in self.weights(REFERENCE).items()}
             self.restore_role(REFERENCE, moved)

@@ -6,8 +6,8 @@ There are two kinds of tests, which are in a field of the prompt's metadata or i
     ["assert add(2, 3) == 5", ...] or one text    Python code that calls the program (as in MBPP and HumanEval)
 
 Neither kind shares a process with the program, and expected results never enter its sandbox: there is nothing that
-it could end, patch, print, overload or read to pass (sandbox/protocol.py). HumanEval's `test` only defines a function:
-append `check(<entry point>)` to it.
+it could end, patch, print, overload or read to pass (system/sandbox/protocol.py). HumanEval's `test` only defines a
+function: append `check(<entry point>)` to it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlft.keys.bounds import PositiveFloat, PositiveInt
+from rlft.config.bounds import PositiveFloat, PositiveInt
 from rlft.reward.answer import tagged
 from rlft.reward.code_tests import REFUSED, Doubt, doubts
-from rlft.sandbox import bubblewrap, protocol
-from rlft.sandbox.bubblewrap import Isolation, Limits, Reason
-from rlft.sandbox.required import Required, check_isolation
-from rlft.system.running_time import RunningTime
+from rlft.system.process.running_time import RunningTime
+from rlft.system.sandbox import bubblewrap, protocol
+from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason
+from rlft.system.sandbox.required import Required, check_isolation
 from rlft.types import Group, Prompt, UserError
 
 SPARE_S = 1.0  # part of the scorer's time limit that is not for the programs themselves

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.sandbox.protocol import missing_names
+from rlft.system.sandbox.protocol import missing_names
 
 PLAIN = (str, bytes, bytearray, int, float, complex, list, tuple, dict, set, frozenset, range)
 PLAIN_ATTRIBUTES = frozenset(name for kind in PLAIN for name in dir(kind))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlft.keys.bounds import PositiveInt
+from rlft.config.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
 from rlft.types import Completion, FinishReason, Group, UserError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from rlft.keys.bounds import PositiveInt
+from rlft.config.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys, reference_answer
 from rlft.reward.exact_match import matches
 from rlft.types import Group, StepScores

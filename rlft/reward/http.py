@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlft.keys.bounds import PositiveInt
+from rlft.config.bounds import PositiveInt
 from rlft.reward.remote import Request, ServerKeys, scores_in
 from rlft.types import Group
 

@@ -19,8 +19,8 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlft.ops.seeds import derive
 from rlft.reward.remote import Request, ServerKeys, scores_in
+from rlft.system.seeds import derive
 from rlft.types import Group, UserError
 
 INSTRUCTIONS = """\

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlft.keys.bounds import PositiveInt
+from rlft.config.bounds import PositiveInt
 from rlft.types import Group, Prompt, UserError
 
 PROMPT = "prompt"

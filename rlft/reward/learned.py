@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlft.keys.bounds import PositiveInt
+from rlft.config.bounds import PositiveInt
 from rlft.types import Group
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.keys.bounds import PositiveFloat, PositiveInt
+from rlft.config.bounds import PositiveFloat, PositiveInt
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
 from rlft.types import Group, Prompt, UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlft.keys.bounds import PositiveInt
+from rlft.config.bounds import PositiveInt
 from rlft.types import Group, UserError
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rlft.keys.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from rlft.system.running_time import TICK_S, RunningTime
+from rlft.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.types import Unscored, UserError
 
 if TYPE_CHECKING:

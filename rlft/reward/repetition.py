@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlft.keys.bounds import NonNegativeFloat, PositiveInt
+from rlft.config.bounds import NonNegativeFloat, PositiveInt
 from rlft.types import Completion, Group
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Literal
 
-from rlft.system import signals
+from rlft.system.process import signals
 
 EXIT_CODE = 130
 GRACE_S = 1.5

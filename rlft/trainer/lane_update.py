@@ -16,7 +16,7 @@ from torch import Tensor
 from rlft.algorithm.protocol import Algorithm
 from rlft.batch import select
 from rlft.model.roles import Roles
-from rlft.ops.seeds import derive
+from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
 from rlft.trainer.lanes import Division, balance, divide
 from rlft.trainer.optimizer import Optimizer
@@ -194,7 +194,7 @@ def work_of(
     live = rows[~inert_B[rows]]
     text_batch = text_division = None
     if algorithm.needs_text and learns:
-        assert text is not None, "checks/roles.py refuses algorithms that need text without any"
+        assert text is not None, "plan/roles.py refuses algorithms that need text without any"
         text_batch = text.batch(settings.seed, step, update)
         all_rows = torch.arange(len(text_batch.rewards))
         text_division = divide(text_batch, all_rows, num_lanes, shared_prompts=shared_prompts)

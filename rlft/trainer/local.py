@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.protocol import Algorithm
+from rlft.config.trainer import TrainerConfig
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
 from rlft.trainer import sharded_base
-from rlft.trainer.config import TrainerConfig
 from rlft.trainer.lane_update import UpdateRecord, metrics_of, update_in_lanes
 from rlft.trainer.lanes import divide
 from rlft.trainer.optimizer import Optimizer

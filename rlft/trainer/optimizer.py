@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.trainer.config import TrainerConfig
+from rlft.config.trainer import TrainerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 

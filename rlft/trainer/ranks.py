@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from rlft.system.running_time import RunningTime
+from rlft.system.process.running_time import RunningTime
 
 dist: Any = torch.distributed
 """Without type checks, since torch's types lack the classes of its C++ part."""

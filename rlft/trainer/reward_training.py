@@ -15,13 +15,13 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
-from rlft.model.config import RewardModelConfig
+from rlft.algorithm.ops.preference import accuracy, bradley_terry
+from rlft.config.model import RewardModelConfig
+from rlft.config.trainer import TrainerConfig
 from rlft.model.reward_model import last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles
 from rlft.model.rows import Row, Tokens, parts_within
-from rlft.ops.preference import accuracy, bradley_terry
-from rlft.ops.seeds import derive
-from rlft.trainer.config import TrainerConfig
+from rlft.system.seeds import derive
 from rlft.trainer.optimizer import Optimizer
 from rlft.types import Group, Scores
 
@@ -53,7 +53,7 @@ class RewardRefresh:
 
     def collect(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
         """Adds pairs of a finished step: siblings with different labels, at most `pairs_per_group` of a group."""
-        assert self.config.labels is not None, "checks/roles.py refuses a training without labels"
+        assert self.config.labels is not None, "plan/roles.py refuses a training without labels"
         generator = torch.Generator().manual_seed(derive(self.seed, step, "reward pairs"))
         for group, labels in zip(groups, scores.by_reward[self.config.labels].tolist(), strict=True):
             pairs = pairs_of(group, labels)

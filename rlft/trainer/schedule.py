@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from rlft.trainer.config import Schedule, TrainerConfig
+from rlft.config.trainer import Schedule, TrainerConfig
 
 
 def learning_rate(config: TrainerConfig, update: int, num_updates: int) -> float:
     """The rate of this update (from 0): linear warm-up over `warmup` updates, then the schedule down to 0 at the end.
 
-    >>> from rlft.trainer.config import Schedule
+    >>> from rlft.config.trainer import Schedule
     >>> c = TrainerConfig(
     ...     lr=1.0, schedule=Schedule.linear, warmup=2,
     ...     beta1=0, beta2=0, eps=1, weight_decay=0, max_grad_norm=1, reset_every=0,

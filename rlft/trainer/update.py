@@ -17,7 +17,7 @@ from rlft.algorithm.protocol import Algorithm
 from rlft.batch import select
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
-from rlft.ops.seeds import derive
+from rlft.system.seeds import derive
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
 from rlft.trainer.update_metrics import UpdateMetrics
@@ -94,7 +94,7 @@ def update(
                 metrics.add(backward(roles, algorithm, micro, scale, learns), share)
                 metrics.add_tokens(roles.forward.real_tokens(micro), roles.forward.network_tokens(micro))
             if algorithm.needs_text and learns:
-                assert text is not None, "checks/roles.py refuses algorithms that need text without any"
+                assert text is not None, "plan/roles.py refuses algorithms that need text without any"
                 text_batch = text.batch(settings.seed, step, i)
                 metrics.add(text_backward(roles, algorithm, text_batch, settings.token_budget), 1.0)
             metrics.add_update(optimizer_step(optimizers, settings, step, i, learns))

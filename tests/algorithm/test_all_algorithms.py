@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rlft
-from rlft.keys import catalog
+from rlft.config import catalog
 from rlft.types import LossScale, Outputs
 
 nan, inf = float("nan"), float("inf")

@@ -19,7 +19,7 @@ from torch import Tensor
 import rlft
 from rlft.algorithm import formula as written
 from rlft.algorithm.formula import SYMBOLS, Formula, formula, formula_of
-from rlft.keys import catalog
+from rlft.config import catalog
 from rlft.types import Batch, LossScale, Outputs
 
 NAMES = catalog.choices("algorithm")

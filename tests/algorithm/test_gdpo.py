@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlft.batch import collate
-from rlft.scoring.scorer import mixed
+from rlft.reward.workers.scorer import mixed
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, UserError
 
 

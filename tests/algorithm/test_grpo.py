@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlft.ops.advantage import Std
-from rlft.ops.aggregate import Aggregate
-from rlft.ops.kl import KLEstimator, KLPlace
-from rlft.ops.mismatch import Mismatch
-from rlft.ops.ratio import RatioLevel
+from rlft.algorithm.ops.advantage import Std
+from rlft.algorithm.ops.aggregate import Aggregate
+from rlft.algorithm.ops.kl import KLEstimator, KLPlace
+from rlft.algorithm.ops.mismatch import Mismatch
+from rlft.algorithm.ops.ratio import RatioLevel
 from rlft.types import LossScale, Outputs, UserError
 
 nan, inf = float("nan"), float("inf")

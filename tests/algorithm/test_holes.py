@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from rlft.keys import catalog
+from rlft.config import catalog
 from rlft.types import Batch, Outputs
 
 NAMES = catalog.choices("algorithm")

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlft.ops.surrogate import importance
+from rlft.algorithm.ops.surrogate import importance
 from rlft.types import Outputs, UserError
 
 # --- KL to the old policy -------------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ from annotated_types import Gt
 
 import rlft
 from rlft.algorithm.grpo import GRPO
+from rlft.algorithm.ops.mismatch import Mismatch
+from rlft.config import catalog
+from rlft.config import command as verbs
+from rlft.config.bounds import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.config.compose import build, compose, compose_run
+from rlft.config.instantiate import convert, from_mapping, instantiate, locate
 from rlft.config.schema import RunConfig, SampleConfig, SftConfig
-from rlft.keys import catalog, verbs
-from rlft.keys.bounds import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
-from rlft.keys.instantiate import convert, from_mapping, instantiate, locate
-from rlft.ops.mismatch import Mismatch
-from rlft.scoring.reward_spec import specs
+from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
 
 
@@ -263,7 +264,7 @@ VERB_OF = {"demonstrations": "sft", "preferences": "rm"}
 def test_every_choice_composes_and_builds(group: str, choice: str) -> None:
     if group == "loss":
         plain = compose([f"loss={choice}", "preferences.path=some.jsonl"], verb="dpo")
-        assert type(instantiate(plain[group], group)).__module__ == f"rlft.loss.{choice}"
+        assert type(instantiate(plain[group], group)).__module__ == f"rlft.algorithm.preference.{choice}"
         return
     if group in VERB_OF:
         plain = compose([f"{group}={choice}", f"{group}.path=some.jsonl"], verb=VERB_OF[group])

@@ -8,7 +8,7 @@ import pytest
 
 from rlft.config.compose import changed, compose
 from rlft.config.schema import ADDED_KEYS
-from rlft.run import run_folder
+from rlft.runs import run_folder
 from rlft.types import UserError
 
 PLAIN = compose(["generation.max_tokens=77", "generation.temperature=0.5", "reward.format.weight=3", "seed=9"])

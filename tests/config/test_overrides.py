@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlft.commands.watch import arguments
 from rlft.config import compose
 from rlft.config.overrides import parse
-from rlft.watch import arguments
 
 
 @pytest.mark.parametrize("quote", ["'", '"', ""])

@@ -30,7 +30,7 @@ def test_steps_with_vllm_have_finite_numbers_and_a_small_gap(tmp_path: Path) -> 
 
 
 def test_a_run_that_is_killed_leaves_no_process_and_goes_on_with_its_next_step(tmp_path: Path) -> None:
-    kill = {"at": "rlft.generation.vllm_generator:VLLMGenerator.sample", "call": 2, "do": "kill", "when": "after"}
+    kill = {"at": "rlft.generation.vllm.generator:VLLMGenerator.sample", "call": 2, "do": "kill", "when": "after"}
     killed = start_fresh("train", *SMALL, "steps=3", "hydra.run.dir=run", cwd=tmp_path, events=(kill,))
     assert killed.wait().code == -9, killed.wait().err
     assert happens(lambda: not marked(killed.mark), within_s=END_S)

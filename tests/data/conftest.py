@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rlft.config.catalog import config_folder
 from rlft.config.compose import instantiate
 from rlft.data.sampled import sampled_line
-from rlft.keys.catalog import config_folder
 from rlft.types import Completion, FinishReason, Prompt, Rollout
 
 Make = Callable[..., Any]

@@ -11,9 +11,9 @@ import pytest
 
 import rlft
 from rlft.config.compose import compose
+from rlft.config.instantiate import instantiate
 from rlft.data import hub
 from rlft.data.hub import local_path, parquet_files
-from rlft.keys.instantiate import instantiate
 from rlft.system.hub import PROBE_SECONDS
 from rlft.types import Split, UserError
 
@@ -26,7 +26,7 @@ def load_in_a_fresh_process(folder: Path, endpoint: str, **keys: object) -> tupl
     code = f"""
 import yaml
 from rlft.config.compose import instantiate
-from rlft.keys.catalog import config_folder
+from rlft.config.catalog import config_folder
 from rlft.types import Split
 keys = yaml.safe_load((config_folder() / "data/gsm8k.yaml").read_text()) | {keys!r}
 prompts = instantiate(keys, "data").load(Split.train)

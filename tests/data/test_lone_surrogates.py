@@ -10,8 +10,8 @@ import pytest
 
 from rlft import cli
 from rlft.config.compose import build, compose
+from rlft.config.instantiate import instantiate
 from rlft.data.text import load_texts
-from rlft.keys.instantiate import instantiate
 from rlft.types import Split, UserError
 
 HALF = "\ud800"

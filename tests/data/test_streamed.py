@@ -15,9 +15,9 @@ import pytest
 
 from rlft.data import streamed
 from rlft.data.lazy import Lazy
+from rlft.data.prompts import PromptSet, TokenisedPrompts, scan, untokenised
 from rlft.data.records import Row, first_by_identity
 from rlft.model.backbone import Backbone
-from rlft.prepare.prompts import PromptSet, TokenisedPrompts, scan, untokenised
 from rlft.types import Prompt, Split, UserError
 
 

@@ -14,11 +14,10 @@ from rlft.batch import fault
 from rlft.environment.conversations import Conversations
 from rlft.environment.duck_type import DuckType
 from rlft.environment.game import Game
-from rlft.environment.pool import EnvironmentFailure
 from rlft.environment.protocol import Environment
 from rlft.environment.tools import Tools
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.types import Completion, FinishReason, Group, Prompt, Sampling
+from rlft.types import Completion, EnvironmentFailure, FinishReason, Group, Prompt, Sampling
 from tests.helpers.family_tokenizers import family_tokenizer
 
 LIMITS: dict[str, Any] = {

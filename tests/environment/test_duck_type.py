@@ -9,7 +9,7 @@ import pytest
 
 from rlft.environment.conversations import Conversations
 from rlft.environment.duck_type import DuckType
-from rlft.environment.pool import EnvironmentFailure
+from rlft.types import EnvironmentFailure
 from tests.environment.test_conversations import LIMITS, SAMPLING, TOKENIZER, Recorder, call, one, prompt
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from rlft.commands import chat
 from rlft.config.compose import compose
 from rlft.environment.duck_type import DuckType
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.game import Game
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
-from rlft.planning.environment_trial import try_environment
+from rlft.plan.environment_trial import try_environment
 from rlft.types import Group, Prompt, Sampling
-from rlft.verbs import chat
 from tests.environment.test_conversations import LIMITS, TOKENIZER, prompt, tools
 
 BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=200", "scoring.workers=0"]

@@ -11,10 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
+from rlft.environment.pool import EnvironmentPool, Job
 from rlft.environment.protocol import Cause, Environment
 from rlft.environment.tools import FunctionCalls, Tools
 from rlft.environment.worker import Kind, Order
+from rlft.types import EnvironmentFailure
 from tests.environment.test_conversations import LIMITS
 
 

@@ -22,7 +22,7 @@ from typing import ClassVar, Self
 
 from rlft.generation.engine import Engine, Missing, Opening
 from rlft.generation.memory import EngineMemory, Load, ModelSizes, Part, When
-from rlft.keys.bounds import NonNegativeInt, PositiveInt
+from rlft.config.bounds import NonNegativeInt, PositiveInt
 from rlft.types import Adapter, Completion, FinishReason, Generator, Group, Prompt, Rollout, Sampling
 from rlft.types import ToolCall, Turn, UserError
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from rlft.generation.vllm_generator import VLLMGenerator
+from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.types import Adapter, Prompt, Sampling
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from rlft.doctor.row import NotReadyError, Row, Status
+from rlft.commands.doctor.row import NotReadyError, Row, Status
 from rlft.types import UserError
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlft.verbs.study.config import StudyConfig
-from rlft.verbs.study.runs import PrunedError, Run, Study
-from rlft.verbs.study.space import Choice, Interval, Space
-from rlft.verbs.study.trials import Trials
+from rlft.commands.sweep.config import StudyConfig
+from rlft.commands.sweep.runs import PrunedError, Run, Study
+from rlft.commands.sweep.space import Choice, Interval, Space
+from rlft.commands.sweep.trials import Trials
 
 STEPS, EVERY = 9, 1
 RATE = Interval(key="trainer.lr", low=1e-5, high=1e-2, whole=False, log=True)

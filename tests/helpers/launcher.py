@@ -85,14 +85,14 @@ def nursery() -> dict[str, Any] | None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from transformers.models.qwen2 import modeling_qwen2
 
+    import rlft.commands.export.command
     import rlft.loop.session
     import rlft.train
-    import rlft.verbs.export
 
     _ = (
         rlft.loop.session,
         rlft.train,
-        rlft.verbs.export,
+        rlft.commands.export.command,
         modeling_qwen2,
         pydantic.TypeAdapter,
         transformers.AutoModelForCausalLM,

@@ -11,9 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlft.cluster.member import MemberError, MemberSpec
-from rlft.environment.pool import EnvironmentFailure
-from rlft.types import Completion, FinishReason, Prompt, Sampling, Turn
+from rlft.system.process.member import MemberError, MemberSpec
+from rlft.types import Completion, EnvironmentFailure, FinishReason, Prompt, Sampling, Turn
 
 
 class CountingEngine:

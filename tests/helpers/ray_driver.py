@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cluster_members import SPEC
 
-from rlft.cluster.ray_actors import RayActors
-from rlft.cluster.ray_session import RaySession
+from rlft.system.process.ray_actors import RayActors
+from rlft.system.process.ray_session import RaySession
 
 
 def main() -> None:

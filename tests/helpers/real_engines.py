@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rlft.cluster.engine_pool import EnginePool
-from rlft.cluster.member import Launcher
-from rlft.cluster.placement import place
 from rlft.config.schema import RunConfig
+from rlft.generation.pool import EnginePool
 from rlft.loop.engine_members import open_engines
 from rlft.loop.engines import opening_of
 from rlft.loop.freshness import Freshness
 from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
+from rlft.system.process.member import Launcher
+from rlft.system.process.placement import place
 from rlft.types import Generator, Group, Prompt
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from warm_python import WarmPython
 
-from rlft.cluster.member import MemberSpec
-from rlft.cluster.processes import LocalProcesses, ProcessMember
-from rlft.cluster.serve import Shared, named
+from rlft.system.process.member import MemberSpec
+from rlft.system.process.processes import LocalProcesses, ProcessMember
+from rlft.system.process.serve import Shared, named
 
 START_S = 60.0
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from rlft import cli
 from rlft.config.compose import compose
-from rlft.keys.instantiate import from_mapping
+from rlft.config.instantiate import from_mapping
+from rlft.config.model import ModelConfig
 from rlft.model.backbone import fingerprint
-from rlft.model.config import ModelConfig
 from rlft.model.roles import Roles
-from rlft.run import run_folder
-from rlft.run.find import NamedRun, find
-from rlft.trainer import checkpoint
-from rlft.trainer.checkpoint import Checkpoint
+from rlft.runs import checkpoint, run_folder
+from rlft.runs.checkpoint import Checkpoint
+from rlft.runs.find import NamedRun, find
 
 # The adapter of the fixture `make_roles`.
 LORA = ("lora.rank=4", "lora.alpha=8")

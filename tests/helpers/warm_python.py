@@ -19,9 +19,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rlft.cluster.member import MemberSpec
-from rlft.cluster.processes import environment
-from rlft.cluster.serve import serve
+from rlft.system.process.member import MemberSpec
+from rlft.system.process.processes import environment
+from rlft.system.process.serve import serve
 
 
 class WarmPython:

@@ -6,7 +6,7 @@ from rlft.config.compose import compose
 from rlft.logger.console import Console
 from rlft.logger.jsonl import Jsonl
 from rlft.logger.loggers import Loggers, declares, is_declared, loggers_of
-from rlft.planning.run_plan import Plan
+from rlft.plan.run_plan import Plan
 from rlft.types import UserError
 
 JSONL = {"_target_": "rlft.logger.jsonl.Jsonl"}

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlft.config.schema import RolloutsConfig
 from rlft.logger.jsonl import read_lines
-from rlft.logger.rollouts import Rollouts, RolloutsConfig, completion_of
+from rlft.logger.rollouts import Rollouts, completion_of
 from rlft.system import files
 from rlft.types import Branch, ToolCall, Turn
 

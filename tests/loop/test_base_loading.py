@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from rlft.config.model import LoraSettings
 from rlft.loop import base_loading
 from rlft.loop.base_loading import load_for_training
 from rlft.model.activations import activation_bytes, set_checkpointing
-from rlft.model.config import LoraSettings
 
 
 def is_checkpointing(model) -> bool:

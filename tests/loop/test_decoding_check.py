@@ -14,6 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlft import cli
+from rlft.config.model import KernelChoice
+from rlft.data.prompts import LengthSummary, PromptSet
 from rlft.generation import transformers as engine
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import RepeatedCache, TransformersGenerator, Weights
@@ -21,10 +23,8 @@ from rlft.loop import session
 from rlft.loop.decoding_check import _probes, check_decoding
 from rlft.loop.freshness import LIMITS_IN_16_BITS, LIMITS_IN_32_BITS, Limits
 from rlft.model.backbone import Backbone
-from rlft.model.config import KernelChoice
 from rlft.model.kernels import selection
 from rlft.model.roles import Roles
-from rlft.prepare.prompts import LengthSummary, PromptSet
 from rlft.types import Prompt, Sampling, UserError
 
 CONFIG = SimpleNamespace(

@@ -15,12 +15,12 @@ import pytest
 import torch
 from real_engines import check_pool_against, opened_here, signal_to
 
-from rlft.cluster.placement import Placement
-from rlft.cluster.processes import LocalProcesses
 from rlft.config.schema import RunConfig
 from rlft.loop.engine_members import engine_specs
 from rlft.loop.engine_worker import EngineWorker
 from rlft.model.backbone import Backbone
+from rlft.system.process.placement import Placement
+from rlft.system.process.processes import LocalProcesses
 from rlft.types import Prompt, UserError
 
 KEYS = (

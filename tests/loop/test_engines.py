@@ -13,7 +13,7 @@ from rlft.config.schema import RunConfig
 from rlft.generation.engine import Engine, Opening
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
-from rlft.generation.vllm_teacher import TeacherSettings
+from rlft.generation.vllm.teacher import TeacherSettings
 from rlft.loop import engines as loop_engines
 from rlft.loop.engines import Engines, opened_teacher, opening_apart, opening_of
 from rlft.model.backbone import Backbone

@@ -7,7 +7,7 @@ import torch
 
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.evaluate import evaluate, kl_to_base, mean_and_error, summarise
-from rlft.ops.seeds import sampling_seeds
+from rlft.system.seeds import sampling_seeds
 from rlft.types import Sampling, Scores
 
 SAMPLING = Sampling(max_tokens=10, temperature=1.0)

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from rlft import cli
-from rlft.checks.rules import check_lag_has_devices
 from rlft.config.compose import build, compose
 from rlft.loop.freshness import StaleAdapterError
 from rlft.loop.overlap import AheadSampler, check_versions, derived_from, packed, unpacked
 from rlft.loop.sampling import StepSampler
+from rlft.plan.rules import check_lag_has_devices
 from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
 
 WORDS = (

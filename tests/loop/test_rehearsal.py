@@ -17,7 +17,7 @@ from rlft.logger.loggers import Loggers
 from rlft.loop.shell import RunShell
 from rlft.model.forward import Forward
 from rlft.model.kernels.prefix_cache import PrefixCache
-from rlft.planning.train_plan import make_plan
+from rlft.plan.train_plan import make_plan
 from rlft.types import Batch, Outputs
 
 TINY = (

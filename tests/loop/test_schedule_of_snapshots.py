@@ -20,7 +20,7 @@ from rlft.config.compose import compose
 from rlft.loop.engines import Engines
 from rlft.loop.session import Session, open_session
 from rlft.model.roles import OLD, POLICY, REFERENCE, SAMPLER, Roles
-from rlft.planning.train_plan import make_plan
+from rlft.plan.train_plan import make_plan
 from rlft.train import train
 from rlft.trainer.optimizer import Optimizer
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlft.config.model import KernelChoice
 from rlft.model.activations import AdapterLayers, activation_bytes, is_checkpointed, set_checkpointing
 from rlft.model.backbone import load_backbone
-from rlft.model.config import KernelChoice
 from rlft.model.scalar_head import ScalarHead
 
 ROWS, PROMPT, COMPLETION = 16, 20, 60

@@ -10,9 +10,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlft.config.model import LoraSettings
 from rlft.model import adaptable
 from rlft.model.adaptable import adapted_words, exclusion, left_out, linear_layers
-from rlft.model.config import LoraSettings
 from rlft.model.kernels.families import FAMILIES
 from rlft.model.lora_config import lora_config
 

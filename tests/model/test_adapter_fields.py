@@ -14,6 +14,7 @@ import torch
 from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.adapter_fields import (
     ANOTHER_FUNCTION,
     CHANGING_THE_BASE,
@@ -24,7 +25,6 @@ from rlft.model.adapter_fields import (
     check_shape,
 )
 from rlft.model.backbone import Backbone
-from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
 from rlft.model.kernels.selection import Decision, KernelChoice, Kernels
 from rlft.model.roles import POLICY, REFERENCE, Roles, score_sequence
 from rlft.types import UserError

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlft.model.config import CriticKind
+from rlft.config.model import CriticKind
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY
 

@@ -11,18 +11,18 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from rlft.checks.adapters import fresh_shapes
-from rlft.checks.rules import check_targets, why_not_on_a_gpu
 from rlft.config.compose import build, compose
+from rlft.config.model import LoraSettings
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import read_backbone
-from rlft.model.config import LoraSettings
 from rlft.model.kernels import norm_and_mlp
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.lora_config import lora_config, named_inside
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
 from rlft.model.text_model import ModuleNames
-from rlft.planning.memory_demand import sizes_of
+from rlft.plan.adapters import fresh_shapes
+from rlft.plan.memory_demand import sizes_of
+from rlft.plan.rules import check_targets, why_not_on_a_gpu
 from rlft.types import UserError
 
 KINDS = [{"use_rslora": True}, {"use_dora": True}, {"use_rslora": True, "use_dora": True}]

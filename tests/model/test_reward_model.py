@@ -16,7 +16,7 @@ from rlft.model.reward_model import (
     micro_batches,
     open_learned,
 )
-from rlft.trainer import checkpoint
+from rlft.runs import checkpoint
 from rlft.types import Completion, FinishReason, Group, Rollout, UserError
 
 ROLE = "reward_taste"

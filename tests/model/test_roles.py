@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model import forward
 from rlft.model.backbone import Backbone, load_backbone
-from rlft.model.config import CriticConfig, CriticKind, LoraSettings, Old
 from rlft.model.critic import CRITIC
 from rlft.model.forward import packed_forward
 from rlft.model.roles import Roles

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlft.config.model import Old, Quantization, SnapshotConfig, teacher_settings
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.loop.base_loading import load_teacher
 from rlft.model import forward
-from rlft.model.config import Old, Quantization, SnapshotConfig, teacher_settings
 from rlft.model.teacher import teacher_logprobs, with_other_prompts
 
 
@@ -50,7 +50,7 @@ def student_as_teacher(model_config):
 @pytest.fixture(scope="module")
 def by_transformers():
     """Log-probs `[T, V]` that `tiny-student` gives the tokens after the first of one row, by transformers alone."""
-    from rlft.model.paths import resolve_path
+    from rlft.config.model_paths import resolve_path
 
     model = AutoModelForCausalLM.from_pretrained(resolve_path("embedded:tiny-student"), dtype=torch.float32).eval()
 

@@ -13,9 +13,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import Backbone, read_backbone, read_config
-from rlft.model.config import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, SnapshotConfig
 from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone, score_sequence
 from rlft.model.text_model import empty_model, names_of, own_class
 from rlft.types import UserError

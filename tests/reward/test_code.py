@@ -12,10 +12,10 @@ import yaml
 
 from rlft.reward import code
 from rlft.reward.code import Code, Pair, ProgramIn, Required, Score, parse_tests
-from rlft.sandbox import bubblewrap
-from rlft.sandbox.bubblewrap import Isolation
-from rlft.scoring.reward_spec import examined
-from rlft.scoring.scorer import RewardError, Scorer, specs
+from rlft.reward.workers.reward_spec import examined
+from rlft.reward.workers.scorer import RewardError, Scorer, specs
+from rlft.system.sandbox import bubblewrap
+from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.types import UserError
 
 KEYS = yaml.safe_load((Path(__file__).parents[2] / "configs" / "reward" / "code.yaml").read_text())["code"]
@@ -155,7 +155,7 @@ def test_tests_that_need_more_than_plain_data_are_counted_when_the_data_are_scan
 @pytest.mark.parametrize("split", ["train", "held-out"])
 def test_a_plan_scans_the_tests_of_both_splits(split, tmp_path):
     from rlft.config.compose import compose
-    from rlft.planning.train_plan import make_plan
+    from rlft.plan.train_plan import make_plan
 
     for name in ("train", "held-out"):
         test = "assert near(f(1), 2)" if name == split else "assert f(lambda x: x) == 1"

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from rlft.reward.format import Format, Mode
-from rlft.scoring.scorer import Scorer, specs
+from rlft.reward.workers.scorer import Scorer, specs
 from rlft.types import UserError
 
 TAGS = ("think", "answer")

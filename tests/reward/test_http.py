@@ -5,7 +5,7 @@ import pytest
 import yaml
 from scripted_server import Reply, ScriptedServer, scores
 
-from rlft.scoring.scorer import RewardError, Scorer, specs
+from rlft.reward.workers.scorer import RewardError, Scorer, specs
 from rlft.types import Unscored, UserError
 
 SHIPPED = yaml.safe_load((Path(__file__).parents[2] / "configs/reward/http.yaml").read_text())["http"]

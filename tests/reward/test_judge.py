@@ -6,7 +6,7 @@ import yaml
 from reward_groups import make_group
 from scripted_server import Reply, ScriptedServer, chat, rated
 
-from rlft.scoring.scorer import Scorer, specs
+from rlft.reward.workers.scorer import Scorer, specs
 from rlft.types import Unscored, UserError
 
 SHIPPED = yaml.safe_load((Path(__file__).parents[2] / "configs/reward/judge.yaml").read_text())["judge"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rlft.reward.language import Language, counts, windows, words
-from rlft.scoring.reward_spec import specs
+from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
 
 CONFIG = {"_target_": "rlft.reward.language.Language", "weight": 1.0, "window": 12, "min_words": 4, "too_little": 0.0}

@@ -1,8 +1,8 @@
 import pytest
 
 from rlft.reward.learned import Learned
-from rlft.scoring.reward_spec import specs
-from rlft.scoring.scorer import Scorer
+from rlft.reward.workers.reward_spec import specs
+from rlft.reward.workers.scorer import Scorer
 from rlft.types import UserError
 
 LEARNED = {

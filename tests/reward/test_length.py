@@ -4,7 +4,7 @@ import pytest
 
 from rlft.reward.answer import AnswerIn, Which
 from rlft.reward.length import Length, Mode
-from rlft.scoring.reward_spec import specs
+from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from rlft.reward.overlong import Overlong
-from rlft.scoring.reward_spec import specs
+from rlft.reward.workers.reward_spec import specs
 from rlft.types import UserError
 
 

@@ -5,9 +5,9 @@ from multiprocessing import get_context
 import pytest
 import yaml
 
+from rlft.config.catalog import config_folder
 from rlft.config.compose import instantiate
 from rlft.data.reasoning_gym import ReasoningGym as Data
-from rlft.keys.catalog import config_folder
 from rlft.reward.reasoning_gym import ReasoningGym, score
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Split, UserError
 

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from rlft.scoring.reward_spec import specs
+from rlft.reward.workers.reward_spec import specs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from rlft import cli
-from rlft.keys import verbs
-from rlft.keys.verbs import Verb
-from rlft.planning.run_plan import Plan
-from rlft.run import run_status
-from rlft.run.run_status import Status
+from rlft.config import command as verbs
+from rlft.config.command import Verb
+from rlft.plan.run_plan import Plan
+from rlft.runs import run_status
+from rlft.runs.run_status import Status
 from rlft.system import crash
 from rlft.types import UserError
 
@@ -50,7 +50,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callab
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(crash.tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr("rlft.planning.gpu_budget.fitted", lambda plan: plan)
+    monkeypatch.setattr("rlft.plan.gpu_budget.fitted", lambda plan: plan)
     monkeypatch.delenv(crash.DEBUG, raising=False)
 
     def fail(make_error: Callable[[], BaseException]) -> None:
@@ -131,22 +131,22 @@ def test_each_job_of_a_sweep_keeps_its_own(failing: Failing, capsys: pytest.Capt
 
 
 VERBS = {
-    "train": "rlft.verbs.begin.compose_run",
-    "sft": "rlft.verbs.begin.compose_run",
-    "rm": "rlft.verbs.begin.compose_run",
-    "sample": "rlft.verbs.begin.compose_run",
-    "plan": "rlft.verbs.plan_command.compose_run",
-    "doctor": "rlft.verbs.doctor.compose_run",
-    "resume x": "rlft.run.run_folder.read",
-    "eval x": "rlft.verbs.arguments.one_run",
-    "chat x": "rlft.verbs.arguments.one_run",
-    "export x": "rlft.verbs.arguments.one_run",
-    "runs": "rlft.watch.runs.command",
-    "watch x": "rlft.watch.watch.command",
-    "diff x y": "rlft.watch.diff.command",
-    "report x": "rlft.watch.report.command",
-    "recipes": "rlft.keys.catalog.first_comment",
-    "algorithms": "rlft.keys.catalog.first_comment",
+    "train": "rlft.commands.begin.compose_run",
+    "sft": "rlft.commands.begin.compose_run",
+    "rm": "rlft.commands.begin.compose_run",
+    "sample": "rlft.commands.begin.compose_run",
+    "plan": "rlft.commands.plan_command.compose_run",
+    "doctor": "rlft.commands.doctor.command.compose_run",
+    "resume x": "rlft.runs.run_folder.read",
+    "eval x": "rlft.commands.arguments.one_run",
+    "chat x": "rlft.commands.arguments.one_run",
+    "export x": "rlft.commands.arguments.one_run",
+    "runs": "rlft.commands.watch.runs.command",
+    "watch x": "rlft.commands.watch.watch.command",
+    "diff x y": "rlft.commands.watch.diff.command",
+    "report x": "rlft.commands.watch.report.command",
+    "recipes": "rlft.config.catalog.first_comment",
+    "algorithms": "rlft.config.catalog.first_comment",
 }
 
 
@@ -207,7 +207,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(
     def broken(*args: object) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr("rlft.keys.catalog.first_comment", broken)
+    monkeypatch.setattr("rlft.config.catalog.first_comment", broken)
     monkeypatch.setattr(cli, "discard", lambda stream: None)
     assert cli.run(["recipes"]) == 1
     assert capsys.readouterr().err == ""

@@ -95,7 +95,7 @@ def test_work_without_a_run_names_no_step_and_no_command(run_config):
         ),
         (
             ("chat",),
-            "rlft.verbs.chat.open_roles",
+            "rlft.commands.chat.open_roles",
             "memory ran out in starting: what grows there is the model's weights; lower model.dtype (now auto)\n",
         ),
     ],
@@ -121,10 +121,10 @@ LOSSES = (
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        (("rm", "preferences.path=embedded:arithmetic-preferences"), "rlft.verbs.rm.RewardLesson.evaluate"),
+        (("rm", "preferences.path=embedded:arithmetic-preferences"), "rlft.commands.rm.RewardLesson.evaluate"),
         (
             ("sft", "demonstrations.path=embedded:arithmetic-demonstrations"),
-            "rlft.verbs.sft.DemonstrationLesson.evaluate",
+            "rlft.commands.sft.DemonstrationLesson.evaluate",
         ),
     ],
     ids=["rm", "sft"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlft.planning.startup_table import slow_dtype
+from rlft.plan.startup_table import slow_dtype
 from rlft.system import processor
 
 LINES = {

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import rlft
+from rlft.config.model import CriticKind
 from rlft.config.schema import RunConfig
 from rlft.loop.session import update_settings
 from rlft.model.backbone import Backbone
-from rlft.model.config import CriticKind
 from rlft.model.roles import Roles
 from rlft.trainer.lane_update import Gradients, metrics_of, update_in_lanes
 from rlft.trainer.local import open_optimizers

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from rlft.trainer.config import Schedule, TrainerConfig
+from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
 
 

@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 import torch
 
-from rlft.model.config import RewardModelConfig
+from rlft.config.model import RewardModelConfig
+from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.model.forward import Forward
 from rlft.model.reward_model import last_scores, open_learned, scoring_batch
-from rlft.trainer import checkpoint
-from rlft.trainer.config import Schedule, TrainerConfig
+from rlft.runs import checkpoint
 from rlft.trainer.optimizer import NonFiniteGradientError
 from rlft.trainer.reward_training import Pair, RewardRefresh, flat, pairs_of, rows_of, unflat
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores

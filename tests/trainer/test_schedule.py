@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.trainer import schedule
-from rlft.trainer.config import Schedule, TrainerConfig
 from rlft.trainer.schedule import learning_rate
 
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 import rlft
 from rlft.algorithm.protocol import Algorithm
+from rlft.config.model import KernelChoice
 from rlft.config.schema import RunConfig
 from rlft.loop import rank_worker
 from rlft.loop.rank_worker import opened_trainer
 from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone, decoder_layers
-from rlft.model.config import KernelChoice
 from rlft.model.kernels import selection
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.ranks import LOOPBACK, Exchange, Meeting, RanksError, Share, in_background, open_store

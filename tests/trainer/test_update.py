@@ -10,15 +10,15 @@ from transformers import AutoModelForCausalLM, MistralConfig
 import rlft
 from rlft.batch import select
 from rlft.config.compose import compose
+from rlft.config.model import CriticKind
 from rlft.loop.engines import Engines
 from rlft.loop.session import open_session, update_settings
 from rlft.model.backbone import Backbone
-from rlft.model.config import CriticKind
 from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward, padded_forward, padded_values
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
-from rlft.planning.train_plan import make_plan
+from rlft.plan.train_plan import make_plan
 from rlft.train import train
 from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
 from rlft.trainer.update import backward, loss_scale, minibatches, update

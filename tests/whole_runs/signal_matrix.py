@@ -25,8 +25,8 @@ import psutil
 from run_folders import check_same, check_so_far, checkpoints
 from run_processes import Nursery, Started, happens, marked
 
-from rlft.run import run_status
-from rlft.run.run_status import Status
+from rlft.runs import run_status
+from rlft.runs.run_status import Status
 
 SIGNALS = {"INT": "interrupt", "TERM": "terminate", "HUP": "hang up", "QUIT": "quit", "KILL": "kill", "STOP": "stop"}
 SCOPES = ("main", "everybody")
@@ -59,9 +59,9 @@ def at(place: str, call: int = 1, **more: Any) -> Event:
 
 
 # While a worker scores: a moment after it has got its task.
-SCORING = at("rlft.scoring.pool:packed_task", when="after", later=0.04)
+SCORING = at("rlft.reward.workers.pool:packed_task", when="after", later=0.04)
 UPDATE = at("rlft.trainer.optimizer:Optimizer.update", when="after")
-CHECKPOINT = at("rlft.trainer.checkpoint:_write_manifest")
+CHECKPOINT = at("rlft.runs.checkpoint:_write_manifest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +100,12 @@ VERBS = {
         stages={
             "update": UPDATE,
             "metrics": at("rlft.logger.jsonl:Jsonl.step"),
-            "sampling": at("rlft.verbs.sft:evaluate"),
+            "sampling": at("rlft.commands.sft:evaluate"),
             "scoring": SCORING,
             "evaluation": at("rlft.loop.evaluate:summarise"),
             "checkpoint": CHECKPOINT,
         },
-        next_step=at("rlft.supervised:Supervised.update", 2),
+        next_step=at("rlft.loop.lessons.supervised:Supervised.update", 2),
     ),
     "rm": Verb(
         words=(
@@ -122,16 +122,16 @@ VERBS = {
             "evaluation": at("rlft.logger.jsonl:Jsonl.evaluation"),
             "checkpoint": CHECKPOINT,
         },
-        next_step=at("rlft.supervised:Supervised.update", 2),
+        next_step=at("rlft.loop.lessons.supervised:Supervised.update", 2),
     ),
     "sample": Verb(
         words=("sample", *TINY, "data.size=64", "data.held_out_size=4", *SLOW, "n=2", "prompts_per_step=2"),
         stages={
-            "sampling": at("rlft.verbs.sample:sample"),
+            "sampling": at("rlft.commands.sample:sample"),
             "scoring": SCORING,
-            "writing": at("rlft.verbs.sample:write_atomically"),
+            "writing": at("rlft.commands.sample:write_atomically"),
         },
-        next_step=at("rlft.verbs.sample:sample", 2),
+        next_step=at("rlft.commands.sample:sample", 2),
         steps="num_prompts",
         trains=False,
     ),

@@ -10,12 +10,11 @@ from run_folders import check_same, learned
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft import cli
+from rlft.config.instantiate import from_mapping
 from rlft.config.schema import RunConfig
-from rlft.keys.instantiate import from_mapping
 from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone, score_sequence
-from rlft.run import run_folder
-from rlft.trainer import checkpoint
+from rlft.runs import checkpoint, run_folder
 
 BOTH = ("lora.use_dora=true", "lora.use_rslora=true", "lora.rank=4", "lora.alpha=8", "model.device=cpu")
 WORDS = (

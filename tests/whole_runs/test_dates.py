@@ -12,14 +12,15 @@ import pytest
 from run_folders import checkpoints, files_of, metrics, rollouts
 
 import rlft
+from rlft.commands import begin, resume
+from rlft.commands import eval as evaluation
+from rlft.commands.sweep import plain as sweep
+from rlft.config import command as verbs
 from rlft.config import compose as configs
 from rlft.config.token_budget import resolved
-from rlft.keys import verbs
-from rlft.run import run_folder
+from rlft.runs import run_folder
 from rlft.tokens import chat_template
 from rlft.types import UserError
-from rlft.verbs import begin, resume, sweep
-from rlft.verbs import eval as evaluation
 
 Today = Callable[[str], None]
 

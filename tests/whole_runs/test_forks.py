@@ -13,7 +13,7 @@ from run_folders import check_same, files_of, metrics, rollouts, whole_lines
 from run_processes import Nursery
 
 from rlft import cli
-from rlft.trainer import checkpoint
+from rlft.runs import checkpoint
 
 FROM = "run/checkpoints/step_000003"
 
@@ -57,13 +57,13 @@ def test_a_fork_that_is_killed_at_any_moment_of_its_start_can_be_begun_or_resume
 ) -> None:
     words = ("resume", FROM, "hydra.run.dir=fork")
     for event in (
-        {"at": "rlft.trainer.checkpoint:find_damage", "call": 2, "do": "kill"},  # the checkpoint has been copied
-        {"at": "rlft.run.run_folder:write_config", "call": 1, "do": "kill"},
+        {"at": "rlft.runs.checkpoint:find_damage", "call": 2, "do": "kill"},  # the checkpoint has been copied
+        {"at": "rlft.runs.run_folder:write_config", "call": 1, "do": "kill"},
     ):
         assert rough.run(*words, cwd=place, events=[event]).code == -9
         assert not (place / "fork" / "config.yaml").exists(), "not a run yet"
     for event in (
-        {"at": "rlft.run.run_status:kept", "call": 1, "do": "kill"},
+        {"at": "rlft.runs.run_status:kept", "call": 1, "do": "kill"},
         {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"},  # in step 5
     ):
         done = rough.run(*words, cwd=place, events=[event])

@@ -10,7 +10,7 @@ from run_folders import check_same, check_so_far, checkpoints, metrics
 from run_processes import Nursery
 from test_kills_of_supervised_runs import RM
 
-from rlft.run import run_status
+from rlft.runs import run_status
 
 GIVEN_UP = "interrupted: saving the last finished step; once more stops at once"
 ALLOWED = "interrupted: finishing this step, if it takes at most {} s, then saving; once more stops at once"
@@ -38,7 +38,7 @@ TRAIN = [
     (events("rlft.trainer.optimizer:Optimizer.update", 2, "after"), 2),
     (events("rlft.loop.session:Session.record", 2, "after"), 3),
     (events("rlft.loop.evaluate:summarise", 1), 3),
-    (events("rlft.trainer.checkpoint:save", 1), 5),
+    (events("rlft.runs.checkpoint:save", 1), 5),
 ]
 
 
@@ -82,7 +82,10 @@ def test_a_supervised_step_that_is_given_up_leaves_the_step_before_it(
     every = ("checkpoint.every=1", "checkpoint.keep=99", "hydra.run.dir=undisturbed")
     assert quiet.run(*RM, *every, cwd=tmp_path).code == 0
     folder, words = tmp_path / "run", [*RM, "checkpoint.every=0", "checkpoint.on_signal=now", "hydra.run.dir=run"]
-    updating, evaluating = "rlft.trainer.optimizer:Optimizer.update", "rlft.supervised:Supervised.evaluate_if_due"
+    updating, evaluating = (
+        "rlft.trainer.optimizer:Optimizer.update",
+        "rlft.loop.lessons.supervised:Supervised.evaluate_if_due",
+    )
     for place, call, step in ((updating, 2, 1), (evaluating, 3, 3)):
         done = rough.run(*words, cwd=tmp_path, events=events(place, call))
         check_stopped(folder, GIVEN_UP, done, step)

@@ -73,7 +73,7 @@ def test_a_second_ctrl_c_stops_at_once_and_resumed_it_is_the_same_run(
 def test_ctrl_c_before_there_is_a_session_ends_the_run_with_130_and_a_line(
     rough: Nursery, undisturbed: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    event = interrupted_at("rlft.run.run_folder:go_on", 1)
+    event = interrupted_at("rlft.runs.run_folder:go_on", 1)
     done = rough.run("train", *tiny, "hydra.run.dir=run", cwd=tmp_path, events=[event])
     assert (done.code, done.err.splitlines()) == (130, [AT_ONCE])
     done = rough.run("resume", "run", cwd=tmp_path)

@@ -72,7 +72,7 @@ def follows_a_schedule(folder: Path) -> bool:
 
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 TRAINED = "rlft.trainer.reward_training:RewardRefresh.train_if_due"
-SAVED = "rlft.trainer.checkpoint:save"
+SAVED = "rlft.runs.checkpoint:save"
 CASES = {
     # Two epochs of two minibatches, and two optimizers: eight updates a step, resumed from steps 1 and 3.
     "ppo with critic, adaptive KL, ema and value normalisation": Case(

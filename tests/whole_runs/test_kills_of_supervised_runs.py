@@ -15,7 +15,7 @@ from run_processes import Nursery
 
 KILLED = -9
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
-SAVED = "rlft.trainer.checkpoint:save"
+SAVED = "rlft.runs.checkpoint:save"
 SFT = (
     "sft",
     "+recipe=sft_arithmetic",
@@ -122,7 +122,7 @@ def test_killed_and_resumed_it_is_the_same_run(case: Case, quiet: Nursery, rough
         check_so_far(folder, undisturbed)
         words = ("resume", "run")
     seconds = sum(json.loads(line)["time/step"] for line in whole_lines(undisturbed / "metrics.jsonl"))
-    killed_at_random(rough, words, tmp_path, "rlft.supervised:Supervised.update", seconds / 5)
+    killed_at_random(rough, words, tmp_path, "rlft.loop.lessons.supervised:Supervised.update", seconds / 5)
     check_so_far(folder, undisturbed)
     done = rough.run("resume", "run", cwd=tmp_path)
     assert done.code == 0, done.err
@@ -168,8 +168,8 @@ def test_killed_and_resumed_sampling_leaves_the_same_file(quiet: Nursery, rough:
         {"at": "rlft.generation.transformers:_decode", "call": 1, "do": "kill", "when": "after"},
         {"half": "samples.jsonl", "call": 2},
         {"half": ".progress.json.writing", "call": 1},
-        {"at": "rlft.verbs.sample:Samples.add", "call": 1, "do": "kill", "when": "after"},
-        {"at": "rlft.verbs.sample:write_atomically", "call": 2, "do": "kill"},
+        {"at": "rlft.commands.sample:Samples.add", "call": 1, "do": "kill", "when": "after"},
+        {"at": "rlft.commands.sample:write_atomically", "call": 2, "do": "kill"},
     ]
     for event in events:
         done = rough.run(*words, cwd=tmp_path, events=[event])
@@ -177,7 +177,7 @@ def test_killed_and_resumed_sampling_leaves_the_same_file(quiet: Nursery, rough:
         check_recorded(folder, expected)
         words = ("resume", "run")
     assert json.loads((folder / "progress.json").read_text())["step"] == 3
-    killed_at_random(rough, words, tmp_path, "rlft.verbs.sample:sample", seconds / 50)
+    killed_at_random(rough, words, tmp_path, "rlft.commands.sample:sample", seconds / 50)
     check_recorded(folder, expected)
     done = rough.run("resume", "run", cwd=tmp_path)
     assert done.code == 0, done.err

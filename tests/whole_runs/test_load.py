@@ -21,8 +21,8 @@ from load_processes import MAIN, SANDBOX, TRACKER, WORKER, Sample, Trend, Watche
 from run_processes import Nursery, Started, environment, start_fresh  # noqa: E402
 
 from rlft.config.compose import compose  # noqa: E402
-from rlft.scoring.scorer import specs  # noqa: E402
-from rlft.scoring.worker import MAX_PROBLEM, MAX_TRACEBACK, Failure, Loaded, load, score  # noqa: E402
+from rlft.reward.workers.scorer import specs  # noqa: E402
+from rlft.reward.workers.worker import MAX_PROBLEM, MAX_TRACEBACK, Failure, Loaded, load, score  # noqa: E402
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout  # noqa: E402
 
 STEPS, WARM_UP = 40, 10

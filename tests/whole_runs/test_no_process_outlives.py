@@ -15,7 +15,7 @@ UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 ENDS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "by itself": ([], 0),
     "an exception": ([{"at": UPDATE, "call": 1, "do": "fail"}], 1),
-    "a reward that fails": ([{"at": "rlft.scoring.pool:WorkerPool.run", "call": 2, "do": "fail"}], 1),
+    "a reward that fails": ([{"at": "rlft.reward.workers.pool:WorkerPool.run", "call": 2, "do": "fail"}], 1),
     "Ctrl-C": ([{"at": UPDATE, "call": 1, "do": "interrupt"}], 130),
     "Ctrl-C twice": ([{"at": UPDATE, "call": n, "do": "interrupt"} for n in (1, 2)], 130),
     "SIGTERM": ([{"at": UPDATE, "call": 1, "do": "terminate"}], 130),

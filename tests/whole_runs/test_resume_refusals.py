@@ -12,7 +12,7 @@ import pytest
 from run_folders import check_same, checkpoints, files_of
 from run_processes import Ended, Nursery
 
-from rlft.run import run_folder
+from rlft.runs import run_folder
 from rlft.types import UserError
 
 

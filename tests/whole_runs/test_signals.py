@@ -20,16 +20,21 @@ CASES = [
     ("eval run=run scoring.workers=1", "rlft.loop.session:load_for_training", "interrupt", "nothing was written"),
     ("eval run=run scoring.workers=1", "rlft.loop.session:Session.evaluate", "terminate", "nothing was written"),
     ("eval run=run", "rlft.system.files:flush", "interrupt", "nothing was written"),
-    ("export run=run out=out", "rlft.verbs.export:merge", "interrupt", "nothing was exported"),
+    ("export run=run out=out", "rlft.commands.export.command:merge", "interrupt", "nothing was exported"),
     ("export run=run out=out", "rlft.system.files:flush", "terminate", "nothing was exported"),
-    ("report run", "rlft.watch.report:page", "interrupt", "no report was written"),
+    ("report run", "rlft.commands.watch.report:page", "interrupt", "no report was written"),
     ("report run", "rlft.system.files:flush", "terminate", "no report was written"),
-    ("chat run=run", "rlft.verbs.chat:open_roles", "hang up", "the conversation has ended"),
-    ("plan +recipe=grpo_arithmetic", "rlft.verbs.plan:plan_of", "interrupt", "nothing was begun"),
-    ("runs .", "rlft.watch.runs:rows", "hang up", "nothing was changed"),
-    ("diff run run", "rlft.watch.diff:two_runs", "terminate", "nothing was changed"),
-    ("watch run", "rlft.watch.watch:print_summary", "interrupt", "the view has ended, the run is left as it is"),
-    ("resume run steps=9", "rlft.run.run_folder:check_resume", "interrupt", "the run is as it was"),
+    ("chat run=run", "rlft.commands.chat:open_roles", "hang up", "the conversation has ended"),
+    ("plan +recipe=grpo_arithmetic", "rlft.commands.plan:plan_of", "interrupt", "nothing was begun"),
+    ("runs .", "rlft.commands.watch.runs:rows", "hang up", "nothing was changed"),
+    ("diff run run", "rlft.commands.watch.diff:two_runs", "terminate", "nothing was changed"),
+    (
+        "watch run",
+        "rlft.commands.watch.watch:print_summary",
+        "interrupt",
+        "the view has ended, the run is left as it is",
+    ),
+    ("resume run steps=9", "rlft.runs.run_folder:check_resume", "interrupt", "the run is as it was"),
 ]
 
 
@@ -50,7 +55,7 @@ def test_a_verb_that_trains_nothing_ends_with_130_a_line_and_nothing_half_writte
 
 def test_sampling_ends_at_once_keeps_whole_steps_and_goes_on(rough: Nursery, tmp_path: Path) -> None:
     assert rough.run(*SAMPLED, "hydra.run.dir=whole", cwd=tmp_path).code == 0
-    event = {"at": "rlft.verbs.sample:sample", "call": 2, "do": "interrupt"}
+    event = {"at": "rlft.commands.sample:sample", "call": 2, "do": "interrupt"}
     done = rough.run(*SAMPLED, "hydra.run.dir=cut", cwd=tmp_path, events=[event])
     whole = (tmp_path / "whole" / "samples.jsonl").read_bytes()
     kept = (tmp_path / "cut" / "samples.jsonl").read_bytes()

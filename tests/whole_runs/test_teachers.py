@@ -11,14 +11,14 @@ import pytest
 from run_folders import check_same, learned, metrics
 
 from rlft import cli
+from rlft.config import command as verbs
 from rlft.config.compose import compose
+from rlft.config.model import ModelConfig, SnapshotConfig
 from rlft.config.schema import RunConfig
-from rlft.keys import verbs
 from rlft.loop import base_loading, engines, rank_worker
-from rlft.model.config import ModelConfig, SnapshotConfig
-from rlft.planning.memory_demand import sizes_of
-from rlft.planning.memory_parts import parts
-from rlft.run.references import resolved
+from rlft.plan.memory_demand import sizes_of
+from rlft.plan.memory_parts import parts
+from rlft.runs.references import resolved
 
 SMALL = (
     "train", "+recipe=grpo_arithmetic", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "prompts_per_step=2",

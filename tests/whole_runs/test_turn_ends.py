@@ -12,17 +12,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlft import cli
+from rlft.commands import chat, serve
+from rlft.commands.export.command import export, prepare
 from rlft.config.compose import compose
 from rlft.environment.endpoint.bodies import Chat
 from rlft.environment.endpoint.inbox import Request
 from rlft.environment.endpoint.server import bound
 from rlft.loop.engines import opening_apart
-from rlft.planning import sft_plan
-from rlft.planning.train_plan import make_plan
-from rlft.run.find import NamedRun
+from rlft.plan import sft_plan
+from rlft.plan.train_plan import make_plan
+from rlft.runs.find import NamedRun
 from rlft.types import UserError
-from rlft.verbs import chat, serve
-from rlft.verbs.export import export, prepare
 
 END, OTHER = 2, 0
 """<|im_end|> and <|endoftext|> of the embedded vocabulary. The embedded model has learned to end with the first."""

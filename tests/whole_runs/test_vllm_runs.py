@@ -14,7 +14,7 @@ from run_processes import Started, happens, marked, start_fresh
 from rlft.generation.adapter_files import PREFIX, memory_folder
 
 TOLERANCE = 1e-4  # nats; vLLM gives no promise to the bit
-SAMPLE = "rlft.generation.vllm_generator:VLLMGenerator.sample"
+SAMPLE = "rlft.generation.vllm.generator:VLLMGenerator.sample"
 END_S = 5.0
 
 

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, ClassVar
 
+from rlft.config.bounds import Port, PositiveInt
+from rlft.config.instantiate import locate
 from rlft.environment.duck_type import accepted, parameters_of
 from rlft.environment.endpoint.server import bound, check_installed
 from rlft.environment.protocol import Environment, Step
-from rlft.keys.bounds import Port, PositiveInt
-from rlft.keys.instantiate import locate
 from rlft.types import UserError
 
 SECTION = "environment"

@@ -20,11 +20,11 @@ from rlft.environment.endpoint.server import Server, bound
 from rlft.environment.endpoint.service import tokens_of
 from rlft.environment.endpoint.speech import Speech
 from rlft.environment.endpoint.trajectory import Trajectory
-from rlft.environment.pool import EnvironmentFailure, EnvironmentPool, Job
+from rlft.environment.pool import EnvironmentPool, Job
 from rlft.environment.transcript import Transcript
 from rlft.environment.worker import Kind
 from rlft.tokens.ends import turn_ends
-from rlft.types import Adapter, Generator, Group, Prompt, Sampling
+from rlft.types import Adapter, EnvironmentFailure, Generator, Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

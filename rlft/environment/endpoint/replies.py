@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.environment.endpoint.bodies import Chat, Generate, Refusal
 from rlft.environment.endpoint.speech import Said
 from rlft.environment.protocol import Call
-from rlft.ops.seeds import derive
+from rlft.system.seeds import derive
 from rlft.types import Completion
 
 if TYPE_CHECKING:

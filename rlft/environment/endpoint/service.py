@@ -10,7 +10,7 @@ from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Tokenize, 
 from rlft.environment.endpoint.inbox import Draw, Request, drawn
 from rlft.environment.endpoint.speech import Speech
 from rlft.generation.stops import ShownText, plain_decoder
-from rlft.ops.seeds import derive
+from rlft.system.seeds import derive
 from rlft.types import Generator, Group, Prompt, Sampling
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlft.environment.calls import Syntax, preamble, reader_of, written
 from rlft.environment.endpoint.bodies import Refusal
-from rlft.environment.protocol import NOTHING, Call, Shown
+from rlft.environment.protocol import Call
 from rlft.environment.turn_template import OPENING, TurnTemplate
 from rlft.tokens.chat_template import render
 from rlft.tokens.text import decode
-from rlft.types import UserError
+from rlft.types import NOTHING, Shown, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

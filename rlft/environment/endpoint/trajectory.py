@@ -20,7 +20,7 @@ from rlft.environment.endpoint.speech import Message, Said, Speech, Spoken
 from rlft.environment.protocol import Cause
 from rlft.environment.transcript import Transcript
 from rlft.environment.worker import Reply
-from rlft.ops.seeds import derive
+from rlft.system.seeds import derive
 from rlft.types import FinishReason, Rollout, Sampling, ToolCall
 
 DOES_NOT_CONTINUE = "does_not_continue"

@@ -19,7 +19,7 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlft.model.config import KernelChoice
+from rlft.config.model import KernelChoice
 from rlft.model.kernels import attention, decoder_layer, llama_attention, lora_linear, norm_and_mlp
 from rlft.model.kernels.families import FAMILIES, TESTED
 

@@ -15,11 +15,10 @@ from rlft.batch import fault
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import PlayedByAgents
 from rlft.environment.endpoint.traces import Traces
-from rlft.environment.pool import EnvironmentFailure
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
-from rlft.ops.seeds import derive
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.system.seeds import derive
+from rlft.types import Completion, EnvironmentFailure, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
 LIMITS: dict[str, Any] = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from rlft.config.model import KernelChoice
 from rlft.model.activations import set_checkpointing
-from rlft.model.config import KernelChoice
 from rlft.model.forward import packed_forward
 from rlft.model.kernels import decoder_layer, layer_branches, lora_linear, norm_and_mlp, selection
 from rlft.model.packing import pack

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlft.config.model import KernelChoice
 from rlft.model.backbone import Backbone
-from rlft.model.config import KernelChoice
 from rlft.model.kernels import (
     norm_and_mlp,
     selection,

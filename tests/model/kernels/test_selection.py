@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlft.config.model import CriticKind, KernelChoice
 from rlft.generation.transformers import RepeatedCache, TransformersGenerator
 from rlft.model import forward
 from rlft.model.backbone import Backbone, load_backbone
-from rlft.model.config import CriticKind, KernelChoice
 from rlft.model.critic import CRITIC
 from rlft.model.forward import choose
 from rlft.model.full_weights import WholeModel

@@ -1,0 +1,1 @@
+"""Pure functions of tensors, of which algorithms are composed."""

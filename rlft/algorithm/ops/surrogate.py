@@ -1,0 +1,143 @@
+"""Policy-gradient surrogates: per-token losses, to be minimised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from rlft.algorithm.ops.mask import keep, row_mean, row_sum
+from rlft.algorithm.ops.ratio import LOG_RATIO_LIMIT
+from rlft.system.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SurrogateKind(StrEnum):
+    """Kinds of surrogate.
+
+    clipped: the ratio, clipped where that lowers the gain (PPO). importance: the ratio without a clip. policy_gradient:
+    log-probs (REINFORCE). cispo: log-probs weighted by a clamped ratio. sapo: the ratio with a smooth gate in place of
+    the clip. gmpo: the geometric mean of clipped token ratios.
+    """
+
+    clipped = "clipped"
+    importance = "importance"
+    policy_gradient = "policy_gradient"
+    cispo = "cispo"
+    sapo = "sapo"
+    gmpo = "gmpo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrogate:
+    """A surrogate, and where a clip *binds*: where the loss is that of the clip, not of the ratio.
+
+    Where a clip binds, the gradient is 0, except in CISPO, and in GMPO if a row has advantages of both signs.
+
+    Attributes:
+        loss: loss of each token, `[B, T]`.
+        low: where the lower clip binds, bool `[B, T]`.
+        high: where the upper clip binds, bool `[B, T]`.
+        dual: where the dual clip binds, bool `[B, T]`.
+    """
+
+    loss: Tensor
+    low: Tensor
+    high: Tensor
+    dual: Tensor
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> Surrogate:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at most -c A with a dual clip c > 1.
+
+    Only the side on which the objective gains is clipped: A > 0 above, A < 0 below. PPO: arXiv 1707.06347;
+    two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729.
+    """
+    assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    dual = torch.zeros_like(advantages, dtype=torch.bool)
+    if dual_clip is not None:
+        dual = (advantages < 0) & (ratio > dual_clip)
+        objective = torch.where(dual, dual_clip * advantages, objective)
+    low = (advantages < 0) & (ratio < 1 - clip_low)
+    high = (advantages > 0) & (ratio > 1 + clip_high)
+    return Surrogate(loss=-objective, low=low, high=high, dual=dual)
+
+
+def importance(ratio: Tensor, advantages: Tensor) -> Surrogate:
+    """-r A without a clip, the surrogate of PPO with a penalty on KL(old, new). arXiv 1707.06347, section 4."""
+    assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
+    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
+    return Surrogate(loss=-ratio * advantages, low=nowhere, high=nowhere, dual=nowhere)
+
+
+def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Surrogate:
+    """-A lp without a clip. Williams (1992)."""
+    assert logprobs.shape == advantages.shape, (logprobs.shape, advantages.shape)
+    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
+    return Surrogate(loss=-advantages * logprobs, low=nowhere, high=nowhere, dual=nowhere)
+
+
+def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Surrogate:
+    """-sg[clamp(r, 1 - low, 1 + high)] A lp: the weight is clipped, so every token keeps its gradient.
+
+    A clip binds where the clamp changes the weight of a nonzero advantage, of either sign. MiniMax-M1, arXiv
+    2506.13585, whose clamp has no lower end: clip_low = 1.
+    """
+    assert logprobs.shape == ratio.shape == advantages.shape, (logprobs.shape, ratio.shape, advantages.shape)
+    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    low = (advantages != 0) & (ratio < 1 - clip_low)
+    high = (advantages != 0) & (ratio > 1 + clip_high)
+    return Surrogate(loss=-weight * advantages * logprobs, low=low, high=high, dual=torch.zeros_like(low))
+
+
+def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Surrogate:
+    """-f(r) A with the gate f(r) = 4 / tau * sigmoid(tau (r - 1)), without a clip. `[B, T]`.
+
+    tau is tau_positive where A > 0, tau_negative elsewhere. The gate's slope is 1 at r = 1 and falls off smoothly on
+    both sides, faster for larger tau: 4 p (1 - p) with p = sigmoid(tau (r - 1)). SAPO, arXiv 2511.20347, section 3.
+    """
+    assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
+    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
+    return Surrogate(loss=-gate * advantages, low=nowhere, high=nowhere, dual=nowhere)
+
+
+def gmpo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> Surrogate:
+    """-s A with s = exp(mean_t(clipped log r_t)), the geometric mean of a row's clipped token ratios. `[B, T]`.
+
+    Each log-ratio is clipped before the mean, only on the side on which the objective gains: to at most clip_high where
+    A > 0, to at least -clip_low where A < 0 (in nats: the ratio's range is exp(-clip_low) .. exp(clip_high)). If all
+    tokens of a row have the same advantage, each token has the paper's loss of the row, and so has their mean. If a
+    row's advantages differ in sign, each token has the mean for its own sign, so that none is optimistic.
+    GMPO, arXiv 2507.20673, section 3.
+    """
+    assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
+    log_ratio = (keep(logprobs, mask) - keep(old_logprobs, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    mean_if_positive_B = row_mean(log_ratio.clamp(max=clip_high), mask).exp()
+    mean_if_negative_B = row_mean(log_ratio.clamp(min=-clip_low), mask).exp()
+    mean_BT = torch.where(advantages > 0, mean_if_positive_B.unsqueeze(-1), mean_if_negative_B.unsqueeze(-1))
+    low = mask & (advantages < 0) & (log_ratio < -clip_low)
+    high = mask & (advantages > 0) & (log_ratio > clip_high)
+    return Surrogate(loss=keep(-mean_BT * advantages, mask), low=low, high=high, dual=torch.zeros_like(mask))
+
+
+def mirror_descent(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, tau: float) -> Tensor:
+    """-A_t lp_t + (tau / 2) L^2 / |o| with L = sum_t(lp - lp_old), `[B, T]`; 0 outside the mask.
+
+    With A_t = R_i - b on all tokens of a row, the row sums to -(R_i - b) log pi(o) + tau/2 (log pi/pi_old (o))^2: the
+    surrogate (R_i - b - tau log pi/pi_old (o))^2 over 2 tau, up to a constant. The square of the whole row is divided
+    evenly among its tokens. tau is in reward per nat. Kimi k1.5, arXiv 2501.12599.
+    """
+    assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
+    logprobs, old_logprobs = keep(logprobs, mask), keep(old_logprobs, mask)
+    log_ratio_B, mean_B = row_sum(logprobs - old_logprobs, mask), row_mean(logprobs - old_logprobs, mask)
+    square_BT = (log_ratio_B * mean_B).unsqueeze(-1)  # L^2 / |o|
+    return keep(tau / 2 * square_BT - advantages * logprobs, mask)

@@ -1,0 +1,1 @@
+"""The commands of `rlft`: one module for each."""

@@ -1,0 +1,262 @@
+"""`rlft algorithms`: lists all algorithms, or prints the loss, keys and paper of one and a command to try it.
+
+The loss comes from the docstring of the family's module (rlft/algorithm/formula.py), the keys and their comments come
+from the YAML files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rlft.algorithm.formula import Formula, formula_of
+from rlft.commands.arguments import only_overrides
+from rlft.config import catalog
+from rlft.config.compose import compose, explain
+from rlft.config.instantiate import instantiate, locate
+from rlft.config.overrides import CONFIG_DIR
+from rlft.system.terminal import command_line
+from rlft.types import UserError
+
+USAGE = """\
+usage: rlft algorithms [<name>] [algorithm.<key>=<value>] ... [--config-dir <folder>] [--json]
+
+Every algorithm with its family and its paper; or of one the whole loss that its keys make, every key with its value and
+what it means, the paper, and a command to try it.
+
+  algorithm.<key>   shows the loss with this value, say algorithm.kl_coef=0.04
+  --config-dir      a folder of yours, whose algorithm/*.yaml are listed, too
+  --json            the same as JSON
+
+  rlft algorithms
+  rlft algorithms gspo
+  rlft algorithms grpo algorithm.kl_coef=0.04 algorithm.kl_estimator=k2"""
+
+GROUP = "algorithm"
+WIDTH = 120
+"""Columns of text that is printed into a pipe or a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """An algorithm in the list.
+
+    Attributes:
+        name: the name of its YAML file.
+        about: the first comment in that file.
+        family: the name of the YAML file that names its class.
+        paper: its paper; "" if the YAML files name none.
+    """
+
+    name: str
+    about: str
+    family: str
+    paper: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key, its value, and its comments in the YAML files: first what it means, then why variants change it."""
+
+    key: str
+    value: Any
+    comments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything that is printed about one algorithm.
+
+    Attributes:
+        listed: the algorithm as in the list.
+        module: the module of its class.
+        loss: its loss; None if the module does not state it.
+        keys: its keys.
+        example: a command to try it.
+    """
+
+    listed: Listed
+    module: str
+    loss: Formula | None
+    keys: tuple[Key, ...]
+    example: str
+
+
+def command(arguments: list[str]) -> None:
+    """Prints the list, or the page of the named algorithm."""
+    names, words = _split_names([word for word in arguments if word != "--json"])
+    parsed = only_overrides(words)
+    _check_words(names, parsed.overrides)
+    files = _files(parsed.config_dir)
+    if not names:
+        rows = [listed(name, file) for name, file in files.items()]
+        print(json.dumps([asdict(row) for row in rows], indent=1) if "--json" in arguments else table_of(rows))
+        return
+    page = page_of(names[0], files, parsed.overrides, parsed.config_dir)
+    print(json.dumps(as_json(page), indent=1) if "--json" in arguments else text_of(page))
+
+
+def _split_names(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(names of algorithms, other words) among the arguments; the folder after --config-dir is not a name."""
+    names: list[str] = []
+    words: list[str] = []
+    for previous, word in pairwise(["", *arguments]):
+        is_name = previous not in CONFIG_DIR and "=" not in word and not word.startswith(("-", "+", "~"))
+        (names if is_name else words).append(word)
+    return names, words
+
+
+def _check_words(names: Sequence[str], overrides: Sequence[str]) -> None:
+    """Refuses more than one name, and words that are not keys of the algorithm."""
+    if len(names) > 1:
+        raise UserError("algorithms", "takes one name", got=" ".join(names), remedy=f"write rlft algorithms {names[0]}")
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key == GROUP and value:
+            raise UserError(key, "is named without its group here", got=value, remedy=f"write rlft algorithms {value}")
+        if not override.startswith(f"{GROUP}."):
+            remedy = "write rlft algorithms, or rlft algorithms <name>"
+            raise UserError(key, "is not a key of rlft algorithms", got=override, remedy=remedy)
+        if not names:
+            remedy = f"write rlft algorithms <name> {override}"
+            raise UserError(key, "is a key of an algorithm, and none is named", got=override, remedy=remedy)
+
+
+def _files(config_dir: Path | None) -> dict[str, Path]:
+    """{name: YAML file} of rlft's algorithms, then of the user's."""
+    users_files = sorted((config_dir / GROUP).glob("*.yaml")) if config_dir else []
+    return catalog.files(GROUP) | {file.stem: file for file in users_files}
+
+
+def _lineage(file: Path) -> list[Path]:
+    from yaml import YAMLError
+
+    try:
+        return catalog.lineage(file, GROUP)
+    except UnicodeDecodeError as error:
+        raise UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8") from None
+    except YAMLError as error:
+        raise explain(error) or error from None
+
+
+def listed(name: str, file: Path) -> Listed:
+    files = _lineage(file)
+    return Listed(
+        name=name, about=catalog.first_comment(file), family=catalog.family(files), paper=catalog.paper(files)
+    )
+
+
+def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], config_dir: Path | None) -> Page:
+    """The page of one algorithm, with these overrides of its keys.
+
+    Raises:
+        UserError: there is no algorithm of this name, or it refuses the keys.
+    """
+    if name not in files:
+        close = difflib.get_close_matches(name.lower(), files, n=1)
+        remedy = (f"did you mean {close[0]}? All: " if close else "choose one of ") + ", ".join(files)
+        raise UserError("algorithms", "there is no such algorithm", got=name, remedy=remedy)
+    plain = compose([f"{GROUP}={name}", *overrides], config_dir)[GROUP]
+    algorithm = instantiate(plain, GROUP)
+    target = locate(plain["_target_"], f"{GROUP}._target_")
+    values = {key: value for key, value in plain.items() if key != "_target_"}
+    if dataclasses.is_dataclass(algorithm):
+        values = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)}
+    try:
+        loss = formula_of(target, values)
+    except ValueError as error:
+        remedy = "write it as rlft/algorithm/formula.py explains"
+        raise UserError(target.__module__, f"its docstring does not state its loss: {error}", remedy=remedy) from None
+    lineage = _lineage(files[name])
+    return Page(
+        listed=listed(name, files[name]),
+        module=target.__module__,
+        loss=loss,
+        keys=tuple(Key(key=key, value=value, comments=_comments(key, lineage)) for key, value in values.items()),
+        example=_example(name, config_dir),
+    )
+
+
+def _comments(key: str, lineage: Sequence[Path]) -> tuple[str, ...]:
+    """The comments on a key: that of the first file with one explains it, the others say why they change it."""
+    comments = [(file.stem, catalog.entries(file)[key].comment) for file in lineage if key in catalog.entries(file)]
+    first, *others = [(stem, comment) for stem, comment in comments if comment] or [("", "")]
+    return tuple(filter(None, [first[1], *(f"{stem}: {comment}" for stem, comment in others)]))
+
+
+def _example(name: str, config_dir: Path | None) -> str:
+    recipe = f"{name}_arithmetic"
+    if recipe in catalog.recipes("train"):
+        of_a_teacher = ["snapshot.teacher=<model, adapter or run>"] if name == "opd" else []
+        return " ".join([command_line("rlft", "train", f"+recipe={recipe}"), *of_a_teacher])
+    folder = ["--config-dir", config_dir] if config_dir else []
+    return command_line("rlft", "train", *folder, "+recipe=grpo_arithmetic", f"{GROUP}={name}", f"name={name}")
+
+
+def as_json(page: Page) -> dict[str, Any]:
+    loss = None if page.loss is None else {"lines": page.loss.lines, "symbols": dict(page.loss.symbols)}
+    return {
+        **asdict(page.listed),
+        "module": page.module,
+        "loss": loss,
+        "keys": [asdict(key) for key in page.keys],
+        "example": page.example,
+    }
+
+
+def table_of(rows: Sequence[Listed]) -> str:
+    """A line per algorithm with its name, its family and what it is; below it, its paper."""
+    name, family = (max(len(getattr(row, column)) for row in rows) for column in ("name", "family"))
+    indent = " " * (name + family + 4)
+    lines: list[str] = []
+    for row in rows:
+        head = f"{row.name:<{name}}  {row.family:<{family}}  "
+        lines += _wrapped(row.about, head, indent)
+        lines += _wrapped(row.paper, indent, indent) if row.paper else []
+    return "\n".join([*lines, "", "rlft algorithms <name> prints its loss, its keys and a command to try it."])
+
+
+def text_of(page: Page) -> str:
+    entry = page.listed
+    lines = [
+        *_wrapped(f"{entry.name}: {entry.about}", "", "  "),
+        "",
+        *_wrapped(f"{entry.family} ({page.module})", "family  ", " " * 8),
+        *(_wrapped(entry.paper, "paper   ", " " * 8) if entry.paper else []),
+        f"try it  {page.example}",
+        "",
+        "Loss, which an update makes smaller",
+        "",
+    ]
+    if page.loss is None:
+        lines += _wrapped(f"The docstring of {page.module} does not state it.", "  ", "  ")
+    else:
+        lines += [f"  {line}" for line in page.loss.lines]
+        width = max(map(len, page.loss.symbols), default=0)
+        lines += ["", *_symbol_lines(page.loss.symbols, width)]
+    lines += ["", "Keys, set as algorithm.<key>=<value>", ""]
+    for key in page.keys:
+        lines.append(f"  {key.key}: {key.value if isinstance(key.value, str) else json.dumps(key.value)}")
+        for comment in key.comments:
+            lines += _wrapped(comment, " " * 6, " " * 6)
+    return "\n".join(lines)
+
+
+def _symbol_lines(symbols: Mapping[str, str], width: int) -> list[str]:
+    indent = " " * (width + 4)
+    return [line for name, meaning in symbols.items() for line in _wrapped(meaning, f"  {name:<{width}}  ", indent)]
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    """The text in lines of the terminal's width; `first` precedes the first line, `others` the rest."""
+    width = max(shutil.get_terminal_size((WIDTH, 24)).columns, len(others) + 20)
+    lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+    return lines or [first.rstrip()]

@@ -1,0 +1,561 @@
+"""`rlft chat`: talk to a checkpoint, or to a bare model, in the terminal.
+
+`Talk` is the conversation, without a terminal; `Terminal` reads lines and prints answers. Answers are sampled by rlft's
+own generator from the trainer's base, so the model that answers is the model that was trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlft.commands.arguments import check_names_a_model, of_a_run
+from rlft.commands.eval import changed_to_sample
+from rlft.commands.launch import import_libraries
+from rlft.config import compose as configs
+from rlft.runs import references
+from rlft.runs.find import CheckpointKind, NamedRun, check_base, find_checkpoint, kind_of_checkpoint
+from rlft.system.interrupt import Terminated, handled_inside
+from rlft.system.terminal import command_line, override, say
+from rlft.types import (
+    Completion,
+    FinishReason,
+    Generator,
+    Group,
+    Message,
+    Prompt,
+    Rollout,
+    Sampling,
+    Split,
+    UserError,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlft.config.generation import GenerationConfig
+    from rlft.config.model import LoraSettings, ModelConfig
+    from rlft.config.schema import PromptsConfig, ScoringConfig
+    from rlft.environment.protocol import Environment
+    from rlft.model.backbone import Backbone
+    from rlft.model.reward_model import LearnedReward
+    from rlft.model.roles import Roles
+    from rlft.reward.workers.reward_spec import RewardSpec
+    from rlft.reward.workers.scorer import Scorer
+    from rlft.runs.checkpoint import Checkpoint
+
+USAGE = """\
+usage: rlft chat run=<run or checkpoint folder> [raw=true] [<key>=<value>] ...
+       rlft chat model.path=<model> [raw=true] [<key>=<value>] ...
+
+Asks with the run's own system prompt, prompt template, tools and sampling; raw=true leaves prompt and template out.
+Lines may also come through a pipe. Within, /help lists the commands.
+  rlft chat run=runs/grpo_arithmetic/<time>
+  rlft chat run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 generation.temperature=0
+  rlft chat model.path=embedded:tiny-arithmetic generation.max_tokens=48"""
+
+COMMANDS = """\
+/base             the bare base answers the last question
+/score [<answer>] the run's rewards for the last answer, given what would be right
+/new              forgets the conversation
+/system [<text>]  starts a new conversation with this system prompt, or with none
+/temperature <t>  0: always the most likely token
+/help             this
+/quit             or Ctrl-D; Ctrl-C stops an answer
+A message that begins with / is written with two."""
+
+CUT_BY = {
+    FinishReason.length: "generation.max_tokens",
+    FinishReason.turns: "environment.max_turns",
+    FinishReason.calls: "environment.max_tool_calls",
+    FinishReason.time: "environment.timeout",
+}
+"""{why an answer ended: the key of the limit}."""
+
+WORDS = ("raw",)
+"""Keys of this verb; all other keys are those of the config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings that a chat reads from the config of a run of any verb.
+
+    Attributes:
+        model: the model to load.
+        base: the config's model.path, which differs from `model` if the checkpoint holds a whole model.
+        prompts: how prompts are formatted.
+        lora: the adapter's shape; None if all weights were trained.
+        generation: how answers are sampled.
+        rewards: the reward section.
+        scoring: how rewards are called; None if the config has no such section.
+        system_prompt: the first message of a conversation, if any.
+        prompt_template: a text with the placeholder {question}.
+        token_budget: the most tokens of a forward pass.
+        seed: the seed from which answers derive.
+        environment: the environment whose tools the policy may call, new for each question; None without one, and for
+            agents that play by themselves.
+    """
+
+    model: ModelConfig
+    base: str
+    prompts: PromptsConfig
+    lora: LoraSettings | None
+    generation: GenerationConfig
+    rewards: Mapping[str, Any]
+    scoring: ScoringConfig | None
+    system_prompt: str | None
+    prompt_template: str
+    token_budget: int
+    seed: int
+    environment: Environment | None = None
+
+
+def read_settings(plain: Mapping[str, Any], raw: bool) -> Settings:
+    """Reads the settings from a plain config; `raw` leaves out the data's system prompt and template."""
+    from rlft.config.generation import GenerationConfig
+    from rlft.config.instantiate import from_mapping
+    from rlft.config.model import LoraSettings, ModelConfig
+    from rlft.config.schema import PromptsConfig, ScoringConfig
+    from rlft.config.token_budget import resolved
+    from rlft.data.records import PLACEHOLDER, check_template
+    from rlft.plan.environments import read_environment
+
+    plain = resolved(plain)
+    environment = read_environment(plain.get("environment"))
+    data = {} if raw else plain.get("data") or {}
+    template = data.get("prompt_template") or PLACEHOLDER
+    check_template(template)
+    lora, scoring = plain.get("lora"), plain.get("scoring")
+    return Settings(
+        model=from_mapping(ModelConfig, plain["model"], "model"),
+        base=plain["model"]["path"],
+        prompts=from_mapping(PromptsConfig, plain["prompts"], "prompts"),
+        lora=None if lora is None else from_mapping(LoraSettings, lora, "lora"),
+        generation=from_mapping(GenerationConfig, plain["generation"], "generation"),
+        rewards=plain.get("reward") or {},
+        scoring=None if scoring is None else from_mapping(ScoringConfig, scoring, "scoring"),
+        system_prompt=data.get("system_prompt"),
+        prompt_template=template,
+        token_budget=plain["token_budget"],
+        seed=plain["seed"],
+        environment=None if environment is None or environment.plays_itself else environment,
+    )
+
+
+def check(plain: Mapping[str, Any], raw: bool) -> None:
+    """Refuses settings that the config alone shows to be wrong; imports no library."""
+    from rlft.config.token_budget import resolved
+
+    read_settings(resolved(plain, gpu=False), raw)
+
+
+def read_raw(word: str | None) -> bool:
+    """The value of raw=<word>; `word` is None if raw was not typed."""
+    if word not in (None, "true", "false"):
+        raise UserError("raw", "must be true or false", got=word or "nothing", remedy="write raw=true")
+    return word == "true"
+
+
+def command(arguments: list[str]) -> None:
+    """Starts a conversation with the policy of a run, or with a model."""
+    parsed, source, changes = of_a_run(arguments, WORDS)
+    if source is None:
+        check_names_a_model(parsed, "there is no model to chat with")
+    raw = read_raw(parsed.value("raw"))
+    if source is None:
+        plain = configs.compose(changes, parsed.config_dir)
+        configs.build(plain)
+    else:
+        plain = changed_to_sample(source, changes, parsed.config_dir)
+    check(plain, raw)
+    import_libraries()
+    run(references.resolved(plain), source, raw, say)
+
+
+def run(plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Callable[[str], None]) -> None:
+    """Chats with the policy of the run, or with the config's model if `source` is None, until the input ends."""
+    from rlft.logger.console import open_terminal
+
+    with open_talk(plain, source, raw, say) as talk:
+        terminal = Terminal(talk, open_terminal())
+        with handled_inside() if terminal.is_person else contextlib.nullcontext():
+            terminal.run()
+
+
+@contextlib.contextmanager
+def open_talk(
+    plain: Mapping[str, Any], source: NamedRun | None, raw: bool, say: Callable[[str], None]
+) -> Iterator[Talk]:
+    """Opens a conversation with the policy of the run, or the config's model if `source` is None; reads no data."""
+    from rlft.generation.stops import check_stops
+    from rlft.model.backbone import ends_of, load_backbone, load_tokenizer, read_config
+    from rlft.runs import checkpoint
+    from rlft.system.out_of_memory import Doing, explained
+
+    saved, title = None, str(plain["model"]["path"])
+    if source is None:
+        settings = read_settings(plain, raw)
+    else:
+        folder = find_checkpoint(source, say)
+        settings = settings_of(plain, folder, raw)
+        saved = checkpoint.load(folder) if settings.lora is not None else None
+        title = f"{source.run}, {folder.name}"
+    vocabulary = read_config(settings.model).get_text_config().vocab_size
+    tokenizer = load_tokenizer(settings.model)
+    ends = ends_of(settings.model, settings.prompts.style, tokenizer)
+    check_stops(settings.generation, tokenizer, vocabulary, ends.ids)
+    for note in ends.notes:
+        say(f"note: {note}")
+    if not raw and (plain.get("data") or {}).get("few_shot"):
+        say("the data's few-shot examples are left out: a chat reads no data")
+    with contextlib.ExitStack() as stack:
+        with explained(Doing(), settings):
+            backbone = load_backbone(settings.model)
+            roles = open_roles(settings, backbone)
+            stack.callback(roles.close)
+            talk = Talk(settings, roles, backbone, saved)
+            stack.callback(talk.close)
+            stack.callback(talk.end_tools)
+        say(f"{title}: temperature {talk.sampling.temperature:g}, at most {talk.sampling.max_tokens} tokens; /help")
+        yield talk
+
+
+def settings_of(plain: Mapping[str, Any], folder: Path, raw: bool) -> Settings:
+    """The settings for a checkpoint, which holds an adapter on the run's base or a whole model."""
+    kind = kind_of_checkpoint(folder)
+    if kind is CheckpointKind.reward:
+        remedy = "chat with a run of rlft train, and give it this one as reward.learned.path"
+        raise UserError("run", "holds a reward model, which writes no text", got=folder, remedy=remedy)
+    settings = read_settings(plain, raw)
+    if kind is CheckpointKind.weights:
+        return replace(settings, lora=None, model=replace(settings.model, path=str(folder / kind), revision=None))
+    check_base(folder, settings.model)
+    assert settings.lora is not None, "the run trained an adapter"
+    # The adapter from which the run started is no longer needed.
+    return replace(settings, lora=replace(settings.lora, path=None))
+
+
+def open_roles(settings: Settings, backbone: Backbone) -> Roles:
+    """The base with the policy as its only role: an untrained adapter, which has no effect until it is restored."""
+    from rlft.config.model import LoraSettings
+    from rlft.model.roles import policy_alone
+
+    smallest = LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=None)
+    return policy_alone(backbone, settings.lora or smallest, token_budget=settings.token_budget, seed=settings.seed)
+
+
+class Talk:
+    """A conversation. An error or an interruption leaves it unchanged.
+
+    `turns` holds the messages of both sides without the system prompt; `last` is the rollout shown last, which may be
+    the base's.
+    """
+
+    def __init__(self, settings: Settings, roles: Roles, backbone: Backbone, saved: Checkpoint | None) -> None:
+        from rlft.config.generation import ANYWHERE
+        from rlft.environment.conversations import Conversations
+        from rlft.loop.engines import opening_on
+        from rlft.plan.shown import shown_in_prompts
+        from rlft.types import NOTHING
+
+        self.settings, self.roles, self.backbone, self.saved = settings, roles, backbone, saved
+        self.sampling: Sampling = settings.generation.sampling
+        self.system_prompt = settings.system_prompt
+        self.turns: tuple[Message, ...] = ()
+        self.last: Rollout | None = None
+        self._num_questions = 0
+        self._scorer: Scorer | None = None
+        self._resident: dict[str, LearnedReward] | None = None
+        self._resident_error: UserError | None = None
+        opening = opening_on(
+            backbone,
+            settings.model,
+            settings.prompts,
+            settings.generation,
+            slot=roles,
+            rank=1 if settings.lora is None else settings.lora.rank,
+            seed=settings.seed,
+        )
+        engine = settings.generation.named(ANYWHERE)  # even if the run sampled with another engine
+        self._policy, self._base = engine.open(opening), engine.open(opening)
+        self._shown = NOTHING
+        if settings.environment is not None:
+            environment = replace(settings.environment, workers=1)
+            prompt = Prompt(id="chat", messages=self._messages(({"role": "user", "content": ""},)), answer="")
+            self._shown = shown_in_prompts(environment, backbone.tokenizer, [prompt])
+            self._policy, self._base = (
+                Conversations(generator, environment, backbone.tokenizer, at_once=None, longest_row=sys.maxsize)
+                for generator in (self._policy, self._base)
+            )
+        if saved is not None:
+            roles.restore(saved.adapters)
+        self._policy.load(roles.publish(0 if saved is None else saved.step))
+
+    def ask(self, question: str) -> Rollout:
+        """Adds this question to the conversation and returns the policy's answer."""
+        content = self.settings.prompt_template.replace("{question}", question)
+        turns = (*self.turns, {"role": "user", "content": content})
+        rollout = self._answer(self._policy, self._prompt(turns), self._num_questions)
+        self.turns = (*turns, *self._answer_messages(rollout.completion))
+        self.last, self._num_questions = rollout, self._num_questions + 1
+        return rollout
+
+    def ask_base(self) -> Rollout:
+        """Answers the last question with the adapter off and the same random numbers."""
+        if self.settings.lora is None:
+            problem = "the run trained all weights, so the base is not loaded"
+            command = command_line("rlft", "chat", override("model.path", self.settings.base))
+            raise UserError("/base", problem, remedy=f"chat with it: {command}")
+        self.last = self._answer(self._base, self._last_rollout("/base").prompt, self._num_questions - 1)
+        return self.last
+
+    def begin_anew(self) -> None:
+        self.turns, self.last = (), None
+
+    def _last_rollout(self, command: str) -> Rollout:
+        if self.last is None:
+            raise UserError(command, "there is no question yet", remedy="ask one first")
+        return self.last
+
+    def _prompt(self, turns: Sequence[Message]) -> Prompt:
+        from rlft.data.prompts import scan
+        from rlft.model.positions import limit_of
+
+        style, held_out = self.settings.prompts.style, Split.held_out
+        prompt = Prompt(id="chat", messages=self._messages(turns), answer="")
+        scanned = scan([prompt], self.backbone.tokenizer, sys.maxsize, "refuse", held_out, style, self._shown)
+        prompt = scanned.prompts[0]
+        limit = limit_of(self.backbone.model.config)
+        num_tokens, max_tokens = len(prompt.token_ids), self.sampling.max_tokens
+        if limit is not None and num_tokens + max_tokens > limit.tokens:
+            raise UserError(
+                "/new",
+                f"the conversation has {num_tokens} tokens, and {max_tokens} more (generation.max_tokens) exceed "
+                f"the model's {limit.words}",
+                remedy="start a new conversation with /new, or restart with a lower generation.max_tokens",
+            )
+        return prompt
+
+    def _messages(self, turns: Sequence[Message]) -> tuple[Message, ...]:
+        system = () if self.system_prompt is None else ({"role": "system", "content": self.system_prompt},)
+        return (*system, *turns)
+
+    def _answer_messages(self, completion: Completion) -> Iterator[Message]:
+        """The messages of an answer: what the policy said in each turn, and the answers of tools or environment."""
+        environment = self.settings.environment
+        if environment is None or not completion.turns:
+            yield {"role": "assistant", "content": completion.text}
+            return
+        by_tools = environment.syntax == "template" and not environment.plays_a_game
+        *earlier, last = completion.turns
+        for turn in earlier:
+            yield {"role": "assistant", "content": turn.text}
+            if by_tools:
+                yield from ({"role": "tool", "name": call.name, "content": call.answer} for call in turn.calls)
+            else:
+                yield {"role": "user", "content": turn.answer}
+        yield {"role": "assistant", "content": last.text}
+
+    def end_tools(self) -> None:
+        """Ends the processes in which tools run, if there are any."""
+        if self.settings.environment is not None:
+            self._policy.close()
+            self._base.close()
+
+    def _answer(self, generator: Generator, prompt: Prompt, number: int) -> Rollout:
+        from rlft.system.out_of_memory import Doing, explained
+        from rlft.system.seeds import derive
+
+        seeds = [derive(self.settings.seed, number, "chat")]
+        with explained(Doing(current="answer"), self.settings):
+            return generator.sample([prompt], 1, seeds, self.sampling)[0].rollouts[0]
+
+    # -- rewards -------------------------------------------------------------------------------------------------------
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a reward may compare with a reference answer; a learned reward reads only the conversation."""
+        return any(not spec.runs_in_trainer for spec in self._rewards().values())
+
+    def score(self, answer: str) -> dict[str, tuple[float, float]]:
+        """{reward: (score, weight)} for the answer shown last, with `answer` as the reference answer."""
+        last, rewards = self._last_rollout("/score"), self._rewards()
+        prompt = replace(last.prompt, answer=answer)
+        try:
+            scores = self._open_scorer(rewards)([Group(prompt=prompt, rollouts=(replace(last, prompt=prompt),))])
+        except BaseException:
+            self.close()  # a worker may still be scoring, and its reply would be taken for that of the next call
+            raise
+        return {name: (scores.by_reward[name].item(), spec.weight) for name, spec in rewards.items()}
+
+    def close(self) -> None:
+        """Ends the worker process of the rewards, if one was started."""
+        if self._scorer is not None:
+            self._scorer.close()
+            self._scorer = None
+
+    def _rewards(self) -> dict[str, RewardSpec]:
+        from rlft.reward.workers.reward_spec import specs
+
+        if not self.settings.rewards or self.settings.scoring is None:
+            problem = "there are no rewards in this run's config"
+            raise UserError("/score", problem, remedy="chat with a run that has some")
+        return specs(self.settings.rewards)
+
+    def _open_scorer(self, rewards: Mapping[str, RewardSpec]) -> Scorer:
+        """The scorer, opened at the first call: it may start a worker or load reward models."""
+        from rlft.reward.workers.scorer import Scorer
+
+        scoring = self.settings.scoring
+        assert scoring is not None, "_rewards refuses"
+        if self._resident is None:
+            self._resident = self._open_resident(rewards)
+        if self._scorer is None:
+            self._scorer = Scorer(rewards, min(1, scoring.workers), scoring.timeout, "stop", self._resident)
+        return self._scorer
+
+    def _open_resident(self, rewards: Mapping[str, RewardSpec]) -> dict[str, LearnedReward]:
+        """The learned rewards, with the weights that the run trained if it trained them."""
+        from rlft.loop.session import open_resident
+        from rlft.model.reward_model import reward_role
+
+        if self._resident_error is not None:
+            raise self._resident_error  # an adapter may be half loaded, so this is not tried twice
+        saved = self.saved
+        trained = saved is not None and any(reward_role(name) in saved.adapters for name in rewards)
+        try:
+            resident = open_resident(rewards, self.roles, learns=trained)
+        except UserError as error:
+            self._resident_error = error
+            raise
+        if saved is not None:
+            self.roles.restore(saved.adapters, saved.heads)
+        return resident
+
+
+class Terminal:
+    """Reads lines from a person or a pipe until the input ends; prints the answers."""
+
+    def __init__(self, talk: Talk, console: Console) -> None:
+        self.talk, self.console = talk, console
+        self.is_person = sys.stdin.isatty()
+        self.commands: dict[str, Callable[[str], None]] = {
+            "base": self._base,
+            "score": self._score,
+            "new": self._new,
+            "system": self._system,
+            "temperature": self._temperature,
+            "help": lambda _: self._print(COMMANDS, style="dim"),
+        }
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives input() its history and its editing
+
+    def run(self) -> None:
+        """Reads lines until the input ends or /quit. Ctrl-C stops an answer; in a pipe it ends the chat."""
+        from rlft.reward.workers.scorer import RewardError
+        from rlft.system.out_of_memory import OutOfMemoryError
+        from rlft.types import EnvironmentFailure
+
+        idle_since_interrupt = False
+        while True:
+            line = None
+            try:
+                line = self._read("> ").strip()
+                if line == "/quit":
+                    return
+                if line:
+                    idle_since_interrupt = False
+                    self.handle(line)
+            except EOFError:
+                return
+            except KeyboardInterrupt as interruption:
+                if not self.is_person or idle_since_interrupt or isinstance(interruption, Terminated):
+                    raise
+                idle_since_interrupt = line is None
+                self._print("\n(stopped; Ctrl-D quits)", style="dim")
+            except (UserError, RewardError, EnvironmentFailure, OutOfMemoryError) as error:
+                self._print(str(error), style="red")
+
+    def handle(self, line: str) -> None:
+        """Handles a line that the user typed: a command or a question."""
+        if not line.startswith("/") or line.startswith("//"):
+            self._show(lambda: self.talk.ask(line.removeprefix("/")))
+            return
+        name, _, rest = line[1:].partition(" ")
+        if name not in self.commands:
+            remedy = "/help lists them; begin with // to say it to the model"
+            raise UserError(f"/{name}", "there is no such command", remedy=remedy)
+        self.commands[name](rest.strip())
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+    def _base(self, rest: str) -> None:
+        self._show(self.talk.ask_base)
+
+    def _score(self, rest: str) -> None:
+        if self.talk.last is not None and not rest and self.talk.needs_answer:
+            rest = self._read("the right answer (Enter: none): ").strip()
+        scores = self.talk.score(rest)
+        for name, (score, weight) in scores.items():
+            self._print(f"{name} {score:g} x {weight:g}")
+        self._print(f"total {math.fsum(score * weight for score, weight in scores.values()):g}")
+
+    def _new(self, rest: str) -> None:
+        self.talk.begin_anew()
+        self._print("a new conversation", style="dim")
+
+    def _system(self, rest: str) -> None:
+        self.talk.system_prompt = rest or None
+        self.talk.begin_anew()
+        self._print(f"a new conversation with {'this' if rest else 'no'} system prompt", style="dim")
+
+    def _temperature(self, rest: str) -> None:
+        try:
+            temperature = float(rest)
+        except ValueError:
+            temperature = math.nan
+        if not 0 <= temperature < math.inf:
+            raise UserError("/temperature", "must be a number, 0 or more", got=rest or "nothing", remedy="try 0.7")
+        self.talk.sampling = replace(self.talk.sampling, temperature=temperature)
+        self._print(f"temperature {temperature:g}", style="dim")
+
+    # -- the terminal --------------------------------------------------------------------------------------------------
+    def _read(self, prompt: str) -> str:
+        return input(prompt if self.is_person else "")
+
+    def _show(self, answer: Callable[[], Rollout]) -> None:
+        with self.console.status("..."):
+            rollout = answer()
+        completion = rollout.completion
+        if self.talk.settings.environment is None:
+            self._print(completion.text)
+        else:
+            self._show_turns(completion)
+        cut = f" (cut: {CUT_BY[completion.finish_reason]})" if completion.finish_reason.is_limit else ""
+        who = "base, " if rollout.policy_version is None else ""
+        self._print(f"[{who}{completion.num_sampled} tokens{cut}]", style="dim")
+
+    def _show_turns(self, completion: Completion) -> None:
+        """Prints what the policy said in each turn, and each call with its answer."""
+        for turn in completion.turns:
+            self._print(turn.text)
+            for call in turn.calls:
+                self._print(f"  {call.name}({call.arguments})", style="dim")
+                self._print(f"  -> {call.answer or '(not called)'}", style="red" if call.failed else "cyan")
+            if turn.answer and not turn.calls:
+                self._print(f"  -> {turn.answer}", style="cyan")
+            if turn.reward is not None:
+                self._print(f"  [reward {turn.reward:g}]", style="dim")
+
+    def _print(self, text: str, style: str = "") -> None:
+        """Prints text of a model, whose control characters must not move the cursor, hide or recolour anything."""
+        from rich.text import Text
+
+        from rlft.logger.text import visible
+
+        self.console.print(Text(visible(text), style=style), soft_wrap=True)

@@ -1,0 +1,1 @@
+"""`rlft doctor`: does it work here?"""

@@ -1,0 +1,124 @@
+"""`rlft doctor`: a table of what works on this machine, measured with the model, adapter and engine of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlft.commands.arguments import only_overrides
+from rlft.commands.doctor.checks import CHECKS, TRIAL
+from rlft.commands.doctor.row import Row, Status
+from rlft.commands.doctor.settings import Settings
+from rlft.commands.doctor.supervise import OUTPUT, Check, Subject, run_checks
+from rlft.config import catalog
+from rlft.config.compose import compose, compose_run
+from rlft.config.overrides import Arguments
+from rlft.plan.checks import check_early
+from rlft.runs import references
+from rlft.system import interrupt
+from rlft.system.crash import debugging
+from rlft.system.sandbox.owned_folders import owned_folder
+from rlft.system.terminal import say
+from rlft.types import UserError
+
+USAGE = """\
+usage: rlft doctor [+recipe=<name>] [<key>=<value>] ... [--json]
+
+Proves that rlft works on this machine, in a few minutes: versions, driver, disk, hub and sandbox; then a small run of
+random prompts with the model, adapter and engine of the named recipe and keys: whether the engine starts, has the
+trainer's log-probs and follows a published adapter, whether rlft's kernels compute what transformers does, how fast
+sampling and update are, and whether rlft plan counts the memory that is taken.
+
+Without model.path=<model> the model is made here, with random weights, so that nothing is downloaded. Sizes that are
+not given (prompts_per_step, group_size, prompts.max_tokens, generation.max_tokens) are chosen for the device.
+
+  --json   one JSON object instead of the table, for scripts
+
+Every row is ok, slow, wrong or skipped, with what to do. The exit code is 1 if one is wrong, else 0.
+
+  rlft doctor
+  rlft doctor +recipe=grpo_gsm8k generation=vllm
+  rlft doctor model.path=<folder> model.dtype=float32"""
+
+VERB = "train"
+TAKEN = ("seed", "token_budget", "model", "lora", "generation", "freshness", "trainer", "alarms")
+"""Sections and keys that a trial takes from the user's config, besides typed sizes; the rest is made for it."""
+SIZES = ("prompts_per_step", "group_size")
+"""Keys that a trial takes from the user's config only if they were typed."""
+OWN = (
+    "data=jsonl",
+    "data.path=letters.jsonl",
+    "data.held_out_fraction=0.01",
+    "prompts.style=raw",
+    "logger=null",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "rollouts.every=0",
+    "scoring.workers=0",
+)
+"""The overrides of a trial's config."""
+
+
+def command(arguments: list[str]) -> int:
+    """Prints the table, or the JSON; returns 1 if something is wrong, else 0."""
+    words = [word for word in arguments if word != "--json"]
+    check_recipe(words)
+    parsed = only_overrides(words, VERB)
+    run = compose_run(parsed.overrides, parsed.config_dir, VERB)
+    plain = references.resolved(run.plain)
+    check_early(plain, VERB)
+    return report(settings_of(plain, parsed, run.folder), as_json="--json" in arguments)
+
+
+def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, opens: str = TRIAL) -> int:
+    """Runs the checks on the trial that `opens` makes from these settings, prints their rows; returns the exit code."""
+    interrupt.keeps("nothing is kept of the checks")
+    with owned_folder() as folder:
+        subject = Subject(opens=opens, settings=settings, folder=folder)
+        rows = [row for _, row in run_checks(checks, subject, tell)]
+        if debugging():
+            say((folder / OUTPUT).read_text(errors="replace"))
+    if as_json:
+        print(json.dumps(as_dict(rows), indent=1))
+    else:
+        from rlft.commands.doctor.page import print_rows
+
+        print_rows(rows)
+    return 1 if any(row.status is Status.wrong for row in rows) else 0
+
+
+def as_dict(rows: Sequence[Row]) -> dict[str, Any]:
+    """The table as values for JSON."""
+    return {"works": all(row.status is not Status.wrong for row in rows), "rows": [asdict(row) for row in rows]}
+
+
+def tell(name: str) -> None:
+    """Prints which check begins, if a person is waiting at a terminal."""
+    if sys.stderr.isatty():
+        say(f"looking at {name} ..")
+
+
+def check_recipe(words: Sequence[str]) -> None:
+    """Refuses a recipe of another verb.
+
+    Raises:
+        UserError: the recipe's runs have other parts than those that the checks try.
+    """
+    for name in (word.partition("=")[2] for word in words if word.startswith("+recipe=")):
+        if name in catalog.choices("recipe") and (verb := catalog.verb_of(name)) != VERB:
+            remedy = f"give the keys that matter, as in rlft doctor model.path=<model>, or a recipe of rlft {VERB}"
+            problem = f"is for rlft {verb}, and a run of rlft {VERB} is tried"
+            raise UserError("+recipe", problem, got=name, remedy=remedy)
+
+
+def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Settings:
+    """The settings for a trial of the run with this config, whose folder would be `folder`."""
+    typed = frozenset(override.lstrip("+~").partition("=")[0] for override in parsed.overrides)
+    trial_config = compose(OWN, None, VERB)
+    trial_config |= {name: plain[name] for name in (*TAKEN, *(size for size in SIZES if size in typed))}
+    trial_config["prompts"] = {**trial_config["prompts"], "max_tokens": plain["prompts"]["max_tokens"]}
+    return Settings(plain=trial_config, typed=typed, rewards=plain["reward"], runs=folder.parent)

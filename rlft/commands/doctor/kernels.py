@@ -1,0 +1,269 @@
+"""The row about kernels: rlft's compared with those of transformers and PEFT, on this device in the run's dtype."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlft.batch import select
+from rlft.commands.doctor.engine import with_noise
+from rlft.commands.doctor.row import NotReadyError, Row, Status, judged
+from rlft.commands.doctor.trial import Trial
+from rlft.config.model import KernelChoice
+from rlft.loop.base_loading import free_bytes
+from rlft.model.backbone import read_backbone
+from rlft.model.kernels.selection import decide
+from rlft.model.roles import POLICY, Roles, policy_alone
+from rlft.plan.memory_demand import sizes_of
+from rlft.types import Batch
+
+ALLOWED_DEVIATIONS = 4.0
+"""Number of standard deviations of the rounding error that are allowed."""
+ROUNDINGS_OF_A_LAYER = 8
+"""Number of results in sequence that a layer rounds: two norms, three products, rotation, attention, two sums."""
+LORA_B_SPREAD = 0.02
+"""Standard deviation of the adapter's B, which is 0 in a new adapter, so that A would get no gradient."""
+PASSES = 3
+"""Number of passes, of which the first is not timed."""
+TOKENS = 2048
+"""Most tokens of a pass, without padding; plain kernels hold the logits of all of them."""
+PROMPTS, GROUP = 2, 4
+MAX_RATIO_TO_PLAIN = 2.0
+"""rlft's difference from float32 may be this many times that of plain kernels: both round, in different orders."""
+FLOAT32 = 4
+"""Bytes of a float32 number."""
+MIN_SPEED = 0.9
+"""Share of plain kernels' speed below which rlft's kernels are reported as slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The results of a forward and backward pass, float32 on the CPU.
+
+    Attributes:
+        logprobs: log-probs of the completion tokens, `[tokens]`.
+        gradients: {parameter: gradient} of the adapter.
+        seconds: duration of the pass.
+        are_plain: whether the kernels were those of transformers and PEFT.
+        reason: why these kernels were chosen.
+        is_packed: whether rows were packed.
+        layout: how rows were laid out, and why.
+    """
+
+    logprobs: Tensor
+    gradients: Mapping[str, Tensor]
+    seconds: float
+    are_plain: bool
+    reason: str
+    is_packed: bool
+    layout: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """The differences between two passes.
+
+    Attributes:
+        logprobs: largest difference between log-probs, in nats.
+        mean: mean difference between log-probs, in nats.
+        gradients: largest norm of the difference between two gradients, as a share of the expected one's norm.
+        where: name of the parameter whose gradients differ most.
+    """
+
+    logprobs: float
+    mean: float
+    gradients: float
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The largest allowed values of `Differences`."""
+
+    logprobs: float
+    mean: float
+    gradients: float
+
+
+def kernel_rows(trial: Trial) -> list[Row]:
+    settings = trial.config.model
+    if settings.kernels is KernelChoice.plain:
+        raise NotReadyError("model.kernels=plain: there is nothing to compare")
+    batch = random_batch(trial)
+    rlft_pass = measured_pass(trial, KernelChoice.auto, batch)
+    if rlft_pass.are_plain:
+        known = decide(settings.kernels, trial.config_of_model.model_type).choice is KernelChoice.plain
+        status = Status.skipped if known else Status.wrong  # wrong: rlft's were tried on this model and disagreed
+        return [
+            Row(name="kernels", status=status, value=f"are plain: {rlft_pass.reason}", remedy="use model.kernels=plain")
+        ]
+    if sizes_of(settings, trial.config.lora).packed and not rlft_pass.is_packed:
+        return [Row(name="kernels", status=Status.wrong, value=rlft_pass.layout, remedy="use model.kernels=plain")]
+    plain_pass = measured_pass(trial, KernelChoice.plain, batch)
+    speed = plain_pass.seconds / rlft_pass.seconds
+    config = trial.config_of_model.get_text_config()
+    bound = rounding(torch.float32, config.num_hidden_layers, config.hidden_size)
+    if trial.dtype.itemsize >= FLOAT32 or not has_room_for_exact(trial):
+        bound = rounding(trial.dtype, config.num_hidden_layers, config.hidden_size)
+        return [
+            kernel_row(differences(rlft_pass, plain_pass), speed, Bounds(logprobs=bound, mean=bound, gradients=bound))
+        ]
+    exact_pass = measured_pass(trial, KernelChoice.plain, batch, dtype="float32")
+    return [
+        kernel_row(differences(rlft_pass, exact_pass), speed, bounds_of(differences(plain_pass, exact_pass), bound))
+    ]
+
+
+def bounds_of(plain: Differences, least: float) -> Bounds:
+    """The bounds for rlft's kernels in 16 bits.
+
+    Args:
+        plain: differences of plain kernels in 16 bits from plain kernels in float32, of which rlft's may have
+            MAX_RATIO_TO_PLAIN times as much.
+        least: lower limit of each bound.
+    """
+    allowed = (
+        max(least, MAX_RATIO_TO_PLAIN * difference) for difference in (plain.logprobs, plain.mean, plain.gradients)
+    )
+    return Bounds(**dict(zip(("logprobs", "mean", "gradients"), allowed, strict=True)))
+
+
+def has_room_for_exact(trial: Trial) -> bool:
+    """Whether the weights fit in memory in float32, with as much again for a pass."""
+    model = trial.config.model
+    parameters = sizes_of(model, None).parameters
+    return model.quantization is None and 2 * FLOAT32 * parameters <= free_bytes(trial.device)
+
+
+def kernel_row(measured: Differences, speed: float, bound: Bounds) -> Row:
+    """Whether rlft's kernels compute the same as plain ones, and faster.
+
+    Args:
+        measured: differences between rlft's kernels and plain ones.
+        speed: seconds of a plain pass / seconds of one with rlft's kernels.
+        bound: their bounds.
+    """
+    value = (
+        f"log-probs differ by up to {measured.logprobs:.1e} nats, {measured.mean:.1e} in the mean, gradients by "
+        f"{measured.gradients:.1e} of their norm "
+        f"(bounds {bound.logprobs:.1e}, {bound.mean:.1e}, {bound.gradients:.1e}); {speed:.2f} times as fast as plain"
+    )
+    numbers = {
+        "logprobs_nats": measured.logprobs,
+        "logprobs_bound_nats": bound.logprobs,
+        "mean_nats": measured.mean,
+        "mean_bound_nats": bound.mean,
+        "gradients_share": measured.gradients,
+        "gradients_bound_share": bound.gradients,
+        "speed": speed,
+    }
+    wrong = not (
+        measured.logprobs <= bound.logprobs and measured.mean <= bound.mean and measured.gradients <= bound.gradients
+    )
+    remedy = f"use model.kernels=plain and report it (worst: {measured.where})" if wrong else "use model.kernels=plain"
+    return judged("kernels", value, remedy, numbers, wrong=wrong, slow=speed < MIN_SPEED)
+
+
+def rounding(dtype: torch.dtype, layers: int, width: int) -> float:
+    """A bound on the relative difference between two ways to compute the same network in this dtype.
+
+    Every result is rounded, by at most u, half of the dtype's eps. Sums over `width` products are kept in float32, with
+    an error of about sqrt(width) times its u. Rounding errors are independent, so that R of them in sequence add up to
+    sqrt(R) times one. The forward and backward of a layer have 2 x ROUNDINGS_OF_A_LAYER of them. ALLOWED_DEVIATIONS
+    times that sum is allowed.
+    """
+    u = torch.finfo(dtype).eps / 2
+    accumulated = math.sqrt(width) * torch.finfo(torch.float32).eps / 2
+    return ALLOWED_DEVIATIONS * math.sqrt(2 * ROUNDINGS_OF_A_LAYER * layers) * (u + accumulated)
+
+
+def differences(measured: Pass, expected: Pass) -> Differences:
+    """The differences of a pass from the expected one; NaN counts as infinite."""
+    worst, where = 0.0, "log-probs"
+    for name, gradient in expected.gradients.items():
+        share = finite((measured.gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-30))
+        if share > worst:
+            worst, where = share, name
+    distances = (measured.logprobs - expected.logprobs).abs()
+    return Differences(logprobs=finite(distances.max()), mean=finite(distances.mean()), gradients=worst, where=where)
+
+
+def finite(value: Tensor) -> float:
+    return value.item() if bool(value.isfinite()) else math.inf
+
+
+def measured_pass(trial: Trial, kernels: KernelChoice, batch: Batch, dtype: str | None = None) -> Pass:
+    """A pass of the model, which is loaded for it and released afterwards.
+
+    Args:
+        trial: the trial.
+        kernels: the kernels to load it with.
+        batch: the batch of the pass.
+        dtype: dtype of the weights; None for that of the run.
+    """
+    config = trial.config
+    settings = replace(config.model, kernels=kernels, gradient_checkpointing=False, dtype=dtype or config.model.dtype)
+    backbone = read_backbone(settings)
+    roles = policy_alone(backbone, replace(config.lora, dropout=0.0), token_budget=TOKENS, seed=config.seed)
+    roles.restore_role(POLICY, with_noise(roles.weights(POLICY), LORA_B_SPREAD))
+    seconds, logprobs = [], torch.empty(0)
+    for _ in range(PASSES):
+        start = time.perf_counter()
+        logprobs = one_pass(roles, batch)
+        seconds.append(time.perf_counter() - start)
+    gradients = {name: p.grad.float().cpu() for name, p in roles.named_parameters() if p.grad is not None}
+    result = Pass(
+        logprobs=logprobs,
+        gradients=gradients,
+        seconds=min(seconds[1:]),
+        are_plain=backbone.kernels.are_plain,
+        reason=backbone.kernels.decision.reason,
+        is_packed=roles.forward.packed,
+        layout=roles.forward.reason,
+    )
+    roles.close()
+    del roles, backbone
+    gc.collect()
+    if trial.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def one_pass(roles: Roles, batch: Batch) -> Tensor:
+    """Log-probs of the completion tokens; leaves the gradients of their mean on the parameters."""
+    for _, parameter in roles.named_parameters():
+        parameter.grad = None
+    logprobs_BT = torch.zeros_like(batch.sampled_logprobs)
+    total = int(batch.loss_mask.sum())
+    for part in roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), TOKENS):
+        micro = roles.to_device(select(batch, part))
+        logprobs = roles.outputs(micro, entropy=False).logprobs
+        (logprobs.sum() / total).backward()
+        logprobs_BT[part] = logprobs.detach().float().cpu()
+    return logprobs_BT[batch.loss_mask]
+
+
+def random_batch(trial: Trial) -> Batch:
+    """Groups of random tokens: with the trial's lengths, but at most TOKENS tokens per group."""
+    work = trial.work
+    prompt, completion = min(work.prompt_tokens, TOKENS // 4), min(work.completion_tokens, TOKENS // 8)
+    rng, rows = torch.Generator().manual_seed(0), PROMPTS * GROUP
+    vocabulary = trial.config_of_model.get_text_config().vocab_size
+    prompts = torch.randint(vocabulary, (PROMPTS, prompt), generator=rng).repeat_interleave(GROUP, 0)
+    completions = torch.randint(vocabulary, (rows, completion), generator=rng)
+    loss_mask = torch.zeros(rows, prompt + completion, dtype=torch.bool)
+    loss_mask[:, prompt:] = True
+    return Batch(
+        token_ids=torch.cat([prompts, completions], 1),
+        attention_mask=torch.ones_like(loss_mask),
+        loss_mask=loss_mask,
+        sampled_logprobs=torch.zeros(rows, prompt + completion),
+        rewards=torch.zeros(rows),
+        group_ids=torch.arange(PROMPTS).repeat_interleave(GROUP),
+    )

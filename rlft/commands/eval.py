@@ -1,0 +1,215 @@
+"""`rlft eval`: evaluates a run, one of its checkpoints, or a bare model on the held-out split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from rlft.commands.arguments import check_names_a_model, of_a_run
+from rlft.commands.launch import import_libraries
+from rlft.config import command as verbs
+from rlft.config.compose import USUAL, changed, compose
+from rlft.config.schema import ADDED_KEYS, RunConfig
+from rlft.config.token_budget import resolved
+from rlft.plan.train_checks import check_config
+from rlft.runs import references
+from rlft.runs.find import NamedRun, check_base, check_own_model, find_checkpoint
+from rlft.system.terminal import say, show
+from rlft.types import Evaluation, Group, Scores, UserError
+
+USAGE = """\
+usage: rlft eval run=<run or checkpoint folder> [<key>=<value>] ...
+       rlft eval model.path=<model> [data=<name>] [<key>=<value>] ...
+
+Samples the held-out split and prints mean@k and pass@k with standard errors; every completion goes to a JSONL file.
+  rlft eval run=runs/grpo_arithmetic/<time> eval.num_samples=8
+  rlft eval run=runs/grpo_arithmetic/<time>/checkpoints/step_000060
+  rlft eval model.path=embedded:tiny-arithmetic data=arithmetic generation.max_tokens=48"""
+
+
+NO_TEACHER = {key: unset for key, unset in ADDED_KEYS.items() if key.startswith("snapshot.teacher")}
+"""{key of a teacher: its value without one}. An evaluation uses no teacher, whose folder may no longer exist."""
+
+OF_TRAINING = (
+    "steps", "num_prompts", "epochs", "minibatches", "group_size", "prompts_per_step", "name", "hydra", "rollouts",
+    "trainer", "algorithm", "critic", "checkpoint", "logger", "alarms", "dynamic_sampling", "reward_model", "pretrain",
+    "token_values", "cluster", "overlap", "eval.every", "eval.kl_base", "eval.num_examples",
+    *NO_TEACHER,
+)  # fmt: skip
+"""Keys and sections that an evaluation does not read."""
+
+
+def notes(overrides: Sequence[str]) -> list[str]:
+    """Notes about overrides that have no effect on an evaluation."""
+    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    return [
+        f"{key} has no effect: an evaluation does not read it"
+        for key in keys
+        if any(key == name or key.startswith(f"{name}.") for name in OF_TRAINING)
+    ]
+
+
+def command(arguments: list[str]) -> None:
+    """Prints a table and writes every completion to a JSONL file."""
+    parsed, source, changes = of_a_run(arguments)
+    if source is None:
+        check_names_a_model(parsed, "there is nothing to evaluate")
+        plain = compose(changes, parsed.config_dir)
+    else:
+        plain = changed(as_training(source), changes, parsed.config_dir)
+    plain = references.resolved(plain)
+    check_config(resolved(as_evaluation(plain), gpu=False), trains=False)
+    for note in notes(changes):
+        say(f"note: {note}")
+    if source is not None:
+        find_checkpoint(source, lambda damage: None)
+    import_libraries()
+    run(plain, source, say)
+
+
+def as_training(source: NamedRun) -> dict[str, Any]:
+    """The run's config as one of `rlft train`, whose sections the runs of other verbs have only in part.
+
+    The result may be modified.
+
+    Raises:
+        UserError: the run has no policy.
+    """
+    config = source.config
+    verb = verbs.named(config["verb"])
+    if verb.name == USUAL:
+        return config
+    if not verb.has_policy:
+        others = " or ".join(f"rlft {other.name}" for other in verbs.working() if other.has_policy)
+        problem = f"is a run of rlft {verb.name}, which has no policy"
+        raise UserError("run", problem, got=source.run, remedy=f"name one of {others}")
+    common = compose([])
+    shared = {key: config[key] for key in shared_keys(verb.root) if key in config}
+    weights: dict[str, Any] = {}
+    if config["lora"] is None:  # the trained model is named by its run, as an adapter could be
+        weights = {"lora": common["lora"], "model": {**config["model"], "path": str(source.checkpoint or source.run)}}
+    return {**common, "data": {}, **shared, **weights}
+
+
+def changed_to_sample(source: NamedRun, changes: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
+    """The run's config with these changes, to sample from its policy; one of `rlft train` if its verb does not sample.
+
+    Raises:
+        UserError: the run has no policy, or a change is wrong.
+    """
+    if "generation" in source.config:
+        return changed(source.config, changes, config_dir, source.config["verb"])
+    return changed(as_training(source), changes, config_dir)
+
+
+def shared_keys(root: type) -> list[str]:
+    """The keys of a verb's config that `rlft train` has with the same type, so that an evaluation can read them."""
+    types, train_types = get_type_hints(root), get_type_hints(RunConfig)
+    common = (key for key in types if key in train_types and train_types[key] in (types[key], *get_args(types[key])))
+    return [key for key in common if key not in ("verb", "epochs", "steps")]
+
+
+def as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
+    """The config for a single evaluation by this process, without loggers and teacher."""
+    if not isinstance(plain["eval"], Mapping) or not isinstance(plain["snapshot"], Mapping):
+        return plain  # refused later, when the config is typed
+    cluster = {
+        **plain["cluster"],
+        "kind": "local",
+        "address": None,
+        "engines": 0,
+        "ranks": 1,
+        "gpus_per_engine": 1,
+        "scoring": False,
+    }
+    evaluation = {**plain["eval"], "every": 1, "kl_base": False}
+    snapshot = {**plain["snapshot"], **{key.removeprefix("snapshot."): unset for key, unset in NO_TEACHER.items()}}
+    return {**plain, "logger": {}, "resume": None, "cluster": cluster, "eval": evaluation, "snapshot": snapshot}
+
+
+def run(plain: dict[str, Any], source: NamedRun | None, say: Callable[[str], None]) -> Evaluation:
+    """Evaluates and prints. The completions go to the run's folder, or to runs/eval for a bare model."""
+    from rlft.loop.engines import Engines
+    from rlft.loop.session import open_session
+    from rlft.plan.train_plan import make_plan
+    from rlft.runs import checkpoint
+
+    plan = make_plan(as_evaluation(plain), trains=False)
+    saved = None
+    if source is not None:
+        checkpoint_folder = find_checkpoint(source, say)
+        saved = checkpoint.load(checkpoint_folder)
+        if saved.adapters:
+            check_base(checkpoint_folder, plan.config.model)
+        else:  # the checkpoint holds a whole model
+            check_own_model(checkpoint_folder, plan.config.model)
+    for note in plan.notes:
+        say(f"note: {note}")
+    folder = source.run if source is not None else Path("runs") / "eval" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    with Engines() as engines, open_session(plan, folder, engines, say) as session:
+        if saved is not None and saved.adapters:
+            session.roles.restore(saved.adapters, saved.heads)
+            session.publish(saved.step)
+        assert plan.held_out is not None, "eval.every is 1 here"
+        prompts = tuple(plan.held_out.prompts[: plan.config.eval.num_prompts])
+        session.logger.stage("evaluate")
+        session.check_decoding()
+        evaluation, groups, scores = session.evaluate(prompts, 0 if saved is None else saved.step)
+    title = plan.config.model.path if saved is None else f"{source.run if source else ''} after step {saved.step}"
+    # The table comes first: if the completions cannot be written, the measurement is not lost.
+    print_table(title, evaluation, len(prompts), plan.config.eval.num_samples)
+    file = write(folder, evaluation, groups, scores)
+    show(f"every completion: {file}")
+    return evaluation
+
+
+def write(folder: Path, evaluation: Evaluation, groups: Sequence[Group], scores: Scores) -> Path:
+    """Writes evaluations/step_N_<time>.jsonl: one line of metrics, then one line per completion."""
+    from rlft.logger.jsonl import encode, number
+    from rlft.system import interrupt
+    from rlft.system.disk import writing
+    from rlft.system.files import write_atomically
+
+    file = folder / "evaluations" / f"step_{evaluation.step:06d}_{datetime.now():%Y-%m-%d_%H-%M-%S}.jsonl"
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[dict[str, Any]] = [{"step": evaluation.step, "accuracy": evaluation.accuracy, **evaluation.metrics}]
+    for p, group in enumerate(groups):
+        for i, rollout in enumerate(group.rollouts):
+            rewards = {name: number(float(values[p, i])) for name, values in scores.by_reward.items()}
+            completion = rollout.completion
+            lines.append(
+                {
+                    "prompt_id": group.prompt.id,
+                    "index": i,
+                    "prompt": [dict(m) for m in group.prompt.messages],
+                    "answer": group.prompt.answer,
+                    "completion": completion.text,
+                    "rewards": rewards,
+                    "finish_reason": str(completion.finish_reason),
+                }
+            )
+    write_atomically(file, map(encode, lines))
+    interrupt.keeps(f"every completion is in {file}")
+    return file
+
+
+def print_table(what: str, evaluation: Evaluation, num_prompts: int, num_samples: int) -> None:
+    from rich.table import Table
+
+    from rlft.logger.console import open_terminal
+
+    table = Table(title=f"{what}: {num_prompts} held-out prompts x {num_samples} samples", title_justify="left")
+    for column in ("metric", "value", "standard error"):
+        table.add_column(column, justify="left" if column == "metric" else "right")
+    metrics = evaluation.metrics
+    for name, value in metrics.items():
+        if not name.endswith("_se"):
+            error = metrics.get(f"{name}_se")
+            label = name.removeprefix("eval/")
+            if f"{name}_se" in metrics and not label.startswith("pass@"):
+                label = f"mean@{num_samples} ({label})"
+            table.add_row(label, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+    open_terminal().print(table)

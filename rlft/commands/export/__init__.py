@@ -1,0 +1,1 @@
+"""What `rlft export` writes besides weights."""

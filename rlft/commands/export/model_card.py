@@ -1,0 +1,325 @@
+"""The README.md of an exported model, made from its run folder alone.
+
+Its front matter is the one that the hub reads. A base or data set without a hub id is named only in the text, and
+without its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlft.commands.export.gguf import card_section
+from rlft.config.model import ALL_LINEAR
+from rlft.config.model_paths import EMBEDDED, looks_local
+from rlft.data.records import PLACEHOLDER, chat
+from rlft.generation.vllm.options import engine_rank
+from rlft.logger.jsonl import EVALUATIONS, read_lines
+from rlft.model.adapter_folder import CONFIG
+from rlft.runs import checkpoint, run_folder
+from rlft.runs.find import CheckpointKind, NamedRun
+from rlft.runs.paths import NAMES
+from rlft.system.terminal import command_line, overrides
+from rlft.tokens.ends import TurnEnds
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+IN_THE_PROMPT = ("_target_", "system_prompt", "prompt_template")
+STEPS = {"examples_per_step": "demonstrations", "rankings_per_step": "rankings"}
+PLAIN_PROMPT = '"\\n\\n".join(message["content"] for message in messages)'
+"""The prompt's text for a tokenizer without a chat template (rlft.data.prompts)."""
+
+Config = Mapping[str, Any]
+
+
+def model_card(
+    source: NamedRun,
+    folder: Path,
+    kind: CheckpointKind,
+    *,
+    is_model: bool,
+    name: str,
+    repo_id: str | None = None,
+    has_template: bool,
+    loader: str,
+    dtype: str,
+    ends: TurnEnds,
+    eos: object,
+    names_ends: bool,
+) -> str:
+    """The card, in Markdown.
+
+    Args:
+        source: the run.
+        folder: the checkpoint's folder.
+        kind: what the checkpoint holds.
+        is_model: whether a whole model is exported, rather than only an adapter.
+        name: the exported folder's name.
+        repo_id: the repository that the folder is pushed to.
+        has_template: whether the tokenizer's chat template is used.
+        loader: transformers' class that loads the model.
+        dtype: the dtype of the model's weights.
+        ends: what ends a turn.
+        eos: the tokenizer's end token.
+        names_ends: whether what loads the model finds all of them in its generation config.
+    """
+    config = source.config
+    step = json.loads((folder / checkpoint.STATE).read_text())["step"]
+    origin = run_folder.read(source.run, "run").get(run_folder.ORIGIN, {})
+    evaluations = [line for line in read_lines(source.run / EVALUATIONS) if line["step"] <= step]
+    adapter = {} if kind is CheckpointKind.weights else json.loads((folder / kind / CONFIG).read_text())
+    base_id = config["model"]["path"] if is_hub_id(config["model"]["path"]) else None
+    end = (ends.ids[0], ends.names[ends.ids[0]]) if ends.ids and ends.ids[0] != eos else None
+    exported_as = "reward model" if kind is CheckpointKind.reward else "model" if is_model else "adapter"
+    trained_with = ", ".join(f"{k} {v}" for k, v in origin.items())
+    sections = [
+        front_matter(config, kind, is_model),
+        f"# {config['name']}",
+        f"A {exported_as}, trained with rlft for {step} steps.",
+        table(("", ""), [*facts(config), *end_fact(ends), ("Trained with", trained_with)]),
+        results(evaluations, config),
+        usage(
+            config, adapter, kind, is_model, repo_id or name, has_template, loader, dtype, ends, names_ends=names_ends
+        ),
+        *([] if kind is CheckpointKind.reward else [card_section(name, None if is_model else adapter, base_id, end)]),
+        "## Licence\n\nNot recorded in the run: whoever publishes this chooses it, as base and data allow.",
+    ]
+    return "\n\n".join(part for part in sections if part) + "\n"
+
+
+def front_matter(config: Config, kind: CheckpointKind, is_model: bool) -> str:
+    """The card's front matter: YAML that the hub reads."""
+    fields: dict[str, Any] = {}
+    if is_hub_id(config["model"]["path"]):
+        fields["base_model"] = config["model"]["path"]
+        fields["base_model_relation"] = "finetune" if is_model else "adapter"
+    data = config.get("data") or {}
+    if str(data.get("_target_", "")).startswith("rlft.data.hub.") and is_hub_id(data["path"]):
+        fields["datasets"] = [data["path"]]
+    fields["library_name"] = "transformers" if is_model else "peft"
+    if kind is not CheckpointKind.reward:
+        fields["pipeline_tag"] = "text-generation"
+    algorithm = config.get("algorithm") or {}
+    fields["tags"] = [
+        "rlft",
+        *(["reinforcement-learning", module_name(algorithm)] if "_target_" in algorithm else []),
+        *(["sft"] if config.get("demonstrations") else []),
+        *([module_name(config["loss"])] if config.get("loss") else []),
+        *(["reward-model"] if kind is CheckpointKind.reward else []),
+        *([] if kind is CheckpointKind.weights else ["lora"]),
+    ]
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
+
+
+# -- the table of the run's settings -----------------------------------------------------------------------------------
+def facts(config: Config) -> list[tuple[str, str]]:
+    """Rows (name, value) of the table, from the sections of the run's config."""
+    rows = [("Base", public_name(config["model"]["path"], config["model"].get("revision")))]
+    if data := config.get("data"):
+        rows.append(("Data", described(data)))
+    for section in ("demonstrations", "preferences", "loss", "algorithm"):
+        if config.get(section):
+            rows.append((section.capitalize(), described(config[section])))
+    if rewards := config.get("reward"):
+        weights = ", ".join(f"{name} x {reward.get('weight')}" for name, reward in rewards.items())
+        rows.append(("Rewards" if "algorithm" in config else "Rewards (only measured)", weights))
+    if "group_size" in config:
+        rows.append(("A step", f"{config['prompts_per_step']} prompts x {config['group_size']} completions"))
+    rows += [("A step", f"{config[key]} {unit}") for key, unit in STEPS.items() if key in config]
+    if lora := config.get("lora"):
+        lora_kinds = {name: True for name in ("use_rslora", "use_dora") if lora.get(name)}
+        lora_keys = {key: lora[key] for key in ("rank", "alpha", "dropout", "target_modules")}
+        rows.append(("Adapter", keys_text({**lora_keys, **lora_kinds})))
+    if trainer := config.get("trainer"):
+        rows.append(("AdamW", keys_text(trainer)))
+    if generation := config.get("generation"):
+        keys = ("temperature", "top_p", "top_k", "max_tokens")
+        stops = {"stop": generation["stop"]} if generation.get("stop") else {}
+        rows.append(("Completions", keys_text({**{k: generation[k] for k in keys}, **stops})))
+    return [*rows, ("Seed", str(config.get("seed")))]
+
+
+def described(section: Config) -> str:
+    """A component as text: the name of its module and its keys."""
+    return f"{module_name(section)}: {keys_text({k: v for k, v in section.items() if k not in IN_THE_PROMPT})}"
+
+
+def module_name(section: Config) -> str:
+    """The module's name, such as `grpo` of `rlft.algorithm.grpo.GRPO`."""
+    return section["_target_"].rsplit(".", 2)[-2]
+
+
+def keys_text(section: Config) -> str:
+    return ", ".join(
+        f"{key}={public_name(value) if key in NAMES else json.dumps(value, ensure_ascii=False)}"
+        for key, value in section.items()
+        if value is not None
+    )
+
+
+def is_hub_id(path: str) -> bool:
+    return HUB_ID.fullmatch(path) is not None and not path.endswith(".jsonl") and not looks_local(path)
+
+
+def public_name(path: str, revision: str | None = None) -> str:
+    """A hub id or embedded name unchanged, or the last part of a local path."""
+    name = path if is_hub_id(path) or path.startswith(EMBEDDED) else Path(path).name
+    return name if revision is None else f"{name} at {revision}"
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+def results(evaluations: Sequence[Config], config: Config) -> str:
+    """The section with the first and the last evaluation, with standard errors; empty if there was no evaluation."""
+    if not evaluations:
+        return ""
+    columns = [evaluations[0], evaluations[-1]][-min(2, len(evaluations)) :]
+    names = [n for n in dict.fromkeys(n for line in columns for n in line) if n.startswith("eval/") and n[-3:] != "_se"]
+    rows = [(name.removeprefix("eval/"), *(value_text(line, name) for line in columns)) for name in names]
+    samples = ("samples of each prompt", *(num_samples(line) for line in columns))
+    heading = ("", *(f"step {line['step']}" for line in columns))
+    introduction = f"Held-out {measured_on(config)}; ± is a standard error over them."
+    by_samples = [samples] if "sampled" in introduction else []
+    return f"## Results\n\n{introduction}\n\n{table(heading, [*by_samples, *rows])}"
+
+
+def measured_on(config: Config) -> str:
+    """A description of the data that an evaluation uses, and of how it samples."""
+    settings = config.get("eval") or {}
+    if "num_rankings" in settings:
+        return f"rankings, at most {settings['num_rankings']}"
+    if not config.get("data"):
+        return f"demonstrations, at most {settings['num_prompts']}"
+    temperature = settings["temperature"]
+    sampling = "as in training" if temperature is None else f"at temperature {temperature:g}"
+    return f"prompts, at most {settings['num_prompts']}, sampled {sampling}"
+
+
+def value_text(line: Config, name: str) -> str:
+    value, error = line.get(name), line.get(f"{name}_se")
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+
+
+def num_samples(line: Config) -> str:
+    """The number of samples per prompt, which is the largest k of pass@k."""
+    sizes = [int(match[1]) for name in line if (match := re.fullmatch(r"eval/pass@(\d+)", name))]
+    return str(max(sizes)) if sizes else "-"
+
+
+# -- use ---------------------------------------------------------------------------------------------------------------
+def reward_command(config: Config, adapter: Config, name: str) -> str:
+    """The `rlft train` command that uses this reward model, for an adapter of the same shape on the same base."""
+    base, targets = (config.get("model") or {}).get("path") or "", (config.get("lora") or {}).get("target_modules")
+    keys: dict[str, object] = {"model.path": base} if base.startswith(EMBEDDED) or is_hub_id(base) else {}
+    keys |= {"reward.learned.path": name, "lora.rank": adapter["r"], "lora.alpha": f"{adapter['lora_alpha']:g}"}
+    if targets not in (None, ALL_LINEAR):
+        keys["lora.target_modules"] = targets
+    keys |= {f"lora.{kind}": "true" for kind in ("use_rslora", "use_dora") if adapter.get(kind)}
+    return command_line("rlft", "train", "reward=[exact_match,learned]", *overrides(keys))
+
+
+def usage(
+    config: Config,
+    adapter: Config,
+    kind: CheckpointKind,
+    is_model: bool,
+    name: str,
+    has_template: bool,
+    loader: str,
+    dtype: str,
+    ends: TurnEnds,
+    *,
+    names_ends: bool,
+) -> str:
+    """Python code that loads the export with transformers and with vLLM, and prompts it as the run did."""
+    if kind is CheckpointKind.reward:
+        return f"## Use\n\n```\n{reward_command(config, adapter, name)}\n```"
+    generation = config.get("generation") or {}
+    sampling = [f"{key}={generation[key]}" for key in ("temperature", "top_p", "top_k") if key in generation]
+    length = generation.get("max_tokens", 256)
+    by_transformers, by_vllm = stop_code(generation, ends, names_ends=names_ends)
+    generate_options = ["do_sample=True", *sampling, f"max_new_tokens={length}", *by_transformers]
+    shared_lines = [
+        f'path = "{name}"',
+        *(["base = path"] if is_model else ["base = PeftConfig.from_pretrained(path).base_model_name_or_path"]),
+        *messages_code(config),
+    ]
+    transformers_lines = [
+        *([] if is_model else ["from peft import PeftConfig, PeftModel"]),
+        f"from transformers import {', '.join(sorted(('AutoTokenizer', loader)))}",
+        "",
+        *shared_lines,
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        f'model = {loader}.from_pretrained(base, dtype="auto")',
+        *([] if is_model else ["model = PeftModel.from_pretrained(model, path)"]),
+        'options = {"return_dict": True, "return_tensors": "pt"}',
+        "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)"
+        if has_template
+        else f'inputs = tokenizer({PLAIN_PROMPT}, return_tensors="pt")',
+        f"output = model.generate(**inputs, {', '.join(generate_options)})",
+        'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+    # vLLM rounds float32 weights to 16 bits by default.
+    dtype_option = ', dtype="float32"' if dtype == "float32" else ""
+    lora_options = "" if is_model else f", enable_lora=True, max_lora_rank={engine_rank(adapter['r'])}"
+    vllm_lines = [
+        *([] if is_model else ["from peft import PeftConfig"]),
+        "from vllm import LLM, SamplingParams",
+        *([] if is_model else ["from vllm.lora.request import LoRARequest"]),
+        "",
+        *shared_lines,
+        f"sampling = SamplingParams({', '.join([*sampling, f'max_tokens={length}', *by_vllm])})",
+        f"answers = LLM(base{dtype_option}{lora_options})."
+        f"{'chat(messages' if has_template else f'generate({PLAIN_PROMPT}'}, sampling"
+        + ("" if is_model else ', lora_request=LoRARequest("policy", 1, path)')
+        + ")",
+        "print(answers[0].outputs[0].text)",
+    ]
+    vllm_can_load = is_model or not adapter.get("use_dora")  # vLLM refuses DoRA adapters
+    programs = [code(transformers_lines), *([code(vllm_lines)] if vllm_can_load else [])]
+    return "## Use\n\n" + "\n\nor\n\n".join(programs)
+
+
+def end_fact(ends: TurnEnds) -> list[tuple[str, str]]:
+    """The row of the table that says what ends a turn."""
+    texts = [f"`{ends.names[token]}` ({token})" for token in ends.ids]
+    return [("A turn ends with", " or ".join(texts))] if texts else []
+
+
+def stop_code(generation: Config, ends: TurnEnds, *, names_ends: bool) -> tuple[list[str], list[str]]:
+    """Arguments for transformers' `generate` and vLLM's `SamplingParams` that make both stop where the run did."""
+    texts = [stop for stop in generation.get("stop", ()) if isinstance(stop, str)]
+    tokens = [stop for stop in generation.get("stop", ()) if isinstance(stop, int)]
+    tokens = list(dict.fromkeys([*ends.ids, *tokens])) if tokens or not names_ends else []
+    by_transformers = [f"stop_strings={texts!r}", "tokenizer=tokenizer"] if texts else []
+    by_transformers += [f"eos_token_id={tokens!r}"] if tokens else []
+    by_vllm = [f"stop={texts!r}"] if texts else []
+    by_vllm += [f"stop_token_ids={tokens!r}"] if tokens else []
+    if by_vllm and generation.get("include_stop_str_in_output"):
+        by_vllm.append("include_stop_str_in_output=True")
+    return by_transformers, by_vllm
+
+
+def messages_code(config: Config) -> list[str]:
+    """Python code of the messages that the run would make of a question."""
+    data = config.get("data") or {}
+    template = data.get("prompt_template") or PLACEHOLDER
+    messages = chat([{"role": "user", "content": "What is 17 + 25?"}], data.get("system_prompt"), template)
+    return ["messages = [", *(f"    {json.dumps(dict(m), ensure_ascii=False)}," for m in messages), "]"]
+
+
+def code(lines: Sequence[str]) -> str:
+    text = "\n".join(lines)
+    return f"```python\n{text}\n```"
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in cells)} |"
+
+    return "\n".join([line(heading), line(["---"] * len(heading)), *(line(row) for row in rows)])

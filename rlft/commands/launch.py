@@ -1,0 +1,149 @@
+"""Performs a run of any verb, from its composed config to its end: plans it, claims and locks its folder, runs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlft.config import command as verbs
+from rlft.config.command import Verb
+from rlft.runs import fork as forks
+from rlft.runs import run_folder, run_status
+from rlft.runs.extent import steps_done
+from rlft.runs.fork import Fork
+from rlft.system import disk, interrupt
+from rlft.system.crash import recorded_in
+from rlft.system.interrupt import Reported
+from rlft.system.terminal import command_line, resuming, say
+from rlft.types import Logger, UserError
+
+
+def launch(
+    plain: dict[str, Any],
+    folder: Path,
+    shared_engines: Any = None,
+    *,
+    may_be_finished: bool = False,
+    fork: Fork | None = None,
+    loggers: Sequence[Logger] = (),
+) -> None:
+    """Performs a run to its end, or to an interruption (KeyboardInterrupt, after saving).
+
+    Args:
+        plain: the composed config.
+        folder: the run's folder.
+        shared_engines: the engines of a sweep; its jobs do not print a page at their end.
+        may_be_finished: whether a resumed run that has all its steps is left as it is, if its inputs are unchanged;
+            otherwise it is refused.
+        fork: the checkpoint of another run that this new run starts from.
+        loggers: further loggers, which are called after the run's own.
+    """
+    import_libraries()
+    verb = verbs.named(plain["verb"])
+    from rlft.loop.engines import Engines
+    from rlft.plan import disk_space, rules
+    from rlft.plan.gpu_budget import fitted
+
+    plan = fitted(verb.make_plan({**plain, "resume": str(folder)} if fork is not None else plain))
+    plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
+    if fork is not None:
+        forks.check(fork, plain, plan.fingerprints, plan.num_steps)
+    rules.check_writable(folder)
+    if fork is not None:
+        forks.begin(fork, folder, plain, plan.fingerprints, plan.num_steps)
+        say(f"a new run from {fork.run} after step {fork.step}, in {folder}")
+    elif plan.config.resume is None:
+        run_folder.claim(folder, plain, plan.fingerprints, plan.num_steps)
+    elif _is_left_alone(verb, plan, plain, folder, may_be_finished):
+        say(f"finished already, with the same config and inputs: {folder}")
+        return
+    if disk_note := disk_space.note(plan.disk_bytes(), folder):
+        say(f"note: {disk_note}")
+    try:
+        with ExitStack() as stack:
+            interrupt.keeps(f"go on from what is saved with: {resuming(folder)}")
+            stack.enter_context(disk.explained(resuming(folder), folder))
+            stack.enter_context(run_folder.held(folder))
+            run_folder.go_on(folder, plain)
+            ending = stack.enter_context(run_status.kept(folder, plan.num_steps))
+            stack.enter_context(recorded_in(folder))
+            stack.enter_context(disk.explained(resuming(folder), folder))  # so that status.json has this message, too
+            engines = shared_engines if shared_engines is not None else stack.enter_context(Engines())
+            outcome = verb.run(plan, folder, engines, say)
+            ending.interrupted = outcome.interrupted
+    except KeyboardInterrupt:
+        say((verb.stopped or stopped_at_once)(folder))
+        raise Reported from None
+    if outcome.interrupted:
+        saved_text = "saved" if outcome.step else "before the first one"
+        say(f"stopped after step {outcome.step}, {saved_text}; go on with: {resuming(folder)}")
+        raise Reported
+    interrupt.keeps(f"the run is finished and saved in {folder}")
+    if shared_engines is None and plan.has_page:
+        (verb.closing or last_page)(plan, folder)
+
+
+def stopped_at_once(folder: Path) -> str:
+    """The message about a run that was stopped inside a step."""
+    return f"stopped at once; go on from the newest checkpoint with: {resuming(folder)}"
+
+
+def last_page(plan: Any, folder: Path) -> None:
+    """Prints the page at the end of a run: its curves and its last evaluation."""
+    from rlft.logger.summary import print_summary
+
+    print_summary(folder, ())
+
+
+def _is_left_alone(verb: Verb, plan: Any, plain: dict[str, Any], folder: Path, may_be_finished: bool) -> bool:
+    """Whether the run in this folder is finished and is left alone.
+
+    Raises:
+        UserError: the run cannot be resumed with this config, or is finished although it may not be.
+    """
+    done = saved_steps(verb, folder, plan)
+    run_folder.check_resume(folder, plain, plan.fingerprints)
+    if done < plan.num_steps or may_be_finished:
+        return done >= plan.num_steps
+    problem = f"the run is finished: it has all its {plan.num_steps} steps"
+    raise UserError("resume", problem, got=folder, remedy=after_the_end(plain, folder, plan.num_steps))
+
+
+def saved_steps(verb: Verb, folder: Path, plan: Any) -> int:
+    """The number of steps that the run in this folder has saved.
+
+    Raises:
+        UserError: the plan has fewer steps than that.
+    """
+    return (verb.steps_done or steps_done)(folder, plan)
+
+
+def after_the_end(plain: dict[str, Any], folder: Path, num_steps: int) -> str:
+    """What a user can do with a finished run."""
+    remedies = []
+    if plain.get("trainer", {}).get("schedule") == "constant":
+        remedies.append(f"raise steps ({resuming(folder)} steps={2 * num_steps})")
+    if verbs.named(plain["verb"]).has_policy:
+        remedies.append(command_line("rlft", "eval", f"run={folder}"))
+    return ", or ".join(remedies) or "start another one"
+
+
+def import_libraries() -> None:
+    """Imports torch, transformers and the modules that need them; meanwhile Ctrl-C ends the process at once."""
+    from rlft.system.interrupt import ends_the_process
+
+    with ends_the_process():
+        import transformers
+
+        import rlft.loop.session
+
+        # transformers imports its modules when their names are first used.
+        _ = rlft.loop.session, transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+    from transformers.utils import logging
+
+    if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":
+        logging.disable_progress_bar()

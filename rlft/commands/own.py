@@ -1,0 +1,95 @@
+"""rlft's own verbs that make runs, one object each. Their functions are imported when they are called."""
+
+from __future__ import annotations
+
+from rlft.config.command import Headline, Verb, late
+from rlft.config.schema import DpoConfig, RmConfig, RunConfig, SampleConfig, SftConfig
+
+USAGE = "+recipe=<name> [<key>=<value>] ..."
+
+TRAIN = Verb(
+    name="train",
+    usage=USAGE,
+    help="train; -m with several values sweeps; --help lists groups and recipes",
+    root=RunConfig,
+    check=late("rlft.plan.train_checks:check_config"),
+    make_plan=late("rlft.plan.train_plan:make_plan"),
+    run=late("rlft.commands.train:run"),
+    closing=late("rlft.commands.train:closing"),
+    headline=Headline(label="reward", metric="reward/mean"),
+    has_policy=True,
+    free_keys=(
+        "rollouts",
+        "token_values",
+        "pretrain.path",
+        "environment.workers",
+        "environment.port",
+        "cluster.kind",
+        "cluster.address",
+        "cluster.engines",
+        "cluster.gpus_per_engine",
+        "cluster.ranks",
+        "cluster.placement",
+        "cluster.timeout",
+        "cluster.max_engine_restarts",
+        "cluster.scoring",
+        "cluster.jobs",
+        "cluster.shard_base",
+        "snapshot.teacher_gpu_memory_utilization",
+    ),
+)
+
+SFT = Verb(
+    name="sft",
+    usage="+recipe=<name> [...]",
+    help="supervised fine-tuning on demonstrations",
+    root=SftConfig,
+    check=late("rlft.plan.sft_checks:check_config"),
+    make_plan=late("rlft.plan.sft_plan:make_plan"),
+    run=late("rlft.commands.sft:run"),
+    closing=late("rlft.commands.sft:closing"),
+    has_policy=True,
+    free_keys=("demonstrations.path",),
+)
+
+RM = Verb(
+    name="rm",
+    usage="+recipe=<name> [...]",
+    help="a reward model from preferences",
+    root=RmConfig,
+    check=late("rlft.plan.rm_checks:check_config"),
+    make_plan=late("rlft.plan.rm_plan:make_plan"),
+    run=late("rlft.commands.rm:run"),
+    closing=late("rlft.commands.rm:closing"),
+    lora_roles=("reward", "policy"),
+    free_keys=("preferences.path", "replay.path"),
+)
+
+DPO = Verb(
+    name="dpo",
+    usage="+recipe=<name> [...]",
+    help="a policy from preferences",
+    root=DpoConfig,
+    check=late("rlft.plan.dpo_checks:check_config"),
+    make_plan=late("rlft.plan.dpo_plan:make_plan"),
+    run=late("rlft.commands.dpo:run"),
+    closing=late("rlft.commands.dpo:closing"),
+    has_policy=True,
+    free_keys=("preferences.path",),
+)
+
+SAMPLE = Verb(
+    name="sample",
+    usage="[run=<run>] [...]",
+    help="scored completions of a data set, to learn from or to look at",
+    root=SampleConfig,
+    check=late("rlft.plan.sample_checks:check_config"),
+    make_plan=late("rlft.plan.sample_plan:make_plan"),
+    run=late("rlft.commands.sample:run"),
+    steps_done=late("rlft.commands.sample:steps_done"),
+    stopped=late("rlft.commands.sample:stopped"),
+    closing=late("rlft.commands.sample:closing"),
+    compose=late("rlft.runs.like:composed_like_a_run"),
+    headline=None,
+    free_keys=("num_prompts", "environment.workers", "environment.port"),
+)

@@ -1,0 +1,358 @@
+"""`rlft plan`: computes the sizes, memory, data and rewards of a run before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median_low
+from typing import Any
+
+import torch
+
+from rlft.config import command as verbs
+from rlft.config.generation import section_of
+from rlft.config.token_budget import AUTO, resolved
+from rlft.generation.memory import ModelSizes, Part, peak
+from rlft.loop.base_loading import free_bytes, needs_checkpointing
+from rlft.model.backbone import ends_of, load_tokenizer, resolve_device, resolve_dtype
+from rlft.plan.cluster_plan import context_bytes, placed_elsewhere
+from rlft.plan.disk_space import LOWERED_BY
+from rlft.plan.environment_trial import EnvironmentTrial, try_environment
+from rlft.plan.fit import Remedy, remedies
+from rlft.plan.gpu_budget import settled
+from rlft.plan.memory_demand import CUDA_CONTEXT, on_a_gpu, sizes_of
+from rlft.plan.memory_parts import Demand, engine_memory, lacks, parts, teacher_memory
+from rlft.plan.reward_trial import Trial, doubts, try_rewards
+from rlft.plan.rules import check_engine_on, check_quantized_device, has_bitsandbytes
+from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.startup_table import BaseCopies, Facts, TableRow
+from rlft.reward.workers.reward_spec import specs
+from rlft.system.memory import resident_bytes
+from rlft.types import UserError
+
+NO_BITSANDBYTES = (
+    "bitsandbytes is not installed here, and the run needs it where it runs: pip install 'rlft[quantization]'"
+)
+TRIED_PROMPTS = 2
+MAX_BINS = 32
+MAX_CHARACTERS = 400
+"""The most characters of a text in the JSON (from data, a reward or a note): the JSON stays below 64 KiB."""
+
+ENGINE_ON_A_GPU = "the engine is planned as {}, which generation=auto is on a GPU where it is installed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What `rlft plan` prints.
+
+    Attributes:
+        sizes: the rows of the start-up table.
+        parameters: {role: number of parameters}.
+        model: the sizes of the base and of one adapter.
+        demand: the run's memory demand.
+        process: bytes that the process takes besides models and batches.
+        device: the device in words.
+        limit: bytes of the device's memory.
+        named_limit: whether device_memory= named that limit.
+        lengths: the lengths of the data.
+        trials: the rewards' scores of a few completions.
+        conversation: a conversation with the environment; None without one.
+        notes: notes for the person watching.
+        disk: {part of the run's folder: the most bytes that it may take}.
+    """
+
+    sizes: Sequence[TableRow]
+    parameters: Mapping[str, int]
+    model: ModelSizes
+    demand: Demand
+    process: int
+    device: str
+    limit: int
+    named_limit: bool
+    lengths: Sequence[DataLengths]
+    trials: Sequence[Trial]
+    conversation: EnvironmentTrial | None
+    notes: Sequence[str]
+    disk: Mapping[str, int]
+
+    def memory(self, *, recompute: bool) -> list[Part]:
+        return parts(self.model, replace(self.demand, recompute=recompute), self.process)
+
+    @property
+    def peak(self) -> int:
+        return peak(self.memory(recompute=self.demand.recompute))
+
+    @property
+    def has_engine_apart(self) -> bool:
+        """Whether the engine takes memory of its own, which could be on another device."""
+        engine = self.demand.engine
+        if engine is None or engine.on_trainers_base:
+            return False
+        return any(part.bytes for part in engine.memory(self.model, self.demand.load).parts)
+
+    @property
+    def peak_without_engine(self) -> int:
+        """The peak with the engine on a device of its own, if it can have one."""
+        alone = replace(self.demand, engine=None) if self.has_engine_apart else self.demand
+        return peak(parts(self.model, alone, self.process))
+
+    @property
+    def failed_rewards(self) -> list[str]:
+        """Names of the rewards whose failure on the completions with which they were tried would end the run."""
+        return list(dict.fromkeys(trial.reward for trial in self.trials if trial.score is None))
+
+    @property
+    def engine_lacks(self) -> int:
+        """Bytes by which the engine's own share of the device is too small for it to start."""
+        return engine_memory(self.model, self.demand).lacks
+
+    @property
+    def teacher_lacks(self) -> int:
+        """Bytes by which the teacher's own share of the device is too small for vLLM to start with it."""
+        return teacher_memory(self.demand).lacks
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit and not lacks(self.model, self.demand)
+
+    def remedies(self) -> list[Remedy]:
+        """Changes that would make the run fit; none if it fits."""
+        return [] if self.fits else remedies(self.model, self.demand, self.process, self.limit)
+
+
+def plan_of(plain: dict[str, Any], limit: int | None) -> Planned:
+    """Plans the run of this config.
+
+    Args:
+        plain: the resolved config.
+        limit: bytes of the device's memory; None for the free memory of this machine's device.
+
+    Raises:
+        UserError: the run would be refused.
+    """
+    on_another = needs_absent_gpu(plain)
+    if on_another and limit is None:
+        problem = "this machine has no such GPU, so its memory cannot be read"
+        got = plain["model"]["device"]
+        raise UserError("model.device", problem, got=got, remedy="name its memory: device_memory=24GiB")
+    is_auto = plain["token_budget"] == AUTO
+    if on_another:
+        plain = without_gpu(plain)
+    plan = without_running(plain)
+    settings = plan.config.model
+    if not on_another:
+        check_quantized_device(settings)
+    model, device = sizes_of(settings, plan.config.lora), resolve_device(settings.device)
+    # This process has imported all libraries that the run needs, and has scanned its data.
+    process, free = resident_bytes(), free_bytes(device)
+    on_gpus = on_another or device.type == "cuda"
+    device_limit = free + (CUDA_CONTEXT if on_gpus else process) if limit is None else limit
+    plan = placed_elsewhere(plan, model, device_limit if on_gpus else None, on_gpus=on_gpus, absent=on_another)
+    if on_gpus:
+        process = context_bytes(plan)
+    demand = plan.demand(model, False)
+    if demand is None:
+        problem = "cannot be planned: it does not say how much memory its runs take"
+        raise UserError("plan", problem, got=f"rlft {plain['verb']}", remedy="plan a verb that does")
+    if on_another or demand.device == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory if limit is None else limit
+        demand = on_a_gpu(demand, plan, memory, absent=on_another)
+        plan = settled(plan, model, demand, memory, is_auto)
+    if demand.engine is not None and plan.engine is not None and demand.section != section_of(plan.engine):
+        plan = plan.sampled_by(demand.section, model.itemsize)
+    if demand.engine is not None:
+        quantized = settings.quantization is not None
+        generation, itemsize = plan.config.generation, model.itemsize
+        check_engine_on(generation, demand.section, demand.device, itemsize=itemsize, quantized=quantized)
+    recompute = plan.config.model.gradient_checkpointing
+    if recompute == AUTO:  # on a CPU
+        room = free if limit is None else max(0, limit - process - model.base_bytes)
+        adapter_bytes = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
+        tokens = plan.config.token_budget
+        recompute = needs_checkpointing(
+            model.config, tokens, model.itemsize, room, device=demand.device, plain=model.plain, adapter=adapter_bytes
+        )
+    demand = replace(demand, token_budget=plan.config.token_budget, recompute=recompute)
+    facts = planned_facts(plan, model, demand)
+    return Planned(
+        sizes=plan.startup_rows(facts),
+        parameters=plan.parameters(model),
+        model=model,
+        demand=demand,
+        process=process,
+        device="a GPU that is not here" if on_another else str(device),
+        limit=device_limit,
+        named_limit=limit is not None,
+        lengths=plan.lengths(),
+        trials=trials_of(plan),
+        conversation=conversation_of(plan),
+        notes=[*notes_of(plan), *facts.notes, *_note_of_another_engine(plan, demand), *_note_of_ranks(plan, on_gpus)],
+        disk=plan.disk_bytes(model),
+    )
+
+
+def _note_of_another_engine(plan: Plan, demand: Demand) -> list[str]:
+    """A note if `auto` will choose a different engine than on this machine."""
+    if plan.engine is None or demand.engine is None or demand.section == section_of(plan.engine):
+        return []
+    return [ENGINE_ON_A_GPU.format(demand.engine.title)]
+
+
+def _note_of_ranks(plan: Plan, on_gpus: bool) -> list[str]:
+    """A note if other ranks are on the same CPU, because the parts do not include them."""
+    ranks = 0 if on_gpus else getattr(getattr(plan.config, "cluster", None), "ranks", 1) - 1
+    if ranks < 1:
+        return []
+    others = "the other rank takes" if ranks == 1 else f"each of the {ranks} other ranks takes"
+    return [f"memory is that of the run's own process and its engines; {others} as much again as this process"]
+
+
+def without_running(plain: dict[str, Any]) -> Plan:
+    """The plan of a run that may run on another machine."""
+    return verbs.named(plain["verb"]).make_plan(plain, runs_here=False)
+
+
+def needs_absent_gpu(plain: Mapping[str, Any]) -> bool:
+    """Whether the run is meant for a GPU and this machine has none."""
+    return str(plain["model"]["device"]).startswith("cuda") and not torch.cuda.is_available()
+
+
+def without_gpu(plain: dict[str, Any]) -> dict[str, Any]:
+    """The run as a machine without a GPU can check it, with the values that `auto` has on a GPU."""
+    settings = plain["model"]
+    dtype = "bfloat16" if settings["dtype"] == AUTO else settings["dtype"]  # float16 before Ampere: of the same size
+    return {**resolved(plain), "model": {**settings, "device": "cpu", "dtype": dtype}}
+
+
+def planned_facts(plan: Plan, model: ModelSizes, demand: Demand) -> Facts:
+    """The facts about the model for the start-up table, before it is loaded."""
+    settings = plan.config.model
+    padded = "kernels are plain" if model.plain else "this model's attention needs it"
+    return Facts(
+        base=model.parameters,
+        trainable=demand.trainable,
+        dtype=str(resolve_dtype(settings.dtype, resolve_device(settings.device))).removeprefix("torch."),
+        device=demand.device if demand.device == "cuda" else str(resolve_device(settings.device)),
+        forward="packed" if model.packed else "padded",
+        reason="each prompt once for its group, no padding" if model.packed else padded,
+        kernels=model.kernels,
+        base_copies=planned_copies(model, demand),
+        layer_kinds=model.layer_kinds,
+    )
+
+
+def planned_copies(model: ModelSizes, demand: Demand) -> BaseCopies | None:
+    """How many copies of the base the run will hold, as far as its config tells."""
+    if demand.engine is None:
+        return None
+    if demand.engines_apart:
+        return BaseCopies(1 + demand.engines_apart, "an engine in a process of its own has one of its own")
+    why = demand.engine.why_two_bases(device=demand.device, itemsize=model.itemsize, quantized=model.quantized)
+    if why is None:
+        return BaseCopies(1, f"shared with {demand.engine.title}, tensor by tensor where both hold the same")
+    return BaseCopies(2, why) if why else None
+
+
+def trials_of(plan: Plan) -> list[Trial]:
+    """The rewards' scores of a few prompts; none if nothing is scored."""
+    prompts = plan.scored_prompts
+    if prompts is None:
+        return []
+    config = plan.config
+    tried, tokenizer = prompts.prompts[:TRIED_PROMPTS], load_tokenizer(config.model)
+    ends = ends_of(config.model, config.prompts.style, tokenizer)
+    sampling, timeout_s = config.generation.sampling, config.scoring.timeout
+    return try_rewards(specs(config.reward), tried, tokenizer, sampling, ends, timeout_s)
+
+
+def conversation_of(plan: Plan) -> EnvironmentTrial | None:
+    """One conversation with the run's environment; None without one."""
+    environment, prompts = getattr(plan, "environment", None), plan.scored_prompts or getattr(plan, "prompts", None)
+    if environment is None or prompts is None:
+        return None
+    return try_environment(environment, load_tokenizer(plan.config.model), prompts.prompts[0])
+
+
+def notes_of(plan: Plan) -> list[str]:
+    """The notes with which the run will begin, and notes about libraries that this machine lacks."""
+    notes = []
+    missing_engine = None if plan.engine is None else plan.config.generation.named(plan.engine).missing()
+    if missing_engine is not None:
+        notes.append(f"{missing_engine.problem} here, and the run needs it where it runs: {missing_engine.remedy}")
+    if plan.config.model.quantization is not None and not has_bitsandbytes():
+        notes.append(NO_BITSANDBYTES)
+    return [*plan.notes, *notes]
+
+
+def summary(tokens: Sequence[int]) -> dict[str, Any]:
+    """Summarises the lengths of some data's items (in tokens); {"items": 0} if there are none.
+
+    `histogram` has [first length, last length, number of items] for at most MAX_BINS ranges of equal width.
+    """
+    if not tokens:
+        return {"items": 0}
+    ordered, low, high = sorted(tokens), min(tokens), max(tokens)
+    width = -(-(high - low + 1) // MAX_BINS)
+    counts = Counter((length - low) // width for length in tokens)
+    return {
+        "items": len(ordered),
+        "total": sum(ordered),
+        "shortest": low,
+        "median": median_low(ordered),
+        "longest": high,
+        **{f"p{percent}": ordered[(len(ordered) - 1) * percent // 100] for percent in (90, 99)},
+        "histogram": [[low + i * width, min(high, low + (i + 1) * width - 1), counts[i]] for i in sorted(counts)],
+    }
+
+
+def cut(text: str) -> str:
+    """The text, or its first MAX_CHARACTERS characters and the number of all of them."""
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text):,} characters)"
+
+
+def _cut_texts(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with their texts cut, including those in lists."""
+    return {
+        name: cut(value)
+        if isinstance(value, str)
+        else [[cut(text) for text in pair] for pair in value]
+        if name == "said"
+        else value
+        for name, value in values.items()
+    }
+
+
+def as_dict(planned: Planned) -> dict[str, Any]:
+    """The plan as values for JSON, with sizes in bytes; it stays small, as lengths are summarised and texts are cut."""
+    memory = {
+        name: [
+            {"part": p.name, "bytes": p.bytes, "when": str(p.when), "key": p.key} for p in planned.memory(recompute=on)
+        ]
+        for name, on in (("as_planned", planned.demand.recompute), ("with_gradient_checkpointing", True))
+    }
+    return {
+        "sizes": [{"what": what, "value": value, "explanation": text} for what, value, text in planned.sizes],
+        "parameters": dict(planned.parameters),
+        "device": planned.device,
+        "device_memory": planned.limit,
+        "peak": planned.peak,
+        "peak_without_engine": planned.peak_without_engine,
+        "fits": planned.fits,
+        "gradient_checkpointing": planned.demand.recompute,
+        "memory": memory,
+        "ways": [{"changes": dict(remedy.changes), "peak": remedy.peak} for remedy in planned.remedies()],
+        "lengths": [
+            {"data": lengths.name, "tokens": summary(lengths.tokens), "left_out": lengths.note and cut(lengths.note)}
+            for lengths in planned.lengths
+        ],
+        "rewards": [
+            {name: cut(value) if isinstance(value, str) else value for name, value in asdict(trial).items()}
+            for trial in planned.trials
+        ],
+        "environment": _cut_texts(asdict(planned.conversation)) if planned.conversation else None,
+        "disk": [
+            {"part": name, "bytes": size, "lowered_by": LOWERED_BY.get(name)} for name, size in planned.disk.items()
+        ],
+        "notes": [cut(note) for note in (*planned.notes, *doubts(planned.trials))],
+    }

@@ -1,0 +1,77 @@
+"""`rlft resume`: continues a run from its newest checkpoint, or starts a new run from a checkpoint of another one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlft.commands.arguments import only_overrides
+from rlft.commands.begin import begin
+from rlft.commands.launch import launch
+from rlft.commands.sweep.record import is_study
+from rlft.config import compose as configs
+from rlft.plan.checks import check_early
+from rlft.runs import checkpoint, references, run_folder
+from rlft.runs.find import find
+from rlft.runs.fork import forking, open_fork
+from rlft.runs.naming import one_run
+from rlft.system.terminal import override, say
+from rlft.types import UserError
+
+USAGE = """\
+usage: rlft resume <run> [<key>=<value>] ...
+       rlft resume <checkpoint> [<key>=<value>] ... [hydra.run.dir=<new folder>]
+       rlft resume <sweep> [sweep.trials=<number>] [cluster.jobs=<number>]
+
+A run goes on from its newest checkpoint, exactly as if never stopped. Keys that would change the run are refused.
+From a checkpoint a new run begins, whose steps count on; keys may change that the checkpoint still fits, such as
+trainer.lr, algorithm.kl_coef, data or rewards. A sweep whose values Optuna chooses is resumed with its trials.
+  rlft resume runs/grpo_arithmetic/<time>
+  rlft resume runs/grpo_arithmetic/<time> steps=80
+  rlft resume runs/grpo_arithmetic/<time>/checkpoints/step_000040 trainer.lr=1e-4"""
+
+
+def command(arguments: list[str]) -> None:
+    """Resumes a run with its own config and the given changes, or forks a checkpoint."""
+    if not arguments or not arguments[0].removeprefix("run="):
+        raise UserError("resume", "names no run", remedy="write rlft resume runs/<name>/<time>")
+    if is_study(study_folder := Path(arguments[0].removeprefix("run="))):
+        from rlft.commands.sweep import command as study
+
+        study.resume(study_folder, arguments[1:])
+        return
+    folder = one_run(arguments[0].removeprefix("run="), "resume", say)
+    if (folder / checkpoint.STATE).is_file():
+        fork(folder, arguments[1:])
+        return
+    plain = run_folder.read(folder)
+    plain.pop(run_folder.ORIGIN, None)
+    parsed = only_overrides(arguments[1:], plain["verb"])
+    if parsed.value("hydra.run.dir") is not None:
+        remedy = "leave it out"
+        if saved := checkpoint.finished(run_folder.checkpoints(folder)):
+            new_folder = override("hydra.run.dir", parsed.value("hydra.run.dir"))
+            remedy += f", or start a new run from a checkpoint: {forking(saved[-1], new_folder)}"
+        problem = "a resumed run continues in its own folder"
+        raise UserError("hydra.run.dir", problem, got=parsed.value("hydra.run.dir"), remedy=remedy)
+    plain = configs.changed(plain, parsed.overrides, parsed.config_dir, plain["verb"])
+    plain["resume"] = str(folder)
+    begin(plain, folder)
+
+
+def fork(folder: Path, arguments: list[str]) -> None:
+    """`rlft resume <checkpoint> [key=value ..]`: starts a new run from a checkpoint of another one."""
+    source = open_fork(find(folder).run, folder)
+    verb = source.before["verb"]
+    parsed = only_overrides(arguments, verb)
+    if parsed.value("resume") is not None:
+        problem = "has no meaning here: a new run starts from the checkpoint"
+        raise UserError("resume", problem, got=parsed.value("resume"), remedy="leave it out")
+    changes = [o for o in parsed.overrides if not o.startswith(("hydra.run.dir=", "resume="))]
+    plain = configs.changed(dict(source.before), changes, parsed.config_dir, verb)
+    plain["resume"] = None
+    new_folder = Path(os.path.relpath(parsed.value("hydra.run.dir") or configs.new_folder(plain["name"])))
+    plain = run_folder.with_kept_values(references.resolved(plain), None)
+    check_early({**plain, "resume": str(folder)}, verb)
+    run_folder.check_free(new_folder)
+    launch(plain, new_folder, fork=source)

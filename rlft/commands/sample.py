@@ -1,0 +1,299 @@
+"""`rlft sample`: writes scored completions of a data set to a JSONL file, from which `sft`, `rm` and `dpo` learn.
+
+The run's folder holds samples.jsonl, to which each step appends the completions that are kept, and progress.json, which
+is written afterwards: bytes beyond it, left by a kill, are cut off when the run is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rlft.config.schema import Keep, SampleConfig
+from rlft.data.prompts import left_out
+from rlft.data.sampled import is_sampled, sampled_line
+from rlft.logger.console import open_terminal
+from rlft.logger.jsonl import encode
+from rlft.logger.lines import Lost, complete_lines, lost_text
+from rlft.loop.conversing import conversing_here
+from rlft.loop.decoding_check import check_decoding
+from rlft.loop.engines import Engines, adopting_of, largest_of, opening_of
+from rlft.loop.outcome import Outcome
+from rlft.loop.session import open_freshness, open_resident
+from rlft.loop.shell import deterministic_on_cpu
+from rlft.model.backbone import load_backbone
+from rlft.model.roles import policy_alone
+from rlft.plan.sample_plan import SamplePlan
+from rlft.plan.startup_table import slow_dtype
+from rlft.reward.workers.reward_spec import notes, specs
+from rlft.reward.workers.scorer import Scorer
+from rlft.runs import run_folder, run_status
+from rlft.runs.next_steps import after_sampling
+from rlft.runs.run_status import PROGRESS
+from rlft.system.disk import writing
+from rlft.system.files import append, write_atomically
+from rlft.system.memory import keep_blocks
+from rlft.system.out_of_memory import Doing, explained
+from rlft.system.seeds import sampling_seeds
+from rlft.system.terminal import program, resuming, say, show
+from rlft.system.versions import FORMAT, problem_of_format
+from rlft.types import Generator, Group, Scores, UserError
+
+SAMPLES = "samples.jsonl"
+PLAIN_SECONDS = 10.0
+DIGITS = 6
+"""Decimal places of a total reward: a float32 sum gives 1.2000000476837158, which must equal min_reward=1.2."""
+
+
+def kept(tokens: Sequence[Sequence[int]], totals: Sequence[float], config: SampleConfig) -> list[int]:
+    """The indices of a prompt's completions that are kept; the first of equally good ones.
+
+    Args:
+        tokens: the token ids of each completion.
+        totals: the total reward of each completion.
+        config: says which completions are kept.
+    """
+    first_index = {tuple(ids): i for i, ids in reversed(list(enumerate(tokens)))}
+    indices = [i for i, ids in enumerate(tokens) if not config.dedupe or first_index[tuple(ids)] == i]
+    if config.min_reward is not None:
+        indices = [i for i in indices if totals[i] >= config.min_reward]
+    limit = 1 if config.keep is Keep.best else config.max_per_prompt
+    best_first = sorted(indices, key=lambda i: -totals[i])
+    return sorted(best_first[:limit])
+
+
+NOTHING_DONE: Mapping[str, Any] = {
+    "step": 0,
+    "bytes": 0,
+    "sampled": 0,
+    "kept": 0,
+    "prompts_kept": 0,
+    "rewards": {},
+}
+"""The content of progress.json before the first step."""
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """The content of progress.json; NOTHING_DONE if there is no such file yet.
+
+    Raises:
+        UserError: the file cannot be read, or is damaged.
+    """
+    try:
+        state = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return dict(NOTHING_DONE)
+    except run_status.UNREADABLE:
+        state = None
+    newer = problem_of_format(state)
+    if newer is None and isinstance(state, dict) and _is_progress(state):
+        return {name: state[name] for name in NOTHING_DONE}
+    remedy = "update rlft" if newer else "restore the file from a copy, or start a new run"
+    raise UserError("resume", f"{PROGRESS} in that folder {newer or 'is damaged'}", got=folder, remedy=remedy)
+
+
+def _is_progress(state: Mapping[str, Any]) -> bool:
+    """Whether every value is present, has its type, and is possible."""
+    if any(type(state.get(n)) is not type(v) for n, v in NOTHING_DONE.items()):
+        return False
+    counts, sums = [v for v in state.values() if type(v) is int], state["rewards"].values()
+    return min(counts) >= 0 and all(type(v) is float for v in sums) and bool(state["sampled"] or not sums)
+
+
+def _check_size(folder: Path, state: Mapping[str, Any]) -> None:
+    """Refuses a samples file that is shorter than progress.json says."""
+    file = folder / SAMPLES
+    if (file.stat().st_size if file.is_file() else 0) < state["bytes"]:
+        problem = f"{SAMPLES} is shorter than {PROGRESS} says"
+        raise UserError("resume", problem, got=folder, remedy="restore the file from a copy, or start a new run")
+
+
+class Samples:
+    """The samples file and its state: steps done, completions sampled and kept, sums of rewards."""
+
+    def __init__(self, plan: SamplePlan, folder: Path) -> None:
+        self.plan, self.file, self.record = plan, folder / SAMPLES, folder / PROGRESS
+        self.state = read_progress(folder)
+        _check_size(folder, self.state)
+        with writing(self.file):
+            self.file.touch()
+        os.truncate(self.file, self.state["bytes"])
+        lost: list[Lost] = []
+        with self.file.open("rb") as lines:
+            for _ in complete_lines(lines, lost, is_sampled):
+                pass
+        if lost:
+            say(lost_text(self.file, lost))
+
+    def add(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
+        """Appends the kept completions of a step, then writes progress.json."""
+        config, lines = self.plan.config, []
+        sums: dict[str, float] = dict(self.state["rewards"])
+        model_name = config.model.path if config.adapter is None else f"{config.model.path} with {config.adapter}"
+        prompts_kept = 0
+        for p, group in enumerate(groups):
+            totals = [round(total, DIGITS) for total in scores.total[p].tolist()]
+            indices = kept([r.completion.token_ids for r in group.rollouts], totals, config)
+            prompts_kept += bool(indices)
+            for i in indices:
+                by_name = {name: float(values[p, i]) for name, values in scores.by_reward.items()}
+                lines.append(
+                    sampled_line(
+                        group.rollouts[i],
+                        index=i,
+                        rewards=by_name,
+                        reward=totals[i],
+                        model=model_name,
+                        tokenizer=self.plan.tokenizer,
+                    )
+                )
+        for name, values in scores.by_reward.items():
+            sums[name] = sums.get(name, 0.0) + values.double().sum().item()
+        with self.file.open("ab", buffering=0) as file:
+            append(file, b"".join(map(encode, lines)), durable=True)
+        self.state = {
+            "step": step + 1,
+            "bytes": self.file.stat().st_size,
+            "sampled": self.state["sampled"] + sum(len(group.rollouts) for group in groups),
+            "kept": self.state["kept"] + len(lines),
+            "prompts_kept": self.state["prompts_kept"] + prompts_kept,
+            "rewards": sums,
+        }
+        write_atomically(self.record, json.dumps({"format": FORMAT, **self.state}, indent=2) + "\n")
+
+
+class Bar:
+    """Shows the progress as a bar on a terminal, or as a line now and then in a pipe."""
+
+    def __init__(self, stack: ExitStack, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.total, self.shown_at, self.live = total, time.monotonic(), sys.stdout.isatty()
+        columns = (
+            TextColumn("prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
+        self.progress = Progress(*columns, console=open_terminal(), disable=not self.live)
+        stack.enter_context(self.progress)
+        self.task = self.progress.add_task("", total=total)
+
+    def show(self, done: int, state: Mapping[str, Any]) -> None:
+        kept_text = f"{state['kept']:,} of {state['sampled']:,} completions kept"
+        self.progress.update(self.task, completed=done, description=kept_text)
+        if not self.live and (time.monotonic() - self.shown_at > PLAIN_SECONDS or done == self.total):
+            self.shown_at = time.monotonic()
+            show(f"{done}/{self.total} prompts  {kept_text}")
+
+
+def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
+    """Samples to the last prompt or an interruption."""
+    config, doing = plan.config, Doing()
+    engine = config.generation.named(plan.engine)
+    with ExitStack() as stack:
+        stack.enter_context(explained(doing, config, resuming(folder), largest_of(plan)))
+        keep_blocks(config.token_budget)
+        adopt = adopting_of(engines, config, plan.lora, plan.engine)
+        backbone = load_backbone(config.model) if adopt is None else load_backbone(config.model, adopt)
+        stack.enter_context(deterministic_on_cpu(backbone.device))
+        roles = policy_alone(backbone, plan.lora, token_budget=config.token_budget, seed=config.seed)
+        stack.callback(roles.close)
+        rewards, scoring, unscorable = specs(config.reward), config.scoring, config.allows_unscorable
+        resident = open_resident(rewards, roles, learns=False)
+        scorer = Scorer(
+            rewards, scoring.workers, scoring.timeout, scoring.on_error, resident, allow_unscorable=unscorable
+        )
+        stack.callback(scorer.close)
+        opening = opening_of(config, plan.lora.rank, roles, backbone)
+        generator = stack.enter_context(engines.opened(engine, opening))
+        freshness = open_freshness(config.freshness, plan.prompts, backbone, engine)
+        if config.adapter is not None:
+            generator.load(roles.publish(0))
+            freshness.check(0, generator, roles)
+        player = conversing_here(plan, generator, backbone.tokenizer)
+        if player is not generator:
+            stack.callback(player.close)
+        dropped = left_out(plan.prompts, config.split.replace("_", "-"), config.prompts.max_tokens)
+        slow = slow_dtype(str(backbone.model.dtype).removeprefix("torch."), str(backbone.device))
+        for note in (*dropped, plan.prompts.note, *notes(rewards), *plan.data_notes, *plan.notes, slow):
+            if note:
+                say(f"note: {note}")
+        samples = Samples(plan, folder)
+        doing.current = "sample"
+        check_decoding(generator, roles, plan.prompts, config, freshness.limits)
+        bar = Bar(stack, len(plan.chosen))
+        while samples.state["step"] < plan.num_steps:
+            doing.finished = step = samples.state["step"]
+            groups = sample(plan, player, step)
+            samples.add(step, groups, scorer(groups))
+            bar.show(min(len(plan.chosen), (step + 1) * config.prompts_per_step), samples.state)
+        return Outcome(step=samples.state["step"], interrupted=False)
+
+
+def sample(plan: SamplePlan, generator: Generator, step: int) -> list[Group]:
+    """The groups of a step, sampled with seeds that derive from (seed, step)."""
+    config, prompts = plan.config, plan.at(step)
+    seeds = sampling_seeds(config.seed, step, len(prompts), config.n, "sample verb")
+    return generator.sample(prompts, config.n, seeds, config.generation.sampling)
+
+
+def stopped(folder: Path) -> str:
+    """The message about an interrupted run: whole steps are kept, and a resume continues with the next one."""
+    state = read_progress(folder)
+    done = f"{state['kept']:,} of {state['sampled']:,} completions are kept in {folder / SAMPLES}"
+    return f"interrupted after step {state['step']}: {done}; go on with: {resuming(folder)}"
+
+
+def steps_done(folder: Path, plan: SamplePlan) -> int:
+    """The number of steps that the run in this folder has finished.
+
+    Raises:
+        UserError: num_prompts is now below the number of sampled prompts, or higher although the last step was cut.
+    """
+    state, size = read_progress(folder), plan.config.prompts_per_step
+    step = state["step"]
+    _check_size(folder, state)
+    if not step:
+        return 0
+    earlier_limit = run_folder.read(folder).get("num_prompts")
+    num_sampled = min(step * size, len(plan.prompts.prompts[:earlier_limit]))
+    if len(plan.chosen) < num_sampled:
+        remedy = "leave it as it was"
+        if num_sampled % size == 0 and num_sampled < len(plan.prompts.prompts):  # otherwise no step can be added
+            remedy += f", or raise it ({resuming(folder)} num_prompts={2 * num_sampled})"
+        problem = f"the run has sampled {num_sampled} prompts already"
+        raise UserError("num_prompts", problem, got=plan.config.num_prompts, remedy=remedy)
+    if len(plan.chosen) > num_sampled and num_sampled % size:
+        problem = f"the run ended with {num_sampled} prompts inside a step of {size}, so none can be added"
+        raise UserError("num_prompts", problem, got=plan.config.num_prompts, remedy="start a new run")
+    return step
+
+
+def closing(plan: SamplePlan, folder: Path) -> None:
+    """Prints what was sampled and kept, and the commands that learn from it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlft.logger.summary import print_commands
+
+    state = read_progress(folder)
+    terminal, table = open_terminal(), Table.grid(padding=(0, 2))
+    for label, value in (
+        ("sampled", f"{state['sampled']:,} completions of {len(plan.chosen):,} prompts"),
+        *((f"reward {name}", f"{total / state['sampled']:.4f}") for name, total in state["rewards"].items()),
+        ("kept", f"{state['kept']:,} completions of {state['prompts_kept']:,} prompts"),
+        ("file", str(folder / SAMPLES)),
+    ):
+        table.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
+    terminal.print(table)
+    config = plan.config
+    limits = (config.prompts.max_tokens, config.generation.max_tokens)
+    print_commands(terminal, after_sampling(program(), folder / SAMPLES, config.model.path, *limits))

@@ -1,0 +1,181 @@
+"""`rlft sft`: minimises cross-entropy on demonstrated completions, with an adapter or the model's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Parameter
+
+from rlft.batch import collate
+from rlft.commands.policy_page import print_policy_page
+from rlft.loop.base_loading import load_for_training
+from rlft.loop.decoding_check import check_decoding
+from rlft.loop.engines import Engines, adopting_of, opening_of
+from rlft.loop.evaluate import evaluate, kl_to_base, text_loss
+from rlft.loop.lessons.supervised import learn, likelihood_gradient, open_policy
+from rlft.loop.outcome import Outcome
+from rlft.loop.session import open_freshness, open_resident
+from rlft.model.full_weights import MODEL, WholeModel
+from rlft.model.roles import POLICY, Roles
+from rlft.plan.sampling_shapes import of_evaluation, rehearse_decoding
+from rlft.plan.sft_plan import SftPlan
+from rlft.plan.startup_table import Facts, facts_of
+from rlft.reward.workers.reward_spec import specs
+from rlft.reward.workers.scorer import Scorer
+from rlft.runs.checkpoint import Checkpoint
+from rlft.system.terminal import Say
+from rlft.types import Batch, Evaluation, Generator
+
+
+class DemonstrationLesson:
+    """The lesson of supervised fine-tuning: the demonstrated completions become more likely.
+
+    Args:
+        plan: the planned run.
+        learner: the adapter in the role of the policy, or the whole model.
+        generator: samples for the task accuracy; None if that is not measured.
+        scorer: scores those samples; None if the task accuracy is not measured.
+    """
+
+    def __init__(
+        self, plan: SftPlan, learner: Roles | WholeModel, generator: Generator | None, scorer: Scorer | None
+    ) -> None:
+        self.plan, self.config, self.learner = plan, plan.config, learner
+        self.generator, self.scorer = generator, scorer
+        self.role = POLICY if isinstance(learner, Roles) else MODEL
+        self.freshness = None
+        if plan.held_out is not None and plan.engine is not None:
+            engine = self.config.generation.named(plan.engine)
+            self.freshness = open_freshness(self.config.freshness, plan.held_out, learner.backbone, engine)
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        return self.learner.named_parameters()
+
+    def backward(self, step: int) -> dict[str, float]:
+        """Adds the gradient of the mean negative log-prob over the tokens of the step's completions."""
+        batch = self.plan.train.at(self.config.seed, step, self.config.examples_per_step)
+        return likelihood_gradient(self.learner, batch, self.config.token_budget)
+
+    def rehearse(self) -> None:
+        lengths = [len(text.ids) for text in self.plan.train.texts]
+        longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])[: self.config.examples_per_step]
+        num_examples = next(
+            (n for n in range(1, len(longest)) if sum(lengths[i] for i in longest[:n]) > self.config.token_budget),
+            len(longest),
+        )
+        likelihood_gradient(self.learner, self.plan.train.batch(longest[:num_examples]), self.config.token_budget)
+
+    def rehearse_evaluation(self, step: int) -> None:
+        if self.generator is not None:
+            assert self.freshness is not None, "an engine is opened for held-out prompts"
+            assert self.plan.held_out is not None, "an engine is opened for held-out prompts"
+            self.generator.load(self.learner.publish(step))  # the engine's merged weights count as well
+            shapes = of_evaluation(self.plan.held_out, self.config.eval)
+            rehearse_decoding(self.generator, shapes, self.config.generation.max_tokens)
+            check_decoding(self.generator, self.learner, self.plan.held_out, self.config, self.freshness.limits)
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Loss on the held-out demonstrations, and accuracy on the held-out prompts of the task."""
+        loss = text_loss(self.learner, self._held_out(), self.config.token_budget)
+        if self.plan.held_out is None:
+            return Evaluation(step=step, accuracy=None, accuracy_se=None, metrics={"eval/loss": loss}, examples=())
+        evaluation, extra = self._task(step)
+        return replace(evaluation, metrics={"eval/loss": loss, **evaluation.metrics, **extra})
+
+    def _held_out(self) -> Batch:
+        """The held-out demonstrations, at most as many as the held-out prompts that are sampled."""
+        examples = self.plan.held_out_examples
+        return examples.batch(range(min(self.config.eval.num_prompts, len(examples.texts))))
+
+    def _task(self, step: int) -> tuple[Evaluation, dict[str, float]]:
+        settings, held_out = self.config.eval, self.plan.held_out
+        assert held_out is not None
+        assert self.generator is not None
+        assert self.scorer is not None
+        assert self.freshness is not None
+        self.generator.load(self.learner.publish(step))
+        self.freshness.check(step, self.generator, self.learner)
+        sampling = self.config.generation.sampling
+        if settings.temperature is not None:
+            sampling = replace(sampling, temperature=settings.temperature)
+        evaluation, groups, scores = evaluate(
+            self.generator,
+            self.scorer,
+            tuple(held_out.prompts[: settings.num_prompts]),
+            step=step,
+            seed=self.config.seed,
+            num_samples=settings.num_samples,
+            sampling=sampling,
+            correct_at=settings.correct_at,
+            num_examples=settings.num_examples,
+        )
+        self.generator.sleep()
+        if not settings.kl_base:
+            return evaluation, {}
+        assert isinstance(self.learner, Roles), "check_config refuses the KL to a base that changes"
+        batch = collate(groups, scores, self.learner.backbone.decode)
+        return evaluation, {"eval/kl_base": kl_to_base(self.learner, batch)}
+
+    def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
+        learner = self.learner
+        if isinstance(learner, WholeModel):
+            return Checkpoint(
+                step=step,
+                adapters={},
+                adapter_config={},
+                optimizer=optimizer,
+                state=state,
+                write_folders={MODEL: learner.write},
+            )
+        return Checkpoint(
+            step=step,
+            adapters={POLICY: learner.weights(POLICY)},
+            adapter_config=learner.adapter_config(),
+            optimizer=optimizer,
+            state=state,
+        )
+
+    def restore(self, saved: Checkpoint) -> None:
+        if isinstance(self.learner, WholeModel):
+            assert saved.folder is not None, "it was loaded from a folder"
+            self.learner.restore(saved.folder / MODEL)
+        else:
+            self.learner.restore(saved.adapters)
+
+    def facts(self) -> Facts:
+        backbone, forward = self.learner.backbone, self.learner.forward
+        return facts_of(self.learner.model, self.parameters(), backbone, forward)
+
+
+def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> DemonstrationLesson:
+    """Loads the model and, if the task is evaluated, opens the engine and the rewards' workers."""
+    config = plan.config
+    if config.lora is None:
+        learner: Roles | WholeModel = WholeModel(load_for_training(config.model, None, config.token_budget, own=True))
+    else:
+        adopt = adopting_of(engines, config, config.lora, plan.engine)
+        learner = open_policy(config, config.lora, stack, adopt)
+    if plan.engine is None:
+        return DemonstrationLesson(plan, learner, None, None)
+    rewards, scoring, unscorable = specs(config.reward), config.scoring, config.allows_unscorable
+    resident = open_resident(rewards, learner, learns=False) if isinstance(learner, Roles) else {}
+    scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident, allow_unscorable=unscorable)
+    stack.callback(scorer.close)
+    rank = 1 if config.lora is None else config.lora.rank
+    opening = opening_of(config, rank, learner, learner.backbone)
+    generator = stack.enter_context(engines.opened(config.generation.named(plan.engine), opening))
+    return DemonstrationLesson(plan, learner, generator, scorer)
+
+
+def run(plan: SftPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
+    """Trains to the last step or an interruption."""
+    return learn(plan, folder, lambda stack: open_lesson(plan, engines, stack), say)
+
+
+def closing(plan: SftPlan, folder: Path) -> None:
+    """Prints the page at the end of a run."""
+    print_policy_page(plan.config, folder, has_task=plan.held_out is not None)

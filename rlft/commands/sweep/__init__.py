@@ -1,0 +1,1 @@
+"""Sweeps: `rlft train -m`."""

@@ -1,0 +1,165 @@
+"""The record of how a study was begun: its words and what they meant then. Whoever resumes it has the same study."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlft.commands.sweep.config import key_of
+from rlft.commands.sweep.space import changes_no_number
+from rlft.config.flat import flatten
+from rlft.config.overrides import CONFIG_DIR, Arguments
+from rlft.config.schema import ADDED_KEYS
+from rlft.runs import paths, run_folder
+from rlft.system.files import write_atomically
+from rlft.system.terminal import resuming
+from rlft.types import UserError
+
+FILE = "sweep.yaml"
+"""The file in a sweep's folder with the record."""
+MAY_CHANGE = ("sweep.trials", "hydra.sweep.dir", "cluster", "cluster.jobs", "cluster.kind", "cluster.address",
+              "cluster.timeout", "cluster.placement")  # fmt: skip
+"""Keys that may differ when a study is resumed: none of them changes a trial that was drawn. `cluster` is the choice of
+a YAML; what else than these keys it changes, such as cluster.lanes, is seen in the configs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRecord:
+    """How a study was begun.
+
+    Args:
+        verb: of its runs.
+        options: words such as -m and --config-dir.
+        words: the overrides.
+        start: the directory that relative paths in them are read from; None in a study of an older version.
+        configs: the configs of its corners with full keys: that of the first, and of each other what differs from it.
+        fingerprints: of what each of the corners reads that are planned.
+    """
+
+    verb: str
+    options: Sequence[str]
+    words: Sequence[str]
+    start: str | None = None
+    configs: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    fingerprints: Sequence[Mapping[str, str]] = field(default_factory=tuple)
+
+    @property
+    def config_dir(self) -> str | None:
+        """The user's folder with more YAML, as it was typed."""
+        options = [part for option in self.options for part in option.split("=", 1)]
+        return next((value for name, value in itertools.pairwise(options) if name in CONFIG_DIR), None)
+
+
+def record_of(
+    verb: str, parsed: Arguments, plains: Sequence[Mapping[str, Any]], fingerprints: Sequence[Mapping[str, str]]
+) -> StudyRecord:
+    """The record of a study that is begun now, with the plain configs of its corners."""
+    first, *others = [flatten(plain) for plain in plains]
+    configs = [first, *({key: v for key, v in flat.items() if first.get(key, _ABSENT) != v} for flat in others)]
+    return StudyRecord(
+        verb=verb,
+        options=list(parsed.options),
+        words=list(parsed.overrides),
+        start=str(Path.cwd()),
+        configs=configs,
+        fingerprints=[dict(of_corner) for of_corner in fingerprints],
+    )
+
+
+def is_study(folder: Path) -> bool:
+    """Whether the folder is that of a sweep whose values Optuna chooses."""
+    return (folder / FILE).is_file()
+
+
+def may_change(word: str) -> bool:
+    """Whether an override may differ from the one that a study was begun by."""
+    return key_of(word) in MAY_CHANGE
+
+
+def read(folder: Path) -> StudyRecord:
+    """The record of the study in this folder.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        content = yaml.safe_load((folder / FILE).read_text(encoding="utf-8"))
+        return StudyRecord(
+            verb=str(content["verb"]),
+            options=list(content["options"]),
+            words=list(content["words"]),
+            start=content.get("start"),
+            configs=[dict(config) for config in content.get("configs", ())],
+            fingerprints=[dict(of_corner) for of_corner in content.get("fingerprints", ())],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        problem = f"{FILE} in that folder cannot be read ({type(error).__name__})"
+        raise UserError("resume", problem, got=folder, remedy="restore it from a copy, or begin another") from None
+
+
+def write(folder: Path, now: StudyRecord) -> None:
+    write_atomically(folder / FILE, yaml.safe_dump(asdict(now), sort_keys=False, allow_unicode=True))
+
+
+def check_same(folder: Path, now: StudyRecord) -> None:
+    """Refuses another study than the one in this folder, if there is one.
+
+    Raises:
+        UserError: it is another sweep, or its YAML, data or base have changed.
+    """
+    if is_study(folder):
+        before = read(folder)
+        _check_same_words(folder, before, now)
+        _check_same_configs(folder, before, now)
+        _check_same_inputs(before, now)
+
+
+def _check_same_words(folder: Path, before: StudyRecord, now: StudyRecord) -> None:
+    remedy = f"resume that one with {resuming(folder)}, or name another hydra.sweep.dir"
+    if before.verb != now.verb:
+        raise UserError("hydra.sweep.dir", f"there is a sweep of rlft {before.verb}", got=folder, remedy=remedy)
+    old, new = ({key_of(w): w.partition("=")[2] for w in of.words if not may_change(w)} for of in (before, now))
+    old, new = {**old, CONFIG_DIR[0]: before.config_dir}, {**new, CONFIG_DIR[0]: now.config_dir}
+    for key in (key for key in {**old, **new} if old.get(key) != new.get(key)):
+        if not (key == CONFIG_DIR[0] and paths.same_path(old[key], new[key])):
+            problem = f"differs from that of the sweep in {folder}, {old.get(key) or 'left out'}"
+            raise UserError(key, problem, got=new.get(key) or "nothing", remedy=remedy)
+
+
+def _check_same_configs(folder: Path, before: StudyRecord, now: StudyRecord) -> None:
+    """Refuses other configs from the same words: a recipe, or other YAML, was changed in between."""
+    for old, new in zip(before.configs, now.configs, strict=False):
+        for key in _changed(old, new, before.verb):
+            problem = f"was {old.get(key, 'left out')} when the sweep in {folder} began, and its trials would differ"
+            remedy = "put the YAML back as it was, or begin another sweep"
+            if paths.is_path_key(key):  # the words named a run, whose newest checkpoint is another one by now
+                remedy = "begin another sweep, and name a checkpoint's folder in it, which does not change with its run"
+            raise UserError(key, problem, got=new.get(key, "nothing"), remedy=remedy)
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any], verb: str) -> Iterator[str]:
+    """The keys that differ and matter to a trial."""
+    for key in {**old, **new}:
+        before, after = (config.get(key, ADDED_KEYS.get(key)) for config in (old, new))
+        free = key in MAY_CHANGE or (changes_no_number(key, verb) and key.partition(".")[0] != "cluster")
+        if before != after and not free and not paths.same_path(before, after):
+            yield key
+
+
+def _check_same_inputs(before: StudyRecord, now: StudyRecord) -> None:
+    """Refuses data, a base or adapters that have changed, of any corner."""
+    for old, new in zip(before.fingerprints, now.fingerprints, strict=False):
+        try:
+            run_folder.check_same_inputs(old, new)
+        except UserError as error:
+            problem = error.problem.replace("since the run began", "since the sweep began")
+            remedy = error.remedy.replace("start a new run", "begin another sweep")
+            raise UserError(error.key, problem, got=error.got, remedy=remedy) from None
+
+
+_ABSENT = object()

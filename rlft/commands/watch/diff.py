@@ -1,0 +1,244 @@
+"""`rlft diff <run> <run>`: prints the keys and metrics in which two runs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rlft.commands.watch.arguments import read_words
+from rlft.logger.console import open_terminal
+from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
+from rlft.logger.text import visible
+from rlft.runs.naming import one_run, runs_below
+from rlft.runs.run_folder import ORIGIN, flatten, read
+from rlft.system.terminal import say
+from rlft.types import UserError
+
+USAGE = """\
+usage: rlft diff <run> <run> [at=common|last] [--json]
+
+The keys in which the two configs differ, versions and commit among them, and the metrics of both side by side: means of
+the last tenth of the steps, medians of times, the largest memory, accuracy before and after.
+
+  at       common: up to the last step that both have done (default); last: each run up to its own last step
+  --json   the same as JSON
+
+  rlft diff runs/grpo_arithmetic/<time> runs/ppo_arithmetic/<time>
+  rlft diff runs/grpo_arithmetic/<time> runs/ppo_arithmetic/<time> at=last"""
+
+ABSENT = "-"
+IGNORED_KEYS = ("resume",)
+LAST_SHARE = 0.1
+
+
+class At(StrEnum):
+    """The last step that is compared."""
+
+    common = "common"
+    last = "last"
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Prints how the two named runs differ."""
+    words = read_words("diff", arguments, ("at",), has_json=True)
+    at = words.values.get("at", At.common)
+    if at not in set(At):
+        raise UserError("at", "is not one of its choices", got=at or "nothing", remedy=f"use {' or '.join(At)}")
+    first, second = two_runs(words.folders)
+    if words.as_json:
+        print(json.dumps(as_json(first, second, At(at)), indent=1))
+    else:
+        print_differences(first, second, At(at))
+
+
+def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
+    """The two named runs, or the two below one named folder.
+
+    Raises:
+        UserError: there are not exactly two.
+    """
+    if len(names) == 1 and len(runs := runs_below(Path(names[0]))) == 2:
+        say(f"{names[0]}: {runs[0]} and {runs[1]}, the only two runs there")
+        return runs[0], runs[1]
+    if len(names) != 2:
+        got = " ".join(names) or "none"
+        raise UserError("diff", "compares two runs", got=got, remedy="write rlft diff <run> <run>")
+    first, second = (one_run(name, "diff", say) for name in names)
+    return first, second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A key or a metric with its value in each run; `steps` are set if each value was measured at a single step."""
+
+    name: str
+    first: Any
+    second: Any
+    steps: tuple[int | None, int | None] | None = None
+
+    @property
+    def title(self) -> str:
+        """The name, with the steps if there are any: `accuracy at last (step 40)`."""
+        if self.steps is None:
+            return self.name
+        shown_steps = dict.fromkeys(ABSENT if step is None else str(step) for step in self.steps)
+        return f"{self.name} (step {' and '.join(shown_steps)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The metrics of two runs; `spans` are the (first, last) steps of each run's means, None without metrics."""
+
+    at: At
+    spans: tuple[tuple[int, int] | None, tuple[int, int] | None]
+    rows: Sequence[Difference]
+
+    def sentence(self) -> str:
+        """Says over which steps the means are taken."""
+        limit = "the last step that both have done" if self.at is At.common else "each run's own last step"
+        step_texts = dict.fromkeys("no steps" if span is None else steps_text(*span) for span in self.spans)
+        return f"metrics up to {limit}: means of {' and '.join(step_texts)}"
+
+
+def steps_text(first: int, last: int) -> str:
+    """The steps in words.
+
+    >>> steps_text(3, 3), steps_text(91, 100)
+    ('step 3', 'steps 91 to 100')
+    """
+    return f"step {last}" if first == last else f"steps {first} to {last}"
+
+
+def config_differences(first: Path, second: Path) -> list[Difference]:
+    """The keys whose values differ, `origin.*` (commit, versions, fingerprints) last."""
+    first_values, second_values = (flatten(read(folder, "diff")) for folder in (first, second))
+    names = [name for name in {**first_values, **second_values} if name not in IGNORED_KEYS]
+    differences = [
+        Difference(name=name, first=first_values.get(name, ABSENT), second=second_values.get(name, ABSENT))
+        for name in names
+        if first_values.get(name, ABSENT) != second_values.get(name, ABSENT)
+    ]
+    return sorted(differences, key=lambda d: d.name.startswith(f"{ORIGIN}."))
+
+
+def compare_metrics(first: Path, second: Path, at: At) -> Compared:
+    """The metrics of both runs, up to the step that `at` names."""
+    lines = [read_lines(folder / METRICS) for folder in (first, second)]
+    ends = [_last_step(run_lines) for run_lines in lines]
+    if at is At.common:
+        ends = [min((end for end, run_lines in zip(ends, lines, strict=True) if run_lines), default=0)] * 2
+    kept = [[line for line in run_lines if line["step"] <= end] for run_lines, end in zip(lines, ends, strict=True)]
+    num_steps = [_last_step(run_lines) for run_lines in lines]
+    rows = [Difference(name="steps", first=num_steps[0], second=num_steps[1])]
+    evaluations = [_accuracies(read_lines(folder / EVALUATIONS)) for folder in (first, second)]
+    rows += accuracy_rows(evaluations, at)
+    names = dict.fromkeys(name for run_lines in kept for line in run_lines for name in line if name != "step")
+    for name in names:
+        values = [_summary(name, run_lines) for run_lines in kept]
+        if any(value is not None for value in values):
+            rows.append(Difference(name=name, first=values[0], second=values[1]))
+    return Compared(at=at, spans=(_span(kept[0]), _span(kept[1])), rows=rows)
+
+
+def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: At) -> list[Difference]:
+    """Rows with accuracy at the first and the last evaluation, at common steps if `at` says so and there are any.
+
+    Args:
+        evaluations: {step: accuracy} of each run.
+        at: the last step that is compared.
+    """
+    common_steps = sorted(set(evaluations[0]) & set(evaluations[1]))
+    rows = []
+    for name, index in (("accuracy at first", 0), ("accuracy at last", -1)):
+        if at is At.common and common_steps:
+            steps: list[int | None] = [common_steps[index]] * 2
+        else:
+            steps = [sorted(accuracies)[index] if accuracies else None for accuracies in evaluations]
+        values = [
+            None if step is None else accuracies[step] for step, accuracies in zip(steps, evaluations, strict=True)
+        ]
+        if any(value is not None for value in values):
+            rows.append(Difference(name=name, first=values[0], second=values[1], steps=(steps[0], steps[1])))
+    return rows
+
+
+def _accuracies(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """{step: accuracy} of the evaluations that measured accuracy."""
+    return {line["step"]: line["accuracy"] for line in evaluations if line.get("accuracy") is not None}
+
+
+def _span(lines: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
+    """The first and the last step that a mean covers; None without lines."""
+    averaged = _last_tenth(lines)
+    return (averaged[0]["step"], averaged[-1]["step"]) if averaged else None
+
+
+def _last_tenth(items: Sequence[Any]) -> Sequence[Any]:
+    """The last tenth of the items, at least one."""
+    return items[-max(1, round(LAST_SHARE * len(items))) :]
+
+
+def _summary(name: str, lines: Sequence[Mapping[str, Any]]) -> float | None:
+    values = [line[name] for line in lines if line.get(name) is not None]
+    if not values:
+        return None
+    if name.startswith("time/"):
+        return median(values)
+    if name.startswith("memory/"):
+        return max(values)
+    last = _last_tenth(values)
+    return sum(last) / len(last)
+
+
+def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
+    return int(lines[-1]["step"]) if lines else 0
+
+
+def as_json(first: Path, second: Path, at: At) -> dict[str, Any]:
+    compared = compare_metrics(first, second, at)
+    return {
+        "runs": [str(first), str(second)],
+        "config": [asdict(row) for row in config_differences(first, second)],
+        "at": str(at),
+        "steps_of_means": compared.spans,
+        "metrics": [asdict(row) for row in compared.rows],
+    }
+
+
+def print_differences(first: Path, second: Path, at: At) -> None:
+    """Prints a table of keys and a table of metrics; the second one names the steps of its means."""
+    terminal, compared = open_terminal(), compare_metrics(first, second, at)
+    for title, rows in (("config", config_differences(first, second)), ("metrics", compared.rows)):
+        if not rows:
+            terminal.print(Text(f"{title}: no difference", style="bold"))
+            continue
+        if rows is compared.rows:
+            terminal.print(Text(compared.sentence(), style="bold"), soft_wrap=True)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in (title, str(first), str(second)):
+            table.add_column(Text(visible(name)), overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(visible(text_of(value))) for value in (row.title, row.first, row.second)))
+        terminal.print(table)
+        terminal.print()
+
+
+def text_of(value: Any) -> str:
+    """The text of a cell with this value.
+
+    >>> text_of(0.123456), text_of(3), text_of(None), text_of(1234567.0), text_of("x")
+    ('0.1235', '3', '-', '1,234,567', 'x')
+    """
+    if value is None:
+        return ABSENT
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10**6 else f"{value:.4g}"
+    return str(value)

@@ -1,0 +1,318 @@
+"""`rlft runs`: prints a table of every run below a folder, with its status and progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.table import Table
+from rich.text import Text
+
+from rlft.commands.watch.arguments import read_words
+from rlft.config import command as verbs
+from rlft.logger.console import open_terminal
+from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, told_on_stderr
+from rlft.logger.text import visible
+from rlft.runs import run_status
+from rlft.runs.naming import named_folder, run_folders
+from rlft.runs.run_folder import CONFIG, whole_config
+from rlft.runs.run_status import Status
+from rlft.system.disk import size_text
+from rlft.system.terminal import Say, say
+from rlft.system.versions import NewerError
+from rlft.types import UserError
+
+USAGE = """\
+usage: rlft runs [<folder>] [status=<status>] [name=<text>] [verb=<verb>] [sort=<column>] [--json]
+
+Every run below the folder (runs, if none is named), one line each, the newest last: whether it is running, finished,
+interrupted, stopped by itself (and why) or killed; its step; the last reward, or the last loss of a supervised run (of
+a verb that has another such metric: that one, under reward if more is better, else under loss); held-out accuracy, age
+and size. A narrow terminal gets fewer columns; in a pipe or a file the columns are all there,
+separated by tabs.
+
+  status, name, verb   show only those; name: part of the run's name or folder
+  sort                 age, name, status, step, reward, loss, accuracy or size
+  --json               the same as JSON, sizes in bytes and ages in seconds
+
+  rlft runs
+  rlft runs runs/grpo_arithmetic status=killed
+  rlft runs | grep finished | cut -f1"""
+
+WORDS = ("status", "name", "verb", "sort")
+COLUMNS = ("age", "name", "status", "step", "reward", "loss", "accuracy", "size")
+TITLES = ("run", "verb", "status", "step", "reward", "loss", "accuracy", "age", "size")
+LEFT_OUT_FIRST = ("size", "verb", "age")
+"""Columns that are left out, in this order, until folders fit in full length."""
+
+LEFT_OUT_LAST = ("accuracy", "step")
+"""Columns that are left out until the last LEAST_ROOM characters of a folder fit."""
+
+LEAST_ROOM = 12
+GAP = 2
+DAMAGED = "damaged"
+"""The status of a run whose config or metrics cannot be read."""
+WRITTEN_BY_RUNS = ("status.json", METRICS, EVALUATIONS, "checkpoints", "rollouts", run_status.PROGRESS)
+"""Files next to a run's config.yaml, by which a damaged run is told from a folder with another config.yaml."""
+
+REPORT = "report.html"
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Prints the table or the JSON."""
+    words = read_words("runs", arguments, WORDS, has_json=True)
+    if len(words.folders) > 1:
+        raise UserError("runs", "takes one folder", got=" ".join(words.folders), remedy="name the one above them")
+    root = named_folder(*(words.folders or ("runs",)), "runs", say)
+    listed = rows(root, words.values)
+    if words.as_json:
+        print(json.dumps(as_json(listed), indent=1))
+    else:
+        print_rows(listed, root)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """The row of a run.
+
+    `reward` or `loss` is the last value of the headline metric of the run's verb (reward/mean or loss/total for rlft's
+    own verbs): `reward` if more is better, else `loss`. `age` is the number of seconds since anything was written,
+    `size` the bytes of the whole folder. `steps` is None if it is not known before the run starts.
+    """
+
+    folder: str
+    name: str
+    verb: str
+    status: str
+    reason: str
+    step: int
+    steps: int | None
+    reward: float | None
+    loss: float | None
+    accuracy: float | None
+    age: float
+    size: int
+
+
+def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
+    """The rows of the runs below the folder that match the filters in `words`, sorted.
+
+    Raises:
+        UserError: the folder, the status, the verb or the column does not exist.
+    """
+    if not root.is_dir():
+        raise UserError("runs", "there is no such folder", got=root, remedy="name one that holds runs, or train one")
+    _check("status", words.get("status"), [*map(str, Status), DAMAGED])
+    _check("sort", words.get("sort"), COLUMNS)
+    all_rows = [row for folder in run_folders(root) if (row := read(folder)) is not None]
+    _check("verb", words.get("verb"), sorted({*verbs.names(), *(row.verb for row in all_rows if row.verb)}))
+    kept = [row for row in all_rows if _matches(row, words)]
+    column = words.get("sort", "age")
+    kept.sort(key=lambda row: _sort_key(row, column))
+    return kept
+
+
+def read(folder: Path, say: Say = told_on_stderr) -> RunRow | None:
+    """The row of the run in a folder; None if its config.yaml is not that of a run. `say` reports damaged lines.
+
+    A run that cannot be read has the status damaged, with the reason.
+    """
+    try:
+        return _read(folder, say)
+    except (OSError, ValueError, UserError) as error:
+        if not any((folder / name).exists() for name in WRITTEN_BY_RUNS):
+            return None
+        if isinstance(error, UserError):
+            reason = f"{error.key} {error.problem}"
+        else:
+            reason = f"{CONFIG} {error}" if isinstance(error, NewerError) else f"{CONFIG} is damaged: {error}"
+        newest, size = _newest_and_size(folder)
+        return RunRow(
+            folder=str(folder),
+            name="",
+            verb="",
+            status=DAMAGED,
+            reason=reason,
+            step=0,
+            steps=None,
+            reward=None,
+            loss=None,
+            accuracy=None,
+            age=max(0.0, time.time() - newest),
+            size=size,
+        )
+
+
+def _read(folder: Path, say: Say) -> RunRow:
+    config = whole_config(folder, shared=True)
+    status, reason = run_status.read(folder)
+    last = last_line(folder / METRICS, say)
+    evaluations, _ = (read_lines(folder / name, say) for name in (EVALUATIONS, ALARMS))
+    accuracy = next((line["accuracy"] for line in reversed(evaluations) if line.get("accuracy") is not None), None)
+    headline = verbs.named(config["verb"]).headline
+    value = None if headline is None else last.get(headline.metric)
+    is_loss = headline is not None and headline.lower_is_better
+    newest, size = _newest_and_size(folder)
+    return RunRow(
+        folder=str(folder),
+        name=str(config.get("name", "")),
+        verb=config["verb"],
+        status=str(status),
+        reason=reason,
+        step=int(last.get("step", counted_steps(folder))),
+        steps=run_status.num_steps(folder) or config.get("steps"),
+        reward=None if is_loss else value,
+        loss=value if is_loss else None,
+        accuracy=accuracy,
+        age=max(0.0, time.time() - newest),
+        size=size,
+    )
+
+
+def counted_steps(folder: Path) -> int:
+    """The number of finished steps of a run without metrics, from its progress.json; 0 without that file."""
+    try:
+        return int(json.loads((folder / run_status.PROGRESS).read_text(encoding="utf-8"))["step"])
+    except run_status.UNREADABLE:
+        return 0
+
+
+def _newest_and_size(folder: Path) -> tuple[float, int]:
+    newest, size = 0.0, 0
+    folders = [str(folder)]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:  # a checkpoint may just have been replaced
+            for entry in entries:
+                try:
+                    stat = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                size += stat.st_size
+                if entry.name != REPORT:  # `rlft report` has written it, not the run
+                    newest = max(newest, stat.st_mtime)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+    return newest, size
+
+
+def _check(word: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise UserError(word, "is not one of its choices", got=value, remedy=f"use one of {', '.join(known)}")
+
+
+def _matches(row: RunRow, words: Mapping[str, str]) -> bool:
+    has_name = words.get("name", "") in row.name or words.get("name", "") in row.folder
+    return has_name and row.status == words.get("status", row.status) and row.verb == words.get("verb", row.verb)
+
+
+def _sort_key(row: RunRow, column: str) -> tuple[Any, ...]:
+    """Sorts the newest run last for `age`; for numbers, the largest last and runs without one first."""
+    if column == "age":
+        return (-row.age, row.folder)
+    value = getattr(row, column)
+    return (value is not None, value if value is not None else 0, row.folder)
+
+
+def as_json(listed: Sequence[RunRow]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in listed]
+
+
+def print_rows(listed: Sequence[RunRow], root: Path) -> None:
+    """Prints a table on a terminal, or in a pipe one line per run with tabs between values."""
+    terminal = open_terminal()
+    if not listed:
+        terminal.print(Text(f"no such run below {root}"))
+    elif sys.stdout.isatty():
+        print_table(terminal, listed, root)
+    else:
+        print_lines(listed)
+
+
+def cells_of(row: RunRow) -> dict[str, str]:
+    """The text of each column."""
+    numbers = {"reward": row.reward, "loss": row.loss, "accuracy": row.accuracy}
+    return {
+        "run": row.folder,
+        "verb": row.verb,
+        "status": row.status,
+        "step": f"{row.step}" if row.steps is None else f"{row.step}/{row.steps}",
+        **{name: "" if value is None else f"{value:.3f}" for name, value in numbers.items()},
+        "age": age_text(row.age),
+        "size": size_text(row.size),
+    }
+
+
+def print_lines(listed: Sequence[RunRow]) -> None:
+    """Prints a line of titles, then one line per run, with the reason of a stop last; no value is cut or coloured."""
+    print("\t".join([*TITLES, "reason"]))
+    for row in listed:
+        cells = [*cells_of(row).values(), row.reason]
+        print("\t".join(visible(cell).replace("\t", "\\t").replace("\n", "\\n") for cell in cells))
+
+
+def print_table(terminal: Terminal, listed: Sequence[RunRow], root: Path) -> None:
+    """Prints one line per run within the terminal's width, and the reasons of stops below."""
+    rows = [{name: visible(cell).replace("\n", "\\n") for name, cell in cells_of(row).items()} for row in listed]
+    titles = [name for name in TITLES if any(row[name] for row in rows)]
+    titles, room = fitting_columns(rows, titles, root, terminal.width)
+    if any(len(row["run"]) > room for row in rows):
+        terminal.print(Text(f"in {visible(str(root))}:", style="dim"), soft_wrap=True)
+        rows = [{**row, "run": _shortened(_relative(row["run"], root), room)} for row in rows]
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for name in titles:
+        is_text = name in ("run", "verb", "status")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, overflow="crop")
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in titles))
+    terminal.print(table)
+    for row in listed:
+        if row.reason:
+            terminal.print(Text(f"{row.folder} {row.status}: {visible(row.reason)}", style="dim"), soft_wrap=True)
+
+
+def fitting_columns(
+    rows: Sequence[Mapping[str, str]], titles: Sequence[str], root: Path, width: int
+) -> tuple[list[str], int]:
+    """(columns, characters for the run's folder): as many columns as leave room for folders relative to the root."""
+    kept = list(titles)
+    longest = max(len(_relative(row["run"], root)) for row in rows)
+
+    def room() -> int:
+        others = [max(len(name), *(len(row[name]) for row in rows)) for name in kept if name != "run"]
+        return width - sum(others) - GAP * len(others)
+
+    for columns, least in ((LEFT_OUT_FIRST, longest), (LEFT_OUT_LAST, min(longest, LEAST_ROOM))):
+        for name in columns:
+            if room() < least and name in kept:
+                kept.remove(name)
+    return kept, max(room(), LEAST_ROOM)
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"...{text[3 - width :]}"
+
+
+def _relative(folder: str, root: Path) -> str:
+    """The folder relative to the root, if it is below it."""
+    path = Path(folder)
+    return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else folder
+
+
+def age_text(seconds: float) -> str:
+    """The age in its largest whole unit.
+
+    >>> age_text(5), age_text(150), age_text(7200), age_text(400000)
+    ('5 s', '2 min', '2 h', '4 d')
+    """
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,168 @@
+"""`rlft watch <run>`: shows the live view of a run in another process, or the closing page of one that has ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlft.commands.watch.arguments import read_words
+from rlft.config import command as verbs
+from rlft.config.command import LOSS, Headline
+from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
+from rlft.logger.jsonl import EVALUATIONS, METRICS
+from rlft.logger.lines import complete_lines
+from rlft.logger.loggers import is_declared
+from rlft.logger.summary import print_summary
+from rlft.logger.text import glyphs_for, visible
+from rlft.runs import run_folder, run_status
+from rlft.runs.naming import one_run
+from rlft.runs.run_status import Status
+from rlft.system.terminal import say
+from rlft.types import Evaluation, RunInfo, StepRecord, UserError
+
+USAGE = """\
+usage: rlft watch <run>
+
+Shows the live view of a run from another terminal until the run ends; for a run that has ended, its closing page.
+Ctrl-C ends the view, not the run.
+
+  rlft watch runs/grpo_arithmetic/<time>"""
+
+SECONDS = 0.5
+
+
+class Tail:
+    """Reads the lines that have been added to a JSONL file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.position = path, 0
+
+    def new(self) -> Iterator[Mapping[str, Any]]:
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.position)
+            start = self.position
+            for end, line in complete_lines(file):
+                self.position = start + end
+                yield line
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the file is shorter than what was read, because the run was resumed from an earlier checkpoint."""
+        return self.path.exists() and self.path.stat().st_size < self.position
+
+
+class RunClock:
+    """Counts the seconds of the run's steps, plus those since the last step."""
+
+    def __init__(self) -> None:
+        self.total, self.last = 0.0, time.monotonic()
+
+    def __call__(self) -> float:
+        return self.total + time.monotonic() - self.last
+
+    def add(self, seconds: float) -> None:
+        self.total, self.last = self.total + seconds, time.monotonic()
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Shows the named run."""
+    folders = read_words("watch", arguments).folders
+    if len(folders) != 1:
+        remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
+        raise UserError("watch", "takes one run", got=" ".join(folders) or "none", remedy=remedy)
+    watch(one_run(*folders, "watch", say))
+
+
+def watch(folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Shows the run until it ends.
+
+    Raises:
+        UserError: the folder holds no run, or the run writes no metrics.
+    """
+    config = run_folder.read(folder, "watch")
+    if headline_of(config) is None:
+        problem = f"a run of rlft {config['verb']} writes no {METRICS}, which the view needs"
+        raise UserError("watch", problem, got=folder, remedy="look into the files of its folder")
+    if not writes_metrics(config, folder):
+        problem = f"the run writes no {METRICS}, which the view needs"
+        raise UserError("watch", problem, got=folder, remedy="keep jsonl among its loggers")
+    terminal = open_terminal()
+    status, reason = run_status.read(folder)
+    if status is Status.running:
+        status, reason = follow(folder, config, sleep)
+    print_summary(folder, ())
+    terminal.print(f"{folder} {status}{f': {visible(reason)}' if reason else ''}", soft_wrap=True)
+
+
+def writes_metrics(config: Mapping[str, Any], folder: Path) -> bool:
+    """Whether a logger of the run declares it; if one cannot be imported here, whether there are metrics."""
+    try:
+        return is_declared(config.get("logger") or {}, "writes_metrics")
+    except UserError:
+        return (folder / METRICS).exists()
+
+
+def follow(folder: Path, config: Mapping[str, Any], sleep: Callable[[float], None]) -> tuple[Status, str]:
+    """Draws the view until the run ends; returns its status and the reason."""
+    terminal = open_terminal()
+    in_place = sys.stdout.isatty() and not terminal.is_dumb_terminal
+    while True:
+        clock, tails = RunClock(), [Tail(folder / name) for name in (METRICS, EVALUATIONS)]
+        progress = Progress(_info(folder, config), glyphs_for(terminal.encoding), clock)
+        progress.stage("sample")
+        progress.current = "running in another process"
+        view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, 10.0)
+        while not any(tail.was_cut for tail in tails):
+            for line in tails[1].new():
+                progress.evaluation(_evaluation(line))
+            for line in tails[0].new():
+                clock.add(line.get("time/step") or 0.0)
+                progress.step(_record(line))
+                view.step()
+            state = run_status.read(folder)
+            if state[0] is not Status.running:
+                view.close(str(state[0]) if state[0] is not Status.stopped else f"stopped: {visible(state[1])}")
+                return state
+            sleep(SECONDS)
+        view.close("interrupted")  # the run was resumed from an earlier step, so the view is out of date
+
+
+def headline_of(config: Mapping[str, Any]) -> Headline | None:
+    """The headline metric of a run with this config; None if it writes no metrics."""
+    return verbs.named(config["verb"]).headline
+
+
+def _info(folder: Path, config: Mapping[str, Any]) -> RunInfo:
+    headline = headline_of(config) or LOSS
+    watched = headline.label, headline.metric
+    name, steps = str(config.get("name", "")), run_status.num_steps(folder) or int(config.get("steps") or 0)
+    return RunInfo(
+        folder=folder,
+        name=name,
+        config=config,
+        step=0,
+        steps=steps,
+        sizes=(),
+        watched=watched,
+    )
+
+
+def _record(line: Mapping[str, Any]) -> StepRecord:
+    metrics = {name: value for name, value in line.items() if name != "step" and value is not None}
+    return StepRecord(step=int(line["step"]), metrics=metrics, groups=(), rewards={}, total_rewards=(), advantages=())
+
+
+def _evaluation(line: Mapping[str, Any]) -> Evaluation:
+    metrics = {name: value for name, value in line.items() if name.startswith("eval/") and value is not None}
+    return Evaluation(
+        step=int(line["step"]),
+        accuracy=line.get("accuracy"),
+        accuracy_se=line.get("accuracy_se"),
+        metrics=metrics,
+        examples=(),
+    )

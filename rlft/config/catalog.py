@@ -1,0 +1,230 @@
+"""The contents of configs/: groups, their choices, and every key with its default and its comment."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import rlft
+from rlft.config import command as verbs
+
+_LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_][A-Za-z_0-9]*):(?: +(?P<rest>.*))?")
+_VALUE = re.compile(r"""(?P<value>(?:'[^']*'|"[^"]*"|[^'"#]|(?<=\S)#)*?)(?: *(?<!\S)# ?(?P<comment>.*))?""")
+_BASES = re.compile(r"^defaults: \[(.*)\]", re.MULTILINE)
+_CHOSEN = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
+_ROOT_BASES = re.compile(r"^  - base/(\w+)$", re.MULTILINE)
+_VERB = re.compile(r"^verb: (\w+)", re.MULTILINE)
+_TARGET = re.compile(r"^_target_:", re.MULTILINE)
+_PAPER = re.compile(r"^# Paper: (.+)$", re.MULTILINE)
+_NOT_KEYS = ("defaults", "hydra", "_target_")
+"""Top-level words of YAML files that are not keys of a config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A key of a YAML file: its default as written ("" for a section), and its comment ("" without one)."""
+
+    default: str
+    comment: str
+
+
+def config_folder() -> Path:
+    """The folder of the YAML files: inside the installed package, or at the top of a checkout."""
+    installed = Path(rlft.__file__).parent / "configs"
+    return installed if installed.is_dir() else Path(rlft.__file__).parents[1] / "configs"
+
+
+def folders(verb: str | None = None) -> list[Path]:
+    """The folders of a verb's YAML files: rlft's, and that of an installed package that provides the verb."""
+    packages_folder = None if verb is None or verb in verbs.OWN else verbs.named(verb).configs
+    return [config_folder(), *([] if packages_folder is None else [packages_folder])]
+
+
+def recipe_folder() -> Path:
+    return config_folder() / "recipe"
+
+
+def groups(verb: str | None = None) -> list[str]:
+    """The names of all config groups, `recipe` included, or of those in a verb's defaults list."""
+    names = {f.name for folder in folders(verb) for f in folder.iterdir() if f.is_dir()} - {"hydra", "base"}
+    return sorted(names) if verb is None else sorted(names & {"recipe", *_chosen(verb)})
+
+
+def files(group: str, verb: str | None = None) -> dict[str, Path]:
+    """{choice: its YAML file} of a config group."""
+    yaml_files = (file for folder in reversed(folders(verb)) for file in (folder / group).glob("*.yaml"))
+    return {file.stem: file for file in sorted(yaml_files, key=lambda file: file.stem)}
+
+
+def choices(group: str, verb: str | None = None) -> list[str]:
+    """The names of a config group's YAML files; for recipes, only those of the verb if one is given."""
+    return list(recipes(verb) if group == "recipe" and verb else files(group, verb))
+
+
+def recipes(verb: str) -> dict[str, Path]:
+    """{recipe: its YAML file} of the recipes for this verb."""
+    return {name: file for name, file in files("recipe", verb).items() if _verb_in(file) == verb}
+
+
+def may_be_absent(group: str, verb: str) -> bool:
+    """Whether the verb's defaults list chooses null for the group."""
+    return _chosen(verb).get(group) == "null"
+
+
+def _chosen(verb: str) -> dict[str, str]:
+    """{group: its choice as written} of a verb's defaults list."""
+    return dict(_CHOSEN.findall(root_file(verb).read_text()))
+
+
+def verb_of(recipe: str) -> str:
+    """The verb of one of rlft's own recipes."""
+    return _verb_in(recipe_folder() / f"{recipe}.yaml")
+
+
+def _verb_in(recipe: Path) -> str:
+    match = _VERB.search(recipe.read_text())
+    return match[1] if match else "train"
+
+
+def root_file(verb: str) -> Path:
+    """The YAML file of a verb's own keys."""
+    return folders(verb)[-1] / f"{verb}.yaml"
+
+
+def root_files(verb: str) -> list[Path]:
+    """The YAML files of a verb's keys: its bases, then its own."""
+    file = root_file(verb)
+    return [*(config_folder() / "base" / f"{name}.yaml" for name in _ROOT_BASES.findall(file.read_text())), file]
+
+
+def root_entries(verb: str) -> dict[str, Entry]:
+    """The keys of a verb outside its groups. A key whose default the verb changes keeps the comment of the base."""
+    result: dict[str, Entry] = {}
+    for file in root_files(verb):
+        for key, entry in entries(file).items():
+            comment = entry.comment or (result[key].comment if key in result else "")
+            result[key] = Entry(default=entry.default, comment=comment)
+    return result
+
+
+def sections() -> set[str]:
+    """The names of the sections outside the groups, of all verbs, and "" for the root."""
+    verb_folders = (config_folder() / "base", config_folder())
+    entries_of_files = (entries(file) for folder in verb_folders for file in folder.glob("*.yaml"))
+    return {"", *(key for keys_of_file in entries_of_files for key, entry in keys_of_file.items() if not entry.default)}
+
+
+def first_comment(file: Path) -> str:
+    """The first comment line of a YAML file, except its package line: it says what the file is."""
+    comments = (line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#"))
+    return next((line for line in comments if not line.startswith("@")), "")
+
+
+@cache
+def entries(file: Path) -> dict[str, Entry]:
+    """{dotted key: entry} of a YAML file, in order. A key's comment may be on its line, below it, or above it."""
+    result: dict[str, Entry] = {}
+    path: list[tuple[int, str]] = []
+    above, key = "", ""
+    for line in file.read_text().splitlines():
+        stripped, match = line.strip(), _LINE.fullmatch(line)
+        if stripped.startswith("#"):
+            text = stripped.lstrip("# ")
+            if key and result[key].comment and len(line) - len(stripped) > path[-1][0]:  # it continues below the key
+                result[key] = Entry(default=result[key].default, comment=f"{result[key].comment} {text}")
+            else:
+                above = f"{above} {text}".strip()
+        elif match is None:
+            above, key = "", key if stripped else ""
+        else:
+            value = _VALUE.fullmatch(match["rest"] or "")
+            path = [level for level in path if level[0] < len(match["indent"])] + [(len(match["indent"]), match["key"])]
+            if path[0][1] in _NOT_KEYS:
+                above = key = ""
+                continue
+            key = ".".join(name for _, name in path)
+            default, comment = (value["value"].strip(), value["comment"] or "") if value else ("", "")
+            result[key] = Entry(default=default, comment=comment or above)
+            above = ""
+    return result
+
+
+def bases(file: Path) -> list[Path]:
+    """The files under `base/` that a YAML file builds on by `defaults: [base/x@_here_, _self_]`.
+
+    Choices share them; they are not choices themselves. A base may build on others beside it.
+    """
+    match = _BASES.search(file.read_text())
+    names = [name.strip().partition("@")[0] for name in match[1].split(",")] if match else []
+    files = [file.parent / f"{name}.yaml" for name in names]
+    direct = [base for base in files if base.parent.name == "base" and base.is_file()]
+    return [*direct, *(base_of_base for base in direct for base_of_base in bases(base))]
+
+
+def lineage(file: Path, group: str) -> list[Path]:
+    """The files that a choice builds on by its defaults list, each before the files that override it; its own last.
+
+    Args:
+        file: the choice's file, in rlft's folder or in one of the user's, whose defaults list may name rlft's files.
+        group: the config group.
+
+    Raises:
+        yaml.YAMLError: one of them is not YAML.
+    """
+    result: list[Path] = []
+    _add_lineage(file, config_folder() / group, result, ())
+    return result
+
+
+def _add_lineage(file: Path, rlfts_group: Path, result: list[Path], ancestors: tuple[Path, ...]) -> None:
+    from yaml import safe_load
+
+    with file.open(encoding="utf-8") as stream:  # a stream, because errors in the YAML then name the file
+        content = safe_load(stream)
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    for name in defaults if isinstance(defaults, list) else ():
+        path = f"{str(name).partition('@')[0].removeprefix(f'/{rlfts_group.name}/')}.yaml"
+        base = next((folder / path for folder in (file.parent, rlfts_group) if (folder / path).is_file()), None)
+        if base is not None and base not in (*result, *ancestors, file):
+            _add_lineage(base, rlfts_group, result, (*ancestors, file))
+    result.append(file)
+
+
+def family(files_of_choice: list[Path]) -> str:
+    """The name of the last file of a choice's lineage that names a class; "" where none does."""
+    families = [file.stem for file in files_of_choice if _TARGET.search(file.read_text(encoding="utf-8"))]
+    return families[-1] if families else ""
+
+
+def paper(files_of_choice: list[Path]) -> str:
+    """The text of the last `# Paper:` line in the files of a choice's lineage; "" where there is none."""
+    papers = [match[1] for file in files_of_choice if (match := _PAPER.search(file.read_text(encoding="utf-8")))]
+    return papers[-1] if papers else ""
+
+
+def keys(group: str, verb: str | None = None) -> dict[str, list[str]]:
+    """{group.key: the choices whose file or base has it} of every key in the group."""
+    result: dict[str, list[str]] = {}
+    for choice, file in files(group, verb).items():
+        for key in dict.fromkeys(key for source in (file, *bases(file)) for key in entries(source)):
+            result.setdefault(f"{group}.{key}", []).append(choice)
+    return result
+
+
+def meaning(key: str, verb: str = "train") -> Entry | None:
+    """The default and comment of a verb's key; None if there is no comment, or if a group's files differ."""
+    group, _, subkey = key.partition(".")
+    if group not in groups():
+        return root_entries(verb).get(key)
+    all_files = files(group).values()
+    # Bases explain the keys that choices share, and each choice its other keys. A variant (`defaults: [grpo]`) explains
+    # none: it holds only keys whose defaults differ from those of the file that it builds on.
+    shared = list(dict.fromkeys(base for file in all_files for base in bases(file)))
+    not_variants = [file for file in all_files if bases(file) or "defaults:" not in file.read_text()]
+    for group_files in (shared, not_variants):
+        candidates = [entries(file)[subkey] for file in group_files if subkey in entries(file)]
+        if candidates:
+            return candidates[0] if len({entry.comment for entry in candidates}) == 1 else None
+    return None

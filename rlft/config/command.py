@@ -1,0 +1,165 @@
+"""The verbs that make runs: rlft's own, and those that installed packages provide.
+
+A verb is one object. rlft's own are in `rlft/commands/own.py`; a package provides one by an entry point of the group
+`rlft.verbs`, `<name> = "<module>:<Verb>"`. Its module is imported when the verb is used, or listed by `rlft --help`;
+so it must import torch only inside functions, or name them with `late`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from rlft.types import UserError
+
+GROUP = "rlft.verbs"
+OWN = ("train", "sft", "rm", "dpo", "sample")
+OWN_MODULE = "rlft.commands.own"
+"""The module of rlft's own verbs, by their names in capitals; imported at first use, as it imports from later rooms."""
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """The most important metric of a run: `rlft runs` shows it, `rlft watch` draws it.
+
+    Attributes:
+        label: the metric's name beside the curve.
+        metric: the metric's name in metrics.jsonl.
+        lower_is_better: whether lower values are better.
+    """
+
+    label: str
+    metric: str
+    lower_is_better: bool = False
+
+
+LOSS = Headline(label="loss", metric="loss/total", lower_is_better=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """A verb that makes runs.
+
+    Attributes:
+        name: the word after `rlft`, which is also the value of the key `verb` in the config of each run.
+        usage: the words after the name, for `rlft --help`.
+        help: what the verb does, in one line.
+        root: the dataclass of its config, a `rlft.config.schema.Root`.
+        make_plan: (plain config, *, runs_here) -> a `rlft.plan.run_plan.Plan`, or a UserError. It loads no weight.
+        run: (plan, folder, engines, say) -> `rlft.loop.outcome.Outcome`.
+        check: (plain config); raises a UserError if the config alone is wrong. It imports no torch. None means that
+            only the types and bounds of the root are checked.
+        configs: the folder of `<name>.yaml`, which has the verb's keys with their defaults; its own groups and recipes
+            are folders in it. None means rlft's own folder.
+        headline: the most important metric; None if a run writes no metrics.
+        has_policy: whether a run saves a policy in the role `policy`, which `rlft eval` can evaluate.
+        lora_roles: roles in another run's checkpoint that `lora.path` may mean, in order of preference.
+        free_keys: keys that a resume may change, besides those of every verb (`rlft.runs.run_folder`).
+        compose: (arguments) -> the config if words such as run=<run> determine it, else None.
+        steps_done: (folder, plan) -> number of saved steps. None means those of the newest undamaged checkpoint.
+        stopped: (folder) -> the message about a run that was stopped inside a step. None means the usual one.
+        closing: (plan, folder); prints the page at the end. None means the curves and the last evaluation.
+    """
+
+    name: str
+    usage: str
+    help: str
+    root: type
+    make_plan: Step
+    run: Step
+    check: Step | None = None
+    configs: Path | None = None
+    headline: Headline | None = LOSS
+    has_policy: bool = False
+    lora_roles: tuple[str, ...] = ("policy",)
+    free_keys: tuple[str, ...] = ()
+    compose: Step | None = None
+    steps_done: Step | None = None
+    stopped: Step | None = None
+    closing: Step | None = None
+
+
+class UnknownVerbError(UserError):
+    """There is no verb of that name, or it cannot be loaded."""
+
+
+def late(target: str) -> Step:
+    """A function that calls `module:function`, whose module is imported at the first call."""
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        module, _, name = target.partition(":")
+        return getattr(importlib.import_module(module), name)(*args, **keywords)
+
+    return call
+
+
+@cache
+def named(name: str) -> Verb:
+    """The verb of this name.
+
+    Raises:
+        UnknownVerbError: there is none, or its package cannot be loaded.
+    """
+    if name in OWN:
+        return getattr(importlib.import_module(OWN_MODULE), name.upper())
+    points = brought().get(name, ())
+    if not points:
+        remedy = f"use one of {', '.join(names())}, or install the package that provides it"
+        raise UnknownVerbError("verb", "there is no such verb", got=name, remedy=remedy)
+    point, *duplicates = points
+    if duplicates:
+        packages = " and ".join(sorted(package_of(provider) for provider in points))
+        raise UnknownVerbError("verb", f"is provided by {packages}", got=name, remedy="remove one of these packages")
+    return _loaded(point)
+
+
+def names() -> list[str]:
+    """The names of all verbs that make runs, rlft's own first."""
+    return [*OWN, *sorted(brought())]
+
+
+def working() -> list[Verb]:
+    """All verbs that make runs, except those whose package cannot be loaded."""
+    loaded = []
+    for name in names():
+        with suppress(UnknownVerbError):
+            loaded.append(named(name))
+    return loaded
+
+
+@cache
+def brought() -> Mapping[str, tuple[EntryPoint, ...]]:
+    """{verb: its entry points} of the verbs that installed packages provide; they cannot replace rlft's own."""
+    by_name: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in dict.fromkeys(entry_points(group=GROUP)):
+        if point.name not in OWN:
+            by_name[point.name] = (*by_name.get(point.name, ()), point)
+    return by_name
+
+
+def package_of(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value
+
+
+def _loaded(point: EntryPoint) -> Verb:
+    package = f"its package {package_of(point)}"
+    try:
+        verb = point.load()
+    except Exception as error:  # the package's own code runs at its import, and may raise anything
+        problem = f"{package} cannot be imported ({type(error).__name__}: {error})"
+        raise UnknownVerbError("verb", problem, got=point.name, remedy="repair that package, or remove it") from error
+    if not isinstance(verb, Verb) or verb.name != point.name:
+        problem = f"{point.value} of {package} is no rlft.config.command.Verb of that name"
+        raise UnknownVerbError("verb", problem, got=point.name, remedy="repair that package, or remove it")
+    if verb.configs is None or not (verb.configs / f"{verb.name}.yaml").is_file():
+        problem = f"{package} has no {verb.name}.yaml in the folder that it names"
+        raise UnknownVerbError("verb", problem, got=point.name, remedy="repair that package, or remove it")
+    return verb

@@ -1,0 +1,228 @@
+"""Makes the objects that `_target_` names, and dataclasses from mappings, with every field checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from rlft.config import catalog, sampling_keys, suggest
+from rlft.types import UserError
+
+ALLOW_UNSCORABLE = "allow_unscorable"
+RUNS_OWN = {"data": (ALLOW_UNSCORABLE,)}
+"""{section: its switches that the run reads, and not the section's component}."""
+
+SENTENCES = {
+    f"Input should be less than or equal to {2**63 - 1}": "must be at most 2**63-1",
+    "Input should be a valid integer": "must be a whole number",
+    "Input should be a valid number": "must be a number",
+    "Input should be a valid string": "must be a string",
+    "Input should be a valid boolean": "must be true or false",
+    "Input should be a valid dictionary": "must be a section of keys",
+    "Input should be an instance of Sequence": "must be a list",
+    "'str' instances are not allowed as a Sequence value": "must be a list",
+    "Input should be": "must be",
+    "Input should": "must",
+}
+"""{start of a message of pydantic: rlft's wording}."""
+
+
+def locate(target: Any, key: str) -> Any:
+    """The class or function at a dotted path, the value of the config key `key`.
+
+    >>> locate("rlft.reward.format.Format", "reward.format._target_").__name__
+    'Format'
+    """
+    if not isinstance(target, str) or "." not in target.strip("."):
+        raise UserError(key, "must be module.Name of a class or function", got=target, remedy="name one to import")
+    module, _, name = target.rpartition(".")
+    try:
+        target_object = getattr(importlib.import_module(module), name)
+    except Exception as error:  # an import runs the module's own code, which may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        remedy = "check the spelling; it is looked for in the current folder, in --config-dir and on PYTHONPATH"
+        raise UserError(key, f"cannot be imported ({cause})", got=target, remedy=remedy) from error
+    if not callable(target_object):
+        raise UserError(key, "is not callable", got=target, remedy="name a class or a function")
+    return target_object
+
+
+def instantiate(config: Any, key: str, verb: str = "train") -> Any:
+    """The component that a `_target_` config describes; types and bounds of a dataclass's fields are checked.
+
+    Args:
+        config: with `_target_` and the component's keys.
+        key: of the component.
+        verb: that has this key, for refusals.
+    """
+    if not isinstance(config, Mapping) or "_target_" not in config:
+        group = key.partition(".")[0]
+        raise UserError(key, "has no _target_", got=config, remedy=f"choose one of {', '.join(catalog.choices(group))}")
+    target = locate(config["_target_"], f"{key}._target_")
+    kwargs = {k: v for k, v in config.items() if k != "_target_"}
+    for own in (own for own in RUNS_OWN.get(key, ()) if own in kwargs):
+        convert(bool, kwargs.pop(own), f"{key}.{own}")
+    if dataclasses.is_dataclass(target):
+        return from_mapping(target, kwargs, key, verb)
+    check_keys(list(inspect.signature(target).parameters.values()), kwargs, key)
+    return target(**kwargs)
+
+
+def check_keys(
+    parameters: list[inspect.Parameter], kwargs: Mapping[str, Any], key: str, also: Sequence[str] = ()
+) -> None:
+    """Refuses unknown and missing keys of these parameters; a refusal may also suggest the keys in `also`."""
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    accepted = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for unknown in (k for k in kwargs if k not in [p.name for p in accepted]):
+        raise unknown_key(unknown, kwargs[unknown], [*(p.name for p in accepted), *also], key)
+    for missing in (p.name for p in accepted if p.default is p.empty and p.name not in kwargs):
+        raise UserError(_join(key, missing), "is missing", remedy="give it a value")
+
+
+def unknown_key(name: object, value: object, names: list[str], prefix: str, verb: str = "train") -> UserError:
+    """The refusal of a key that a section or a component with these keys does not have."""
+    full_key, known_keys = _join(prefix, name), [_join(prefix, known) for known in names]
+    if refused := sampling_keys.refusal(full_key):
+        return UserError(full_key, refused[0], got=_short(value), remedy=refused[1])
+    suggestion_here = suggest.remedy(suggest.suggestions(full_key, verb, known_keys))
+    if prefix in catalog.sections():  # a section of rlft's, so that a key of another section may have been meant
+        suggestion_anywhere = suggestion_here or suggest.remedy(suggest.suggestions(full_key, verb))
+        remedy = suggestion_anywhere or f"known here: {', '.join(names) or 'none'}"
+    else:
+        remedy = " ".join(filter(None, [suggestion_here, f"known here: {', '.join(names) or 'none'}"]))
+    return UserError(full_key, "there is no such key", got=_short(value), remedy=remedy)
+
+
+def from_mapping(cls: Any, values: Any, prefix: str, verb: str = "train") -> Any:
+    """A dataclass from a mapping. Unknown and missing keys, wrong types and bounds are refused by their full key.
+
+    `verb` is the verb of these keys, because keys of the same name may mean different things.
+    """
+    if not isinstance(values, Mapping):
+        keys = [_join(prefix, f.name) for f in dataclasses.fields(cls)]
+        is_path = isinstance(values, str) and keys[0].endswith(".path")  # model=<path>
+        remedy = f"write {keys[0]}={values}" if is_path else f"set one of {', '.join(keys)}"
+        raise UserError(prefix, "must be a section of keys", got=_short(values), remedy=remedy)
+    if hasattr(cls, "with_sections_read"):  # a class with sections whose names decide their classes
+        values = cls.with_sections_read(values, prefix, verb)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in values:
+        if key not in names:
+            raise unknown_key(key, values[key], names, prefix, verb)
+    for field in dataclasses.fields(cls):
+        if field.default is field.default_factory is dataclasses.MISSING and field.name not in values:
+            raise UserError(_join(prefix, field.name), "is missing", remedy="give it a value")
+    hints = _hints(cls)
+    converted = {name: convert(hints[name], value, _join(prefix, name), verb) for name, value in values.items()}
+    return cls(**converted)
+
+
+def convert(hint: Any, value: Any, key: str, verb: str = "train") -> Any:
+    """The value in its field's type, checked by pydantic in strict mode (no "5" for 5, no True for 1)."""
+    sections = [kind for kind in _options(hint) if dataclasses.is_dataclass(kind)]
+    if sections and not (value is None and type(None) in _options(hint)):
+        return from_mapping(sections[0], value, key, verb)
+    from pydantic import ValidationError
+    from pydantic.errors import PydanticSchemaGenerationError
+
+    enums = [kind for kind in _options(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
+    for kind in enums:
+        values = [member.value for member in kind]
+        value = "off" if value is False and "off" in values else value  # a bare off is YAML's false
+        if value in values:
+            return kind(value)
+    try:
+        validated = _adapter(hint).validate_python(value, strict=True)
+    except PydanticSchemaGenerationError:
+        return value  # a type that pydantic does not know: its own class must check it
+    except ValidationError as error:
+        problem = _joined(list(dict.fromkeys(_sentence(e["msg"]) for e in error.errors())))
+        choices = [str(m.value) for kind in enums for m in kind]
+        choices += ["null"] if choices and type(None) in _options(hint) else []
+        remedy = f"choose one of {', '.join(choices)}" if choices else _remedy(hint, value, key, verb)
+        problem = "is not one of its choices" if choices else problem
+        raise UserError(key, problem, got=_short(value), remedy=remedy) from None
+    if isinstance(validated, float) and not abs(validated) < float("inf"):
+        raise UserError(key, "must be finite", got=value, remedy=_remedy(hint, value, key, verb))
+    return tuple(validated) if isinstance(validated, list) else validated
+
+
+@cache
+def _adapter(hint: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(hint)
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _sentence(message: str) -> str:
+    start = next((start for start in SENTENCES if message.startswith(start)), "")
+    return SENTENCES.get(start, "") + message.removeprefix(start)
+
+
+def _joined(problems: Sequence[str]) -> str:
+    """One sentence about the problems that the possible types have with the value.
+
+    >>> _joined(["must be true or false", "must be 'auto'"])
+    "must be true or false or 'auto'"
+    """
+    prefix = "must be "
+    if all(problem.startswith(prefix) for problem in problems):
+        return prefix + " or ".join(problem.removeprefix(prefix) for problem in problems)
+    return "; ".join(problems)
+
+
+def _remedy(hint: Any, value: Any, key: str, verb: str) -> str:
+    kinds = [
+        typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in _options(hint)
+    ]
+    if str not in kinds and any(typing.get_origin(kind) is Sequence for kind in kinds):
+        if value is None:
+            return f"write {key}=[]"
+        if isinstance(value, str | int | float):
+            return f"write {key}=[{_short(value)}]"
+    literals = [str(v) for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
+    if literals:
+        return f"use {' or '.join(literals)}" + (" or a number" if float in kinds else "")
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if str in kinds and isinstance(value, int | float):
+        return f"""quote it twice: "{key}='{value}'" """.strip()
+    meaning = catalog.meaning(key, verb)
+    if meaning is None or not meaning.default:
+        return f"`rlft {verb} --cfg job` shows every key with a right value"
+    return f"for instance {meaning.default}" + (f" ({meaning.comment})" if meaning.comment else "")
+
+
+def _join(prefix: str, key: object) -> str:
+    return f"{prefix}.{key}" if prefix else str(key)
+
+
+def _short(value: object) -> str:
+    """The value as it would be typed: strings in quotes, and YAML's words for None, True and False."""
+    words = {None: "null", True: "true", False: "false"}
+    text = (
+        repr(value)
+        if isinstance(value, str)
+        else words[value]
+        if value is None or value is True or value is False
+        else str(value)
+    )
+    return text if len(text) <= 80 else text[:77] + "..."

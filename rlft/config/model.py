@@ -1,0 +1,212 @@
+"""Typed sections of the config that concern the model. Defaults and their meaning are in configs/train.yaml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from enum import StrEnum
+from typing import Literal
+
+from rlft.config.bounds import Decay, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from rlft.config.model_paths import is_adapter
+from rlft.types import UserError
+
+ANSWER = "{answer}"
+"""Stands for the prompt's reference answer in snapshot.teacher_hint."""
+
+ALL_LINEAR = "all-linear"
+"""The default of lora.target_modules."""
+
+HEAD = "lm_head"
+"""What most models call their output layer."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""The values of model.dtype besides auto."""
+
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+"""What model.device may begin with; torch knows which of these exist here."""
+
+
+class Old(StrEnum):
+    auto = "auto"
+    sampled = "sampled"
+    recompute = "recompute"
+    copy = "copy"
+
+
+class KernelChoice(StrEnum):
+    """What a model is computed with: rlft's functions where they are tested, or unchanged transformers and PEFT."""
+
+    auto = "auto"
+    plain = "plain"
+
+
+class CriticKind(StrEnum):
+    """Where values come from: nowhere, an adapter of its own with a value head, or a head on the policy's features."""
+
+    none = "none"
+    adapter = "adapter"
+    shared = "shared"
+
+
+class Quantization(StrEnum):
+    four_bit = "4bit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    path: str
+    revision: str | None
+    dtype: str
+    device: str
+    attn_implementation: str
+    gradient_checkpointing: bool | Literal["auto"]
+    quantization: Quantization | None
+    trust_remote_code: bool
+    kernels: KernelChoice = KernelChoice.auto  # runs begun before this key or the next one existed have none
+    date: str = "auto"
+
+    def __post_init__(self) -> None:
+        try:
+            valid = self.date == "auto" or date.fromisoformat(self.date).isoformat() == self.date
+        except ValueError:
+            valid = False
+        if not valid:
+            raise UserError(
+                "model.date", "is not a date", got=repr(self.date), remedy="write it as 2026-11-25, or auto"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    rank: PositiveInt
+    alpha: PositiveFloat
+    dropout: Decay
+    target_modules: str | Sequence[str]
+    path: str | None
+    use_rslora: bool = False  # runs begun before these two keys existed have neither
+    use_dora: bool = False
+
+    @property
+    def adapts_head(self) -> bool:
+        """Whether the output layer is adapted, under the name that it has in most models."""
+        targets = self.target_modules
+        if targets == ALL_LINEAR:  # PEFT leaves it out
+            return False
+        if isinstance(targets, str):
+            return re.fullmatch(targets, HEAD) is not None
+        return HEAD in targets
+
+    @property
+    def kind(self) -> str:
+        """What messages call such an adapter."""
+        if self.use_dora:
+            return "DoRA with rsLoRA's scale" if self.use_rslora else "DoRA"
+        return "rsLoRA" if self.use_rslora else "LoRA"
+
+    @property
+    def keys_of_shape(self) -> dict[str, object]:
+        """{key: value} that give another run's adapter the shape and the scale of this run's."""
+        keys: dict[str, object] = {"lora.rank": self.rank, "lora.alpha": f"{self.alpha:g}"}
+        if self.target_modules != ALL_LINEAR:
+            keys["lora.target_modules"] = self.target_modules
+        return keys | {f"lora.{name}": "true" for name in ("use_rslora", "use_dora") if getattr(self, name)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotConfig:
+    """The `snapshot` section.
+
+    Attributes:
+        reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter.
+        teacher: `none`, `base`, the folder of a PEFT adapter, or another model (a folder, a hub id, `embedded:<name>`).
+        teacher_engine: what computes a teacher that is a separate model.
+        teacher_dtype: of its weights; None: that of the base.
+        teacher_quantization: likewise; "none" for weights that are not quantised.
+        teacher_gpu_memory_utilization: share of a GPU's memory that vLLM gets for the teacher.
+    """
+
+    reference: str
+    refresh_every: NonNegativeInt
+    ema_decay: PositiveFraction | None
+    old: Old
+    teacher: str = "none"  # runs begun before these keys existed have none of them
+    teacher_hint: str | None = None
+    teacher_engine: Literal["transformers", "vllm"] = "transformers"
+    teacher_dtype: str | None = None
+    teacher_quantization: Literal["none", "4bit"] | None = None
+    teacher_gpu_memory_utilization: PositiveFraction = 0.3
+
+    @property
+    def teacher_adapter(self) -> str | None:
+        """The folder of the teacher's adapter on the base; None if the teacher is not an adapter."""
+        return self.teacher if self._has_teacher_folder and is_adapter(self.teacher) else None
+
+    @property
+    def teacher_model(self) -> str | None:
+        """The path of a teacher that is a separate model; None if the teacher is not one."""
+        return self.teacher if self._has_teacher_folder and not is_adapter(self.teacher) else None
+
+    @property
+    def _has_teacher_folder(self) -> bool:
+        return self.teacher not in ("none", "base")
+
+
+def teacher_settings(snapshot: SnapshotConfig, model: ModelConfig) -> ModelConfig | None:
+    """The settings of a teacher that is a separate model: the base's where it has no key; None without one."""
+    if snapshot.teacher_model is None:
+        return None
+    quantization = model.quantization
+    if snapshot.teacher_quantization is not None:
+        quantization = None if snapshot.teacher_quantization == "none" else Quantization(snapshot.teacher_quantization)
+    return replace(
+        model,
+        path=snapshot.teacher_model,
+        revision=None,
+        gradient_checkpointing=False,
+        dtype=model.dtype if snapshot.teacher_dtype is None else snapshot.teacher_dtype,
+        quantization=quantization,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceConfig:
+    """A reference that never moves: `auto`, `none`, `base`, `copy` (the policy of the start), or a PEFT folder."""
+
+    reference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """The `critic` section.
+
+    Attributes:
+        init: `base`, `reward` (the learned reward's adapter), or the folder of a reward or critic adapter.
+    """
+
+    kind: CriticKind
+    init: str
+    lr: PositiveFloat
+    warmup_steps: NonNegativeInt
+    normalize_values: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelConfig:
+    """The training of the learned reward's adapter between steps.
+
+    Attributes:
+        labels: name of the rule reward that ranks siblings.
+    """
+
+    refresh_every: NonNegativeInt
+    labels: str | None
+    pairs: PositiveInt
+    pairs_per_group: PositiveInt
+    replay: Decay
+    capacity: NonNegativeInt
+    epochs: PositiveInt
+    pairs_per_update: PositiveInt
+    lr: PositiveFloat

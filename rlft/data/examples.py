@@ -1,0 +1,199 @@
+"""Tokenises, measures and fingerprints demonstrations and rankings, before the model is loaded.
+
+A completion that was sampled keeps its tokens. Any other is tokenised separately from its prompt, as an engine would
+have returned it, with what the model's chat template writes around it (`turns`) and the tokens that end a turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rlft.config.schema import PromptsConfig
+from rlft.data.prompts import prompts_for_step, tokenised, tokenizer_fingerprint
+from rlft.data.sampled import check_tokenizer, sampled_with
+from rlft.data.texts import TextTokens, as_batch
+from rlft.data.turns import turns_of
+from rlft.system.seeds import derive
+from rlft.tokens.text import last_tag
+from rlft.types import Batch, Demonstration, Prompt, Ranking, Split, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedTokens:
+    """A prompt and its completions as token ids, the best first, with the scores that rank them."""
+
+    prompt: tuple[int, ...]
+    completions: tuple[tuple[int, ...], ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """The tokenised demonstrations of one split.
+
+    Attributes:
+        texts: the tokens of each demonstration.
+        fingerprint: the sha256 (hex) over their tokens, in order.
+        note: a sentence about demonstrations that were left out, or None.
+    """
+
+    texts: tuple[TextTokens, ...]
+    fingerprint: str
+    note: str | None
+
+    def batch(self, chosen: Iterable[int]) -> Batch:
+        """The examples at these positions as rows; those with the same prompt form a group, which computes it once."""
+        texts = sorted((self.texts[i] for i in chosen), key=lambda text: text.ids[: text.num_given].tobytes())
+        prompts = [text.ids[: text.num_given].tobytes() for text in texts]
+        groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        return replace(as_batch(texts), group_ids=torch.tensor([groups[prompt] for prompt in prompts]))
+
+    def at(self, seed: int, step: int, count: int) -> Batch:
+        """The examples of the update that follows `step` steps; none occurs twice in a pass over them."""
+        return self.batch(prompts_for_step(len(self.texts), count, derive(seed, 0, "examples"), step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rankings:
+    """The tokenised rankings of one split; fingerprint and note are as in Examples."""
+
+    rankings: tuple[RankedTokens, ...]
+    fingerprint: str
+    note: str | None
+
+    def positions(self, seed: int, step: int, count: int, purpose: str) -> list[int]:
+        """Positions of the rankings of the update that follows `step` steps; none occurs twice in a pass over them."""
+        return prompts_for_step(len(self.rankings), count, derive(seed, 0, purpose), step)
+
+    def at(self, seed: int, step: int, count: int, purpose: str) -> list[RankedTokens]:
+        """The rankings at these positions."""
+        return [self.rankings[i] for i in self.positions(seed, step, count, purpose)]
+
+
+def scan_demonstrations(
+    demonstrations: Sequence[Demonstration],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptsConfig,
+    max_completion_tokens: int,
+    split: Split,
+) -> Examples:
+    """Tokenises the demonstrations; those over a limit are dropped or refused (prompts.over_limit).
+
+    Raises:
+        UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
+    """
+    _check_sampled_with([d.prompt for d in demonstrations], tokenizer, "demonstrations")
+    given = list(tokenised([d.prompt for d in demonstrations], tokenizer, prompts.style))
+    prompt_ids = [prompt.token_ids for prompt in given]
+    what = f"{split} demonstrations"
+    said = [(prompt, d.completion, d.completion_ids) for d, prompt in zip(demonstrations, given, strict=True)]
+    completion_ids, unlike = _completions(said, tokenizer, prompts.style, what)
+    texts = [
+        TextTokens(ids=np.array([*prompt, *ids], dtype="<i4"), num_given=max(len(prompt), 1))
+        for prompt, ids in zip(prompt_ids, completion_ids, strict=True)
+        if len(prompt) <= prompts.max_tokens and len(ids) <= max_completion_tokens
+    ]
+    dropped = _note_of_dropped(len(demonstrations), len(texts), prompts, max_completion_tokens, what)
+    unclosed = _note_of_tails(given, [d.completion for d in demonstrations], split)
+    note = "; ".join(filter(None, [dropped, unlike, unclosed])) or None
+    parts = (f"{text.num_given}:".encode() + text.ids.tobytes() for text in texts)
+    return Examples(texts=tuple(texts), fingerprint=_digest(parts), note=note)
+
+
+def scan_rankings(
+    rankings: Sequence[Ranking],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptsConfig,
+    max_completion_tokens: int,
+    split: Split,
+) -> Rankings:
+    """Tokenises the rankings without completions over the limit; rankings that are left without a pair are dropped.
+
+    Raises:
+        UserError: they were sampled with another tokenizer, are too long and refused, or none is left.
+    """
+    _check_sampled_with([r.prompt for r in rankings], tokenizer, "preferences")
+    given = list(tokenised([r.prompt for r in rankings], tokenizer, prompts.style))
+    what = f"completions of {split} rankings"
+    said = [
+        (prompt, text, ids)
+        for r, prompt in zip(rankings, given, strict=True)
+        for text, ids in zip(r.completions, r.completion_ids or [()] * len(r.completions), strict=True)
+    ]
+    completion_ids, unlike = _completions(said, tokenizer, prompts.style, what)
+    rows = iter(completion_ids)
+    kept, num_cut = [], 0
+    for ranking, prompt in zip(rankings, (prompt.token_ids for prompt in given), strict=True):
+        tokens = [next(rows) for _ in ranking.completions]
+        short = [i for i, row in enumerate(tokens) if len(row) <= max_completion_tokens]
+        scores = tuple(ranking.scores[i] for i in short)
+        if len(prompt) <= prompts.max_tokens and len(set(scores)) > 1:
+            kept.append(RankedTokens(prompt=prompt, completions=tuple(tokens[i] for i in short), scores=scores))
+            num_cut += len(tokens) - len(short)
+    notes = [_note_of_dropped(len(rankings), len(kept), prompts, max_completion_tokens, f"{split} rankings")]
+    if num_cut:
+        problem = f"{num_cut} completions of kept {split} rankings exceed max_completion_tokens={max_completion_tokens}"
+        notes.append(_dropped(problem, prompts, "raise it, or set prompts.over_limit=drop"))
+    note = "; ".join(filter(None, [*notes, unlike])) or None
+    parts = (repr((r.prompt, r.completions, r.scores)).encode() for r in kept)
+    return Rankings(rankings=tuple(kept), fingerprint=_digest(parts), note=note)
+
+
+def _completions(
+    texts: Sequence[tuple[Prompt, str, Sequence[int]]], tokenizer: PreTrainedTokenizerBase, style: str, what: str
+) -> tuple[list[tuple[int, ...]], str | None]:
+    """(the tokens of each completion: those that were sampled, or else those of its turn; a note about the turns)."""
+    turns, note = turns_of([(prompt, text) for prompt, text, ids in texts if not ids], tokenizer, style, what)
+    written = iter(turns)
+    return [tuple(ids) if ids else next(written) for _, _, ids in texts], note
+
+
+def _check_sampled_with(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, section: str) -> None:
+    if samplers := sampled_with(prompts):
+        check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), section)
+
+
+def _note_of_dropped(num_all: int, num_kept: int, prompts: PromptsConfig, limit: int, what: str) -> str | None:
+    if num_kept == num_all > 0:
+        return None
+    limits = f"prompts.max_tokens={prompts.max_tokens} or max_completion_tokens={limit}"
+    problem = f"{num_all - num_kept} of {num_all} {what} exceed {limits}"
+    if not num_kept:
+        raise UserError("max_completion_tokens", problem, remedy="raise them, or choose other data")
+    return _dropped(problem, prompts, "raise them, or set prompts.over_limit=drop")
+
+
+def _note_of_tails(prompts: Sequence[Prompt], texts: Sequence[str], split: Split) -> str | None:
+    """A note about demonstrations that never close what their prompt has opened, such as <think>."""
+    opened = [
+        tag
+        for prompt, text in zip(prompts, texts, strict=True)
+        if (tag := last_tag(prompt.tail)) and f"{tag[0]}/{tag[1:]}" not in text
+    ]
+    if not opened:
+        return None
+    problem = f"{len(opened)} {split} demonstrations are learned inside {opened[0]}, which their prompts open"
+    return f"{problem} and they never close"
+
+
+def _dropped(problem: str, prompts: PromptsConfig, remedy: str) -> str:
+    """The note of what is dropped, or its refusal (prompts.over_limit)."""
+    if prompts.over_limit == "refuse":
+        raise UserError("max_completion_tokens", problem, remedy=remedy)
+    return f"{problem} and were dropped"
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()

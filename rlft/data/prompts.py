@@ -1,0 +1,358 @@
+"""Tokenises, measures and fingerprints prompts, before the model is loaded; chooses the prompts of each step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+
+from rlft.data.lazy import Chosen, Lazy, Mapped
+from rlft.system.progress import with_progress
+from rlft.tokens.chat_template import rendered
+from rlft.tokens.text import tail
+from rlft.types import NOTHING, Prompt, Shown, Split, UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK, CHUNK_CHARACTERS = 1000, 250_000
+"""The most prompts that are tokenised in one call, and the most characters."""
+
+Item = TypeVar("Item")
+
+WORD = re.compile(r"\w+")
+SWITCH = re.compile(r"/\w+")
+"""Such as /no_think, which some templates read and leave out."""
+
+NO_TEMPLATE_NOTE = "The tokenizer has no chat template: prompts are the plain texts of their messages."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthSummary:
+    """The number of tokens of the shortest, the median and the longest prompt of a set."""
+
+    shortest: int
+    median: float
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """The tokenised prompts of one split.
+
+    Attributes:
+        prompts: the prompts in the order of the data, with token_ids. For streamed data (rlft/data/streamed.py) this is
+            a lazy sequence, which reads and tokenises a prompt at each access.
+        num_tokens: the number of tokens of each prompt.
+        num_dropped: the number of prompts that exceeded the limit.
+        lengths: a summary of the kept prompts' lengths.
+        fingerprint: the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares.
+        note: a sentence for the person watching, or None.
+    """
+
+    prompts: Sequence[Prompt]
+    num_tokens: Sequence[int]
+    num_dropped: int
+    lengths: LengthSummary
+    fingerprint: str
+    note: str | None
+
+    def longest(self, number: int | None = None) -> Prompt:
+        """The longest of the first `number` prompts, or of all; the first one of equally long prompts."""
+        lengths = self.num_tokens[:number]
+        return self.prompts[max(range(len(lengths)), key=lengths.__getitem__)]
+
+
+class TokenisedPrompts(Lazy[Prompt]):
+    """Prompts of streamed data whose token ids are computed at each access; `texts` are the prompts without them."""
+
+    def __init__(
+        self, texts: Lazy[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
+    ) -> None:
+        self.texts, self._tokenizer, self._style, self._shown = texts, tokenizer, style, shown
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def at(self, index: int) -> Prompt:
+        return next(self.between(index, index + 1))
+
+    def between(self, start: int, stop: int) -> Iterator[Prompt]:
+        return tokenised(self.texts.between(start, stop), self._tokenizer, self._style, self._shown)
+
+
+def scan(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    over_limit: Literal["drop", "refuse"],
+    split: Split,
+    style: Literal["chat", "raw"] = "chat",
+    shown: Shown = NOTHING,
+) -> PromptSet:
+    """Tokenises the prompts of a split; prompts over the limit are dropped or refused.
+
+    Args:
+        prompts: the prompts.
+        tokenizer: the model's tokenizer.
+        max_prompt_tokens: the most tokens of a prompt.
+        over_limit: whether longer prompts are dropped or refused.
+        split: the split of the prompts.
+        style: `chat` uses the tokenizer's chat template. `raw`, or a tokenizer without one, joins the texts of the
+            messages with blank lines.
+        shown: what prompts show of an environment, which only the chat template can render.
+
+    Raises:
+        UserError: there are no prompts, or none is left; an id occurs twice; prompts are too long and refused; the chat
+            template does not accept the messages; or a prompt has no token.
+    """
+    if not len(prompts):
+        raise UserError("data", f"the {split} split is empty", remedy="choose other data")
+    if not isinstance(prompts, Lazy):  # the ids of streamed data are numbers of lines
+        _check_ids(prompts, split)
+    kept_in_memory: list[Prompt] = []
+    kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
+    empty, long = Noted(), Noted()
+    progress = with_progress(
+        tokenised(prompts, tokenizer, style, shown), f"data: tokenising the {split} prompts", len(prompts)
+    )
+    for index, prompt in enumerate(progress):
+        number = len(prompt.token_ids)
+        if not number:
+            empty.add(prompt.id, number)
+        if number > max_prompt_tokens:
+            long.add(prompt.id, number)
+            continue
+        kept.append(index)
+        num_tokens.append(number)
+        digest.update(fingerprinted(prompt))
+        if not isinstance(prompts, Lazy):
+            kept_in_memory.append(prompt)
+    if empty.number:
+        raise _no_tokens(empty, len(prompts), split)
+    if long.number and (over_limit == "refuse" or not kept):
+        raise _over_limit(long, len(prompts), max_prompt_tokens, over_limit, split)
+    kept_prompts: Sequence[Prompt] = tuple(kept_in_memory)
+    if isinstance(prompts, Lazy):
+        kept_prompts = TokenisedPrompts(Chosen(prompts, kept), tokenizer, style, shown)
+    return PromptSet(
+        prompts=kept_prompts,
+        num_tokens=num_tokens,
+        num_dropped=long.number,
+        lengths=LengthSummary(shortest=min(num_tokens), median=median(num_tokens), longest=max(num_tokens)),
+        fingerprint=digest.hexdigest(),
+        note=None if style == "raw" or uses_template(tokenizer, style) else NO_TEMPLATE_NOTE,
+    )
+
+
+@dataclass(slots=True)
+class Noted:
+    """A count of prompts of some kind, with the first one's id and length, and the longest one's length."""
+
+    number: int = 0
+    first: str = ""
+    first_tokens: int = 0
+    most_tokens: int = 0
+
+    def add(self, prompt_id: str, num_tokens: int) -> None:
+        if not self.number:
+            self.first, self.first_tokens = prompt_id, num_tokens
+        self.number += 1
+        self.most_tokens = max(self.most_tokens, num_tokens)
+
+
+def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
+    """The prompts of the set; those of streamed data come without token ids, which would have to be computed.
+
+    What their prompts have begun to say for the assistant is that of the first one.
+    """
+    prompts = prompt_set.prompts
+    if not isinstance(prompts, TokenisedPrompts):
+        return prompts
+    tail = prompts[0].tail
+    return Mapped(prompts.texts, partial(replace, tail=tail)) if tail else prompts.texts
+
+
+def left_out(prompts: PromptSet, split: str, max_prompt_tokens: int) -> Iterator[str]:
+    """A sentence about the prompts of the split that were too long; none if all fit."""
+    if prompts.num_dropped:
+        yield f"{prompts.num_dropped} {split} prompts longer than prompts.max_tokens={max_prompt_tokens} were dropped"
+
+
+def fingerprinted(prompt: Prompt) -> bytes:
+    """A prompt's part of a set's fingerprint: a JSON array of id, token ids and answer, and a newline."""
+    return json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode() + b"\n"
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """12 hex digits of a sha256 over the vocabulary with added tokens, the chat template and the end token."""
+    contents = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:12]
+
+
+def prompts_for_step(num_prompts: int, prompts_per_step: int, seed: int, step: int) -> list[int]:
+    """Indices of the prompts of one step; `step` is the number of steps finished before it, from 0.
+
+    Epoch e is a permutation of all prompts drawn from (seed, e), cut into whole steps. A remainder smaller than a step
+    is skipped; the next epoch permutes all prompts again. So no prompt occurs twice in an epoch or in a step. If a step
+    takes more prompts than exist, epochs follow each other without a gap, and prompts repeat. This is a pure function
+    of its arguments: a resumed run needs no other cursor than its step.
+
+    >>> prompts_for_step(4, 2, seed=0, step=0), prompts_for_step(4, 2, seed=0, step=1)
+    ([3, 1], [0, 2])
+    """
+    if num_prompts < 1 or prompts_per_step < 1 or step < 0:
+        raise ValueError(
+            f"need num_prompts >= 1, prompts_per_step >= 1, step >= 0: {num_prompts}, {prompts_per_step}, {step}"
+        )
+    if num_prompts >= prompts_per_step:
+        epoch, step_of_epoch = divmod(step, num_prompts // prompts_per_step)
+        start = step_of_epoch * prompts_per_step
+        return permutation(num_prompts, seed, epoch)[start : start + prompts_per_step].tolist()
+    positions = range(step * prompts_per_step, (step + 1) * prompts_per_step)
+    return [int(permutation(num_prompts, seed, p // num_prompts)[p % num_prompts]) for p in positions]
+
+
+@lru_cache(maxsize=2)
+def permutation(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of the prompts in an epoch, read-only. numpy promises that the stream of RandomState never changes."""
+    seed_words = np.frombuffer(hashlib.sha256(f"{seed}/{epoch}".encode()).digest(), dtype="<u4")
+    order = np.random.RandomState(seed_words).permutation(num_prompts)
+    order.flags.writeable = False
+    return order
+
+
+def token_ids(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str) -> list[tuple[int, ...]]:
+    """The tokens of each prompt, up to the start of its completion; `style` is as in `scan`."""
+    return [prompt.token_ids for prompt in tokenised(prompts, tokenizer, style)]
+
+
+def tokenised(
+    prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
+) -> Iterator[Prompt]:
+    """The prompts with their tokens, up to the start of their completions."""
+    for chunk in chunked(prompts, lambda prompt: sum(len(message["content"]) for message in prompt.messages)):
+        texts, ids = _tokenise(chunk, tokenizer, style, shown)
+        by_template = uses_template(tokenizer, style)
+        for prompt, text, prompt_ids in zip(chunk, texts, ids, strict=True):
+            begun = tail(tokenizer, text, by_template=by_template)
+            yield replace(prompt, token_ids=tuple(prompt_ids), tail=begun)
+
+
+def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """The items in order, in chunks for one call of the tokenizer, which takes about 100 bytes of memory per token."""
+    chunk: list[Item] = []
+    size = 0
+    for item in items:
+        item_size = characters(item)
+        if chunk and (len(chunk) == CHUNK or size + item_size > CHUNK_CHARACTERS):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(item)
+        size += item_size
+    if chunk:
+        yield chunk
+
+
+def _tokenise(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown
+) -> tuple[Sequence[str], Sequence[Sequence[int]]]:
+    """(the text of each prompt, its tokens)."""
+    if not uses_template(tokenizer, style):
+        texts = ["\n\n".join(m["content"] for m in p.messages) for p in prompts]
+        return texts, tokenizer(texts)["input_ids"]  # type: ignore[return-value]
+    from jinja2.exceptions import TemplateError
+
+    conversations = [shown.messages(p.messages) for p in prompts]
+    try:
+        texts = rendered(tokenizer, conversations, tools=shown.tools, start=True)
+    except TemplateError as error:
+        has_system = any(p.messages[0]["role"] == "system" for p in prompts)
+        remedy = (
+            "set data.system_prompt=null and say it in data.prompt_template"
+            if has_system
+            else "use data whose turns it takes"
+        )
+        raise UserError(
+            "data.system_prompt" if has_system else "data",
+            f"the model's chat template refuses it ({error})",
+            remedy=remedy,
+        ) from error
+    except Exception as error:  # a template is a program of somebody else's: it may raise anything
+        raise UserError(
+            "model.path",
+            f"its chat template fails ({type(error).__name__}: {error})",
+            got=tokenizer.name_or_path or None,
+            remedy="put a template that works into the model's folder as chat_template.jinja, or set prompts.style=raw",
+        ) from error
+    for prompt, conversation, text in zip(prompts, conversations, texts, strict=True):
+        _check_words(prompt, conversation, text)
+    return texts, tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+
+def _check_words(prompt: Prompt, conversation: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Refuses a prompt of which the chat template has left out a message: its words are nowhere in the text."""
+    bare, words = "".join(text.split()), None
+    for message in conversation:
+        content = message["content"].rpartition("</think>")[2]  # templates leave earlier thinking out
+        if "".join(content.split()) in bare:
+            continue
+        words = set(WORD.findall(text)) if words is None else words
+        wanted = set(WORD.findall(SWITCH.sub("", content)))
+        if 2 * len(wanted - words) < len(wanted) or not wanted:
+            continue
+        is_system = message["role"] == "system"
+        problem = f"the model's chat template leaves out the {message['role']}'s message of prompt {prompt.id!r}"
+        raise UserError(
+            "data.system_prompt" if is_system else "data",
+            f"{problem}, so the policy never reads it",
+            got=repr(content.strip()[:60]),
+            remedy="set data.system_prompt=null and say it in data.prompt_template"
+            if is_system
+            else "use data whose turns it writes, or prompts.style=raw",
+        )
+
+
+def uses_template(tokenizer: PreTrainedTokenizerBase, style: str) -> bool:
+    """Whether prompts of this style are written by the tokenizer's chat template."""
+    return style != "raw" and bool(tokenizer.chat_template)
+
+
+def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:
+    repeated = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
+    if repeated:
+        raise UserError(
+            "data",
+            f"{len(repeated)} ids occur more than once in the {split} split",
+            got=repeated[0],
+            remedy="give each prompt its own id",
+        )
+
+
+def _no_tokens(empty: Noted, number: int, split: Split) -> UserError:
+    return UserError(
+        "data",
+        f"{empty.number} of {number} {split} prompts have no token, so nothing can be predicted from them",
+        got=empty.first,
+        remedy="leave them out, or use prompts.style=chat, whose template gives each some tokens",
+    )
+
+
+def _over_limit(long: Noted, number: int, limit: int, over_limit: str, split: Split) -> UserError:
+    raised = f"raise prompts.max_tokens (the longest has {long.most_tokens})"
+    return UserError(
+        "prompts.max_tokens",
+        f"{long.number} of {number} {split} prompts are longer, first {long.first} with {long.first_tokens}",
+        got=limit,
+        remedy=f"{raised}, or set prompts.over_limit=drop" if over_limit == "refuse" else raised,
+    )

@@ -1,0 +1,196 @@
+"""Tokenises pretraining text for PPO-ptx (InstructGPT, arXiv 2203.02155), before the model is loaded.
+
+PPO-ptx adds gamma_ptx * (-mean log-prob per token of such text) to the loss, so that the policy keeps modelling it. A
+text may begin with a given part, which the model reads but does not learn to predict, like the question of a chat.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rlft.data.prompts import chunked, prompts_for_step
+from rlft.system.seeds import derive
+from rlft.types import Batch, UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+    from rlft.data.text import Text
+
+
+MIN_TOKENS = 2
+"""Nothing predicts a text's first token, so a text of a single token has none to learn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextTokens:
+    """The tokens of a text, int32 `[tokens]`; the first `num_given` (1 or more) are given and not learned."""
+
+    ids: NDArray[np.int32]
+    num_given: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PretrainText:
+    """Tokenised texts for training and for evaluation, which share no token sequence.
+
+    Attributes:
+        train_texts: the texts to train on, cut at the limit, in the order of the file.
+        held_out_texts: the held-out texts, also cut.
+        sequences_per_update: number of texts per optimizer update.
+        updates_per_step: number of optimizer updates per step.
+        num_dropped: number of texts without a token to learn within the limit.
+        num_cut: number of other texts that were cut.
+        fingerprint: the sha256 (hex) over the token ids and numbers of given tokens of all texts, for resumed runs.
+        note: a sentence for the person watching, or None.
+    """
+
+    train_texts: tuple[TextTokens, ...]
+    held_out_texts: tuple[TextTokens, ...]
+    sequences_per_update: int
+    updates_per_step: int
+    num_dropped: int
+    num_cut: int
+    fingerprint: str
+    note: str | None
+
+    def batch(self, seed: int, step: int, update: int) -> Batch:
+        """The texts of optimizer update number `update` (from 0) of the step that follows `step` finished steps.
+
+        This is a pure function of its arguments, like `prompts_for_step`: a resumed run needs no cursor into the text.
+        No text occurs twice in a pass over the texts.
+        """
+        if not 0 <= update < self.updates_per_step:
+            raise ValueError(f"a step has {self.updates_per_step} updates, there is none with number {update}")
+        update_number = step * self.updates_per_step + update
+        order = derive(seed, 0, "pretrain")  # not the order of the prompts
+        indices = prompts_for_step(len(self.train_texts), self.sequences_per_update, order, update_number)
+        return as_batch([self.train_texts[i] for i in indices])
+
+    def held_out(self) -> Batch:
+        """The texts that are never trained on, the same ones every time."""
+        return as_batch(self.held_out_texts)
+
+
+def scan_texts(
+    texts: Sequence[Text],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    sequences_per_update: int,
+    held_out: int,
+    updates_per_step: int,
+) -> PretrainText:
+    """Tokenises the texts, cuts them after `max_tokens`, and sets `held_out` of them aside for evaluation.
+
+    Special tokens that are written in a text are read as such, and none are added. The given and the learned part are
+    tokenised separately and joined, so no token belongs to both. A hash of its tokens decides whether a text is held
+    out: equal texts are in the same split, whichever part of them is given, and neither order nor seed changes that.
+
+    Raises:
+        UserError: the limit is below 2 tokens, or there are too few texts to hold out that many or to fill an update.
+    """
+    if max_tokens < MIN_TOKENS:
+        raise UserError(
+            "pretrain.max_tokens",
+            "a text's first token is given, so it needs a second one to learn from",
+            got=max_tokens,
+            remedy="use 2 or more",
+        )
+    tokenised = _tokenise(texts, tokenizer)
+    learnable = [text for text in tokenised if text.num_given < min(len(text.ids), max_tokens)]
+    kept = [replace(text, ids=text.ids[:max_tokens]) for text in learnable]
+    digests = [hashlib.sha256(text.ids.tobytes()).digest() for text in kept]
+    distinct = dict(zip(digests, kept, strict=True))
+    if len(distinct) <= held_out:
+        raise UserError(
+            "pretrain.held_out",
+            f"there are only {len(distinct)} different texts with a token to learn within "
+            f"pretrain.max_tokens={max_tokens}, and some must be left to train on",
+            got=held_out,
+            remedy="use fewer, more text, or a higher pretrain.max_tokens",
+        )
+    held_out_digests = set(sorted(distinct)[:held_out])
+    train_texts = [text for text, digest in zip(kept, digests, strict=True) if digest not in held_out_digests]
+    if len(train_texts) < sequences_per_update:
+        raise UserError(
+            "pretrain.sequences_per_update",
+            f"pretrain.held_out={held_out} leaves only {len(train_texts)} texts to train on",
+            got=sequences_per_update,
+            remedy=f"use at most {len(train_texts)}, a lower pretrain.held_out, or more text",
+        )
+    num_dropped, num_cut = len(tokenised) - len(learnable), sum(len(text.ids) > max_tokens for text in learnable)
+    return PretrainText(
+        train_texts=tuple(train_texts),
+        held_out_texts=tuple(text for digest, text in distinct.items() if digest in held_out_digests),
+        sequences_per_update=sequences_per_update,
+        updates_per_step=updates_per_step,
+        num_dropped=num_dropped,
+        num_cut=num_cut,
+        fingerprint=_fingerprint(kept, digests),
+        note=_note(len(tokenised), num_dropped, num_cut, max_tokens),
+    )
+
+
+def as_batch(texts: Sequence[TextTokens]) -> Batch:
+    """The texts as right-padded rows `[B, T]`, each its own group: given tokens are the prompt, others the completion.
+
+    They were not sampled and have no reward: `sampled_logprobs` and `rewards` are 0.
+    """
+    lengths_B = torch.tensor([len(text.ids) for text in texts])
+    num_given_B = torch.tensor([text.num_given for text in texts])
+    columns_T = torch.arange(int(lengths_B.max()))
+    attention_mask_BT = columns_T < lengths_B[:, None]
+    token_ids_BT = torch.zeros(attention_mask_BT.shape, dtype=torch.int64)
+    token_ids_BT[attention_mask_BT] = torch.from_numpy(np.concatenate([text.ids for text in texts]).astype(np.int64))
+    return Batch(
+        token_ids=token_ids_BT,
+        attention_mask=attention_mask_BT,
+        loss_mask=attention_mask_BT & (columns_T >= num_given_B[:, None]),
+        sampled_logprobs=torch.zeros(attention_mask_BT.shape),
+        rewards=torch.zeros(len(texts)),
+        group_ids=torch.arange(len(texts)),
+    )
+
+
+def _tokenise(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[TextTokens]:
+    """The tokens of each text without a limit: the given part and the learned part, joined."""
+    given_ids = text_ids([text.context for text in texts], tokenizer)
+    learned_ids = text_ids([text.text for text in texts], tokenizer)
+    return [
+        TextTokens(ids=np.concatenate([given, ids]), num_given=max(len(given), 1))
+        for given, ids in zip(given_ids, learned_ids, strict=True)
+    ]
+
+
+def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+    """The tokens of each text; special tokens written in it are read as such, and none are added."""
+    return [
+        np.array(ids, dtype="<i4")
+        for chunk in chunked(texts, len)
+        # Not verbose: a text that exceeds the model's context is cut afterwards, so no warning is needed.
+        for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[union-attr]
+    ]
+
+
+def _fingerprint(texts: Sequence[TextTokens], digests: Sequence[bytes]) -> str:
+    """The sha256 over every text's number of given tokens (4 bytes, little-endian) and digest of its token ids."""
+    parts = zip(texts, digests, strict=True)
+    return hashlib.sha256(b"".join(text.num_given.to_bytes(4, "little") + digest for text, digest in parts)).hexdigest()
+
+
+def _note(num_texts: int, num_dropped: int, num_cut: int, max_tokens: int) -> str | None:
+    texts = [
+        f"{num_cut} were cut after pretrain.max_tokens={max_tokens}" if num_cut else "",
+        f"{num_dropped} with no token to learn within pretrain.max_tokens={max_tokens} were dropped"
+        if num_dropped
+        else "",
+    ]
+    return f"of {num_texts} pretraining texts {', '.join(filter(None, texts))}" if any(texts) else None

@@ -1,1 +1,0 @@
-"""`rlft doctor`: does rlft work on this machine? Each kind of row has its own module; supervise runs the checks."""

@@ -1,0 +1,445 @@
+"""Several engines behind the interface of one: each is a member of the cluster, with a base of its own.
+
+Whole groups wait in a queue of this process. An engine gets a unit of them (`Engine.at_once`), and results are put in
+order by their index, so that nothing depends on which engine is faster, nor on how many there are. An engine that dies,
+raises, does not answer in time or holds another adapter than it was given is killed; its groups go back to the queue,
+and a new one takes its place once it has the same version and gives fixed tokens the trainer's log-probs. A completion
+is a function of (version, prompt, seed): none is lost, and none changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
+from rlft.system.process.running_time import TICK_S, RunningTime
+from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError
+
+START_S = 900.0
+"""Seconds that an engine may take to load its base, in addition to `timeout_s`."""
+CLOSE_S = 5.0
+"""Seconds that engines may take to close before they are killed."""
+
+Scores = list[list[float]]
+Accept = Callable[[Scores], str | None]
+"""Returns what is wrong with an engine's log-probs of the fixed tokens; None if they are the policy's."""
+
+
+class EngineError(RuntimeError):
+    """Engines fail again and again."""
+
+
+class StaleEngineError(EngineError):
+    """An engine that has taken the place of a stale one is stale, too."""
+
+
+class _Failed(Exception):
+    """An engine has to be replaced.
+
+    Args:
+        problem: why.
+        stale: whether it holds other weights than those it was given.
+    """
+
+    def __init__(self, problem: str, *, stale: bool = False) -> None:
+        self.stale = stale
+        super().__init__(problem)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Seat:
+    """The place of one engine.
+
+    Attributes:
+        spec: what the engine is.
+        member: the process of the engine.
+        starts: number of engines that have had the place.
+        started: whether its engine has answered.
+        ready: whether it has the version in use, and has passed the check if one is set.
+        replaced_stale: whether the engine before this one was killed because it was stale.
+        joining: the calls by which it gets ready, once they have begun.
+    """
+
+    spec: MemberSpec
+    member: Member
+    starts: int = 1
+    started: bool = False
+    ready: bool = False
+    replaced_stale: bool = False
+    joining: Work | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Work:
+    """What an engine is doing: calls that it answers in order, and is done with once it has answered the last one.
+
+    Attributes:
+        seat: the place of the engine.
+        futures: the answers to the calls.
+        what: what they do, for messages.
+        limit_s: seconds that they may take.
+        left_s: how many of these seconds are left.
+        unit: the prompts that it samples from; None for other calls.
+    """
+
+    seat: Seat
+    futures: Sequence[Future[Any]]
+    what: str
+    limit_s: float
+    left_s: float
+    unit: slice | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """The adapter in use.
+
+    Attributes:
+        number: number of the version.
+        config: the adapter's config.
+        shared: its tensors as the bytes of a safetensors file, which are sent once.
+        sha256: checksum of these bytes.
+    """
+
+    number: int
+    config: Mapping[str, Any]
+    shared: Any
+    sha256: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Check:
+    """The freshness check of the version in use."""
+
+    sequences: list[list[int]]
+    accept: Accept
+
+
+class EnginePool:
+    """A `Generator` over engines that are members of the cluster.
+
+    Args:
+        launcher: starts them; whoever made it closes it, after the pool.
+        specs: what each engine is (`rlft.loop.engine_worker`).
+        unit: (completions of a prompt, number of prompts) -> number of prompts that an engine gets in one call.
+        timeout_s: seconds that an engine may take for one answer.
+        max_restarts: the most engines replaced without a finished group in between; one more stops the run.
+        note: takes a line for the person watching when an engine is replaced.
+        with_rows: whether engines get the prompts' metadata, which environments read.
+
+    `finished` is called with groups of `sample` as soon as they are finished.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        specs: Sequence[MemberSpec],
+        *,
+        unit: Callable[[int, int], int],
+        timeout_s: float,
+        max_restarts: int,
+        note: Callable[[str], None],
+        with_rows: bool = False,
+    ) -> None:
+        self._with_rows = with_rows
+        self._launcher, self._unit, self._timeout_s, self._max_restarts = launcher, unit, timeout_s, max_restarts
+        self.note = note
+        self.finished: Callable[[list[Group]], None] = lambda groups: None
+        self.num_restarts = 0
+        self._restarts_in_a_row = 0
+        self._version: Version | None = None
+        self._check: Check | None = None
+        self._clock = RunningTime()
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._seats = [Seat(spec=spec, member=launcher.start(spec)) for spec in specs]
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._seats)
+
+    # -- the interface of a generator ----------------------------------------------------------------------------------
+    def load(self, adapter: Adapter) -> None:
+        from safetensors.torch import save
+
+        # Each is cloned: the file format refuses tensors that share storage, and the trainer's may be views.
+        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in adapter.weights.items()}
+        weights = save(tensors, metadata={"format": "pt"})
+        with self._lock:
+            self._version = Version(
+                number=adapter.version,
+                config=dict(adapter.config),
+                shared=self._launcher.share(weights),
+                sha256=hashlib.sha256(weights).hexdigest(),
+            )
+            self._check = None
+            for seat in self._seats:
+                seat.ready, seat.joining = False, None
+            self._all_join()
+
+    def verify(self, sequences: Sequence[Sequence[int]], accept: Accept, *, now: bool) -> None:
+        """Sets the check of the version in use, which engines that join later must pass.
+
+        Args:
+            sequences: the fixed tokens.
+            accept: checks an engine's log-probs of them.
+            now: whether the engines that have joined are checked, too; stale ones are replaced.
+
+        Raises:
+            StaleEngineError: an engine that took a stale one's place is stale as well.
+        """
+        with self._lock:
+            self._check = Check(sequences=[list(ids) for ids in sequences], accept=accept)
+            if now:
+                scored = self._of_each("score", self._check.sequences)
+                for seat, scores in scored.items():
+                    if (problem := accept(scores)) is not None:
+                        self._replace(seat, _Failed(problem, stale=True))
+                self._all_join()
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        units: dict[int, list[Group]] = {}
+        for start, groups in self.sample_units(prompts, n, seeds, sampling):
+            units[start] = groups
+            self.finished(groups)
+        return [group for start in sorted(units) for group in units[start]]
+
+    def sample_units(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Group]]]:
+        """(index of the first prompt, groups) as they finish, in any order; the arguments are those of `sample`."""
+        with self._lock:
+            size = self._unit(n, len(prompts))
+            units = deque(slice(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size))
+            busy: dict[int, Work] = {}
+            self._clock.since_last()  # the time before is not counted
+            while units or any(work.unit is not None for work in busy.values()):
+                for number, seat in enumerate(self._seats):
+                    if number in busy:
+                        continue
+                    if not seat.ready:
+                        busy[number] = self._join(seat)
+                    elif units:
+                        busy[number] = self._begin(seat, units.popleft(), prompts, n, seeds, sampling)
+                for work in self._over(list(busy.values())):
+                    number = self._seats.index(work.seat)
+                    del busy[number]
+                    try:
+                        answers = self._answers(work)
+                        self._accept(work, answers)
+                    except _Failed as failure:
+                        if work.unit is not None:
+                            units.appendleft(work.unit)
+                        self._replace(work.seat, failure)
+                        continue
+                    if work.unit is not None:
+                        self._restarts_in_a_row = 0
+                        yield work.unit.start, _groups(prompts[work.unit], *answers[-1])
+
+    def sample_each(
+        self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Group]]:
+        """The groups that each engine samples of all these prompts, without conversations."""
+        with self._lock:
+            sampled = self._of_each("sample_alone", list(prompts), n, list(seeds), sampling)
+            version = None if self._version is None else self._version.number
+            return [_groups(prompts, version, rows) for rows in sampled.values()]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> Scores:
+        """The log-probs of one of the engines; `verify` checks all of them."""
+        with self._lock:
+            scored = self._of_each("score", [list(ids) for ids in sequences])
+            return next(iter(scored.values()))
+
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        with self._lock:
+            self._of_each("rehearse", [list(ids) for ids in prompts], n, max_tokens)
+
+    def sleep(self) -> None:
+        with self._lock:
+            self._of_each("sleep")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            closing = [seat.member.call("close") for seat in self._seats]
+            with suppress(Exception):
+                wait(closing, timeout=CLOSE_S)
+            for seat in self._seats:
+                seat.member.kill()
+
+    # -- single engines ------------------------------------------------------------------------------------------------
+    def _of_each(self, method: str, *args: Any) -> dict[Seat, Any]:
+        """The answer of every engine; those that fail are replaced, and the call is repeated."""
+        answers: dict[Seat, Any] = {}
+        while unanswered := [seat for seat in self._seats if seat not in answers]:
+            self._all_join()
+            calls = [self._work(seat, [seat.member.call(method, *args)], method) for seat in unanswered]
+            self._finish(calls, lambda work, results: answers.update({work.seat: results[-1]}))
+        return answers
+
+    def _all_join(self) -> None:
+        """Waits until every engine has the version in use."""
+        while joining := [self._join(seat) for seat in self._seats if not seat.ready]:
+            self._finish(joining, lambda work, results: None)
+
+    def _finish(self, calls: Sequence[Work], then: Callable[[Work, list[Any]], None]) -> None:
+        """Waits for all of these calls; engines that fail are replaced."""
+        waiting = list(calls)
+        self._clock.since_last()
+        while waiting:
+            for work in self._over(waiting):
+                waiting.remove(work)
+                try:
+                    answers = self._answers(work)
+                    self._accept(work, answers)
+                except _Failed as failure:
+                    self._replace(work.seat, failure)
+                    continue
+                then(work, answers)
+
+    def _work(self, seat: Seat, futures: Sequence[Future[Any]], what: str, unit: slice | None = None) -> Work:
+        limit_s = self._timeout_s + (0.0 if seat.started else START_S)
+        return Work(seat=seat, futures=futures, what=what, limit_s=limit_s, left_s=limit_s, unit=unit)
+
+    def _join(self, seat: Seat) -> Work:
+        """Has an engine load the version in use, and score the fixed tokens if the check is set."""
+        if seat.joining is None:
+            member, version, futures = seat.member, self._version, []
+            futures.append(member.call("started"))
+            if version is not None:
+                futures.append(member.call("load", version.number, version.config, version.sha256, version.shared))
+                if self._check is not None:
+                    futures.append(member.call("score", self._check.sequences))
+            seat.joining = self._work(seat, futures, "load" if seat.started else "start and load")
+        return seat.joining
+
+    def _begin(
+        self, seat: Seat, unit: slice, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
+    ) -> Work:
+        sent_prompts = [prompt if self._with_rows else replace(prompt, metadata={}) for prompt in prompts[unit]]
+        future = seat.member.call("sample", sent_prompts, n, [int(seed) for seed in seeds[unit]], sampling)
+        return self._work(seat, [future], "sample", unit)
+
+    def _over(self, waiting: Sequence[Work]) -> list[Work]:
+        """Waits for calls that are answered, have failed or are out of time, and returns them."""
+        pending = [future for work in waiting for future in work.futures]
+        while True:
+            over = [work for work in waiting if _is_done(work) or work.left_s <= 0]
+            if over:
+                return over
+            wait([future for future in pending if not future.done()], timeout=TICK_S, return_when=FIRST_COMPLETED)
+            passed = self._clock.since_last()
+            for work in waiting:
+                work.left_s -= passed
+
+    def _answers(self, work: Work) -> list[Any]:
+        """What the engine's calls returned.
+
+        Raises:
+            UserError, EnvironmentFailure: the engine has raised it.
+            _Failed: the engine has died, has raised, or is out of time.
+        """
+        if not _is_done(work):
+            name, log = work.seat.spec.name, work.seat.member.log
+            tail = last_lines(log)
+            lines = f"; its last lines:\n{tail}" if tail else ""
+            late = f"has not answered for {work.limit_s:g} s ({work.what}; cluster.timeout)"
+            raise _Failed(f"{name} {late}; its log is {log}{lines}")
+        answers = []
+        for future in work.futures:
+            try:
+                answers.append(future.result(0))
+            except (UserError, EnvironmentFailure):  # another engine would raise it, too
+                raise
+            except MemberError as error:
+                raise _Failed(str(error)) from error
+            except Exception as error:  # of whatever the engine runs; a new engine may not raise it
+                text = f"{work.seat.spec.name} raised {type(error).__name__}: {error}"
+                raise _Failed(f"{text}; its log is {work.seat.member.log}") from error
+        return answers
+
+    def _accept(self, work: Work, answers: Sequence[Any]) -> None:
+        """Checks which version an answer comes from.
+
+        Raises:
+            _Failed: it is not the one in use, or the engine's log-probs are not the policy's.
+        """
+        name, version = work.seat.spec.name, self._version
+        if work.unit is not None:
+            number = None if version is None else version.number
+            if answers[-1][0] != number:
+                raise _Failed(f"{name} has sampled from version {answers[-1][0]} instead of {number}", stale=True)
+        if work is not work.seat.joining:
+            return
+        work.seat.started = True
+        if version is not None:
+            if answers[1] != (version.number, version.sha256):
+                loaded = f"version {answers[1][0]} with the sha256 {answers[1][1][:16]}"
+                expected = f"{version.number} with {version.sha256[:16]}"
+                raise _Failed(f"{name} has loaded {loaded} instead of {expected}", stale=True)
+            if self._check is not None and len(answers) > 2 and (problem := self._check.accept(answers[2])) is not None:
+                raise _Failed(problem, stale=True)
+        work.seat.ready, work.seat.replaced_stale, work.seat.joining = True, False, None
+
+    def _replace(self, seat: Seat, failure: _Failed) -> None:
+        seat.member.kill()
+        if failure.stale and seat.replaced_stale:
+            raise StaleEngineError(f"{failure} ({seat.member.name}, which had replaced another one)") from failure
+        self._restarts_in_a_row += 1
+        if self._restarts_in_a_row > self._max_restarts:
+            times = f"{self._restarts_in_a_row} engine failures without a finished group in between"
+            problem = f"cluster.max_engine_restarts: {times}, the last one: {failure}"
+            raise EngineError(problem) from failure
+        self.num_restarts += 1
+        self.note(f"{seat.spec.name} is replaced: {str(failure).splitlines()[0]}")
+        seat.starts += 1
+        spec = replace(seat.spec, name=f"{seat.spec.name}.{seat.starts}")
+        seat.member = self._launcher.start(spec)
+        seat.started, seat.ready, seat.joining, seat.replaced_stale = False, False, None, failure.stale
+
+
+def units_of(at_once: int, *, divisible: bool, num_engines: int) -> Callable[[int, int], int]:
+    """How many prompts an engine gets in one call, as a function of (completions of a prompt, number of prompts).
+
+    Args:
+        at_once: number of completions that it computes together.
+        divisible: whether results do not depend on which groups are in one call, so that every engine can get some.
+        num_engines: number of engines.
+    """
+
+    def unit(n: int, num_prompts: int) -> int:
+        size = max(1, at_once // n)
+        return max(1, min(size, -(-num_prompts // num_engines))) if divisible else size
+
+    return unit
+
+
+def _is_done(work: Work) -> bool:
+    """Whether all calls are answered, or one has raised: those after it are useless."""
+    return all(f.done() for f in work.futures) or any(f.done() and f.exception(0) is not None for f in work.futures)
+
+
+def _groups(
+    prompts: Sequence[Prompt],
+    version: int | None,
+    sampled: Sequence[Sequence[Any]],
+    opened: Sequence[Prompt | None] = (),
+) -> list[Group]:
+    """Groups of these prompts from what a member sends: completions as plain tuples, and prompts that have changed."""
+    groups = []
+    for sent_prompt, rows, changed_prompt in zip(prompts, sampled, opened or [None] * len(prompts), strict=True):
+        prompt = changed_prompt or sent_prompt
+        completions = map(Completion.from_tuple, rows)
+        rollouts = (Rollout(prompt=prompt, completion=each, policy_version=version) for each in completions)
+        groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
+    return groups

@@ -1,0 +1,1 @@
+"""The vLLM engine: all that depends on the inside of vLLM."""

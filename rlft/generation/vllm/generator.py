@@ -1,0 +1,405 @@
+"""Sampling with vLLM, in this process: nothing is started that could outlive the run.
+
+Adapters reach the engine as folders (`adapter_files`), each under a name, an id and a path never used before. vLLM
+finds weights by id and its prefix cache by name and path; reuse of either means stale answers. With merged weights
+(`merged_weights`) they reach it through the base that it shares with the trainer. What vLLM does to the process that it
+lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.stops import shown_texts
+from rlft.generation.vllm.guest import (
+    answers,
+    end,
+    explained,
+    guest,
+    guest_while_starting,
+    runs_on_cpu,
+    start,
+    telling_tokens,
+)
+from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
+from rlft.generation.vllm.options import engine_rank
+from rlft.types import Adapter, Completion, FinishReason, Group, Heard, Prompt, Rollout, Sampling, UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+    from vllm.outputs import RequestOutput  # pyright: ignore[reportMissingImports]
+
+    from rlft.generation.merged_weights import MergedWeights
+    from rlft.generation.shared_base import SharedBase
+
+MIN_TEMPERATURE = 0.01
+"""vLLM quietly samples at 0.01 for temperatures between 0 and this, and its log-probs would not be the trainer's."""
+
+CPU_BATCHED_TOKENS = 8192
+"""Tokens of one forward pass on a CPU, unless a sequence or one token of every sequence needs more."""
+
+
+class VLLMGenerator:
+    """A vLLM engine with at most one adapter.
+
+    Args:
+        model_path: folder or hub name of the base.
+        dtype: data type of the trainer's base ("float32", "bfloat16", ..., "auto").
+        quantization: None or "4bit" (bitsandbytes, CUDA only).
+        max_lora_rank: the largest rank of adapters that will be loaded, rounded up by `engine_rank`.
+        lora_modules: last parts of the names of the modules that these adapters are on; None for all that vLLM has.
+        max_sequence_tokens: the most tokens of a prompt and its completion together.
+        max_num_seqs: number of completions that are decoded together.
+        gpu_memory_utilization: share of the device's memory for the engine; on a CPU see CPU_CACHE_BYTES.
+        sleep: whether `sleep()` moves the base to host memory and drops the KV cache (level 1; nothing on a CPU).
+        enforce_eager: whether it works without CUDA graphs.
+        seed: vLLM's own seed; sampling depends on the seeds given to `sample` alone.
+        ends: a completion ends with each of these tokens, and with those that model and tokenizer name.
+        further: arguments of vLLM's engine that are passed through.
+        merges: whether adapters are added to the base that the trainer shares (`adopt`), instead of lying beside it.
+        batch_invariant: whether results must not depend on what is computed together.
+
+    Raises:
+        UserError: by the key generation.engine: vLLM cannot start.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str | Path,
+        dtype: str,
+        trust_remote_code: bool,
+        revision: str | None,
+        quantization: str | None,
+        max_lora_rank: int,
+        max_sequence_tokens: int,
+        max_num_seqs: int,
+        gpu_memory_utilization: float,
+        sleep: bool,
+        enforce_eager: bool,
+        seed: int,
+        ends: Sequence[int] = (),
+        lora_modules: Iterable[str] | None = None,
+        further: Mapping[str, Any] | None = None,
+        merges: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
+        if quantization not in (None, "4bit"):
+            raise ValueError(f"quantization is None or '4bit', not {quantization!r}")
+        self.max_sequence_tokens, self._ends = max_sequence_tokens, tuple(ends)
+        self.version: int | None = None
+        options: dict[str, Any] = {
+            "model": str(model_path),
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "revision": revision,
+            "tokenizer_revision": revision,
+            "quantization": "bitsandbytes" if quantization == "4bit" else None,
+            "max_model_len": max_sequence_tokens,
+            "max_num_seqs": max_num_seqs,
+            "enable_prefix_caching": True,
+            "language_model_only": True,  # of a base with towers for images: they are not loaded
+            "logprobs_mode": "processed_logprobs",  # after temperature
+            "generation_config": "auto",  # only for its end tokens: all sampling settings are given with each request
+            "use_tqdm_on_load": False,
+            "disable_log_stats": True,
+            "seed": seed % 2**32,  # NumPy takes no more
+        }
+        if not merges:
+            # With one slot, a version that is loaded replaces the one before. Rows of base and adapter are never mixed,
+            # which would give wrong base rows on a CPU when all slots are taken.
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(max_lora_rank)}
+            if lora_modules is not None:
+                # Else it also wraps an output head, whose wrapper computes no log-probs of prompts.
+                options["lora_target_modules"] = sorted(lora_modules)
+        with guest_while_starting(batch_invariant):
+            on_cpu = runs_on_cpu()
+            if on_cpu:
+                cache = cpu_cache_of(options)
+                options |= {
+                    "enforce_eager": True,
+                    "block_size": CPU_BLOCK_SIZE,
+                    "kv_cache_memory_bytes": cache,
+                    # A prompt prefilled in two parts makes vLLM rewind its generator, which CPU ones cannot do. Without
+                    # that there is no prefix cache of recurrent states.
+                    "enable_chunked_prefill": False,
+                    "enable_prefix_caching": not _is_recurrent(options, further or {}),
+                    "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_sequence_tokens, max_num_seqs),
+                }
+            else:
+                options |= {
+                    "enforce_eager": enforce_eager,
+                    "gpu_memory_utilization": gpu_memory_utilization,
+                    "enable_sleep_mode": sleep,
+                }
+            self._llm: Any = _start(options, further or {})
+        self._on_cpu = on_cpu
+        self._can_sleep = sleep and not on_cpu
+        self._asleep = False
+        self._shared_base: SharedBase | None = None
+        self._merges = merges
+        self._merged_weights: MergedWeights | None = None
+        self._tokenizer = self._llm.get_tokenizer()
+        self._files = AdapterFiles()
+        self._folder: Path | None = None
+        self._lora: LoRARequest | None = None
+        self._num_loads = 0
+        self.heard: Heard | None = None
+
+    @property
+    def shared_base(self) -> SharedBase | None:
+        return self._shared_base
+
+    def adopt(self, model: nn.Module, device: torch.device) -> None:
+        """Makes the parameters of the trainer's base views of the engine's and moves the rest to the device.
+
+        Sleeping then frees the KV cache alone. A model that was adopted before can no longer be used.
+        """
+        from rlft.generation.merged_weights import MergedWeights
+        from rlft.generation.shared_base import share
+
+        self._release()
+        [engine] = self._awake().apply_model(_itself)
+        names = getattr(model, "own_names", None)  # of a text model inside a folder's own class
+        self._shared_base = share(model, engine, device, str if names is None else names.outside)
+        if self._merges:
+            self._merged_weights = MergedWeights(self._shared_base, model)
+
+    def load(self, adapter: Adapter) -> None:
+        """Ships this version to the engine; all sampling and scoring from now on uses it.
+
+        The id counts loads, not versions, so that the same version number in another job of a sweep has another id.
+        """
+        engine = self._awake().llm_engine
+        if self._merges:
+            assert self._merged_weights is not None, "only an engine that has adopted the trainer's base merges"
+            self._merged_weights.load(adapter)
+            engine.reset_prefix_cache()
+            self.version = adapter.version
+            self._check_addresses()
+            return
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        folder = self._files.write(adapter)
+        self._num_loads += 1
+        request = LoRARequest(f"policy-v{adapter.version}-{self._num_loads}", self._num_loads, str(folder))
+        remedy = "change the adapter's settings, or choose generation=transformers"
+        try:
+            # What it took once it takes again: a later error is the machine's, and a cluster replaces the engine.
+            key = "generation.engine" if self._num_loads == 1 else None
+            with explained("vLLM refuses the adapter", remedy, key), guest(self._on_cpu):
+                engine.add_lora(request)
+        except Exception:
+            self._files.remove(folder)
+            raise
+        assert engine.list_loras() == {self._num_loads}, "the engine holds exactly the version just loaded"
+        # Cached blocks of older versions could never be found again; they only take room.
+        engine.reset_prefix_cache()
+        old, self._folder, self._lora, self.version = self._folder, folder, request, adapter.version
+        if old is not None:
+            self._files.remove(old)
+        self._check_addresses()
+
+    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+        """Draws n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.
+
+        At temperature 0 all n are the same, drawn once, with log-probs at temperature 1.
+
+        Raises:
+            ValueError: a temperature between 0 and 0.01, or a request longer than `max_sequence_tokens`.
+        """
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+        self._check(prompts, n, seeds, sampling)
+        copies = n if sampling.temperature == 0 else 1
+        settings: dict[str, Any] = {
+            "n": n // copies,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(dict.fromkeys((*self._ends, *sampling.stop_token_ids))),
+            "logprobs": 0,  # the sampled token's only
+            "flat_logprobs": True,
+            "detokenize": bool(sampling.stop),  # without stop strings once at the end is enough
+        }
+        params = [
+            SamplingParams(seed=int(seed), max_tokens=sampling.tokens_of(prompt), **settings)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        # Completions that are all the same are drawn once, and their tokens are not reported.
+        heard = self.heard if copies == 1 else None
+        outputs = self._generate([prompt.token_ids for prompt in prompts], params, heard)
+        return [self._group(prompt, output, copies, sampling) for prompt, output in zip(prompts, outputs, strict=True)]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1) of every token but the first.
+
+        They are always computed, since vLLM reads no prefix cache for such requests. A sequence must be shorter than
+        `max_sequence_tokens`, since vLLM insists on sampling a token after it.
+        """
+        for ids in sequences:
+            if not 2 <= len(ids) < self.max_sequence_tokens:
+                raise ValueError(f"a sequence to score has 2 .. {self.max_sequence_tokens - 1} tokens, not {len(ids)}")
+        outputs = self._generate(sequences, [_scoring() for _ in sequences])
+        return [_flat(output.prompt_logprobs, len(ids) - 1) for output, ids in zip(outputs, sequences, strict=True)]
+
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+        """Does nothing: it took its memory when it started."""
+
+    def sleep(self) -> None:
+        """Frees the device's memory until the next call; adapters stay. Does nothing on a CPU or with `sleep: false`.
+
+        A base that is shared with the trainer stays where it is: only the KV cache is freed.
+        """
+        if not self._can_sleep or self._asleep:
+            return
+        if self._shared_base is None:
+            self._llm.sleep(level=1)  # level 2 would drop the base and the adapters
+        else:
+            self._llm.sleep(level=0)
+            self._llm.release_kv_cache_memory()
+        self._asleep = True
+        self._check_addresses()
+
+    def wake(self) -> None:
+        """Takes the memory again; `load`, `sample` and `score` do so themselves."""
+        if not self._asleep:
+            return
+        if self._shared_base is None:
+            self._llm.wake_up()
+        else:
+            self._llm.wake_up(["kv_cache"])
+        self._asleep = False
+        self._check_addresses()
+
+    def _check_addresses(self) -> None:
+        if self._shared_base is not None:
+            self._shared_base.check_addresses()
+
+    def close(self) -> None:
+        """Ends the engine and removes the adapter folders. Safe to call twice.
+
+        The model that was adopted can no longer be used: what it reads is the engine's.
+        """
+        self._release()
+        if self._llm is not None:
+            end(self._llm, self._on_cpu)
+            self._llm = None
+        self._files.close()
+
+    def _release(self) -> None:
+        if self._merged_weights is not None:
+            self._merged_weights.close()
+        if self._shared_base is not None:
+            self._shared_base.release()
+        self._merged_weights = self._shared_base = None
+
+    def _awake(self) -> Any:
+        """The engine (vLLM's `LLM`), ready to work."""
+        if self._llm is None:
+            raise ValueError("this generator is closed")
+        self.wake()
+        return self._llm
+
+    def _generate(
+        self, sequences: Sequence[Sequence[int]], params: Sequence[Any], heard: Heard | None = None
+    ) -> list[RequestOutput]:
+        llm = self._awake()
+        merged = nullcontext() if self._merged_weights is None else self._merged_weights.merged()
+        with merged, telling_tokens(llm.llm_engine, heard):
+            return answers(llm, sequences, params, self._on_cpu, lora_request=self._lora)
+
+    def _check(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> None:
+        if n < 1 or len(prompts) != len(seeds):
+            raise ValueError(f"n >= 1 and one seed a prompt, got n={n}, {len(prompts)} prompts, {len(seeds)} seeds")
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise ValueError(f"vLLM samples at 0 or at {MIN_TEMPERATURE} and above, not at {sampling.temperature}")
+        for prompt in prompts:
+            limit = sampling.tokens_of(prompt)
+            if not prompt.token_ids or len(prompt.token_ids) + limit > self.max_sequence_tokens:
+                raise ValueError(
+                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens and {limit} to come; "
+                    f"the engine was made for 1 or more, and {self.max_sequence_tokens} together"
+                )
+
+    def _group(self, prompt: Prompt, output: RequestOutput, copies: int, sampling: Sampling) -> Group:
+        children = sorted(output.outputs, key=lambda child: child.index) * copies
+        stopped = [child.finish_reason == "stop" for child in children]
+        rows = [child.token_ids for child in children]
+        texts = shown_texts(self._tokenizer, rows, stopped, sampling, self._ends)
+        completions = [
+            Completion(
+                text=text,
+                token_ids=tuple(child.token_ids),
+                logprobs=tuple(_flat(child.logprobs, len(child.token_ids))),
+                finish_reason=_finish_reason(child.finish_reason, prompt),
+            )
+            for child, text in zip(children, texts, strict=True)
+        ]
+        rollouts = (Rollout(prompt=prompt, completion=c, policy_version=self.version) for c in completions)
+        return Group(prompt=prompt, rollouts=tuple(rollouts))
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _is_recurrent(options: Mapping[str, Any], further: Mapping[str, Any]) -> bool:
+    """Whether some layers of the model have recurrent states in place of keys and values."""
+    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+
+    with explained("vLLM cannot read the model", "use generation=transformers", "generation.engine"):
+        names = ("model", "dtype", "trust_remote_code", "revision", "max_model_len", "language_model_only")
+        known = {name: options[name] for name in names}
+        config = EngineArgs(**{**known, **further}).create_model_config()
+        return config.is_hybrid or config.is_attention_free
+
+
+def _start(options: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
+    for name, value in further.items():
+        # The trainer may hold the base in 4 bits and the engine hold it otherwise.
+        if options.get(name) is not None and name != "quantization":
+            problem = f"is set to {options[name]} on this machine"
+            raise UserError(f"generation.vllm.options.{name}", problem, got=value, remedy="leave it out")
+    without = f"leave out generation.vllm.options ({', '.join(further)}), " if further else ""
+    room = "make room for it (generation.vllm.gpu_memory_utilization), "
+    remedy = f"{without}{'or ' if without else ''}choose generation=transformers"
+    with explained("vLLM could not start", remedy, "generation.engine", room=room):
+        llm = start({**options, **further})
+        try:  # what it has no kernels for shows in the shortest row, and not in the first step
+            row = [0] * min(2, options["max_model_len"] - 1)
+            answers(llm, [row], [_scoring()], runs_on_cpu())
+        except BaseException:
+            end(llm, runs_on_cpu())
+            raise
+        return llm
+
+
+def _scoring() -> SamplingParams:
+    """Settings of a request that gives the log-probs of its prompt's tokens."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    settings: dict[str, Any] = {"prompt_logprobs": 0, "flat_logprobs": True, "detokenize": False}
+    return SamplingParams(temperature=1.0, seed=0, max_tokens=1, **settings)
+
+
+def _flat(logprobs: Any, expected: int) -> list[float]:
+    """The chosen tokens' log-probs from vLLM's FlatLogprobs: one a position, none for a prompt's first token."""
+    values = list(logprobs.logprobs)
+    assert len(values) == expected, f"{len(values)} log-probs for {expected} tokens"
+    return values
+
+
+def _finish_reason(reason: str | None, prompt: Prompt) -> FinishReason:
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a completion of prompt {prompt.id} with {reason!r}")
+    return FinishReason(reason)

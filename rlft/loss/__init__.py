@@ -1,1 +1,0 @@
-"""Losses of preferences: one module for each YAML of configs/loss, pure functions of tensors."""

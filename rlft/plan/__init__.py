@@ -1,0 +1,1 @@
+"""Before a weight is loaded: rules that refuse, plans, and memory."""

@@ -1,0 +1,315 @@
+"""Rules for the folders of adapters and reward models that a config names; only small files are read, never weights.
+
+Files, rank and alpha are checked first, which needs no model. Then comes whether an adapter was made for this base: by
+the fingerprint in its rlft.json if there is one, and always by the names and shapes of its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlft.config.model import CriticKind, LoraSettings, ModelConfig
+from rlft.config.model_paths import is_adapter
+from rlft.config.schema import RunConfig
+from rlft.model.adapter_fields import check_shape
+from rlft.model.adapter_folder import (
+    OLD,
+    POLICY,
+    REFERENCE,
+    Shapes,
+    adapted_modules,
+    adapter_shapes,
+    check_adapter_folder,
+    check_head,
+    head_shapes,
+    read_record,
+)
+from rlft.reward.workers.reward_spec import RewardSpec
+from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+VARIANTS = ("lora_bias", "rank_pattern", "alpha_pattern")
+"""Fields of adapter_config.json with which tensors compute a different function from that of a role made by rlft."""
+
+KINDS = ("use_rslora", "use_dora")
+"""Fields that change the function as VARIANTS do, but that the `lora` section can set, too."""
+
+
+class AdapterUse(Enum):
+    """How a run uses a folder.
+
+    Attributes:
+        policy: the policy starts from its adapter.
+        frozen: its adapter is the reference or the teacher, as PEFT reads it.
+        scalar: a critic or a reward starts from its adapter and head.
+        head: a critic starts from its head alone.
+        any: a role starts from its adapter, whichever role that was saved from, and from its head if it has one.
+    """
+
+    policy = auto()
+    frozen = auto()
+    scalar = auto()
+    head = auto()
+    any = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """A folder, the config key that names it, and how the run uses it.
+
+    Attributes:
+        key: the config key that names the folder.
+        path: the folder.
+        accepts: how the run uses it.
+        words: the values of the key that are not folders, such as "base or reward"; empty where it is always a folder.
+    """
+
+    key: str
+    path: str
+    accepts: AdapterUse
+    words: str = ""
+
+    @property
+    def has_adapter(self) -> bool:
+        return self.accepts is not AdapterUse.head
+
+    @property
+    def has_head(self) -> bool:
+        return self.accepts in (AdapterUse.scalar, AdapterUse.head)
+
+    @property
+    def starts_role(self) -> bool:
+        """Whether a role of the run starts from this adapter, and so has its rank, alpha and targets."""
+        return self.accepts in (AdapterUse.policy, AdapterUse.scalar, AdapterUse.any)
+
+
+def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
+    """The adapter folders that this config names, in the order of its sections."""
+    adapter_uses = []
+    if config.lora.path is not None:
+        adapter_uses.append(Use(key="lora.path", path=config.lora.path, accepts=AdapterUse.policy))
+    if config.snapshot.reference not in ("none", "base", "copy", "ema"):
+        reference, words = config.snapshot.reference, "none, base, copy or ema"
+        adapter_uses.append(Use(key="snapshot.reference", path=reference, accepts=AdapterUse.frozen, words=words))
+    if (teacher := config.snapshot.teacher_adapter) is not None:
+        adapter_uses.append(Use(key="snapshot.teacher", path=teacher, accepts=AdapterUse.frozen))
+    if config.critic.kind is not CriticKind.none and config.critic.init not in ("base", "reward"):
+        use = AdapterUse.scalar if config.critic.kind is CriticKind.adapter else AdapterUse.head
+        adapter_uses.append(Use(key="critic.init", path=config.critic.init, accepts=use, words="base or reward"))
+    return [*adapter_uses, *uses_of_rewards(rewards)]
+
+
+def uses_of_rewards(rewards: Mapping[str, RewardSpec]) -> list[Use]:
+    """The adapter folders of learned rewards."""
+    return [
+        Use(key=f"reward.{spec.name}.path", path=spec.kwargs["path"], accepts=AdapterUse.scalar)
+        for spec in rewards.values()
+        if spec.runs_in_trainer and spec.kwargs["path"] is not None and is_adapter(spec.kwargs["path"])
+    ]
+
+
+# -- without the model -----------------------------------------------------------------------------------------------
+def check_folders(used: Sequence[Use], lora: LoraSettings) -> None:
+    """Checks that every adapter folder has the files that its use needs, with the run's rank if a role starts from it.
+
+    Raises:
+        UserError: with the key, what is wrong and what to do.
+    """
+    for use in used:
+        _check_exists(use)
+        if use.has_adapter:
+            _check_fields(lora, use, check_adapter_folder(use.path, use.key))
+        if use.has_head:
+            check_head(use.path, use.key)
+        role = read_record(use.path, use.key).get("role", POLICY)
+        if use.accepts is not AdapterUse.any and not use.has_head and role not in (POLICY, OLD, REFERENCE):
+            problem = f"holds the adapter of the role {role}, which is not a policy"
+            raise UserError(use.key, problem, got=use.path, remedy="point it at the adapter of a policy")
+
+
+def _check_exists(use: Use) -> None:
+    if use.path and Path(use.path).expanduser().is_dir():
+        return
+    if use.words:
+        problem, remedy = f"is neither {use.words} nor an existing folder", "use one of these"
+    else:
+        problem, remedy = "there is no such folder", "point it at a PEFT adapter folder"
+    raise UserError(use.key, problem, got=use.path or "nothing", remedy=remedy)
+
+
+def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> None:
+    """Compares adapter_config.json with the run's `lora` section."""
+    check_shape(fields, use.path, use.key)
+    variants = [name for name in VARIANTS if fields.get(name)]
+    if use.starts_role and variants:
+        problem = f"adapters with {variants[0]} are not supported"
+        raise UserError(use.key, problem, got=use.path, remedy="use an adapter without it")
+    for name in KINDS if use.starts_role else ():
+        in_adapter, in_run = bool(fields.get(name)), getattr(lora, name)
+        if in_adapter != in_run:
+            setting = f"{name}={str(in_adapter).lower()}"
+            raise UserError(
+                f"lora.{name}",
+                f"the adapter at {use.key} was trained with {setting} and would be another function",
+                got=str(in_run).lower(),
+                remedy=f"set lora.{setting}, or another {use.key}",
+            )
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if use.starts_role and rank != lora.rank:
+        raise UserError(
+            "lora.rank",
+            f"the adapter at {use.key} has rank {rank}",
+            got=lora.rank,
+            remedy=f"set lora.rank={rank}, or another {use.key}",
+        )
+    if use.starts_role and alpha != lora.alpha:
+        raise UserError(
+            "lora.alpha",
+            f"the adapter at {use.key} was trained with {alpha} and would be another function",
+            got=lora.alpha,
+            remedy=f"set lora.alpha={alpha}, or another {use.key}",
+        )
+
+
+# -- with the base's config ------------------------------------------------------------------------------------------
+def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
+    """Refuses a learned reward without a folder, in a run that does not train it."""
+    for spec in rewards.values():
+        if spec.runs_in_trainer and spec.kwargs["path"] is None:
+            problem = "an untrained head scores every completion 0, and nothing trains it here"
+            remedy = "give it a folder, such as a run of rlft rm"
+            raise UserError(f"reward.{spec.name}.path", problem, got="null", remedy=remedy)
+
+
+def check_classifiers(rewards: Mapping[str, RewardSpec]) -> None:
+    """Refuses reward models with a network of their own whose output is not a single score."""
+    from rlft.model.reward_model import read_classifier
+
+    for spec in rewards.values():
+        if spec.runs_in_trainer and not is_adapter(spec.kwargs["path"]):
+            read_classifier(spec.kwargs["path"], f"reward.{spec.name}.path")
+
+
+def check_adapters(
+    used: Sequence[Use], lora: LoraSettings, settings: ModelConfig, base_fingerprint: str, model: PreTrainedConfig
+) -> None:
+    """Checks that every adapter was made for the base with this fingerprint and config; called after `check_folders`.
+
+    Raises:
+        UserError: with the key, the first tensor that does not fit, and what to do.
+    """
+    for use in used:
+        recorded = read_record(use.path, use.key).get("base_fingerprint")
+        if recorded not in (None, base_fingerprint):
+            problem = f"its rlft.json says it was made for base {recorded}, and this base is {base_fingerprint}"
+            raise _other_base(use, problem)
+        if use.has_head:
+            _check_head(use, model.get_text_config().hidden_size)
+        if use.has_adapter:
+            _check_tensors(lora, settings, use, model)
+
+
+def _check_head(use: Use, hidden_size: int) -> None:
+    shapes = head_shapes(use.path, use.key)
+    for name, shape in {"weight": (1, hidden_size), "bias": (1,)}.items():
+        if shapes.get(name) != shape:
+            actual = f"{name} {shapes[name]}" if name in shapes else f"no {name}"
+            raise _other_base(use, f"its head has {actual}, and this base takes {shape}")
+
+
+def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> None:
+    from rlft.model.lora_config import named_inside
+    from rlft.model.text_model import names_of
+
+    empty = empty_model(settings, model)
+    modules = {name for name, _ in empty.named_modules()}
+    names = names_of(empty)
+    shapes = names.all_inside(adapter_shapes(use.path, use.key))
+    for name in sorted(shapes):
+        if ".lora_" not in name:
+            problem = f"its tensor {name} is not LoRA's, and would be written into the base, which all roles share"
+            remedy = "save it again with PEFT's save_embedding_layers=False if that tensor was not trained; if it was, "
+            remedy += "merge the adapter into its base, and set model.path to the result"
+            raise UserError(use.key, problem, got=use.path, remedy=remedy)
+        if not adapted_modules([name]) <= modules:
+            raise _other_base(use, f"this base has no module for its tensor {name}")
+    config = _lora_config(lora, use, empty)
+    if names.prefixes and not use.starts_role:
+        named_inside(config, names, shapes)
+    expected = fresh_shapes(empty, config)
+    for name in sorted(shapes.keys() & expected.keys()):
+        if shapes[name] != expected[name]:
+            raise _other_base(use, f"its tensor {name} is {shapes[name]}, and this base takes {expected[name]}")
+    for name in sorted(shapes.keys() ^ expected.keys()):
+        source = "lora.target_modules" if use.starts_role else "its adapter_config.json"
+        problem = f"{'it has' if name in shapes else 'it lacks'} the tensor {name}, unlike what {source} says"
+        remedy = "set lora.target_modules as in its adapter_config.json" if use.starts_role else "save it again"
+        raise UserError(use.key, problem, got=use.path, remedy=remedy)
+
+
+def _other_base(use: Use, problem: str) -> UserError:
+    return UserError(use.key, problem, got=use.path, remedy="use the base it was made for, or an adapter for this one")
+
+
+def _lora_config(lora: LoraSettings, use: Use, empty: PreTrainedModel) -> PeftConfig:
+    """The PEFT config of the role that the adapter is loaded into."""
+    from rlft.model.lora_config import folder_config, lora_config
+
+    if use.starts_role:
+        return lora_config(lora, empty)
+    try:
+        return folder_config(check_adapter_folder(use.path, use.key))
+    except (TypeError, ValueError) as error:
+        problem = f"PEFT does not take its adapter_config.json ({str(error).splitlines()[0][:200]})"
+        raise UserError(use.key, problem, got=use.path, remedy="save it again") from None
+
+
+def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:
+    """The base with its modules and shapes, but without weights.
+
+    Raises:
+        UserError: transformers has no causal language model of this type, or its code does not take the config.
+    """
+    from rlft.model import text_model
+
+    try:
+        return text_model.empty_model(model, trust_remote_code=config.trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the code of a model raises for a config
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            "model.path",
+            f"no causal language model can be built from its config.json, of type {model.model_type} "
+            f"({first_line[:200]})",
+            got=config.path,
+            remedy="use a model that transformers loads with AutoModelForCausalLM",
+        ) from None
+
+
+def modules_to_adapt(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> set[str]:
+    """Names of the base's modules that an adapter of these settings is on."""
+    from rlft.model.lora_config import lora_config
+
+    empty = empty_model(settings, model)
+    return adapted_modules(fresh_shapes(empty, lora_config(lora, empty)))
+
+
+def fresh_shapes(empty: PreTrainedModel, lora: PeftConfig) -> Shapes:
+    """The shapes of a new adapter's tensors, under PEFT's names; the adapter stays on the empty base."""
+    import torch
+    from peft import PeftModel, get_peft_model_state_dict
+
+    from rlft.model.activations import peft_reads_the_old_name
+
+    with torch.device("meta"), peft_reads_the_old_name():
+        model = PeftModel(empty, lora, adapter_name=POLICY)
+    state = get_peft_model_state_dict(model, adapter_name=POLICY, save_embedding_layers=False)
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}

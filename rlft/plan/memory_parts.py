@@ -1,0 +1,365 @@
+"""Counts the memory of a run, by part, from its config and the model's config alone: no weight is loaded.
+
+Bytes are counted from the shapes of tensors; the process with its libraries cannot be counted and is measured. A run's
+peak is what it always holds plus the larger of what sampling and an update add.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rlft.batch import select
+from rlft.generation.engine import Engine
+from rlft.generation.memory import Decoding, EngineMemory, Load, ModelSizes, Part, When
+from rlft.model.activations import LOGIT_CHUNK, AdapterLayers, activation_bytes, checkpointed_bytes
+from rlft.model.kernels.selection import Decision
+from rlft.model.layer_sizes import layer_sizes
+from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
+from rlft.plan.teacher_memory import TeacherDemand
+from rlft.system.memory import LARGE_MICRO_BATCH
+from rlft.types import Batch
+
+FLOAT32, TOKEN_ID = 4, 8
+LEARNED_COPIES = 3
+"""Tensors as large as a trained parameter that are kept for it: its gradient and AdamW's two averages."""
+
+ACTIVATIONS = "activations"
+
+CRITIC_HOLES = 0.45
+"""Share of the activations of a critic's own pass that stay as freed but unusable blocks (measured: 0.32 to 0.47)."""
+
+FIRST_USE = 40 * 2**20
+"""Bytes that torch and its matrix library allocate on a CPU when they first compute."""
+
+TOP_K_LOGITS = 4
+"""Copies of a chunk's logits in float32 that are alive in the backward through the log-probs of given tokens: the
+logits, and the gradients of their sum, of the tokens' own and of both."""
+
+TOP_K_FIELDS = 4
+"""Float tensors `[B, T, K]` of a micro-batch that are alive beside them (measured)."""
+
+BATCH_FIELDS = 8
+"""Float tensors `[B, T]` that stages add to a batch; token ids and masks take as much memory as three more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Memory demand of a planned run of any verb, on the trainer's device.
+
+    Attributes:
+        adapters: number of adapters of the run's rank on the base, without the engine's own copy.
+        frozen: number of parameters of adapters that keep the rank of their folder.
+        trainable: number of trained parameters.
+        prompt_tokens: prompt length of the longest row, in tokens.
+        completion_tokens: completion length of the longest row, in tokens.
+        group: number of rows per prompt.
+        rows: number of rows in a step.
+        update_rows: number of rows in an optimizer batch.
+        token_budget: the most tokens in a micro-batch.
+        recompute: whether the run uses gradient checkpointing.
+        device: "cpu" or "cuda".
+        whole_model: whether the model's own weights are trained.
+        through_head: whether the LM head computes log-probs (values alone need none).
+        entropy: whether the loss needs the entropy.
+        top_k: of how many of a teacher's most likely tokens distributions are compared.
+        own_critic: whether the critic has an adapter, and so a forward and backward of its own.
+        beside: bytes of learned rewards that have networks of their own.
+        teacher: the demand of a teacher that is a separate model; None if there is no such teacher.
+        engine: the engine that samples completions; None if nothing is sampled.
+        section: the engine's section in `generation`.
+        decodings: what the engine decodes.
+        max_tokens: the most tokens in a completion.
+        max_sequence_tokens: the most tokens in a prompt with its completion.
+        device_memory: bytes of a GPU's memory; 0 if unknown.
+        engines_apart: number of engines in other processes on this device, each with a base of its own.
+        ranks: number of ranks that share the forward and backward passes.
+        sharded: whether the ranks divide the base's layers among them; None where they cannot.
+    """
+
+    adapters: int
+    trainable: int
+    prompt_tokens: int
+    completion_tokens: int
+    group: int
+    rows: int
+    update_rows: int
+    token_budget: int
+    recompute: bool
+    device: str
+    whole_model: bool = False
+    through_head: bool = True
+    entropy: bool = False
+    top_k: int = 0
+    own_critic: bool = False
+    frozen: int = 0
+    beside: int = 0
+    teacher: TeacherDemand | None = None
+    engine: Engine | None = None
+    section: str = ""
+    decodings: tuple[Decoding, ...] = ()
+    max_tokens: int = 0
+    max_sequence_tokens: int = 0
+    device_memory: int = 0
+    engines_apart: int = 0
+    ranks: int = 1
+    sharded: bool | None = None
+
+    @property
+    def load(self) -> Load:
+        """The engine's work."""
+        return Load(
+            decodings=self.decodings,
+            max_tokens=self.max_tokens,
+            max_sequence_tokens=self.max_sequence_tokens,
+            device=self.device,
+            device_memory=self.device_memory,
+        )
+
+
+def model_sizes(
+    config: Any,
+    parameters: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    adapter: AdapterLayers,
+    itemsize: int,
+    quantized: int,
+    packed: bool,
+    kernels: Decision,
+    linear: int = 0,
+    layers: tuple[int, ...] = (),
+    layer_kinds: tuple[str, str] = ("", ""),
+) -> ModelSizes:
+    """The sizes of a base and of one adapter on it.
+
+    Args:
+        config: the model's config, as transformers reads it.
+        parameters: number of the base's parameters.
+        shapes: {PEFT's name: shape} of an adapter's tensors.
+        adapter: what an adapter's layers keep for a backward pass.
+        itemsize: bytes of a weight in the compute dtype.
+        quantized: number of parameters that are held in 4 bits.
+        packed: whether rows are packed.
+        kernels: the kernels that the model gets.
+        linear: number of weights in linear layers, without the output head.
+        layers: number of weights of each decoder layer, where ranks can divide the layers.
+        layer_kinds: which layers have an adapter, and which have none (`rlft.model.adaptable.adapted_words`).
+    """
+    text, of_layers = config.get_text_config(), layer_sizes(config)
+    outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
+    inputs = {name.replace(".lora_A", ".lora_B"): shape[1] for name, shape in shapes.items() if ".lora_A" in name}
+    adapted = sum(inputs[name] * outputs[name] for name in outputs)
+    # bitsandbytes takes half a byte per weight and one byte per 64 weights for their scale (double quantisation).
+    base = int(quantized * 0.516) + (parameters - quantized) * itemsize
+    return ModelSizes(
+        parameters=parameters,
+        base_bytes=base,
+        itemsize=itemsize,
+        lora=sum(math.prod(shape) for shape in shapes.values()),
+        adapted=adapted,
+        adapter=adapter,
+        key_size=2 * sum(layer.keys for layer in of_layers),
+        config=text,
+        packed=packed,
+        kernels=kernels,
+        linear=linear,
+        layers=layers,
+        layer_kinds=layer_kinds,
+        widest_mlp=max(layer.mlp for layer in of_layers),
+    )
+
+
+def parts(model: ModelSizes, demand: Demand, process: int) -> list[Part]:
+    """The parts of everything that the trainer's device holds; `process` is the bytes of the process itself."""
+    engine = engine_memory(model, demand)
+    has_copy = demand.engine is not None and demand.engine.on_trainers_base and not demand.whole_model
+    adapters = demand.adapters + has_copy
+    counted = [
+        Part(name="process and libraries", bytes=process + FIRST_USE * (demand.device == "cpu"), when=When.always),
+        Part(name="base", bytes=base_bytes(model, demand), when=When.always, key="model.dtype"),
+        Part(
+            name="adapters",
+            bytes=(adapters * model.lora + demand.frozen) * FLOAT32,
+            when=When.always,
+            key="lora.rank",
+        ),
+        Part(
+            name="optimizer and gradients",
+            bytes=LEARNED_COPIES * demand.trainable * FLOAT32,
+            when=When.always,
+            key="model.dtype" if demand.whole_model else "lora.rank",
+        ),
+    ]
+    if norm := model.adapter.bytes_of_a_norm(model.itemsize):
+        counted.append(Part(name="weight norms of DoRA", bytes=norm, when=When.always, key="lora.use_dora"))
+    if demand.engines_apart and demand.engine is not None and demand.engine.on_trainers_base:
+        bases = demand.engines_apart * model.base_bytes
+        counted.append(Part(name="bases of the engines", bytes=bases, when=When.always, key="cluster.engines"))
+    if demand.beside:
+        counted.append(Part(name="learned rewards", bytes=demand.beside, when=When.always, key="reward"))
+    counted += teacher_memory(demand).parts
+    updating = updating_parts(model, demand)
+    return [
+        *counted,
+        *engine.parts,
+        *teachers_pass(demand),
+        *updating,
+        *holes(demand, left_by_sampling(model, demand, engine), updating),
+    ]
+
+
+def base_bytes(model: ModelSizes, demand: Demand) -> int:
+    """Bytes of the weights of the base that the trainer's device holds."""
+    if not demand.sharded:
+        return model.base_bytes
+    if demand.device == "cuda":
+        return model.divided_bytes(demand.ranks)
+    return model.divided_bytes(1) + sum(model.layers) * model.itemsize  # rank 0 keeps all layers in main memory
+
+
+def engine_memory(model: ModelSizes, demand: Demand) -> EngineMemory:
+    """The memory of the engine, or of all engines, on the trainer's device; its parts have their full keys."""
+    if demand.engine is None:
+        return EngineMemory()
+    one_engine, engines = demand.engine.memory(model, demand.load), max(1, demand.engines_apart)
+    all_engines = (
+        replace(part, bytes=engines * part.bytes, key=part.key and f"generation.{demand.section}.{part.key}")
+        for part in one_engine.parts
+    )
+    return replace(one_engine, parts=tuple(all_engines))
+
+
+def teacher_memory(demand: Demand) -> EngineMemory:
+    """The memory of a teacher that is a separate model."""
+    if demand.teacher is None:
+        return EngineMemory()
+    beside_vllm = demand.section == "vllm"
+    return demand.teacher.memory(demand.device, demand.device_memory, beside_vllm=beside_vllm)
+
+
+def teachers_pass(demand: Demand) -> list[Part]:
+    """The part for the largest pass, without gradient, through a teacher that transformers computes."""
+    teacher = demand.teacher
+    if teacher is None or teacher.share is not None:
+        return []
+    model = teacher.model
+    tokens, predicted = largest_micro_batch(replace(demand, prompt_tokens=teacher.prompt_tokens), packed=model.packed)
+    if model.packed:  # logits in float32 and their log-softmax, a chunk at a time
+        head = min(LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"], predicted * model.vocabulary) * 2 * FLOAT32
+    else:
+        head = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
+    pass_bytes = tokens * model.layer_width * model.itemsize + head
+    return [Part(name="teacher's pass", bytes=pass_bytes, when=When.annotating, key="token_budget")]
+
+
+def lacks(model: ModelSizes, demand: Demand) -> int:
+    """Bytes that the policy's and the teacher's engines need beyond their shares of the device; 0 if these suffice."""
+    return engine_memory(model, demand).lacks + teacher_memory(demand).lacks
+
+
+def updating_parts(model: ModelSizes, demand: Demand) -> list[Part]:
+    """The parts of a forward and backward of the largest micro-batch, and of its batch."""
+    tokens, predicted = largest_micro_batch(demand, packed=model.packed)
+    count = checkpointed_bytes if demand.recompute else activation_bytes
+    adapter_bytes = model.adapter.bytes_of_a_token(model.itemsize, demand.device, plain=model.plain)
+    activations = count(
+        model.config, tokens, model.itemsize, device=demand.device, plain=model.plain, adapter=adapter_bytes
+    )
+    head = 0
+    if demand.through_head and not model.packed:
+        # all logits, their log-softmax and its gradient; of given tokens a gradient of its own
+        head = (3 + (demand.top_k > 0)) * tokens * model.vocabulary * FLOAT32
+    elif demand.through_head:
+        chunk = LOGIT_CHUNK["cpu" if demand.device == "cpu" else "cuda"]
+        copies = (2 if demand.entropy else 1) + (model.itemsize == 2)
+        gradients = predicted * model.hidden * model.itemsize * (2 if demand.entropy else 1)
+        if demand.top_k:  # this pass and the other one, one after the other
+            copies = max(copies, TOP_K_LOGITS + (model.itemsize == 2))
+        head = min(chunk, predicted * model.vocabulary) * FLOAT32 * copies + gradients
+    width = demand.prompt_tokens + demand.completion_tokens
+    of_top_k = demand.top_k * (TOKEN_ID + FLOAT32)
+    if demand.top_k:
+        head += predicted // demand.completion_tokens * width * demand.top_k * FLOAT32 * TOP_K_FIELDS
+    return [
+        Part(name=ACTIVATIONS, bytes=activations, when=When.updating, key="token_budget"),
+        Part(
+            name="gradients of activations",
+            bytes=tokens * model.layer_width * model.itemsize,
+            when=When.updating,
+            key="token_budget",
+        ),
+        Part(name="LM head", bytes=head, when=When.updating, key="token_budget"),
+        Part(
+            name="batch",
+            bytes=demand.rows * width * (FLOAT32 * (BATCH_FIELDS + 3) + of_top_k),
+            when=When.always,
+            key="prompts_per_step",
+        ),
+    ]
+
+
+def left_by_sampling(model: ModelSizes, demand: Demand, engine: EngineMemory) -> int:
+    """Bytes of sampling's freed blocks that an update cannot reuse: all if its own blocks are larger, else none.
+
+    Measured: with the embedded model, whose update takes 130 MB, 33 to 132 MB of keys and values added nothing to the
+    peak where one layer's took 4 MB or more; with 17M parameters all of them did (4 MB a layer, the update's 11 MB).
+    """
+    if not engine.freed_block:
+        return 0
+    tokens, _ = largest_micro_batch(demand, packed=model.packed)
+    if tokens * model.mlp_width * model.itemsize <= engine.freed_block:
+        return 0
+    return sum(part.bytes for part in engine.parts if part.when is When.sampling)
+
+
+def holes(demand: Demand, left: int, updating: Sequence[Part]) -> list[Part]:
+    """The freed blocks that the C library keeps on a CPU for later steps (`rlft.system.memory`).
+
+    Args:
+        demand: the memory demand of the run.
+        left: bytes of sampling's blocks that an update cannot reuse.
+        updating: the parts of an update; the policy's pass cannot reuse all blocks of a critic's own pass.
+    """
+    if demand.device != "cpu" or demand.token_budget > LARGE_MICRO_BATCH:
+        return []
+    if demand.own_critic:
+        left += int(CRITIC_HOLES * sum(part.bytes for part in updating if part.name == ACTIVATIONS))
+    return [Part(name="freed blocks that stay", bytes=left, when=When.updating, key="token_budget")]
+
+
+def largest_micro_batch(demand: Demand, *, packed: bool) -> tuple[int, int]:
+    """(tokens that enter the network, tokens predicted) of the largest micro-batch when all rows are the longest.
+
+    The trainer's own code splits a batch of zeros.
+    """
+    prompt, completion, group = demand.prompt_tokens, demand.completion_tokens, demand.group
+    batch = longest_rows(prompt, completion, group, demand.update_rows, demand.token_budget)
+    split = micro_batches if packed else padded_micro_batches
+    largest = (0, 0)
+    for part in split(batch, torch.arange(len(batch.rewards)), demand.token_budget):
+        micro = select(batch, part)
+        tokens = num_packed_tokens(micro) if packed else micro.attention_mask.numel()
+        largest = max(largest, (tokens, len(part) * completion))
+    return largest
+
+
+def longest_rows(prompt: int, completion: int, group: int, rows: int, token_budget: int) -> Batch:
+    """A batch of zeros with the longest rows, at most `rows` and as many as its largest micro-batch needs."""
+    rows = min(rows, group * (token_budget // (prompt + group * completion) + 1))
+    mask = torch.ones(rows, prompt + completion, dtype=torch.bool)
+    loss_mask = mask.clone()
+    loss_mask[:, :prompt] = False
+    zeros = torch.zeros(rows, prompt + completion)
+    return Batch(
+        token_ids=zeros.long(),
+        attention_mask=mask,
+        loss_mask=loss_mask,
+        sampled_logprobs=zeros,
+        rewards=zeros[:, 0],
+        group_ids=torch.arange(rows) // group,
+    )

@@ -1,0 +1,109 @@
+"""The plan of a run of any verb: everything that is known about it before a weight is loaded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from rlft.logger.loggers import declares
+from rlft.types import Logger
+
+if TYPE_CHECKING:  # not at run time: a verb from outside the tree plans in the module that `rlft --help` imports
+    from rlft.data.prompts import PromptSet
+    from rlft.generation.memory import ModelSizes
+    from rlft.plan.memory_parts import Demand
+    from rlft.plan.startup_table import Facts, TableRow
+    from rlft.tokens.ends import TurnEnds
+
+
+@dataclass(frozen=True, slots=True)
+class DataLengths:
+    """The number of tokens of each item of some data, and a note about items that were left out, or None."""
+
+    name: str
+    tokens: Sequence[int]
+    note: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(ABC):
+    """The plan that every verb makes; the defaults here are for a verb that has nothing of the kind.
+
+    Attributes:
+        config: the verb's typed config.
+        plain: the resolved config as dicts and lists.
+        fingerprints: `{<section>_fingerprint: fingerprint of its data or weights}`; a resume is refused if one changed.
+        engine: the name of the engine that samples; None if nothing is sampled.
+        notes: what the person watching should know when the run starts.
+        loggers: receive the numbers of each step.
+        ends: what ends a turn; None for a verb that does not say.
+    """
+
+    config: Any
+    plain: Mapping[str, Any]
+    fingerprints: Mapping[str, str]
+    engine: str | None
+    notes: tuple[str, ...] = ()
+    loggers: tuple[Logger, ...] = ()
+    ends: TurnEnds | None = None
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Number of steps of the whole run."""
+
+    @property
+    def writes_metrics(self) -> bool:
+        """Whether the run leaves metrics.jsonl and eval.jsonl."""
+        return any(declares(logger, "writes_metrics") for logger in self.loggers)
+
+    @property
+    def has_page(self) -> bool:
+        """Whether the page of the run is printed at its end, as it always is for a verb without loggers."""
+        return not hasattr(self.config, "logger") or any(declares(logger, "has_page") for logger in self.loggers)
+
+    @property
+    def scored_prompts(self) -> PromptSet | None:
+        """Prompts whose completions the rewards of `config.reward` score; None if nothing is scored."""
+        return None
+
+    def sampled_by(self, engine: str, itemsize: int) -> Self:
+        """The plan of the same run with the engine that `auto` chooses on another machine, for `rlft plan`.
+
+        Args:
+            engine: its name.
+            itemsize: bytes of a weight of the base there.
+        """
+        return self
+
+    def startup_rows(self, facts: Facts) -> list[TableRow]:
+        """The rows of the start-up table: the sizes that people ask about."""
+        return [
+            facts.model_row(self.config.model.path),
+            *facts.adapter_rows(),
+            facts.forward_row(),
+            facts.kernels_row(),
+            *self.end_rows(),
+        ]
+
+    def end_rows(self) -> list[TableRow]:
+        """The row of the start-up table about what ends a turn."""
+        return [] if self.ends is None else [self.ends.row]
+
+    def demand(self, model: ModelSizes, recompute: bool) -> Demand | None:
+        """The memory demand, with gradient checkpointing if `recompute`; if None, `rlft plan` refuses the verb."""
+        return None
+
+    def parameters(self, model: ModelSizes) -> dict[str, int]:
+        """{name: number of parameters} of the base and every role."""
+        return {"base (frozen)": model.parameters}
+
+    def lengths(self) -> list[DataLengths]:
+        """How long the data are, and what was left out of them."""
+        return []
+
+    def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
+        """{part: the most bytes that it may take on disk}; `model` holds the sizes of the base if known already."""
+        return {}

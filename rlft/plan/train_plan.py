@@ -1,0 +1,481 @@
+"""The plan of `rlft train`, made before a weight is loaded; bad input is refused here.
+
+Checks come in the order in which mistakes are cheapest to find: config, rules between its parts, model config and
+tokenizer, data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from rlft.algorithm.protocol import Algorithm
+from rlft.config.generation import AUTO, section_of
+from rlft.config.instantiate import instantiate
+from rlft.config.model import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
+from rlft.config.schema import RunConfig
+from rlft.data.lazy import joined
+from rlft.data.prompts import PromptSet, left_out, scan, untokenised
+from rlft.data.teacher_prompts import longest_with_hint
+from rlft.data.text import load_texts
+from rlft.data.texts import PretrainText, scan_texts
+from rlft.environment.protocol import Environment
+from rlft.generation.memory import ModelSizes
+from rlft.generation.stops import check_stops
+from rlft.logger.rollouts import Rollouts
+from rlft.model.adapter_folder import content_fingerprint, num_parameters
+from rlft.model.backbone import (
+    decoder_layers,
+    ends_of,
+    fingerprint,
+    load_tokenizer,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+)
+from rlft.model.positions import limit_of
+from rlft.plan import rules
+from rlft.plan.adapters import check_adapters, check_classifiers, empty_model, uses
+from rlft.plan.disk_space import LOGPROB, TOKEN_ID, checkpoint_bytes, completion_bytes, metrics_bytes
+from rlft.plan.environments import environment_of
+from rlft.plan.memory_demand import SamplingDemand, classifier_bytes, sampling_of, sizes_of
+from rlft.plan.memory_parts import Demand
+from rlft.plan.ranks import idle_engines, why_whole
+from rlft.plan.reference_answers import check_references
+from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.sampling_shapes import of_training
+from rlft.plan.servers import check_servers
+from rlft.plan.shown import shown_in_prompts
+from rlft.plan.startup_table import Facts, TableRow
+from rlft.plan.teacher_memory import TeacherDemand
+from rlft.plan.teachers import (
+    check_teacher,
+    check_teacher_engine,
+    check_teachers_machine,
+    check_top_k,
+    missing_engine,
+)
+from rlft.plan.train_checks import check_config
+from rlft.reward.workers.reward_spec import examined, notes, specs
+from rlft.runs.fork import MOVING_REFERENCES
+from rlft.system.process.placement import Placement
+from rlft.system.process.ray_session import check_address, check_installed
+from rlft.types import Split, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPlan(Plan):
+    """The plan of `rlft train`; `held_out` is None without evaluations, `pretrain_text` without a pretraining loss."""
+
+    config: RunConfig
+    algorithm: Algorithm
+    engine: str
+    engine_reason: str
+    train_prompts: PromptSet
+    held_out: PromptSet | None
+    pretrain_text: PretrainText | None
+    environment: Environment | None = None
+    teacher_row_tokens: int = 0  # number of tokens of the longest row that a teacher reads
+    placement: Placement | None = None  # where engines and ranks are; None until their GPUs are known
+
+    @property
+    def num_steps(self) -> int:
+        return self.config.steps
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether `snapshot.old: auto` recomputes: not if old is the current policy of a single update."""
+        has_several_updates = self.config.updates_per_step > 1
+        return self.config.snapshot.old is Old.auto and (has_several_updates or self.algorithm.needs_old_in_credit)
+
+    @property
+    def scored_prompts(self) -> PromptSet:
+        return self.train_prompts
+
+    def startup_rows(self, facts: Facts) -> list[TableRow]:
+        run = self.config
+        completions = run.completions_per_step
+        held_out = 0 if self.held_out is None else min(run.eval.num_prompts, len(self.held_out.prompts))
+        epochs = run.steps * run.prompts_per_step / len(self.train_prompts.prompts)
+        rewards = ", ".join(f"{name} x {reward['weight']:g}" for name, reward in run.reward.items())
+        if self.environment is not None and self.environment.rewards_turns:
+            rewards = f"{rewards}, the environment's".removeprefix(", ")
+        return [
+            facts.model_row(run.model.path),
+            ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),
+            (
+                "trainable",
+                f"{facts.trainable:,}",
+                f"{run.lora.kind} rank {run.lora.rank}, {facts.trainable / facts.base:.2%} of the base",
+            ),
+            *facts.adapter_rows(),
+            ("roles", ", ".join(role_names(self)), roles_text(self)),
+            ("engine", self.engine, self.engine_reason),
+            *self._mismatch_rows(),
+            *self._cluster_rows(),
+            *facts.base_rows(),
+            facts.forward_row(),
+            facts.kernels_row(),
+            (
+                "prompts",
+                f"{len(self.train_prompts.prompts):,}",
+                f"train; {held_out:,} held out for evaluation x {run.eval.num_samples} samples",
+            ),
+            (
+                "completions a step",
+                f"{completions:,}",
+                f"{run.prompts_per_step} prompts x group of {run.group_size}, up to {run.generation.max_tokens} tokens",
+            ),
+            *self.end_rows(),
+            (
+                "updates a step",
+                str(run.updates_per_step),
+                f"{run.epochs} epoch(s) x {run.minibatches} minibatch(es)"
+                f" of {completions // run.minibatches} completions",
+            ),
+            (
+                "token budget",
+                f"{run.token_budget:,}",
+                "tokens in one forward-backward; changes memory, not the gradient",
+            ),
+            *self._ranks_rows(),
+            (
+                "total",
+                f"{run.steps * completions:,} completions",
+                f"{run.steps} steps, {run.steps * run.updates_per_step} updates, {epochs:.1f} epochs of the data",
+            ),
+        ]
+
+    def sampled_by(self, engine: str, itemsize: int) -> Self:
+        algorithm = instantiate(self.config.algorithm, "algorithm")
+        return replace(self, algorithm=rules.resolve_mismatch(self.config, algorithm, engine, itemsize=itemsize))
+
+    def _mismatch_rows(self) -> list[TableRow]:
+        """The row about the correction of the mismatch between engine and trainer; none where there is none."""
+        if not self.algorithm.corrects_mismatch:
+            return []
+        keys = self.config.algorithm
+        reason = "as asked"
+        if keys.get("mismatch") == AUTO:
+            reason = "engine and trainer compute log-probs in 16 bits, each with its own roundings"
+        return [("mismatch", str(getattr(self.algorithm, "mismatch", "corrected")), reason)]
+
+    def _ranks_rows(self) -> list[TableRow]:
+        """The row about ranks; none where the run's own process trains alone, in one lane."""
+        cluster = self.config.cluster
+        if cluster.num_lanes == 1:
+            return []
+        lanes = f"share {cluster.num_lanes} lanes; a resume may have any number of ranks that divides them"
+        return [("ranks", str(cluster.ranks), lanes + "; each holds a part of the base's layers" * cluster.shard_base)]
+
+    def _cluster_rows(self) -> list[TableRow]:
+        """A row about engines and ranks, and one about reward workers; none where the run has a single process."""
+        cluster, placement = self.config.cluster, self.placement
+        rows: list[TableRow] = []
+        if cluster.scoring:
+            rows.append(("rewards", f"{self.config.scoring.workers} workers", f"{cluster.kind}: on the cluster"))
+        if placement is None:
+            return rows
+        engines = [f"{cluster.engines} engine{'s' * (cluster.engines > 1)}"] if cluster.engines else []
+        value = ", ".join([*engines, f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)}"])
+        location = "processes" if placement.kind == "processes" else f"{placement.gpus} GPUs, {placement.kind}:"
+        return [("cluster", value, f"{cluster.kind}: {location} {placement.reason}"), *rows]
+
+    def _sampling_demand(self) -> SamplingDemand:
+        """The demand of engines on the trainer's device; empty where they have GPUs of their own."""
+        run, engines = self.config, self.config.cluster.engines
+        if engines and self.placement is not None and self.placement.kind == "divided":
+            return {}
+        fields = sampling_of(run, self.engine, of_training(self.train_prompts, self.held_out, run))
+        if engines and "engine" in fields:
+            on_gpus = self.placement is None or self.placement.kind == "pairs"
+            fields["engine"], fields["engines_apart"] = fields["engine"].apart(), 1 if on_gpus else engines
+        return fields
+
+    def demand(self, model: ModelSizes, recompute: bool) -> Demand:
+        """The demand of the policy, with old, reference, teacher, critic and rewards as adapters beside it."""
+        run = self.config
+        critic, snapshot = run.critic.kind, run.snapshot
+        adapters = 1 + (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
+        adapters += critic is CriticKind.adapter
+        rewards = [spec for spec in specs(run.reward).values() if spec.runs_in_trainer]
+        networks = [classifier_bytes(spec.kwargs.get("path")) for spec in rewards]
+        adapters += networks.count(0)
+        learning = 1 + (critic is CriticKind.adapter) + (run.reward_model.refresh_every > 0)
+        return Demand(
+            adapters=adapters,
+            frozen=sum(frozen_parameters(run.snapshot).values()),
+            trainable=learning * model.lora + (critic is not CriticKind.none) * model.hidden,
+            prompt_tokens=self.train_prompts.lengths.longest,
+            completion_tokens=run.generation.max_tokens,
+            group=run.group_size,
+            rows=run.completions_per_step,
+            update_rows=run.completions_per_step // run.minibatches,
+            token_budget=run.token_budget,
+            entropy=self.algorithm.needs_entropy,
+            top_k=self.algorithm.teacher_top_k,
+            recompute=recompute,
+            own_critic=critic is CriticKind.adapter,
+            beside=sum(networks),
+            teacher=self._teacher_demand(),
+            device=resolve_device(run.model.device).type,
+            ranks=run.cluster.ranks,
+            sharded=run.cluster.shard_base if model.layers and why_whole(run) is None else None,
+            **self._sampling_demand(),
+        )
+
+    def _teacher_demand(self) -> TeacherDemand | None:
+        """The demand of a teacher that is a separate model."""
+        snapshot = self.config.snapshot
+        if snapshot.teacher_model is None:
+            return None
+        share = snapshot.teacher_gpu_memory_utilization if snapshot.teacher_engine == "vllm" else None
+        unhinted = self.train_prompts.lengths.longest
+        hinted = self.teacher_row_tokens - self.config.generation.max_tokens
+        return TeacherDemand(
+            model=teacher_sizes(self.config),
+            row_tokens=self.teacher_row_tokens,
+            prompt_tokens=unhinted if snapshot.teacher_hint is None else hinted,
+            share=share,
+        )
+
+    def parameters(self, model: ModelSizes) -> dict[str, int]:
+        result, critic = {"base (frozen)": model.parameters}, self.config.critic.kind
+        for role in role_names(self):
+            head = model.hidden + 1 if role in ("critic", "reward") else 0
+            snapshot = self.config.snapshot
+            on_the_base = {"reference": snapshot.reference, "teacher": snapshot.teacher}.get(role) == "base"
+            if role == "teacher" and snapshot.teacher_model is not None:
+                result["teacher (does not learn)"] = teacher_sizes(self.config).parameters
+                continue
+            adapter = 0 if on_the_base or (role == "critic" and critic is CriticKind.shared) else model.lora
+            adapter = frozen_parameters(snapshot).get(role, adapter)
+            learns = role in ("policy", "critic") or (role == "reward" and self.config.reward_model.refresh_every > 0)
+            result[f"{role} ({'learns' if learns else 'does not learn'})"] = adapter + head
+        return result
+
+    def lengths(self) -> list[DataLengths]:
+        result = []
+        for name, split, prompts in (("train", "train", self.train_prompts), ("held out", "held-out", self.held_out)):
+            if prompts is not None:
+                dropped = next(left_out(prompts, split, self.config.prompts.max_tokens), None)
+                result.append(DataLengths(f"{name} prompts", prompts.num_tokens, dropped))
+        return result
+
+    def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
+        config, snapshot = self.config, self.config.snapshot
+        model = model or sizes_of(config.model, config.lora)
+        moving = (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
+        trainable = self.demand(model, False).trainable  # policy, critic and a reward model that learns
+        result = {"checkpoints": checkpoint_bytes(config.checkpoint, self.num_steps, trainable, moving * model.lora)}
+        line_bytes = completion_bytes(config)
+        rollout_bytes = line_bytes + (TOKEN_ID + LOGPROB) * config.generation.max_tokens
+        result["rollouts"] = config.rollouts.most_files(config.steps) * config.completions_per_step * rollout_bytes
+        if self.writes_metrics:
+            examples = config.eval.num_examples * line_bytes
+            result["metrics"] = metrics_bytes(self.num_steps, config.eval.every, examples)
+        return result
+
+
+def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool = True) -> TrainPlan:
+    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    Args:
+        plain: the resolved config.
+        runs_here: False if the run is only planned, so that its engine and libraries for 4-bit weights may be missing.
+        trains: False if the config is only evaluated.
+
+    Raises:
+        UserError: the config, the model or the data are wrong.
+    """
+    config, algorithm, loggers = check_config(plain, trains=trains)
+    rules.check_machine(config.model, runs_here=runs_here)
+    if trains:
+        check_teachers_machine(config, runs_here=runs_here)
+        rules.check_lag_has_devices(config, resolve_device(config.model.device).type)
+    teacher_note = missing_engine(config, runs_here=runs_here) if trains else None
+    rewards = specs(config.reward)
+    used = uses(config, rewards)
+    engine, reason = rules.choose_engine(config.generation, config.model, config.lora, runs_here=runs_here)
+    if trains:
+        check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
+    itemsize = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
+    algorithm = rules.resolve_mismatch(config, algorithm, engine, itemsize=itemsize)
+    if config.cluster.engines:
+        rules.check_apart(config, engine)
+    if runs_here and config.cluster.kind == "ray":
+        check_installed()
+        if config.cluster.address is not None:
+            check_address(config.cluster.address)
+    model_config = read_config(config.model)
+    base_fingerprint = fingerprint(config.model)
+    rules.check_context(config, model_config)
+    rules.check_targets(config.lora, config.model, model_config)
+    rules.check_adapted(config.generation.named(engine), config.lora, config.model, model_config)
+    if trains and config.cluster.shard_base:
+        check_layers(config.model, model_config)
+    check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
+    check_classifiers(rewards)
+    tokenizer = load_tokenizer(config.model)
+    ends = ends_of(config.model, config.prompts.style, tokenizer)
+    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
+    data = instantiate(config.data, "data")
+    limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
+    environment = environment_of(config)
+    texts = data.load(Split.train)
+    shown = shown_in_prompts(environment, tokenizer, texts)
+    style = config.prompts.style
+    train_prompts = scan(texts, tokenizer, limit, over_limit, Split.train, style, shown)
+    held_out = None
+    if config.eval.every:
+        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
+    rules.check_metadata(rewards, train_prompts.prompts[0])
+    all_prompts = joined(untokenised(train_prompts), untokenised(held_out) if held_out else ())
+    data_notes = [*examined(rewards, all_prompts), *check_references(config, rewards, all_prompts, tokenizer, ends)]
+    check_servers(rewards, train_prompts.prompts[0])
+    rules.check_fresh_prompts(config, len(train_prompts.prompts))
+    pretrain_text = scan_pretrain_text(config, tokenizer)
+    teacher, teacher_row_tokens = None, 0
+    if trains and config.snapshot.teacher != "none":
+        vocabulary = model_config.get_text_config().vocab_size
+        check_top_k(algorithm.teacher_top_k, vocabulary)
+        longest = longest_read_by_the_teacher(config, train_prompts, tokenizer, model_config)
+        teacher = check_teacher(config, tokenizer, longest, vocabulary)
+        teacher_row_tokens = longest + config.generation.max_tokens
+    return TrainPlan(
+        config=config,
+        plain=plain,
+        algorithm=algorithm,
+        engine=engine,
+        engine_reason=reason,
+        train_prompts=train_prompts,
+        held_out=held_out,
+        loggers=(Rollouts(config.rollouts), *loggers) if trains else loggers,
+        fingerprints={
+            "data_fingerprint": train_prompts.fingerprint,
+            **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
+            **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
+            "base_fingerprint": base_fingerprint,
+            **({} if teacher is None else {"teacher_fingerprint": teacher}),
+            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
+        },
+        pretrain_text=pretrain_text,
+        environment=environment,
+        ends=ends,
+        teacher_row_tokens=teacher_row_tokens,
+        notes=(
+            *(rules.warnings(config, algorithm) if trains else ()),
+            *rules.warnings_of_sizes(
+                config,
+                len(train_prompts.prompts) if trains else None,
+                None if held_out is None else len(held_out.prompts),
+            ),
+            *([idle] if trains and (idle := idle_of(config, engine)) else ()),
+            *([teacher_note] if teacher_note else ()),
+            *notes(rewards),
+            *data_notes,
+            *ends.notes,
+        ),
+    )
+
+
+def longest_read_by_the_teacher(
+    config: RunConfig, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
+) -> int:
+    """Number of tokens of the longest prompt that the teacher may read.
+
+    Raises:
+        UserError: with its hint and a completion, it does not fit the context of a teacher that is on the base.
+    """
+    hint = config.snapshot.teacher_hint
+    if hint is None:
+        return config.prompts.max_tokens
+    longest = longest_with_hint(prompts.prompts, hint, tokenizer, config.prompts.style)
+    limit, row_tokens = limit_of(model_config), longest + config.generation.max_tokens
+    if config.snapshot.teacher_model is None and limit is not None and row_tokens > limit.tokens:
+        problem = f"with it the longest row has {row_tokens} tokens, more than the model's {limit.words}"
+        remedy = "shorten it, or lower prompts.max_tokens or generation.max_tokens"
+        raise UserError("snapshot.teacher_hint", problem, got=repr(hint), remedy=remedy)
+    return longest
+
+
+def idle_of(config: RunConfig, engine: str) -> str | None:
+    """The warning that some engines will have nothing to sample; None if all will."""
+    engine_config = config.generation.named(engine)
+    return idle_engines(config.cluster, section_of(engine), engine_config, config.prompts_per_step, config.group_size)
+
+
+def check_layers(settings: ModelConfig, model_config: Any) -> None:
+    """Refuses cluster.shard_base for a model whose decoder layers cannot be divided."""
+    if not decoder_layers(empty_model(settings, model_config)):
+        problem = f"the layers of a {model_config.model_type} are not one list, or have weights in common"
+        raise UserError("cluster.shard_base", problem, got="true", remedy="leave it out, or use another model")
+
+
+def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainText | None:
+    """The pretraining text, tokenised; None if the config names none."""
+    settings = config.pretrain
+    if settings.path is None:
+        return None
+    return scan_texts(
+        load_texts(settings.path, settings.field, settings.given_field),
+        tokenizer,
+        max_tokens=settings.max_tokens,
+        sequences_per_update=settings.sequences_per_update,
+        held_out=settings.held_out,
+        updates_per_step=config.updates_per_step,
+    )
+
+
+def frozen_parameters(snapshot: SnapshotConfig) -> dict[str, int]:
+    """{role: number of its parameters} of the roles whose adapters never move, which are as their folders have them."""
+    folders = {"teacher": snapshot.teacher_adapter}
+    if snapshot.reference not in ("none", "base", *MOVING_REFERENCES):
+        folders["reference"] = snapshot.reference
+    return {role: num_parameters(path, f"snapshot.{role}") for role, path in folders.items() if path is not None}
+
+
+def teacher_sizes(config: RunConfig) -> ModelSizes:
+    """The sizes of a teacher that is a separate model."""
+    settings = teacher_settings(config.snapshot, config.model)
+    assert settings is not None, "the teacher is a separate model"
+    return sizes_of(settings, None)
+
+
+def role_names(plan: TrainPlan) -> list[str]:
+    """The roles of this run: the networks on the base or beside it."""
+    snapshot, critic = plan.config.snapshot, plan.config.critic
+    has_role = {"policy": True, "old": snapshot.old == "copy", "reference": snapshot.reference != "none"}
+    has_role |= {"teacher": snapshot.teacher != "none"}
+    has_role |= {
+        "critic": critic.kind != "none",
+        "reward": any(s.runs_in_trainer for s in specs(plan.config.reward).values()),
+    }
+    return [role for role, has in has_role.items() if has]
+
+
+def roles_text(plan: TrainPlan) -> str:
+    """Says which policy is old, what the reference is, and what gives values."""
+    snapshot, critic = plan.config.snapshot, plan.config.critic
+    old = "old = current (one update a step, no extra pass)"
+    if snapshot.old == "sampled":
+        old = "old = the engine's log-probs"
+    elif snapshot.old == "copy":
+        old = "old = an adapter of its own, copied at each publish"
+    elif snapshot.old == "recompute" or plan.needs_old:
+        old = "old = recomputed before the updates"
+    text = old
+    if snapshot.reference != "none":
+        text += f"; reference = {snapshot.reference}"
+        text += f", refreshed every {snapshot.refresh_every} steps" if snapshot.refresh_every else ""
+        text += f", decay {snapshot.ema_decay:g} a step" if snapshot.ema_decay is not None else ""
+    if snapshot.teacher != "none":
+        text += f"; teacher = {snapshot.teacher}" + " with a hint" * (snapshot.teacher_hint is not None)
+        text += " in vLLM" * (snapshot.teacher_engine == "vllm")
+    if critic.kind != "none":
+        text += f"; critic = {'adapter' if critic.kind == 'adapter' else 'head on the policy'} from {critic.init}"
+    return text

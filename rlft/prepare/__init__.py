@@ -1,1 +1,0 @@
-"""Tokenises the data of a run: prompts, demonstrations, rankings and texts."""

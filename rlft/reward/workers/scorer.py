@@ -1,0 +1,427 @@
+"""Makes `Scores` of groups: runs the rewards, and decides what a failed one means.
+
+This file runs in the trainer only; workers import worker.py, which does not import torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from rlft.reward.workers.pool import InProcess, Pool, RewardError, StopWhen, WorkerPool
+from rlft.reward.workers.reward_spec import TURNS, OnError, RewardSpec, specs
+from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task, checked
+from rlft.system.process.signals import SKEW_S, may_have_disturbed
+from rlft.types import Group, Scores, StepScores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RewardError", "RewardSpec", "Scorer", "specs"]
+
+MAX_TIME_LIMITS_ALONE = 2
+MAX_SHOWN_CHARS = 200
+
+Resident = Callable[[Sequence[Group]], list[list[float]]]
+"""A reward that this process itself computes, for all groups at once: `[P][G]` scores."""
+
+Rows = list[Sequence[float | StepScores]]
+"""Scores of one reward, `[P][G]`."""
+
+Table = Mapping[str, Sequence[Sequence[float | StepScores]]]
+"""{reward: its scores `[P][G]`}; each is a number for the completion as a whole, or scores of its steps."""
+
+
+class Scorer:
+    """Scores groups with every reward; results don't depend on which worker is faster.
+
+    Make and use it in the thread that runs the loop.
+
+    `num_failures` counts the completions that have got a fixed score because a reward failed on them; `last_failure`
+    says what happened to the last one.
+
+    Args:
+        rewards: {name: reward}.
+        workers: number of processes, which start in the background; 0 scores in the calling process (no isolation).
+        timeout_s: seconds that a reward may take for a group.
+        on_error: `stop` raises a RewardError, a number is the score of a completion on which a reward failed; a
+            reward's own `on_error` has priority. For a process reward the number is a score of the completion as a
+            whole, which then has no steps: no steps are made up, and the score also exists for an empty completion.
+        resident: {name: callable} of rewards that this process computes for all groups at once, after those of the
+            workers; a reward that `runs_in_trainer` needs one. Wrong scores of theirs always stop the run.
+        open_pool: opens the workers elsewhere; None: processes of this machine.
+        allow_unscorable: whether completions of a prompt whose reference answer a reward cannot use get 0, whatever
+            `on_error` is (data.allow_unscorable).
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, RewardSpec],
+        workers: int,
+        timeout_s: float,
+        on_error: OnError,
+        resident: Mapping[str, Resident] = MappingProxyType({}),
+        open_pool: Callable[[Sequence[RewardSpec]], Pool] | None = None,
+        *,
+        allow_unscorable: bool = False,
+    ) -> None:
+        if workers < 0 or timeout_s <= 0:
+            raise ValueError(f"needs workers >= 0 and timeout_s > 0, got {workers}, {timeout_s}")
+        if unknown := [name for name in resident if name not in rewards]:
+            raise ValueError(f"resident rewards {unknown} are not among the rewards {list(rewards)}")
+        if missing := [name for name, spec in rewards.items() if spec.runs_in_trainer and name not in resident]:
+            raise ValueError(f"rewards {missing} run in the trainer, and no resident callable was given for them")
+        self._rewards = dict(rewards)
+        self._resident = dict(resident)
+        self._on_error: OnError = on_error
+        self._allow_unscorable = allow_unscorable
+        pooled = [spec for name, spec in rewards.items() if name not in resident]
+        self._pooled = tuple(spec.name for spec in pooled)
+        self._process = tuple(spec.name for spec in pooled if spec.scores_steps)
+        self._pool: Pool
+        if workers and pooled:
+            self._pool = WorkerPool(pooled, workers, timeout_s) if open_pool is None else open_pool(pooled)
+        else:
+            self._pool = InProcess(pooled, timeout_s)
+        self.num_failures = 0
+        self.last_failure: str | None = None
+
+    def __call__(self, groups: Sequence[Group]) -> Scores:
+        """Scores `[P, G]` of P groups of equal size G.
+
+        Raises:
+            RewardError: a reward failed and its on_error is `stop`, workers could not start, or a resident reward did
+                not give a finite number for each completion.
+        """
+        return self.finished(groups, self.pooled(groups, {}))
+
+    def outcomes(self, groups: Sequence[Group]) -> dict[tuple[int, str], Outcome]:
+        """{(index of the group, reward): the workers' outcome}; not all of them after a failure that stops the run."""
+        tasks = [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
+        return self.run(tasks, self._stops) if self._pooled else {}
+
+    def pooled(self, groups: Sequence[Group], known: Mapping[tuple[int, str], Outcome]) -> dict[str, Rows]:
+        """The scores `[P][G]` of each reward that workers compute.
+
+        Args:
+            groups: the groups.
+            known: outcomes that exist already.
+
+        Raises:
+            RewardError: as in `__call__`.
+        """
+        outcomes = self._outcomes(groups, known)
+        by_reward: dict[str, Rows] = {name: [] for name in self._pooled}
+        for index, group in enumerate(groups):
+            for name in self._pooled:
+                outcome = outcomes[index, name]
+                settled = self._settle(group, name, outcome) if isinstance(outcome, Failure) else outcome
+                by_reward[name].append(settled)
+        return by_reward
+
+    def finished(self, groups: Sequence[Group], pooled: Mapping[str, Rows]) -> Scores:
+        """The scores, given those of the workers: computes the resident rewards, and adds up all with their weights."""
+        by_reward: dict[str, Rows] = {name: list(pooled.get(name, [])) for name in self._rewards}
+        for name, compute in self._resident.items():
+            by_reward[name].extend(resident_scores(name, compute(groups), groups))
+        if not by_reward:
+            return with_turns(unscored_rows(groups), groups)
+        scores = mixed(by_reward, {name: spec.weight for name, spec in self._rewards.items()}, self._process)
+        return with_turns(scores, groups)
+
+    def stop(self) -> None:
+        """Makes a call in another thread raise soon. Only `close` may follow."""
+        self._pool.stop()
+
+    def close(self) -> None:
+        """Ends the workers. Safe to call twice."""
+        self._pool.close()
+
+    def _outcomes(
+        self, groups: Sequence[Group], known: Mapping[tuple[int, str], Outcome]
+    ) -> dict[tuple[int, str], Outcome]:
+        """The outcomes of every reward on every group; if a failure stops the run, at least all that come before it."""
+        outcomes = dict(known)
+        todo = [Task(key=index, group=group, rewards=self._pooled) for index, group in enumerate(groups)]
+        if known:
+            todo = _remaining(todo, outcomes)
+            self._raise_first_stop(groups, outcomes)
+        while todo:
+            outcomes |= self.run(todo, self._stops)
+            self._raise_first_stop(groups, outcomes)
+            # The reply of a killed worker is about one reward only, and a signal may have disturbed some: the other
+            # rewards of the task are still to do.
+            todo = _remaining(todo, outcomes)
+        return outcomes
+
+    def _policy(self, name: str, failure: Failure) -> OnError:
+        own_policy = self._rewards[name].on_error
+        if failure.cause is Cause.not_built:
+            return "stop"
+        if failure.cause is Cause.unscorable and self._allow_unscorable:
+            return 0.0
+        return self._on_error if own_policy is None else own_policy
+
+    def _stops(self, reply: Reply) -> bool:
+        return any(
+            isinstance(outcome, Failure) and self._policy(name, outcome) == "stop" for name, outcome in reply.items()
+        )
+
+    def _raise_first_stop(self, groups: Sequence[Group], outcomes: Mapping[tuple[int, str], Outcome]) -> None:
+        order = {name: rank for rank, name in enumerate(self._rewards)}
+        for index, name in sorted(outcomes, key=lambda key: (key[0], order[key[1]])):
+            outcome = outcomes[index, name]
+            if isinstance(outcome, Failure) and self._stops({name: outcome}):
+                self._settle(groups[index], name, outcome)
+
+    def _settle(self, group: Group, name: str, failure: Failure) -> list[float | StepScores]:
+        """The group's scores, with the fixed one where the reward failed. RewardError if on_error is `stop`."""
+        scores = self._isolate(group, name, failure)
+        failed = [index for index, score in enumerate(scores) if isinstance(score, Failure)]
+        on_error = self._policy(name, failure)
+        # If each completion can be scored alone, the failure belongs to the group as a whole.
+        culprit = scores[failed[0]] if failed else failure
+        assert isinstance(culprit, Failure)
+        message = describe(name, group, culprit, failed[0] if failed and failed_alone(failure) else None)
+        if on_error == "stop":
+            raise RewardError(message) from (RuntimeError(culprit.traceback) if culprit.traceback else None)
+        self.num_failures += len(failed) if failed else len(scores)
+        self.last_failure = message
+        return [on_error if isinstance(score, Failure) or not failed else score for score in scores]
+
+    def _isolate(self, group: Group, name: str, failure: Failure) -> list[float | StepScores | Failure]:
+        """Each completion's score if it can be computed, else a Failure.
+
+        The completion that the reward looked at last is suspected; it is to blame if all others can be scored alone.
+        """
+        all_indices = range(len(group.rollouts))
+        if failure.scores is not None:
+            return [failure if score is None else score for score in failure.scores]
+        if not failed_alone(failure):
+            return [failure for _ in all_indices]
+        suspect = 0 if len(all_indices) == 1 else failure.completion
+        scores = self._score_alone(group, name, [index for index in all_indices if index != suspect], failure)
+        if suspect is not None:
+            innocent = any(isinstance(score, Failure) for score in scores.values())
+            scores |= self._score_alone(group, name, [suspect], failure) if innocent else {suspect: failure}
+        return [scores[index] for index in all_indices]
+
+    def _score_alone(
+        self, group: Group, name: str, indices: Sequence[int], failure: Failure
+    ) -> dict[int, float | StepScores | Failure]:
+        """Scores these completions as groups of one; stops after two time limits, so that hangs don't add up."""
+        hangs = 0
+
+        def enough(reply: Reply) -> bool:
+            nonlocal hangs
+            hangs += any(isinstance(o, Failure) and o.cause is Cause.time_limit for o in reply.values())
+            return hangs >= MAX_TIME_LIMITS_ALONE
+
+        tasks = [
+            Task(key=i, group=Group(prompt=group.prompt, rollouts=(group.rollouts[i],)), rewards=(name,))
+            for i in indices
+        ]
+        scores: dict[int, float | StepScores | Failure] = dict.fromkeys(indices, failure)
+        while tasks:
+            outcomes = self.run(tasks, enough)
+            for (index, _), outcome in outcomes.items():
+                scores[index] = outcome if isinstance(outcome, Failure) else outcome[0]
+            unsure = [task for task in tasks if (task.key, name) not in outcomes]
+            tasks = unsure if hangs < MAX_TIME_LIMITS_ALONE else []
+        return scores
+
+    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> dict[tuple[int, str], Outcome]:
+        """{(task, reward): the pool's outcome}, without outcomes that a signal to the job may have disturbed.
+
+        A signal reaches a job's processes one after the other: perhaps a program that a reward runs before this
+        process.
+        """
+        outcomes: dict[tuple[int, str], Outcome] = {}
+        sensitive: dict[tuple[int, str], float] = {}
+        for task, reply in self._pool.run([with_tail(task) for task in tasks], stop_when):
+            outcomes |= {(task.key, name): without_tail(outcome, task.group) for name, outcome in reply.items()}
+            now = time.monotonic()
+            for name, outcome in reply.items():
+                if self._pool.ran_programs or isinstance(outcome, Failure):
+                    sensitive[task.key, name] = now
+        if sensitive:
+            time.sleep(max(0.0, max(sensitive.values()) + SKEW_S - time.monotonic()))
+        disturbed = {key for key, done_at in sensitive.items() if may_have_disturbed(done_at)}
+        return {key: outcome for key, outcome in outcomes.items() if key not in disturbed}
+
+
+def with_tail(task: Task) -> Task:
+    """The task as rewards read it: completions begin with what their prompt has begun to say for the policy."""
+    tail = task.group.prompt.tail
+    if not tail:
+        return task
+    rollouts = tuple(
+        replace(rollout, completion=replace(rollout.completion, text=tail + rollout.completion.text))
+        for rollout in task.group.rollouts
+    )
+    return replace(task, group=replace(task.group, rollouts=rollouts))
+
+
+def without_tail(outcome: Outcome, group: Group) -> Outcome:
+    """The outcome for a task made by `with_tail`, with offsets into the texts of the completions themselves.
+
+    A step that ends in the tail counts for the completion's first character; an empty completion has no steps.
+    """
+    num_chars = len(group.prompt.tail)
+    if not num_chars or isinstance(outcome, Failure):
+        return outcome
+    moved: list[Any] = []
+    for score, rollout in zip(outcome, group.rollouts, strict=True):
+        if isinstance(score, StepScores):
+            is_empty = len(rollout.completion.text) == num_chars
+            steps = [] if is_empty else zip(score.values, score.ends, strict=True)
+            each = [StepScores(values=(value,), ends=(max(1, end - num_chars),)) for value, end in steps]
+            moved.append(merged_steps(each, [1.0] * len(each)))
+        else:
+            moved.append(score)
+    return moved
+
+
+def _remaining(tasks: Sequence[Task], outcomes: Mapping[tuple[int, str], Outcome]) -> list[Task]:
+    """The tasks with those rewards that have no outcome yet."""
+    missing = [tuple(name for name in task.rewards if (task.key, name) not in outcomes) for task in tasks]
+    return [replace(task, rewards=names) for task, names in zip(tasks, missing, strict=True) if names]
+
+
+def failed_alone(failure: Failure) -> bool:
+    """Whether a failure may be due to one completion, unlike a wrong number of scores or a reward that isn't built."""
+    return failure.cause not in (Cause.not_built, Cause.invalid) or failure.scores is not None
+
+
+def describe(name: str, group: Group, failure: Failure, completion: int | None) -> str:
+    """Which reward failed, how, on which prompt and completion, and what to do."""
+    where = f"prompt {group.prompt.id!r}" if failure.cause is Cause.not_built else whereabouts(group, completion)
+    remedy = "fix the reward, or give such completions a fixed score with scoring.on_error=0"
+    if failure.cause is Cause.time_limit:
+        remedy = f"raise scoring.timeout, {remedy}"
+    if failure.cause is Cause.not_built:
+        remedy = "fix the reward"
+    if failure.cause is Cause.unscorable:
+        remedy = "correct the reference answer, or give completions of such prompts 0 with data.allow_unscorable=true"
+    return f"reward.{name}: {failure.problem} on {where}; {remedy}"
+
+
+def whereabouts(group: Group, completion: int | None) -> str:
+    """Names the prompt and its completion, or all of its completions."""
+    where, size = f"prompt {group.prompt.id!r}", len(group.rollouts)
+    if completion is None:
+        return f"{where}, its {size} completions as a whole"
+    return f"{where}, completion {completion + 1} of {size}: {shortened(group.rollouts[completion].completion.text)}"
+
+
+def shortened(text: str) -> str:
+    """The text on one line, without its middle if it is long.
+
+    >>> shortened("18" + chr(10))
+    "'18\\\\n'"
+    """
+    if len(text) <= MAX_SHOWN_CHARS:
+        return repr(text)
+    half = MAX_SHOWN_CHARS // 2
+    return f"{text[:half]!r} ... {text[-half:]!r} ({len(text)} characters)"
+
+
+def resident_scores(name: str, returned: list[list[float]], groups: Sequence[Group]) -> list[list[float]]:
+    """The checked scores of a resident reward. RewardError unless they are a finite number for each completion."""
+    remedy = "look at the model, adapter and numbers this reward is made of"
+    if not isinstance(returned, Sequence) or len(returned) != len(groups):
+        what = f"scores of {len(returned)} groups" if isinstance(returned, Sequence) else type(returned).__name__
+        raise RewardError(f"reward.{name}: returned {what}, not a list for each of {len(groups)} groups; {remedy}")
+    scores: list[list[float]] = []
+    for group, row in zip(groups, returned, strict=True):
+        outcome = checked(row, len(group.rollouts))
+        if isinstance(outcome, Failure):
+            raise RewardError(f"reward.{name}: {outcome.problem} on {whereabouts(group, outcome.completion)}; {remedy}")
+        scores.append(outcome)
+    return scores
+
+
+def mixed(by_reward: Table, weights: Mapping[str, float], process: Sequence[str]) -> Scores:
+    """The scores of all rewards, `[P, G]` float32, summed in float64; the rewards in `process` give steps.
+
+    total[p, g] = sum over rewards of weight x score; the score of a process reward is the sum of its steps.
+    """
+    import torch
+
+    def exact(rows: Sequence[Sequence[float]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def weighted_sum(scores: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([weights[name] * values for name, values in scores.items()]).sum(0).float()
+
+    sums = {name: exact(totals(rows)) for name, rows in by_reward.items()}
+    total, single = weighted_sum(sums), {name: scores.float() for name, scores in sums.items()}
+    if not process:
+        return Scores(total=total, by_reward=single, weights=weights)
+    # A process reward scores a completion as a whole only by the fixed score of one on which it failed.
+    whole = sums | {name: exact(fixed_scores(by_reward[name])) for name in process}
+    factors = [weights[name] for name in process]
+    rows_of_each = zip(*(by_reward[name] for name in process), strict=True)
+    steps = [[merged_steps(parts, factors) for parts in zip(*rows, strict=True)] for rows in rows_of_each]
+    return Scores(total=total, by_reward=single, outcome=weighted_sum(whole), steps=steps, weights=weights)
+
+
+def unscored_rows(groups: Sequence[Group]) -> Scores:
+    """Scores of a run without rewards: 0, to which the environment's rewards are added."""
+    import torch
+
+    zeros = torch.zeros(len(groups), len(groups[0].rollouts) if groups else 0)
+    return Scores(total=zeros, by_reward={TURNS: zeros}, outcome=zeros)
+
+
+def with_turns(scores: Scores, groups: Sequence[Group]) -> Scores:
+    """The scores, to whose totals the environments' rewards for turns are added; unchanged if there are none.
+
+    The rewards of a completion's turns are given where its turns end (`rlft.batch.step_rewards`), so `outcome` is what
+    remains for the completion as a whole.
+    """
+    turn_rewards = [
+        [[turn.reward for turn in rollout.completion.turns if turn.reward is not None] for rollout in group.rollouts]
+        for group in groups
+    ]
+    if not any(rewards for row in turn_rewards for rewards in row):
+        return scores
+    import torch
+
+    earned = torch.tensor([[sum(rewards) for rewards in row] for row in turn_rewards], dtype=torch.float64)
+    return replace(
+        scores,
+        total=(scores.total.double() + earned).float(),
+        by_reward={**scores.by_reward, TURNS: earned.float()},
+        outcome=scores.total if scores.outcome is None else scores.outcome,
+    )
+
+
+def totals(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
+    """Each completion's score by one reward: the reward's number, or the sum of its steps."""
+    return [[sum(score.values) if isinstance(score, StepScores) else score for score in row] for row in rows]
+
+
+def fixed_scores(rows: Sequence[Sequence[float | StepScores]]) -> list[list[float]]:
+    """The fixed scores of a process reward, and 0 for completions with steps."""
+    return [[0.0 if isinstance(score, StepScores) else score for score in row] for row in rows]
+
+
+def merged_steps(scores: Sequence[float | StepScores], weights: Sequence[float]) -> StepScores:
+    """A completion's steps by several process rewards, weighted and merged; values of steps with the same end add up.
+
+    A reward of weight 0 is only reported: its steps are left out. Fixed scores are no steps.
+
+    >>> merged_steps([StepScores(values=(1.0, 0.0), ends=(6, 9)), StepScores(values=(1.0,), ends=(9,))], [1.0, 0.5])
+    StepScores(values=(1.0, 0.5), ends=(6, 9))
+    """
+    by_end: dict[int, float] = {}
+    for each, weight in zip(scores, weights, strict=True):
+        if isinstance(each, StepScores) and weight:
+            for value, end in zip(each.values, each.ends, strict=True):
+                by_end[end] = by_end.get(end, 0.0) + weight * value
+    ends = tuple(sorted(by_end))
+    return StepScores(values=tuple(by_end[end] for end in ends), ends=ends)

@@ -1,1 +1,0 @@
-"""Run folders: their files, status and names, and forks of a run."""

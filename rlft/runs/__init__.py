@@ -1,0 +1,1 @@
+"""What a run leaves on disk: its folder, status and checkpoints, and how runs are found and forked."""

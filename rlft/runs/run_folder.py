@@ -1,0 +1,350 @@
+"""A run's folder: its resolved config, and whether a run may start or resume in it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import rlft
+from rlft.config import command as verbs
+from rlft.config import generation as engines
+from rlft.config.cluster import kept_lanes
+from rlft.config.flat import flatten
+from rlft.config.schema import ADDED_KEYS
+from rlft.runs import checkpoint, paths, run_status
+from rlft.runs.config_file import CONFIG, ORIGIN, WHOLE, whole_config
+from rlft.runs.run_status import FILE as STATUS
+from rlft.runs.run_status import LOCK
+from rlft.system import locks
+from rlft.system.disk import writing
+from rlft.system.files import write_atomically
+from rlft.system.terminal import resuming, say
+from rlft.system.versions import FORMAT, KEY, NewerError
+from rlft.tokens.chat_template import AUTO_DATE, today
+from rlft.types import UserError
+
+PATHS = "paths"
+"""The key of the origin under which the config's paths relative to the run's folder are."""
+FREE = ("resume", "steps", "name", "logger", "checkpoint", "eval.every", "eval.num_prompts", "eval.num_samples",
+        "eval.temperature", "eval.num_examples", "eval.kl_base", "scoring.workers", "scoring.timeout", "token_budget",
+        "freshness", "model.path", "model.device", "data.path", "data.allow_unscorable")  # fmt: skip
+"""Keys that a resume of any verb may change: length, logging, and how the run fits the machine.
+
+Keys of the verb (`Verb.free_keys`) and of the engine (`Engine.may_change`) may change as well."""
+PACKAGES = ("torch", "transformers", "peft", "hydra-core", "datasets", "math-verify")
+
+
+def config_file(folder: Path) -> Path:
+    return folder / CONFIG
+
+
+def checkpoints(folder: Path) -> Path:
+    return folder / "checkpoints"
+
+
+def steps_done(folder: Path) -> int:
+    """The step of the newest undamaged checkpoint; 0 if there is no checkpoint at all.
+
+    Raises:
+        UserError: there are checkpoints and every one is damaged.
+    """
+    damages: list[str] = []  # the run itself prints them when it resumes
+    try:
+        newest = checkpoint.newest_to_resume(checkpoints(folder), damages.append)
+    except UserError:
+        for damage in damages:
+            say(damage)
+        raise
+    return 0 if newest is None else checkpoint.step_of(newest)
+
+
+def claim(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], num_steps: int) -> None:
+    """Claims a new folder for a run: writes status.json, then config.yaml, so that every run has a status.
+
+    Args:
+        folder: the run's folder.
+        config: its plain config.
+        fingerprints: fingerprints of its data, base and adapters.
+        num_steps: number of steps of the whole run.
+
+    Raises:
+        UserError: the folder already holds a run.
+        DiskError: it cannot be written; nothing is left in it.
+    """
+    check_free(folder)
+    with removed_on_failure(folder, (STATUS,)):
+        run_status.write_interrupted(folder, num_steps)
+        start(folder, config, fingerprints)
+
+
+def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
+    """Checks that the folder holds no run, and writes config.yaml with commit, versions and fingerprints of inputs.
+
+    Raises:
+        UserError: the folder already holds a run.
+    """
+    check_free(folder)
+    write_config(folder, config, fingerprints)
+
+
+@contextlib.contextmanager
+def removed_on_failure(folder: Path, names: Sequence[str]) -> Iterator[None]:
+    """Removes these files from a run's folder after a failure inside, and the folder if nothing else is in it."""
+    try:
+        yield
+    except BaseException:
+        for path in (folder / name for name in names):
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        raise
+
+
+def check_free(folder: Path) -> None:
+    """Refuses a folder that already holds a run, or that could not be created.
+
+    rules.check_writable also tries to write there, once nothing else is wrong.
+    """
+    check_can_be_made(folder, "hydra.run.dir")
+    if config_file(folder).exists():
+        raise UserError(
+            "hydra.run.dir",
+            "there is a run in that folder",
+            got=folder,
+            remedy=f"continue it with `{resuming(folder)}`, or choose another folder",
+        )
+
+
+def check_can_be_made(folder: Path, key: str) -> None:
+    """Refuses a folder that is none, or could not be created or written. key: that names it."""
+    above = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    code = errno.ENOTDIR if not above.is_dir() else 0 if os.access(above, os.W_OK | os.X_OK) else errno.EACCES
+    if code:
+        problem = f"cannot be written ({os.strerror(code)})"
+        raise UserError(key, problem, got=folder, remedy="choose another folder")
+
+
+def write_config(
+    folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], more: Mapping[str, Any] | None = None
+) -> None:
+    """Writes config.yaml, which makes the folder a run; `more` is added to its origin."""
+    origin = {
+        "rlft": rlft.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        **versions([*PACKAGES, *engines.packages(config.get("generation", {}))]),
+        **fingerprints,
+        **(more or {}),
+    }
+    _write(folder, {**config, ORIGIN: origin})
+
+
+def read(folder: Path, key: str = "resume") -> dict[str, Any]:
+    """The plain config of a run, `origin` included, with paths valid from the working directory (runs/paths.py)."""
+    try:
+        config = whole_config(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        is_there = folder.is_dir()
+        problem = f"there is no run in that folder ({CONFIG} is missing)" if is_there else "there is no such folder"
+        raise UserError(key, problem, got=folder, remedy="point it at a folder under runs/") from None
+    except OSError as error:
+        problem = f"{CONFIG} in that folder cannot be read ({error.strerror})"
+        raise UserError(key, problem, got=folder, remedy="make it a file that you may read") from None
+    except NewerError as error:
+        raise UserError(key, f"{CONFIG} in that folder {error}", got=folder, remedy="update rlft") from None
+    except ValueError as error:
+        remedy = "restore the file from a copy, or name another run; its checkpoints hold adapters that PEFT reads"
+        raise UserError(key, f"{CONFIG} in that folder is damaged ({error})", got=folder, remedy=remedy) from None
+    recorded = config[ORIGIN].pop(PATHS, {})
+    return paths.located(config, recorded if isinstance(recorded, dict) else {}, folder)
+
+
+def with_kept_values(config: Mapping[str, Any], resumed: Path | None) -> dict[str, Any]:
+    """The config with values in place of `model.date: auto` and `cluster.lanes: auto`, which a resume keeps.
+
+    Args:
+        config: a plain config.
+        resumed: the folder of the run that is resumed, whose values are kept; None for a new run.
+    """
+    before = None if resumed is None else read(resumed)
+    kept = dict(config)
+    if isinstance(model := config.get("model"), Mapping) and model.get("date", AUTO_DATE) == AUTO_DATE:
+        kept["model"] = {**model, "date": today() if before is None else before["model"].get("date", AUTO_DATE)}
+    if isinstance(cluster := config.get("cluster"), Mapping):
+        kept["cluster"] = kept_lanes(cluster, None if before is None else before.get("cluster", {}))
+    return kept
+
+
+@contextlib.contextmanager
+def held(folder: Path, what: str = "run") -> Iterator[None]:
+    """Locks the folder against other processes. The kernel releases the lock with the process, even by `kill -9`.
+
+    what: is in the folder, for messages.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    with writing(folder / LOCK):
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with writing(folder / LOCK):
+            lock = locks.take(handle, tries=locks.TRIES)
+        if lock is locks.Taken.no:
+            problem, remedy = f"another process is running this {what}", "wait for it, or stop it first"
+            raise UserError("resume", problem, got=folder, remedy=remedy)
+        if lock is locks.Taken.unsupported:
+            say(f"note: the file system of {folder} has no locks: nothing keeps a second process out of this {what}")
+        yield
+    finally:
+        os.close(handle)
+
+
+def go_on(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes keys that a resume has changed, such as `steps`, into config.yaml, so that the next resume keeps them."""
+    saved = read(folder)
+    changed = {**saved, **config, "resume": saved["resume"]}
+    if changed != saved:
+        _write(folder, changed)
+
+
+def check_resume(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
+    """Refuses to resume with a config, a base or data that would give another run.
+
+    Raises:
+        UserError: names every key that changed, with both values.
+    """
+    check_same_config(folder, config)
+    check_same_inputs(read(folder).get(ORIGIN, {}), fingerprints)
+
+
+TEACHER = "snapshot.teacher"
+TEACHER_FINGERPRINTS = (f"{TEACHER}_fingerprint", "teacher_fingerprint")
+"""Names of the fingerprint of a teacher that is an adapter, and of one that is a separate model."""
+
+
+NAMED_INPUTS = {
+    "data": ("training data", "data.path", "put the data back as they were, or start a new run"),
+    "held_out": ("held-out data", "data.path", "put the data back as they were, or start a new run"),
+    "pretrain": ("pretraining text", "pretrain.path", "put the text back as it was, or start a new run"),
+    "replay": ("replayed preferences", "replay.path", "put them back as they were, or start a new run"),
+    "teacher": ("teacher", "snapshot.teacher", "point snapshot.teacher at the same model, wherever it is now"),
+    "base": ("base", "model.path", "point model.path at the same base"),
+}
+"""{input: (its name in words, its key, what to do)}; other inputs have the name of their section."""
+
+
+def named_input(what: str) -> tuple[str, str, str]:
+    """(name in words, key, what to do) for the input of a fingerprint.
+
+    >>> named_input("held_out_preferences")[:2]
+    ('held-out preferences', 'preferences.path')
+    """
+    words = what.replace("held_out_", "held-out "), f"{what.removeprefix('held_out_')}.path"
+    return NAMED_INPUTS.get(what, (*words, "put them back as they were, or start a new run"))
+
+
+def check_same_inputs(
+    origin: Mapping[str, Any], fingerprints: Mapping[str, str], replaced: Callable[[str], bool] = lambda key: False
+) -> None:
+    """Refuses data, a base or adapters that changed since a run of this origin started.
+
+    Args:
+        origin: the `origin` of the run's config.yaml.
+        fingerprints: the current fingerprints.
+        replaced: whether the config has changed so that another input at this key is intended.
+
+    Raises:
+        UserError: names the key of the first input that changed.
+    """
+    # Held-out data have no fingerprint if eval.every=0.
+    for name in (name for name in fingerprints if "." not in name and name != "adapter_fingerprint"):
+        before, now = origin.get(name), fingerprints[name]
+        noun, key, remedy = named_input(name.removesuffix("_fingerprint"))
+        if before and now and before != now and not replaced(key):
+            problem = f"the {noun} changed since the run began (fingerprint {before[:12]} then)"
+            raise UserError(key, problem, got=now[:12], remedy=remedy)
+    # An adapter's fingerprint has the key that names its folder.
+    for name in (name for name in fingerprints if "." in name or name == "adapter_fingerprint"):
+        before, now = origin.get(name), fingerprints[name]
+        key = name.removesuffix("_fingerprint")
+        if before and before != now and not replaced(key):
+            problem = f"the adapter in that folder changed since the run began (fingerprint {before[:12]} then)"
+            remedy = "put it back as it was, or start a new run"
+            raise UserError(key, problem, got=now[:12], remedy=remedy)
+    first, current = (
+        [fingerprints_of[name] for name in TEACHER_FINGERPRINTS if fingerprints_of.get(name)]
+        for fingerprints_of in (origin, fingerprints)
+    )
+    # A model has replaced an adapter, or the reverse.
+    if first and current and first != current and not replaced(TEACHER):
+        problem = f"the teacher is one of another kind (fingerprint {first[0][:12]} when the run began)"
+        raise UserError(TEACHER, problem, got=current[0][:12], remedy="name the same teacher, wherever it is now")
+
+
+def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuses a config that differs from that of the run in this folder, in a key that may not change."""
+    saved = read(folder)
+    saved.pop(ORIGIN, None)
+    before, now = {**ADDED_KEYS, **flatten(saved)}, {**ADDED_KEYS, **flatten(config)}
+    free = {*FREE, *verbs.named(saved["verb"]).free_keys, *engines.free_keys(saved.get("generation", {}))}
+    free -= set() if before.get("trainer.schedule") == "constant" else {"steps"}
+    changed = [
+        f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key, _ABSENT) != now.get(key, _ABSENT)
+        and not paths.same_path(before.get(key), now.get(key))
+        and not (key == TEACHER and paths.may_have_moved(before.get(key), now.get(key)))
+        and not any(key == f or key.startswith(f + ".") for f in free)
+    ]
+    if changed:
+        raise UserError(
+            "resume",
+            f"the config differs from the run's ({'; '.join(changed)})",
+            got=folder,
+            remedy="leave these keys as they were, or start a new run",
+        )
+
+
+_ABSENT = object()
+
+
+def _write(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes config.yaml, with its paths relative to the folder in the origin."""
+    plain = {key: value for key, value in config.items() if key != ORIGIN}
+    recorded = paths.record(plain, folder)
+    origin = {KEY: FORMAT, **config.get(ORIGIN, {}), **({PATHS: recorded} if recorded else {}), WHOLE: True}
+    text = yaml.safe_dump({**plain, ORIGIN: origin}, sort_keys=False, allow_unicode=True)
+    write_atomically(config_file(folder), text)
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """{package: version} of those that are installed."""
+    result: dict[str, str] = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            result[name] = metadata.version(name)
+    return result
+
+
+def commit() -> str:
+    """The commit of the checkout that rlft runs from; "released" for an installed package."""
+    top = Path(rlft.__file__).parents[1]
+    if not (top / ".git").exists():
+        return "released"
+    command = ["git", "-C", str(top), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -1,0 +1,1 @@
+"""Processes of a run: children, engines and ranks, here or on Ray."""

@@ -1,0 +1,141 @@
+"""Which GPUs engines and ranks have: in pairs, an engine and a rank on one GPU, or divided, each on its own GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlft.config.cluster import ClusterConfig
+from rlft.types import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """The memory that an engine takes on a GPU, alone or together with a rank.
+
+    Attributes:
+        needed: bytes that it takes.
+        gpu: bytes of the GPU.
+        text: both in words.
+    """
+
+    needed: int
+    gpu: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the members are.
+
+    Attributes:
+        kind: `pairs` or `divided` on GPUs, `processes` on a CPU.
+        reason: why, for the start-up table.
+        gpus: number of GPUs that the run needs in all.
+        engines: the GPUs of each engine. GPUs are counted from that of the run's own process, which is 0.
+        ranks: the GPU of each rank, the first of which is the run's own process.
+    """
+
+    kind: Literal["processes", "pairs", "divided"]
+    reason: str
+    gpus: int = 0
+    engines: tuple[tuple[int, ...], ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+def place(
+    config: ClusterConfig,
+    *,
+    on_gpus: bool,
+    available: int | None = None,
+    lag: int = 0,
+    pair: GpuMemory | None = None,
+    alone: GpuMemory | None = None,
+) -> Placement:
+    """The placement of a run.
+
+    Args:
+        config: the section `cluster`.
+        on_gpus: whether the run's model is on a GPU.
+        available: number of GPUs of the cluster, the run's own included; None if it is not known.
+        lag: `overlap.lag`; if it is 1, engines need GPUs of their own.
+        pair: the memory of an engine and a rank on one GPU; None if it is not known.
+        alone: the memory of an engine on each of its GPUs; None if it is not known.
+
+    Raises:
+        UserError: the GPUs are too few or too small.
+    """
+    engines, gpus_each, ranks = config.engines, config.gpus_per_engine, config.ranks
+    if not on_gpus:
+        if gpus_each > 1:
+            remedy = "set it to 1, or run on GPUs (model.device=cuda)"
+            raise UserError("cluster.gpus_per_engine", "the model is on a CPU", got=gpus_each, remedy=remedy)
+        return Placement(kind="processes", reason="on the cores of the CPU")
+    paired_gpus, divided_gpus = max(engines * gpus_each, ranks), engines * gpus_each + ranks
+    too_large = pair is not None and pair.needed > pair.gpu
+    is_joined = config.is_joined
+    if config.placement == "pairs":
+        if is_joined:
+            problem = "the GPUs of a cluster that is joined are given out whole"
+            raise UserError("cluster.placement", problem, got="pairs", remedy="use divided, or auto")
+        if pair is not None and too_large:
+            problem = f"an engine and a rank do not fit on one GPU: {pair.text}"
+            raise UserError("cluster.placement", problem, got="pairs", remedy="use divided, or auto")
+        kind, reason = "pairs", "as cluster.placement says"
+    elif config.placement == "divided":
+        kind, reason = "divided", "as cluster.placement says"
+    elif not engines:
+        kind, reason = "divided", "a GPU for each rank"
+    elif is_joined:
+        kind, reason = "divided", "the GPUs of a cluster that is joined are given out whole"
+    elif lag:
+        kind, reason = "divided", "overlap.lag=1 samples beside the update"
+    elif available is not None and available >= divided_gpus:
+        kind, reason = "divided", f"the {available} GPUs are enough for one each"
+    elif pair is not None and too_large:
+        kind, reason = "divided", f"an engine and a rank do not fit on one GPU: {pair.text}"
+    else:
+        kind = "pairs"
+        reason = "an engine sleeps while its rank trains"
+        reason += f"; together they take {pair.text}" if pair is not None else ""
+    needed = paired_gpus if kind == "pairs" else divided_gpus
+    if available is not None and needed > available:
+        raise _too_few(config, kind, reason, needed, available)
+    if kind == "divided" and engines and alone is not None:
+        if alone.needed > alone.gpu:
+            remedy = "give an engine more GPUs (cluster.gpus_per_engine, generation=vllm), or take larger ones"
+            raise UserError("cluster.engines", f"an engine does not fit: {alone.text}", got=engines, remedy=remedy)
+        reason += f"; an engine takes {alone.text}"
+    # Engines come after the ranks: the run's own process is rank 0, on GPU 0.
+    first = 0 if kind == "pairs" else ranks
+    return Placement(
+        kind=kind,
+        reason=reason,
+        gpus=needed,
+        engines=tuple(tuple(range(first + i * gpus_each, first + (i + 1) * gpus_each)) for i in range(engines)),
+        ranks=tuple(range(ranks)),
+    )
+
+
+def _too_few(config: ClusterConfig, kind: str, reason: str, needed: int, available: int) -> UserError:
+    members = (
+        f"{config.engines} engine(s) of {config.gpus_per_engine} GPU(s) and {config.ranks} rank(s), {kind} ({reason})"
+    )
+    room = available if kind == "pairs" else available - config.ranks
+    most = max(0, room) // config.gpus_per_engine
+    enough_for_engines = kind == "pairs" and config.engines * config.gpus_per_engine <= available
+    key = "cluster.ranks" if not config.engines or enough_for_engines else "cluster.engines"
+    remedy = f"use at most {most} engines" if most and key == "cluster.engines" else "use fewer, or more GPUs"
+    got = config.ranks if key == "cluster.ranks" else config.engines
+    return UserError(key, f"{members} need {needed} GPUs, and the cluster has {available}", got=got, remedy=remedy)
+
+
+def environment_of(gpus: Sequence[int], names: Sequence[str]) -> dict[str, str]:
+    """The environment variables of a member that has these GPUs of this machine.
+
+    Args:
+        gpus: numbers of its GPUs, as in `Placement`.
+        names: names of all GPUs, that of the run's own process first.
+    """
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}

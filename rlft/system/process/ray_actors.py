@@ -1,0 +1,260 @@
+"""Members as actors of Ray, on any machine of a cluster; they share nothing with the run but bytes that Ray carries.
+
+An actor is never restarted by Ray (`max_restarts=0`): a new one would have no adapter, and calls in between would fail
+without saying why. Whoever uses a member replaces it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlft.system.process.children import kill_group
+from rlft.system.process.member import MemberError, MemberSpec, last_lines
+from rlft.system.process.processes import LOGS, RemoteTracebackError, environment
+from rlft.system.process.ray_host import Host, LogReader, Place
+from rlft.system.process.ray_session import RaySession, python_path
+from rlft.system.process.room import cores_of_a_member
+from rlft.system.process.serve import Answer
+
+LOG_S = 20.0
+"""Seconds that another machine may take to hand over the end of a log."""
+COPY_EVERY_S = 5.0
+"""Seconds between copies of the logs of other machines' members, so that they survive the loss of a machine."""
+PART_BYTES = 2**20
+
+
+class RayActors:
+    """A `Launcher` of Ray's actors.
+
+    Args:
+        folder: the run's folder; logs are in `<folder>/cluster/`.
+        session: the Ray to use; `close` closes it.
+    """
+
+    def __init__(self, folder: Path, session: RaySession) -> None:
+        self._logs, self._session = folder.absolute() / LOGS, session
+        self._members: list[RayMember] = []
+        self._readers: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._closing = threading.Event()
+        # Making an answer may wait for another machine's log, for which Ray's own thread must not wait.
+        self._answers = ThreadPoolExecutor(4, "rlft-ray-answers")
+        threading.Thread(target=self._copy_logs, name="rlft-copy-logs", daemon=True).start()
+
+    @property
+    def node(self) -> str:
+        """Ray's id of the machine of the run's own process."""
+        return self._session.node
+
+    @property
+    def address(self) -> str:
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def start(self, spec: MemberSpec) -> RayMember:
+        if self._is_closed:
+            raise MemberError(f"{spec.name} was not started: the run is ending")
+        self._logs.mkdir(parents=True, exist_ok=True)
+        member = RayMember(spec, self._logs / f"{spec.name}.log", self, self._session)
+        with self._lock:
+            self._members.append(member)
+        return member
+
+    def share(self, value: Any) -> Any:
+        import ray
+
+        return ray.put(value)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._closing.set()
+        for member in list(self._members):
+            member.kill()
+        self._answers.shutdown(wait=False, cancel_futures=True)
+        self._members.clear()
+        self._session.close()
+
+    # -- logs ----------------------------------------------------------------------------------------------------------
+    def later(self, work: Any, *args: Any) -> None:
+        """Does the work in a thread that may wait, or at once after `close`."""
+        try:
+            self._answers.submit(work, *args)
+        except RuntimeError:
+            work(*args)
+
+    def fetch_log(self, place: Place, copy: Path) -> None:
+        """Adds to the copy what it lacks of a log on another machine; nothing if that machine does not answer."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        with suppress(RayError, GetTimeoutError, OSError):
+            reader = self._reader_on(place.node)
+            while True:
+                size = copy.stat().st_size if copy.exists() else 0
+                part: Any = ray.get(reader.read.remote(place.log, size, PART_BYTES), timeout=LOG_S)
+                if not part:
+                    return
+                with copy.open("ab") as file:
+                    file.write(part)
+
+    def _reader_on(self, node: str) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        with self._lock:
+            if node not in self._readers:
+                on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+                actor: Any = ray.remote(LogReader)
+                self._readers[node] = actor.options(
+                    num_cpus=0, max_restarts=0, scheduling_strategy=on_node, runtime_env=_runtime_environment({})
+                ).remote()
+            return self._readers[node]
+
+    def _copy_logs(self) -> None:
+        while not self._closing.wait(COPY_EVERY_S):
+            with self._lock:
+                members = list(self._members)
+            for member in members:
+                member.copy_log()
+
+
+class RayMember:
+    """A `Member`, whose protocol says what its methods do."""
+
+    def __init__(self, spec: MemberSpec, log: Path, launcher: RayActors, session: RaySession) -> None:
+        import ray
+
+        self._name, self._log, self._launcher, self._session = spec.name, log, launcher, session
+        self._lock, self._copying = threading.Lock(), threading.Lock()
+        self._ended: str | None = None
+        self._was_killed = False
+        self._place: Place | None = None
+        variables = environment(spec)
+        if not spec.gpus:
+            variables.setdefault("CUDA_VISIBLE_DEVICES", "")
+        actor: Any = ray.remote(Host)
+        # On a Ray that this run has started, nothing else needs its cores.
+        cpus = 0 if session.started_here else cores_of_a_member(spec.threads, on_gpus=spec.gpus > 0)
+        self._actor = actor.options(
+            num_cpus=cpus,
+            num_gpus=spec.gpus,
+            max_restarts=0,
+            scheduling_strategy="SPREAD",
+            runtime_env=_runtime_environment(variables),
+        ).remote(spec.name, str(log), session.node, [path or str(Path.cwd()) for path in sys.path])
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{spec.name}: Ray is asked for a process with {spec.gpus:g} GPUs and {cpus} cores\n")
+        placed = self._actor.place.remote().future()
+        placed.add_done_callback(self._placed)
+        self._actor.make.remote(spec.factory, dict(spec.arguments))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def log(self) -> Path:
+        self.copy_log()
+        return self._log
+
+    @property
+    def place(self) -> Place | None:
+        """Where it runs; None until Ray has placed it."""
+        return self._place
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._ended is not None:
+            future.set_exception(MemberError(self._ended))
+            return future
+        answered = self._actor.call.remote(method, *args, **kwargs).future()
+        answered.add_done_callback(lambda done: self._launcher.later(self._resolve, done, future))
+        return future
+
+    def kill(self) -> None:
+        import ray
+
+        self._was_killed = True
+        if self._ended is None and self._place is not None and self._place.node == self._session.node:
+            # Ray gives a process that is stopped or stuck some seconds to answer first.
+            kill_group(self._place.pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self._place.pid, signal.SIGKILL)
+        with suppress(Exception):  # Ray may have ended
+            ray.kill(self._actor, no_restart=True)
+
+    def copy_log(self) -> None:
+        """Updates the copy of the log if the member is on another machine."""
+        place = None if self._ended is not None else self._place
+        if place is not None and place.node != self._session.node:
+            with self._copying:
+                self._launcher.fetch_log(place, self._log)
+
+    def _placed(self, done: Future[Any]) -> None:
+        with suppress(Exception):
+            self._place = Place(*done.result())
+            if self._place.node != self._session.node:
+                self._log.write_bytes(b"")  # from here on it is a copy of the file there
+
+    def _resolve(self, done: Future[Any], future: Future[Any]) -> None:
+        try:
+            reply: Answer = pickle.loads(done.result())
+        except Exception as error:  # an unreadable reply, or Ray's error about an actor that has died
+            reply = Answer(error=MemberError(self._bury(error)) if _says_death(error) else error)
+        with suppress(InvalidStateError):  # whoever waited has cancelled it
+            if reply.error is None:
+                future.set_result(reply.value)
+            else:
+                reply.error.__cause__ = RemoteTracebackError(reply.traceback) if reply.traceback else None
+                future.set_exception(reply.error)
+
+    def _bury(self, error: Exception) -> str:
+        with self._lock:
+            if self._ended is None:
+                how = "was killed" if self._was_killed else f"has died ({how_it_died(str(error))})"
+                tail = last_lines(self.log)
+                lines = f"; its last lines:\n{tail}" if tail else ""
+                self._ended = f"{self._name} {how}; its log is {self._log}{lines}"
+            return self._ended
+
+
+def how_it_died(text: str) -> str:
+    """The sentence of Ray's error that says why an actor is dead.
+
+    >>> how_it_died("The actor died unexpectedly.\\n\\tpid: 3\\nThe actor is dead because its node has died. See")
+    'its node has died'
+    """
+    _, because, reason = text.partition("because ")
+    reason = (reason if because else text).strip().split(". ")[0].splitlines()[0]
+    detail = text.partition("Worker exit detail: ")[2].split(". ")[0].splitlines()
+    return f"{reason.rstrip('.')}{f': {detail[0]}' if detail else ''}"[:300]
+
+
+def _says_death(error: Exception) -> bool:
+    from ray.exceptions import (
+        ActorDiedError,
+        ActorUnavailableError,
+        NodeDiedError,
+        RayActorError,
+        RaySystemError,
+        WorkerCrashedError,
+    )
+
+    kinds = (RayActorError, ActorDiedError, ActorUnavailableError, NodeDiedError, RaySystemError, WorkerCrashedError)
+    return isinstance(error, kinds)
+
+
+def _runtime_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Sets variables before Python starts; this rlft is found if the machine has the same folders."""
+    return {"env_vars": {"PYTHONPATH": python_path(), **variables}}

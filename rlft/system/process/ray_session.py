@@ -1,0 +1,331 @@
+"""The Ray that a run uses: either started here for this run alone, or one that runs already and is joined.
+
+Ray is imported late, here and in `ray_actors.py`: `cluster=local` does not need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlft.system.process.ray_keeper import END_S, end_session
+from rlft.system.process.ray_own_gpu import is_of_a_job, reserve
+from rlft.system.process.room import Resources
+from rlft.types import UserError
+
+START_S = 120.0
+"""Seconds that starting Ray here may take; it takes about eight on two busy cores."""
+ANSWER_S = 60.0
+"""Seconds that a cluster which is joined may take to answer."""
+CONNECT_S = 10.0
+"""Seconds that its machine may take to accept a connection."""
+OBJECT_STORE_BYTES = 2**30
+"""Shared memory of a Ray that is started here, for adapters and completions that are sent; it is taken as needed."""
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_COLOR_PREFIX": "0",
+}
+"""Environment variables that are set before Ray is imported, unless the user has set them."""
+KEY = "cluster.address"
+
+
+def check_installed() -> None:
+    """UserError where the extra `ray` is not installed."""
+    try:
+        missing = importlib.util.find_spec("ray") is None
+    except ValueError:  # a module without a spec has this name
+        missing = True
+    if missing:
+        remedy = "pip install 'rlft[ray]', or use cluster=local"
+        raise UserError("cluster.kind", "Ray is not installed", got="ray", remedy=remedy)
+
+
+class RaySession:
+    """A connection of this process to Ray, which `close` ends, together with the Ray that was started for it.
+
+    Args:
+        address: None starts Ray on this machine; else `auto` or `host:port` of a cluster, which stays up.
+        log: the file for Ray's messages about its processes, which Ray would print.
+
+    Raises:
+        UserError: by cluster.address: there is no cluster, it does not answer, or has another version of Ray or Python.
+    """
+
+    def __init__(self, address: str | None, *, log: Path) -> None:
+        check_installed()
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        self.started_here = address is None
+        self._keeper = _Keeper() if address is None else None
+        self._holder: Any = None
+        try:
+            if self._keeper is not None:
+                cluster_address = self._keeper.address
+            else:
+                assert address is not None
+                cluster_address = resolved_address(address)
+            _connect(cluster_address, log)
+            import ray
+
+            self.node: str = ray.get_runtime_context().get_node_id()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def resources(self) -> Resources:
+        import ray
+
+        nodes: list[dict[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cpus, gpus = sum(node.get("CPU", 0.0) for node in nodes), [int(node.get("GPU", 0)) for node in nodes]
+        return Resources(cpus=cpus, gpus=gpus)
+
+    def reserve(self, gpu: str) -> bool:
+        """Keeps the GPU of this process, until `close`, from being given to others.
+
+        Returns:
+            Whether it is one of the cluster's.
+
+        Raises:
+            UserError: by cluster.address: others may use it.
+        """
+        if is_of_a_job(os.environ):
+            return True  # Ray has given it to this process
+        self._holder = reserve(gpu, self.node)
+        return self._holder is not None
+
+    def close(self) -> None:
+        """Ends the connection, and what was started here. Safe to call twice."""
+        import ray
+
+        if ray.is_initialized():
+            with _bounded(END_S):
+                ray.shutdown()
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+def check_address(address: str) -> None:
+    """Refuses what cannot be the address of a cluster, and an address at which nothing listens."""
+    if address == "auto":
+        return
+    if address.startswith("ray://"):
+        problem = "is one of Ray Client, whose processes are not machines of the cluster"
+        remedy = "give the address of its head, <host>:6379, and start the run on a machine of the cluster"
+        raise UserError(KEY, problem, got=address, remedy=remedy)
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise UserError(KEY, "is no address", got=address, remedy="use auto, or <host>:<port> as `ray start` prints it")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        problem = f"no Ray answers there ({error.strerror or error})"
+        raise UserError(KEY, problem, got=address, remedy=_START_ONE) from None
+
+
+def resolved_address(address: str) -> str:
+    """The address (host:port) of the cluster, which a process of its own has connected to.
+
+    Ray may wait for minutes or abort. It can do so in that process; here it could not be stopped.
+    """
+    check_address(address)
+    command = [sys.executable, "-c", _TRY_IT, address]
+    try:
+        tried = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, start_new_session=True
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"no Ray has answered there in {ANSWER_S:g} s"
+        raise UserError(KEY, problem, got=address, remedy=_START_ONE) from None
+    answer = next((line for line in reversed(tried.stdout.splitlines()) if line.startswith("{")), None)
+    if answer is None:
+        last_line = tried.stderr.strip().splitlines()[-1:] or [f"exit code {tried.returncode}"]
+        raise UserError(KEY, f"no Ray answers there ({last_line[0][:200]})", got=address, remedy=_START_ONE)
+    reply: dict[str, str] = json.loads(answer)
+    if "problem" in reply:
+        token_errors = [line for line in tried.stderr.splitlines() if "InvalidAuthToken" in line]
+        refuse(address, (token_errors or [reply["problem"]])[-1])
+    return reply["address"]
+
+
+def refuse(address: str, problem: str) -> NoReturn:
+    """Raises the UserError for Ray's error about an address."""
+    if "ersion mismatch" in problem:
+        lines = [line.strip() for line in problem.splitlines() if "Ray:" in line or "Python:" in line]
+        remedy = "install the cluster's versions here, or this machine's on the cluster"
+        raise UserError(KEY, f"the cluster has other versions than this process ({', '.join(lines)})", got=address,
+                        remedy=remedy)  # fmt: skip
+    if "AuthToken" in problem or "AuthenticationError" in problem:
+        remedy = "give the cluster's token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        raise UserError(KEY, "the cluster does not let this process in", got=address, remedy=remedy)
+    raise UserError(KEY, f"no Ray answers there ({problem.strip().splitlines()[0][:200]})", got=address,
+                    remedy=_START_ONE)  # fmt: skip
+
+
+_START_ONE = "start one (`ray start --head`), give its address, or set cluster.address=null to start Ray here"
+
+_TRY_IT = """
+import json, sys
+import ray
+try:
+    context = ray.init(address=sys.argv[1], log_to_driver=False, logging_level=50)
+    reply = {"address": context.address_info["gcs_address"]}
+except Exception as error:
+    reply = {"problem": f"{type(error).__name__}: {error}"}
+print(json.dumps(reply), flush=True)
+"""
+
+
+def _connect(address: str, log: Path) -> None:
+    """Makes this process a driver of the cluster, and keeps its signal handlers."""
+    import ray
+    import ray._private.worker
+
+    def write(message: dict[str, Any], **_: Any) -> None:
+        with contextlib.suppress(OSError):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in message["lines"])
+
+    # Ray prints its messages about dead workers among the output of the run, log_to_driver=False or not.
+    ray._private.worker.print_to_stdstream = write
+
+    with _handlers_kept():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (RuntimeError, ConnectionError, ValueError) as error:
+            refuse(address, str(error))
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Restores the handlers of signals afterwards, since Ray replaces that of SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """Prints a line to stderr if ending the connection inside takes longer; then nothing can be saved any more."""
+    timer = threading.Timer(seconds, os.write, [2, b"rlft: Ray does not end its connection; still waiting\n"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def python_path() -> str:
+    """PYTHONPATH for processes that import this rlft: it includes rlft's folder, unless rlft is installed."""
+    import rlft
+
+    folder = str(Path(rlft.__file__).parents[1])
+    added = [] if folder in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [folder]
+    return os.pathsep.join(path for path in (*added, os.environ.get("PYTHONPATH", "")) if path)
+
+
+class _Keeper:
+    """The process of `ray_keeper.py`, and the address of its Ray."""
+
+    def __init__(self) -> None:
+        # Others on this machine must not be able to run code as this user through Ray's ports.
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        self._folder = Path(tempfile.mkdtemp(prefix="rlft-ray-", dir=_short_folder()))
+        options = {
+            "address": "local",
+            "num_cpus": os.cpu_count() or 1,
+            "num_gpus": 0,  # members are told which GPUs they have
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": str(self._folder),
+        }
+        log = self._folder / "keeper.log"
+        reading, writing = os.pipe()
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlft.system.process.ray_keeper", str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=(writing,),
+                env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,
+            )
+        os.close(writing)
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{json.dumps(options)}\n".encode())
+            self._process.stdin.flush()
+            self.address = self._address(reading, log)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(reading)
+
+    def _address(self, reading: int, log: Path) -> str:
+        deadline, output = time.monotonic() + START_S, b""
+        while not output.endswith(b"\n"):
+            ready = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]
+            part = os.read(reading, 2**16) if ready else b""
+            if not part:
+                how = "has ended" if ready else f"has not started in {START_S:g} s"
+                lines = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+                raise UserError("cluster.kind", f"Ray {how} on this machine; its last lines:\n{lines}\n", got="ray",
+                                remedy="use cluster=local, or join a cluster (cluster.address)")  # fmt: skip
+            output += part
+        reply: dict[str, str] = json.loads(output)
+        if "problem" in reply:
+            raise UserError("cluster.kind", f"Ray does not start on this machine: {reply['problem'][:500]}", got="ray",
+                            remedy="use cluster=local, or join a cluster (cluster.address)")  # fmt: skip
+        return reply["address"]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # which tells the keeper to end
+        try:
+            self._process.wait(2 * END_S)
+        except subprocess.TimeoutExpired:
+            end_session(self._process.pid)
+            self._process.kill()
+            self._process.wait(END_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _short_folder() -> str:
+    """A folder for Ray's sockets, whose paths may have no more than 107 characters, some 80 of them Ray's own."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= 20 else "/tmp"

@@ -1,0 +1,545 @@
+"""Runs an untrusted Python script, isolated by bubblewrap and with limits, and ends it in time with all its children.
+
+A script has access to Python's standard library, /usr and /lib read-only, /dev/null, /dev/zero and /dev/urandom, its
+own files read-only, and an empty /tmp in memory, whose size and number of files are limited. It has no access to the
+network, /etc, any home folder (even if Python itself is in one), /proc, other processes, the environment, privileges,
+or system calls that Python programs do not need. This relies only on what bubblewrap and the kernel enforce: namespaces
+for files, network, processes and IPC, `no_new_privs`, resource limits and the system-call filter, which are all set
+before the script's first instruction (launch.py), and a memory cgroup where one can be made (cgroups.py).
+
+Resource limits bound the memory of processes. What processes hold in addition (System V shared memory, memfds,
+descriptors in flight) is bounded by the cgroup, or by the filter, which leaves no way to get it; `memory_bound` finds
+out which. With the filter alone a process may hold 14 MiB more, in the buffers of its 64 pipes and socket pairs.
+
+RLIMIT_NPROC, the process limit, never binds for the kernel's user 0, not even in a user namespace. So there are two
+ways: a user's bubblewrap makes a user namespace, in which processes are counted separately; root's bubblewrap makes
+none, and the script gets a user id that nobody else has. `available` tries them and trusts no version number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any
+
+from rlft.config.bounds import PositiveFloat, PositiveInt
+from rlft.system.process import signals
+from rlft.system.process.running_time import TICK_S, RunningTime, is_stopped
+from rlft.system.sandbox import cgroups, launch, seccomp
+from rlft.system.sandbox.owned_folders import owned_folder, sweep
+
+PYTHON_FLAGS = ("-I", "-S", "-X", "utf8")  # standard library only, whatever else is installed
+FIRST_USER, NUM_USERS = 2**30, 2**28  # far above what systems give to people and to containers
+MAX_MESSAGE_BYTES = 2000
+
+LAUNCH = Path(launch.__file__).read_text(encoding="utf-8")
+FILE_BYTES = 4096  # /tmp may hold one file for this many bytes of its size
+MIN_FILES = 256
+
+# What must fail in the sandbox, as `available` tries it: each line of the output is something that did not fail.
+TRIAL = """
+import ctypes, os, socket, time
+from pathlib import Path
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def tell(what, attempt):
+    try:
+        attempt()
+        print(what)
+    except OSError:
+        pass
+
+def fork_ten():
+    for _ in range(10):
+        if os.fork() == 0:
+            time.sleep(60)
+
+def call(function, *arguments):
+    if function(*arguments) == -1:
+        raise OSError(ctypes.get_errno())
+
+def make_namespace():  # a mount namespace takes a capability, where namespaces are not forbidden at all
+    call(libc.unshare, 0x20000)
+
+def mount():
+    call(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None)
+
+# Connecting a datagram socket sends nothing: it only looks for a route.
+tell("the network can be reached", lambda: socket.socket(type=socket.SOCK_DGRAM).connect(("192.0.2.1", 9)))
+tell("/etc/passwd can be read", Path("/etc/passwd").read_bytes)
+tell("/proc can be read", lambda: os.listdir("/proc"))
+tell("the root folder can be written to", Path("/rlft-trial").touch)
+tell("the file space is not limited", lambda: [Path(f"/tmp/{i}").write_bytes(bytes(2**20)) for i in range(8)])
+tell("processes are not limited", fork_ten)
+tell("namespaces can be made", make_namespace)
+tell("file systems can be mounted", mount)
+if os.getppid() != 1:
+    print("it has no process namespace of its own")
+if os.getuid() == 0:
+    print("it is root")
+"""
+
+# Tries to hold memory that no resource limit counts, for `memory_bound`: each line of the output is a success.
+MEMORY_TRIAL = """
+import ctypes, os, socket
+from pathlib import Path
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def tell(what, attempt):
+    try:
+        if attempt() != -1:
+            print(what)
+    except (AttributeError, OSError):  # Python has no function of a name that its C library lacks
+        pass
+
+def send_descriptor():
+    here, there = socket.socketpair()
+    return socket.send_fds(here, [b"x"], [0])
+
+def make_files():
+    for i in range(int(FILES) + 1):
+        Path(f"/tmp/{i}").touch()
+
+tell("System V shared memory", lambda: libc.shmget(0, 4096, 0o1600))
+tell("memfds", lambda: os.memfd_create("trial"))
+tell("descriptors in flight", send_descriptor)
+tell("any number of files", make_files)
+"""
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed, for which the script is not to blame."""
+
+
+class Isolation(StrEnum):
+    """How scripts are isolated from the machine."""
+
+    user = "user"
+    root = "root"
+    none = "none"
+
+    @property
+    def sentence(self) -> str:
+        """What isolates scripts, in plain words."""
+        if self is Isolation.none:
+            return (
+                "NOT isolated: programs run with this user's rights, and reach its files, the network and other "
+                "processes; only resource limits and an end of their process group hold"
+            )
+        how = {"user": "in a user namespace", "root": "under a user id of their own"}[self]
+        return (
+            f"isolated by bubblewrap {how}: no network, no files but Python's and a temporary folder, no other "
+            "processes, an empty environment, limits on time, memory, output and processes"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one script may use.
+
+    Attributes:
+        seconds: time, after which it is killed with all its children; it counts while both the script and the process
+            that waits for it may run, and not while they are stopped (SIGSTOP).
+        cpu_seconds: CPU time of each of its processes.
+        memory_bytes: address space of each process; all together hold at most `total_bytes`.
+        output_bytes: bytes that it may write to stdout; it is killed if it writes more. stderr is thrown away.
+        processes: processes and threads at the same time; in a user namespace bubblewrap's first process counts, too.
+            It is not enforced on root's scripts that are not isolated.
+        file_bytes: size of its temporary folder (of each file, if it is not isolated), which may hold one file for each
+            4096 bytes.
+    """
+
+    seconds: PositiveFloat
+    cpu_seconds: PositiveInt
+    memory_bytes: PositiveInt
+    output_bytes: PositiveInt
+    processes: PositiveInt
+    file_bytes: PositiveInt
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory that all processes together may hold, including what they write to the temporary folder."""
+        return self.memory_bytes * self.processes + self.file_bytes
+
+    @property
+    def max_files(self) -> int:
+        return max(MIN_FILES, self.file_bytes // FILE_BYTES)
+
+    def by_resource(self) -> dict[str, int]:
+        """{name in Python's `resource` module: limit}."""
+        return {
+            "RLIMIT_CPU": self.cpu_seconds,
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_SIGPENDING": 256,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_CORE": 0,
+        }
+
+
+TRIAL_LIMITS = Limits(
+    seconds=10.0, cpu_seconds=5, memory_bytes=2**29, output_bytes=2**20, processes=4, file_bytes=2**22
+)
+
+
+class Reason(StrEnum):
+    """Why a script ended: by itself, perhaps by a limit of the kernel, which its exit code shows; or it was killed."""
+
+    exited = "exited"
+    deadline = "deadline"
+    output = "output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The result of a script; its `exit_code` is 0 for success, and None if it was killed here."""
+
+    stdout: str
+    exit_code: int | None
+    reason: Reason
+
+
+def run(
+    files: Mapping[str, str],
+    arguments: Sequence[str],
+    limits: Limits,
+    isolation: Isolation,
+    stdin: str = "",
+    *,
+    filtered: bool = True,
+    clock: RunningTime | None = None,
+) -> Result:
+    """Runs a script to its end; returns what it prints and how it ends.
+
+    Args:
+        files: {name: content} of the script's files.
+        arguments: the script, which is one of the files, and its arguments.
+        limits: its limits.
+        isolation: how it is isolated.
+        stdin: what it reads from stdin.
+        filtered: False leaves out the system-call filter.
+        clock: the clock of `collect`.
+
+    Raises:
+        SandboxError: the script could not be started.
+    """
+    with (
+        _read_only(stdin) as reading,
+        running(
+            files, arguments, limits, isolation, stdin=reading, stdout=subprocess.PIPE, filtered=filtered
+        ) as process,
+    ):
+        return collect(process, limits, clock)
+
+
+@contextlib.contextmanager
+def running(
+    files: Mapping[str, str],
+    arguments: Sequence[str],
+    limits: Limits,
+    isolation: Isolation,
+    *,
+    stdin: Any,
+    stdout: Any,
+    pass_fds: Sequence[int] = (),
+    filtered: bool = True,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a script, which ends with the block, as do its children. SandboxError if it could not start.
+
+    Leave the block in the thread that entered it: the kernel ends the process together with that thread.
+    """
+    isolated = isolation is not Isolation.none
+    with (
+        contextlib.ExitStack() as stack,
+        tempfile.TemporaryFile() as messages,
+        _pipe() as (start_reader, start_writer),
+    ):
+        folder = "/files" if isolated else str(stack.enter_context(owned_folder()))
+        sources = [stack.enter_context(_read_only(text)).fileno() for text in files.values()] if isolated else []
+        if not isolated:
+            _write(files, Path(folder))
+        settings = {
+            "user": FIRST_USER + secrets.randbelow(NUM_USERS) if isolation is Isolation.root else 0,
+            "isolated": isolated,
+            "limits": limits.by_resource(),
+            "max_files": limits.max_files if isolated else 0,
+            "seccomp": (seccomp.system_call_filter() or b"").hex() if isolated and filtered else "",
+            "started": start_writer,
+            "script": [f"{folder}/{arguments[0]}", *arguments[1:]],
+        }
+        group = cgroups.available() if isolated else None
+        limiting_words = stack.enter_context(group.limited(limits.total_bytes)) if group else []
+        process = subprocess.Popen(
+            [
+                *(*limiting_words, *prefix(isolation, dict(zip(files, sources, strict=False)), limits), *PYTHON_FLAGS),
+                *("-c", LAUNCH, json.dumps(settings)),
+            ],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=messages,
+            env=environment(isolation, folder),
+            cwd="/" if isolated else folder,
+            pass_fds=[start_writer, *sources, *pass_fds],
+            start_new_session=True,
+        )
+        try:
+            yield process
+            ended_by_itself = process.poll() is not None
+        finally:
+            _end(process)
+        if ended_by_itself and not _has_started(start_reader):
+            raise SandboxError(f"a program could not be started in its sandbox ({_tail(messages)})")
+
+
+def collect(process: subprocess.Popen[bytes], limits: Limits, clock: RunningTime | None = None) -> Result:
+    """What a process that was just started writes to its stdout, until it ends or exceeds a limit.
+
+    Args:
+        process: the process.
+        limits: its limits.
+        clock: the caller's clock, if it has one; it is used here, too.
+    """
+    assert process.stdout is not None
+    clock, left_s = clock or RunningTime(), limits.seconds
+    pieces, size, is_open = [], 0, True
+
+    def result(exit_code: int | None, reason: Reason) -> Result:
+        return Result(stdout=b"".join(pieces).decode("utf-8", "replace"), exit_code=exit_code, reason=reason)
+
+    clock.since_last()
+    while left_s > 0:
+        wait_s = min(left_s, TICK_S)
+        if not is_open:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return result(process.wait(wait_s), Reason.exited)
+        elif select.select([process.stdout], [], [], wait_s)[0]:
+            piece = os.read(process.stdout.fileno(), 65536)
+            is_open = bool(piece)
+            size += len(piece)
+            if size > limits.output_bytes:
+                return result(None, Reason.output)
+            pieces.append(piece)
+        passed_s = clock.since_last()
+        left_s -= 0.0 if is_stopped(process.pid) else passed_s
+    return result(None, Reason.deadline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBound:
+    """What bounds the memory that programs hold in addition to that of their processes.
+
+    Attributes:
+        by: what bounds it, in words; empty if nothing does.
+        open: kinds of memory that they can hold without a bound unless a cgroup counts it.
+    """
+
+    by: tuple[str, ...]
+    open: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.by)
+
+    @property
+    def sentence(self) -> str:
+        if self.by:
+            return f"all memory is bounded by {' and '.join(self.by)}"
+        return (
+            f"memory is NOT bounded: {', '.join(self.open)} can be held beside what processes are limited to, "
+            "and no memory cgroup can be had here"
+        )
+
+
+@functools.cache
+@signals.undisturbed
+def memory_bound() -> MemoryBound:
+    """What bounds memory in the available isolation, found out by a trial."""
+    isolation, _ = available()
+    if isolation is Isolation.none:
+        return MemoryBound(by=(), open=("memory of every kind",))
+    result = run(
+        {"trial.py": MEMORY_TRIAL.replace("FILES", repr(TRIAL_LIMITS.max_files))}, ["trial.py"], TRIAL_LIMITS, isolation
+    )
+    if result.exit_code != 0:
+        raise SandboxError("the trial of what memory can be held failed")
+    held = tuple(result.stdout.split("\n")[:-1])
+    group = cgroups.available()
+    return MemoryBound(
+        by=(*([group.sentence] if group else []), *([] if held else ["a system-call filter"])), open=held
+    )
+
+
+@functools.cache
+@signals.undisturbed
+def available() -> tuple[Isolation, str]:
+    """(the isolation that works here, found out by a trial; its description, or for `none` why none works)."""
+    sweep()
+    if not sys.platform.startswith("linux"):
+        return Isolation.none, f"bubblewrap is a program for Linux, and this is {sys.platform}"
+    if shutil.which("bwrap") is None:
+        return Isolation.none, "bubblewrap is not installed"
+    problems = []
+    for isolation in (Isolation.root, Isolation.user) if os.geteuid() == 0 else (Isolation.user,):
+        problem = trial(isolation)
+        if problem is None:
+            return isolation, isolation.sentence
+        problems.append(problem)
+    time.sleep(signals.SKEW_S)  # a signal that has ended the trial may come here only now
+    return Isolation.none, f"bubblewrap does not isolate here: {problems[0]}"
+
+
+def trial(isolation: Isolation) -> str | None:
+    """What a script that tries to escape achieves, or why no script runs at all; None if it achieves nothing.
+
+    It runs without the system-call filter: bubblewrap has to be sufficient by itself.
+    """
+    try:
+        result = run({"trial.py": TRIAL}, ["trial.py"], TRIAL_LIMITS, isolation, filtered=False)
+        run({"trial.py": ""}, ["trial.py"], TRIAL_LIMITS, isolation)  # fails if the kernel does not take the filter
+    except SandboxError as error:
+        return str(error)
+    if result.exit_code != 0:
+        return "the trial program failed"
+    return ", ".join(result.stdout.split("\n")[:-1]) or None
+
+
+def prefix(isolation: Isolation, sources: Mapping[str, int], limits: Limits) -> list[str]:
+    """The command line up to the interpreter's flags.
+
+    The script's files are copied into the sandbox's own memory, so that a killed run leaves nothing on the disk.
+
+    Args:
+        isolation: how the script is isolated.
+        sources: {name: descriptor with the content} of its files.
+        limits: its limits.
+    """
+    executable = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
+    if isolation is Isolation.none:
+        return [str(executable)]
+    return [
+        *(
+            shutil.which("bwrap") or "bwrap",
+            "--die-with-parent",
+            "--new-session",
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-ipc",
+        ),
+        *("--unshare-uts", "--unshare-cgroup-try"),
+        *(_as_user() if isolation is Isolation.user else _as_root()),
+        *("--ro-bind", "/usr", "/usr", *_system_libraries()),
+        *_interpreter(executable.parent.parent),
+        *("--perms", "0755", "--dir", "/dev"),
+        *(part for name in ("null", "zero", "urandom") for part in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+        *("--perms", "0755", "--dir", "/files"),
+        *(part for name, fd in sources.items() for part in ("--perms", "0444", "--file", str(fd), f"/files/{name}")),
+        *("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp"),
+        *("--remount-ro", "/", "--chdir", "/tmp", f"/python/bin/{executable.name}"),
+    ]
+
+
+def environment(isolation: Isolation, folder: str) -> dict[str, str]:
+    """All environment variables of a script."""
+    if isolation is Isolation.none:
+        return {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
+    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "LD_LIBRARY_PATH": "/python/lib"}
+
+
+def _as_user() -> list[str]:
+    # A setuid bubblewrap gives a user no capabilities: files in /tmp are then not limited, as `memory_bound` reports.
+    program = shutil.which("bwrap")
+    setuid = program is not None and os.geteuid() != 0 and Path(program).stat().st_mode & stat.S_ISUID
+    capabilities = [] if setuid else _with_capabilities("CAP_SYS_ADMIN")
+    return ["--unshare-user", "--uid", "65534", "--gid", "65534", *capabilities]
+
+
+def _as_root() -> list[str]:
+    return _with_capabilities("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID")
+
+
+def _with_capabilities(*names: str) -> list[str]:
+    """Options for capabilities that launch.py needs and gives up: to limit files in /tmp, and to change the user id."""
+    return ["--cap-drop", "ALL", *(part for name in names for part in ("--cap-add", name))]
+
+
+def _system_libraries() -> Iterator[str]:
+    """Binds of /lib, /lib64 and so on, which are links into /usr on most systems, and of /bin."""
+    for path in (*sorted(Path("/").glob("lib*")), Path("/bin")):
+        if path.is_symlink():
+            yield from ("--symlink", str(path.readlink()), str(path))
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+
+
+def _interpreter(home: Path) -> Iterator[str]:
+    """Binds of Python's programs and libraries at /python, and of nothing else in its folder."""
+    yield from ("--perms", "0755", "--dir", "/python")
+    for name in ("bin", "lib", "lib64"):
+        if (home / name).is_dir():
+            yield from ("--ro-bind", str(home / name), f"/python/{name}")
+
+
+def _write(files: Mapping[str, str], folder: Path) -> None:
+    """Writes the files so that the script's user can read them."""
+    folder.chmod(0o755)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8", errors="replace")
+        (folder / name).chmod(0o644)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills the process group; if it is bubblewrap's, the kernel then kills everything in its process namespace."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def _read_only(text: str) -> Iterator[IO[bytes]]:
+    """A file without a name that holds the text; it is reopened read-only, so that a script cannot write to it."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode("utf-8", "replace"))
+        file.flush()
+        with Path(f"/dev/fd/{file.fileno()}").open("rb") as reading:
+            reading.seek(0)
+            yield reading
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    reading, writing = os.pipe()
+    try:
+        yield reading, writing
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _has_started(start_reader: int) -> bool:
+    return bool(select.select([start_reader], [], [], 0)[0])
+
+
+def _tail(messages: IO[bytes]) -> str:
+    messages.seek(0)
+    text = messages.read(MAX_MESSAGE_BYTES).decode("utf-8", "replace").strip()
+    return text.splitlines()[-1] if text else "it ended without a message"

@@ -1,0 +1,308 @@
+"""The trainer of several ranks: the run's own process is rank 0, the others are members that hold the same roles.
+
+Every rank gets the whole batch and does its lanes' part of each pass. No step is lost to a rank that dies, raises or is
+late: it is replaced, all ranks get rank 0's state from the start of the step, and the work is done again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlft.algorithm.protocol import Algorithm
+from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
+from rlft.system.process.running_time import TICK_S, RunningTime
+from rlft.trainer.lane_update import metrics_of
+from rlft.trainer.local import LocalTrainer
+from rlft.trainer.protocol import TrainerState
+from rlft.trainer.ranks import Exchange, Meeting, RanksError, Share, open_store
+from rlft.types import Adapter, Batch, Rollouts, UserError
+
+MOST_FAILURES = 3
+"""After this many failures in a row, without answers of all ranks in between, the run stops."""
+START_S = 900.0
+"""The least time limit of a rank that starts: it imports torch and loads the base."""
+GRACE_S = 2.0
+"""How long a rank may take to notice that another one has failed, before it is replaced, too."""
+OWN_ERROR_S = 5.0
+"""Seconds that rank 0 continues after another rank has raised an error, since it may meet and raise the same error."""
+
+Result = TypeVar("Result")
+
+
+class RankError(RuntimeError):
+    """The ranks cannot continue: one fails again and again, or their weights differ."""
+
+
+class RankedTrainer:
+    """A `Trainer`, whose protocol says what its methods do.
+
+    Args:
+        local: the trainer of rank 0.
+        launcher: starts the other ranks; whoever opened it closes it.
+        specs: what ranks 1, 2, .. are.
+        members: ranks 1, 2, .. as far as they have been started.
+        lanes: number of lanes that the ranks share.
+        timeout: seconds that a rank may be behind the others.
+        host: this machine's address, as the members can reach it.
+        note: takes a sentence for the person watching.
+    """
+
+    def __init__(
+        self,
+        local: LocalTrainer,
+        launcher: Launcher,
+        specs: Sequence[MemberSpec],
+        members: Sequence[Member],
+        *,
+        lanes: int,
+        timeout: float,
+        host: str,
+        note: Callable[[str], None],
+    ) -> None:
+        self._local, self._launcher, self._specs = local, launcher, specs
+        self._timeout, self._host, self._note = timeout, host, note
+        self._members: list[Member | None] = list(members)
+        self._pending: dict[Member, Future[Any]] = {}
+        self._exchange: Exchange | None = None
+        self._store: Any = None
+        self._num_meetings = self._num_failures = 0
+        self._first_error_at: float | None = None
+        self._limit = timeout  # seconds, for what is waited for now
+        self._share = local.share = Share(lanes=lanes, rank=0, ranks=1 + len(specs))
+
+    # -- what ranks do together ----------------------------------------------------------------------------------------
+    def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
+        local, share = self._local, self._share
+        shared_batch = self._launcher.share(batch)
+
+        def together() -> Batch:
+            self._call("annotate", shared_batch, inert_B)
+            fields = local.annotations(batch, inert_B)
+            rows_of = local.rows_of_lanes(batch, inert_B)
+            for rank, values in enumerate(self._answers("annotate"), start=1):
+                rows = torch.cat([rows_of[lane] for lane in range(share.lanes) if share.owner(lane) == rank])
+                for name, values_NT in values.items():
+                    fields[name] = fields[name].index_copy(0, rows, values_NT)
+            return replace(batch, **fields)
+
+        return self._without_losing_a_step(together)
+
+    def update(self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
+        local, texts = self._local, self._texts(algorithm, step)
+        shared_batch, start_state = self._launcher.share(batch), local.state()
+
+        def together() -> dict[str, float]:
+            self._call("update", algorithm, shared_batch, inert_B, step, texts)
+            records = local.update_lanes(algorithm, batch, inert_B, step, local.text)
+            return metrics_of([records, *self._answers("update")])
+
+        return self._without_losing_a_step(together, start_state)
+
+    def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
+        metrics = self._local.refresh(step, rollouts)
+        try:
+            if self._exchange is not None:
+                self._call("refresh", step)
+                self._answers("refresh")
+        except RanksError as error:
+            self._recover(error)  # when the ranks meet again, all get the state that rank 0 has now
+        return metrics
+
+    def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
+        def together() -> None:
+            self._call("rehearse", algorithm, micro)
+            self._local.rehearse(algorithm, micro)
+            self._answers("rehearse")
+
+        self._without_losing_a_step(together)
+
+    def state(self) -> TrainerState:
+        """The state of rank 0. Raises RankError if the adapters or optimizers of the ranks differ."""
+
+        def together() -> None:
+            self._call("digest")
+            own_digest = self._local.digest()
+            for member, digest in zip(self._members, self._answers("digest"), strict=True):
+                if digest != own_digest:
+                    assert member is not None, "it has answered"
+                    raise RankError(
+                        f"{member.name} has come to another adapter or optimizer than rank 0, so this step is not "
+                        "saved: resume from the newest checkpoint; if it happens again, give them machines of one kind"
+                    )
+
+        self._without_losing_a_step(together)
+        return self._local.state()
+
+    def restore(self, state: TrainerState) -> None:
+        self._local.restore(state)
+        self._leave()  # when the ranks meet again, all get this state
+
+    # -- what rank 0 does alone ----------------------------------------------------------------------------------------
+    def publish(self, version: int) -> Adapter:
+        return self._local.publish(version)
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        return self._local.score(sequences)
+
+    def engine_verified(self) -> None:
+        self._local.engine_verified()
+
+    def policy_learns(self, step: int) -> bool:
+        return self._local.policy_learns(step)
+
+    # -- meeting, and meeting again ------------------------------------------------------------------------------------
+    def _without_losing_a_step(self, together: Callable[[], Result], before: TrainerState | None = None) -> Result:
+        """The result of work that the ranks do together; after each failure of a rank it is done again from the start.
+
+        Args:
+            together: does the work.
+            before: the state that rank 0 restores before it starts again, if the work changes it.
+        """
+        while True:
+            try:
+                self._meet()
+                result = together()
+            except RanksError as error:
+                self._recover(error)
+                if before is not None:
+                    self._local.restore(before)
+            except BaseException:  # also a signal: members may be anywhere in their work
+                for member in self._members:
+                    if member is not None:
+                        member.kill()
+                self._leave()  # after the kills, since it waits until no other rank is connected
+                raise
+            else:
+                self._num_failures = 0
+                return result
+
+    def _meet(self) -> None:
+        """Starts missing ranks, connects all of them, and gives all the state of rank 0."""
+        if self._exchange is not None:
+            return
+        for i, spec in enumerate(self._specs):
+            self._members[i] = self._members[i] or self._launcher.start(spec)
+        self._call("ready")
+        self._answers("start", max(START_S, self._timeout))
+        if self._store is None:
+            self._store = open_store(self._host)
+        self._num_meetings += 1
+        meeting = Meeting(
+            host=self._host,
+            port=self._store.port,
+            name=str(self._num_meetings),
+            ranks=self._share.ranks,
+            timeout=self._timeout,
+        )
+        self._call("join", meeting, self._launcher.share(on_cpu(self._local.state())))
+        device = self._local.roles.backbone.device
+        self._exchange = Exchange(meeting, 0, device, self._watch)
+        self._local.share = replace(self._share, exchange=self._exchange)
+        self._answers("join")
+
+    def _leave(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        self._local.share = self._share
+        if exchange is not None:
+            exchange.close()
+
+    def _recover(self, error: RanksError) -> None:
+        """Ends the members that have failed or do not answer. Raises RankError after too many failures in a row."""
+        self._num_failures += 1
+        self._leave()
+        wait_for(self._pending.values(), GRACE_S)
+        causes: list[str] = []
+        for i, member in enumerate(self._members):
+            future = None if member is None else self._pending.get(member)
+            if member is None or future is None or _has_only_lost_another(future):
+                continue
+            causes.append(_cause(member, future, self._limit))
+            member.kill()
+            self._members[i] = None
+        self._pending.clear()
+        text = "; ".join(causes) or str(error)
+        if self._num_failures >= MOST_FAILURES:
+            raise RankError(f"the ranks failed {MOST_FAILURES} times in a row; the last time {text}") from error
+        self._note(f"a rank is replaced, and the work of the ranks done again: {text.splitlines()[0]}")
+
+    # -- calls and answers ---------------------------------------------------------------------------------------------
+    def _call(self, method: str, *args: Any) -> None:
+        """Calls this method of every member; `_answers` waits for the answers."""
+        assert not self._pending, "the answers to the last call have been taken"
+        self._first_error_at, self._limit = None, self._timeout
+        for member in self._members:
+            assert member is not None, "the ranks have met"
+            self._pending[member] = member.call(method, *args)
+
+    def _answers(self, what: str, limit: float | None = None) -> list[Any]:
+        """The answers in the order of ranks. Raises RanksError if a rank has failed or exceeds the limit."""
+        self._limit = limit = self._timeout if limit is None else limit
+        clock = RunningTime()
+        while late := wait_for(self._pending.values(), TICK_S).not_done:
+            self._watch(patience=0.0)
+            if clock() >= limit:
+                names = ", ".join(member.name for member, future in self._pending.items() if future in late)
+                raise RanksError(f"no answer to {what} from {names} in {limit:g} s (cluster.timeout)")
+        self._watch(patience=0.0)
+        answers = [future.result() for future in self._pending.values()]
+        self._pending.clear()
+        return answers
+
+    def _watch(self, patience: float = OWN_ERROR_S) -> None:
+        """Raises RanksError if a member has failed; if the member raised an error, only after `patience` seconds."""
+        errors = {m.name: e for m, f in self._pending.items() if f.done() and (e := f.exception()) is not None}
+        for error in errors.values():
+            if isinstance(error, UserError):
+                raise error
+            if isinstance(error, MemberError):
+                raise RanksError(str(error)) from error
+        for name, error in errors.items():
+            self._first_error_at = self._first_error_at or time.monotonic()
+            if time.monotonic() - self._first_error_at >= patience:
+                raise RanksError(f"{name} failed: {type(error).__name__}: {error}") from error
+
+    def _texts(self, algorithm: Algorithm, step: int) -> list[Batch]:
+        """The text of each update of a step, for ranks that have none."""
+        text, settings = self._local.text, self._local.settings
+        if not algorithm.needs_text or text is None or not self.policy_learns(step):
+            return []
+        return [text.batch(settings.seed, step, i) for i in range(settings.updates_per_step)]
+
+
+def on_cpu(state: TrainerState) -> TrainerState:
+    """The state with all tensors in main memory, for sending."""
+
+    def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+    return replace(
+        state,
+        adapters={role: moved(tensors) for role, tensors in state.adapters.items()},
+        heads={role: moved(tensors) for role, tensors in state.heads.items()},
+        optimizer=moved(state.optimizer),
+    )
+
+
+def _has_only_lost_another(future: Future[Any]) -> bool:
+    """Whether a member itself is sound: it has answered, or has noticed that another rank is gone."""
+    return future.done() and (future.exception() is None or isinstance(future.exception(), RanksError))
+
+
+def _cause(member: Member, future: Future[Any], limit: float) -> str:
+    """How a member failed, which had `limit` seconds."""
+    if future.done():
+        error = future.exception()
+        return (
+            str(error) if isinstance(error, MemberError) else f"{member.name} failed: {type(error).__name__}: {error}"
+        )
+    tail = last_lines(member.log)
+    lines = f"; its last lines:\n{tail}" if tail else ""
+    return f"{member.name} has not answered for {limit:g} s (cluster.timeout); its log is {member.log}{lines}"

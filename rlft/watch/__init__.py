@@ -1,1 +1,0 @@
-"""Verbs that only read runs: runs, watch, diff, report."""

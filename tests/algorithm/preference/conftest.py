@@ -1,0 +1,45 @@
+"""Completions with log-probs by hand, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlft.algorithm.preference.preference_loss import Likelihoods, PreferenceLoss
+
+Computed = tuple[float, list[float], dict[str, float]]
+"""(loss, its gradient by the log-probs, metrics)."""
+
+
+def likelihoods(
+    logprobs: Tensor | Sequence[float], lengths: Sequence[int], reference: Sequence[float] | None
+) -> Likelihoods:
+    """Of completions with these log-probs in nats, summed over their tokens."""
+    double = torch.float64
+    return Likelihoods(
+        logprobs=torch.as_tensor(logprobs, dtype=double),
+        lengths=torch.tensor(lengths, dtype=double),
+        reference=None if reference is None else torch.tensor(reference, dtype=double),
+    )
+
+
+@pytest.fixture
+def compute() -> Callable[..., Computed]:
+    """Computes a loss: `compute(loss, logprobs, lengths, reference, ranks)`."""
+
+    def computed(
+        loss: PreferenceLoss,
+        logprobs: Sequence[float],
+        lengths: Sequence[int],
+        reference: Sequence[float] | None,
+        ranks: Sequence[float] = (1.0, 0.0),
+    ) -> Computed:
+        leaf = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+        total, metrics = loss(likelihoods(leaf, lengths, reference), ranks)
+        (gradient,) = torch.autograd.grad(total, leaf)
+        return total.item(), gradient.tolist(), {name: value.item() for name, value in metrics.items()}
+
+    return computed

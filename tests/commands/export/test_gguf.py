@@ -1,0 +1,101 @@
+"""The commands that make a GGUF file of an exported folder: where they are named, and of what they are none."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlft import cli
+from rlft.commands.export import gguf
+from rlft.commands.export.command import export, prepare
+from rlft.model.roles import Roles
+from rlft.runs.find import NamedRun
+from rlft.types import UserError
+
+HUB_BASE = {"base_model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"}
+
+
+def printed_command(out: str) -> list[str]:
+    [line] = [
+        line for line in out.splitlines() if line.startswith("as GGUF, with https://github.com/ggml-org/llama.cpp")
+    ]
+    return shlex.split(line.partition("llama.cpp: ")[2])
+
+
+def test_an_exported_model_names_its_converter(
+    policy_run: Callable[..., NamedRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "my model"
+    assert cli.run(["export", f"run={policy_run().run}", f"out={out}"]) == 0
+    script = ["python", "llama.cpp/convert_hf_to_gguf.py"]
+    assert printed_command(capsys.readouterr().out) == [
+        *script, str(out), "--outfile", f"{out}.gguf", "--outtype", "auto"
+    ]  # fmt: skip
+    card = (out / "README.md").read_text()
+    assert f"\n{shlex.join(script)} 'my model' --outfile 'my model.gguf' --outtype auto\n" in card
+    assert str(tmp_path) not in card
+
+
+def test_an_exported_adapter_names_its_converter_with_its_base(
+    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine"
+    assert cli.run(["export", f"run={policy_run().run}", f"out={out}", "as=adapter"]) == 0
+    script = ["python", "llama.cpp/convert_lora_to_gguf.py"]
+    expected = [str(out), "--base", str(tiny_path.resolve()), "--outfile", f"{out}.gguf", "--outtype", "f32"]
+    assert printed_command(capsys.readouterr().out) == [*script, *expected]
+    card = (out / "README.md").read_text()
+    assert f"\n{shlex.join(script)} mine --base base --outfile mine.gguf --outtype f32\n" in card
+    assert "`base` is a folder with the base model." in card
+    assert str(tiny_path.resolve()) not in card
+
+
+def test_a_base_on_the_hub_is_named_by_its_id() -> None:
+    options = "--base-model-id Qwen/Qwen2.5-0.5B-Instruct --outfile mine.gguf --outtype f32"
+    command = f"python llama.cpp/convert_lora_to_gguf.py mine {options}"
+    assert gguf.instructions(Path("mine"), HUB_BASE).endswith(f": {command}")
+    assert f"\n{command}\n" in gguf.card_section("mine", HUB_BASE, HUB_BASE["base_model_name_or_path"])
+
+
+@pytest.mark.parametrize(("kind", "problem"), [("use_dora", "has no DoRA"), ("use_rslora", "scales adapters by alpha")])
+def test_an_adapter_that_would_become_another_one_is_not_converted(kind: str, problem: str) -> None:
+    adapter = {**HUB_BASE, kind: True}
+    for text in (gguf.instructions(Path("mine"), adapter), gguf.card_section("mine", adapter, "a/b")):
+        assert f"llama.cpp {problem}" in text
+        assert "convert_lora_to_gguf" not in text
+    assert gguf.instructions(Path("mine"), adapter).endswith("; export as=model and convert that")
+
+
+def test_a_reward_model_is_nothing_for_llama_cpp(
+    make_roles: Callable[..., Roles],
+    save_run: Callable[..., NamedRun],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    roles = make_roles(noise=0.05)
+    place = save_run(adapters={"reward": roles.weights("policy")}, config=roles.adapter_config())
+    out = tmp_path / "mine"
+    assert cli.run(["export", f"run={place.run}", f"out={out}", "as=adapter"]) == 0
+    assert capsys.readouterr().out == f"exported to {out}\n"
+    assert "GGUF" not in (out / "README.md").read_text()
+
+
+def test_the_form_gguf_is_refused_with_the_command(policy_run: Callable[..., NamedRun]) -> None:
+    with pytest.raises(UserError) as raised:
+        prepare(policy_run(), "mine", "gguf", None, print)
+    assert str(raised.value) == (
+        "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
+        "`python llama.cpp/convert_hf_to_gguf.py mine --outfile mine.gguf --outtype auto`"
+    )
+
+
+def test_an_rslora_run_says_so_in_its_card(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:
+    place = policy_run()
+    [config] = place.run.glob("checkpoints/*/policy/adapter_config.json")
+    asked = prepare(place, str(tmp_path / "mine"), "adapter", None, print)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_rslora": True}))
+    assert "## GGUF\n\nNot as an adapter: llama.cpp scales" in (export(asked, print) / "README.md").read_text()

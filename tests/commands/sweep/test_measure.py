@@ -1,0 +1,181 @@
+"""What trials are compared by: metrics that there will be, measured alike."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_studies import line, write
+
+from rlft.commands.sweep.measure import (
+    check_loggers,
+    check_measured_alike,
+    check_metric,
+    check_same_questions,
+    curve,
+    lower_is_better,
+    metrics_of,
+)
+from rlft.config.compose import compose
+from rlft.plan.dpo_plan import make_plan as plan_of_dpo
+from rlft.plan.rm_plan import make_plan as plan_of_rm
+from rlft.plan.sft_plan import make_plan as plan_of_sft
+from rlft.types import UserError
+
+
+def test_the_metrics_of_a_run_are_those_of_its_evaluations() -> None:
+    assert metrics_of(compose(["eval.num_samples=4", "eval.kl_base=true"])) == [
+        "accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4",
+        "eval/reward/exact_match", "eval/reward/format", "eval/kl_base",
+    ]  # fmt: skip
+    sft = ["demonstrations=jsonl", "demonstrations.path=x.jsonl"]
+    assert metrics_of(compose(sft, verb="sft")) == ["eval/loss"]
+    assert metrics_of(compose(["preferences=jsonl", "preferences.path=x.jsonl"], verb="rm")) == [
+        "accuracy",
+        "eval/loss",
+    ]
+    dpo = compose(["preferences=jsonl", "preferences.path=x.jsonl"], verb="dpo")
+    assert metrics_of(dpo) == ["accuracy", "eval/loss", "eval/margin", "eval/chosen_logprob"]
+
+
+def test_a_metric_that_there_will_not_be_is_refused() -> None:
+    with pytest.raises(UserError, match=r"sweep.metric: no evaluation has it, got eval/pass@8; use one of accuracy, "):
+        check_metric("eval/pass@8", compose(["eval.num_samples=4"]))
+    with pytest.raises(UserError, match=r"eval.every: trials are compared by what evaluations measure, .*, got 0;"):
+        check_metric("accuracy", compose(["eval.every=0"]))
+    with pytest.raises(UserError, match=r"eval.every: trials are compared by what evaluations measure, .*, got null;"):
+        check_metric("accuracy", {"verb": "train", "eval": {"every": None}})
+    check_metric("eval/reward/format", compose([]))
+
+
+def test_loggers_that_write_no_evaluations_are_refused() -> None:
+    with pytest.raises(UserError, match=r"logger: trials are compared by eval.jsonl, .*, got console; add jsonl"):
+        check_loggers(compose(["logger=console"]))
+    check_loggers(compose(["logger=[console,jsonl]"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["eval.num_samples=8"], "eval.num_samples"),
+        (["reward=[format,exact_match]"], "reward"),
+        (["generation.temperature=0.5"], "generation.temperature"),
+        (["generation.top_p=0.9"], "generation.top_p"),
+        (["generation.top_k=5"], "generation.top_k"),
+        (["generation.min_p=0.1"], "generation.min_p"),
+        (["generation.stop=['4']"], "generation.stop"),
+        (["generation.include_stop_str_in_output=true"], "generation.include_stop_str_in_output"),
+        (["scoring.on_error=0"], "scoring.on_error"),
+    ],
+)
+def test_trials_that_would_be_measured_differently_are_refused(words: list[str], key: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_measured_alike(compose([]), compose(words), "accuracy")
+    assert refused.value.key == key
+
+
+def test_the_reward_that_trials_are_compared_by_is_one_for_all() -> None:
+    changed = compose(["reward.format.mode=soft"])
+    check_measured_alike(compose([]), changed, "accuracy")
+    with pytest.raises(UserError, match=r"^reward.format: decides how a run is measured"):
+        check_measured_alike(compose([]), changed, "eval/reward/format")
+    check_measured_alike(compose([]), compose(["reward.format.weight=0.5"]), "eval/reward/format")
+
+
+PREFERENCES = ("preferences=jsonl", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64")
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["loss=ipo"], "loss"),
+        (["loss.beta=0.5"], "loss.beta"),
+        (["snapshot.reference=base"], "snapshot.reference"),
+        (["lora.path=elsewhere"], "lora.path"),
+    ],
+    ids=["another loss", "another beta", "another reference", "another start, which is the reference"],
+)
+def test_dpos_loss_and_margin_are_compared_in_one_unit(words: list[str], key: str) -> None:
+    first, other = (compose([*PREFERENCES, *more], verb="dpo") for more in ([], words))
+    for metric in ("accuracy", "eval/chosen_logprob"):
+        check_measured_alike(first, other, metric)
+    for metric in ("eval/loss", "eval/margin"):
+        with pytest.raises(UserError) as refused:
+            check_measured_alike(first, other, metric)
+        assert refused.value.key == key
+
+
+def test_a_loss_without_a_reference_is_compared_wherever_the_policy_begins() -> None:
+    first, other = (compose([*PREFERENCES, "loss=simpo", *more], verb="dpo") for more in ([], ["lora.path=elsewhere"]))
+    check_measured_alike(first, other, "eval/loss")
+
+
+def test_a_reward_models_loss_is_measured_without_its_margin() -> None:
+    first, other = (compose([*PREFERENCES, *more], verb="rm") for more in ([], ["margin=1"]))
+    check_measured_alike(first, other, "eval/loss")
+
+
+def test_the_text_that_a_loss_of_pretraining_is_measured_on_is_one_for_all() -> None:
+    first, longer, more = (
+        compose(["pretrain.path=embedded:arithmetic-text", *words])
+        for words in ([], ["pretrain.max_tokens=33"], ["pretrain.sequences_per_update=3"])
+    )
+    check_measured_alike(first, longer, "accuracy")
+    check_measured_alike(first, more, "eval/pretrain_loss")
+    with pytest.raises(UserError, match=r"^pretrain.max_tokens: decides how a run is measured"):
+        check_measured_alike(first, longer, "eval/pretrain_loss")
+
+
+@pytest.mark.parametrize(
+    ("verb", "section", "plan"),
+    [
+        ("dpo", "preferences", plan_of_dpo),
+        ("rm", "preferences", plan_of_rm),
+        ("sft", "demonstrations", plan_of_sft),
+    ],
+    ids=["dpo", "rm", "sft"],
+)
+def test_trials_are_compared_on_the_same_held_out_texts(verb: str, section: str, plan: Any) -> None:
+    """A limit of 20 tokens leaves some of the embedded completions out, which have up to 23."""
+    words = [f"{section}=jsonl", f"{section}.path=embedded:arithmetic-{section}", "model.device=cpu"]
+    whole, short, same = (
+        plan(compose([*words, *more], verb=verb))
+        for more in (
+            ["max_completion_tokens=64"],
+            ["max_completion_tokens=20"],
+            ["max_completion_tokens=64", "trainer.lr=1e-3"],
+        )
+    )
+    check_same_questions("trainer.lr", whole, same)
+    with pytest.raises(UserError, match=f"^max_completion_tokens: decides which {section} are held out"):
+        check_same_questions("max_completion_tokens", whole, short)
+
+
+def test_what_only_trains_differently_is_measured_alike() -> None:
+    other = compose(["trainer.lr=1e-3", "reward.exact_match.weight=2", "algorithm=gspo", "generation.max_tokens=99"])
+    check_measured_alike(compose([]), other, "accuracy")
+    cold = ["eval.temperature=1.0"]
+    check_measured_alike(compose(cold), compose([*cold, "generation.temperature=0.5"]), "accuracy")
+
+
+def test_losses_and_divergences_are_better_when_they_are_lower() -> None:
+    lower = ["eval/loss", "eval/pretrain_loss", "eval/kl_base"]
+    others = ["accuracy", "eval/pass@4", "eval/reward/no_loss", "eval/reward/kl_base"]
+    assert [name for name in (*lower, *others) if lower_is_better(name)] == lower
+
+
+def test_a_direction_that_is_given_holds_for_any_metric() -> None:
+    for metric in ("accuracy", "eval/loss", "eval/reward/no_loss"):
+        assert lower_is_better(metric, "min")
+        assert not lower_is_better(metric, "max")
+
+
+def test_a_curve_leaves_the_evaluation_before_the_first_step_out(tmp_path: Path) -> None:
+    write(tmp_path, [line(0, 0.1), line(2, 0.3), line(4, float("nan"))])
+    found = curve(tmp_path, "accuracy")
+    assert list(found) == [2, 4]
+    assert found[2] == 0.3
+    assert math.isnan(found[4])
+    assert curve(tmp_path / "none", "accuracy") == {}

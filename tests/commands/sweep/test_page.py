@@ -1,0 +1,91 @@
+"""The table, sweep.csv and sweep.png of a study."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, keys, make_study
+from matplotlib.figure import Figure
+
+from rlft.commands.sweep import page
+from rlft.commands.sweep.command import namer
+from rlft.commands.sweep.runs import one_after_the_other
+from rlft.commands.sweep.space import Space
+from rlft.commands.sweep.trials import Row
+
+SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
+
+
+def test_a_studys_results_are_a_table_a_file_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    study = make_study(tmp_path, keys(trials=10, seeds=2, pruner="median", startup=3))
+    one_after_the_other(study, FakeRuns())
+    name = namer(SPACE)
+    page.Page(tmp_path, study.trials, SPACE, "accuracy", name).show()
+    rows = study.trials.rows()
+    with (tmp_path / "sweep.csv").open(newline="") as stream:
+        found = list(csv.DictReader(stream))
+    assert [int(entry["trial"]) for entry in found] == [row.number for row in rows]
+    best = found[0]
+    assert float(best["accuracy"]) == rows[0].value
+    assert float(best["trainer.lr"]) == rows[0].params["trainer.lr"]
+    low, high = map(float, best["by_seed"].split())
+    assert float(best["standard_error"]) == pytest.approx((high - low) / 2)  # of two values: half their distance
+    assert best["folder"] == str(tmp_path / best["trial"])
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "sweep of 10 trials, best accuracy first" in out
+    assert "pruned: median at step" in out
+    assert "importance of trainer.lr: " in out
+    assert f"written to {tmp_path / 'sweep.csv'}" in out.replace("\n", "")
+
+
+def test_the_picture_has_a_panel_a_key_and_the_best_so_far() -> None:
+    values = [(0.2, "complete"), (0.5, "complete"), (0.1, "pruned"), (0.4, "complete")]
+    rows = [
+        Row(number=i, params={"trainer.lr": 10.0 ** -(i + 2), "lora.rank": "4", "algorithm": "grpo"},
+            state=state, value=value)
+        for i, (value, state) in enumerate(values)
+    ]  # fmt: skip
+    drawn = page.figure(rows, SPACE, "accuracy", {"trainer.lr": 0.8, "lora.rank": 0.2}, lower=False)
+    panels = drawn.get_axes()
+    assert [panel.get_xlabel() for panel in panels[1:4]] == ["trainer.lr", "lora.rank", "algorithm"]
+    assert panels[4].get_xlabel() == "importance (PED-ANOVA)"
+    assert panels[1].get_xscale() == "log"
+    [best] = panels[0].get_lines()
+    assert list(best.get_ydata()) == [0.2, 0.5, 0.5]
+    [best] = page.figure(rows, SPACE, "eval/loss", {}, lower=True).get_axes()[0].get_lines()
+    assert list(best.get_ydata()) == [0.2, 0.2, 0.2], "of what is better when it is lower the lowest"
+
+
+def test_a_study_of_a_loss_draws_its_lowest_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, lowest = make_study(tmp_path, keys(trials=3), lower=True), []
+    one_after_the_other(study, FakeRuns())
+    monkeypatch.setattr(page, "figure", lambda *_, lower: lowest.append(lower) or Figure())
+    page.Page(tmp_path, study.trials, SPACE, "eval/loss", namer(SPACE)).show()
+    assert lowest == [True]
+    values = [row.value for row in study.trials.rows()]
+    assert values == sorted(value for value in values if value is not None)
+    # the made-up loss is the accuracy with the other sign
+    assert values[0] == -max(accuracy(row.params, STEPS, 0) for row in study.trials.rows())
+
+
+def test_a_study_without_trials_leaves_nothing(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=1))
+    page.Page(tmp_path, study.trials, SPACE, "accuracy", lambda params: "").show()
+    assert not (tmp_path / "sweep.csv").exists()
+
+
+def test_what_the_table_says_of_a_trial() -> None:
+    row = Row(number=3, params={}, state="pruned", value=0.2, why="median at step 4", same_as=1)
+    assert page.state_of(row) == "as 1, pruned: median at step 4"
+    assert page.state_of(Row(number=0, params={}, state="complete", value=0.5)) == ""
+
+
+def test_names_of_trials_have_short_keys_and_numbers_of_four_digits() -> None:
+    params = {"trainer.lr": 0.000123456, "lora.rank": "4", "algorithm": "grpo"}
+    assert namer(SPACE)(params) == "lr=0.0001235, rank=4, algorithm=grpo"

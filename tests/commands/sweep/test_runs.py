@@ -1,0 +1,311 @@
+"""The course of a study with runs that are made up: seeds, pruning, failures, and kills at every moment."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, keys, line, make_study, write
+
+from rlft.commands.sweep import runs
+from rlft.commands.sweep.runs import FailedError, Run, Study, one_after_the_other
+from rlft.commands.sweep.space import Choice
+from rlft.commands.sweep.trials import Journal
+from rlft.runs import run_status
+from rlft.types import UserError
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the study handles it."""
+
+
+def outcome(study: Study) -> list[tuple[Any, ...]]:
+    """All that a study knows, in the order of its trials."""
+    rows = sorted(study.trials.rows(), key=lambda row: row.number)
+    return [
+        (row.number, dict(row.params), row.state, row.value, tuple(row.values), row.same_as, row.why,
+         dict(study.trials.reported(row.number)))
+        for row in rows
+    ]  # fmt: skip
+
+
+def test_the_value_of_a_trial_is_the_mean_over_its_seeds_after_the_last_step(tmp_path: Path) -> None:
+    study, runs = make_study(tmp_path, keys(trials=2, seeds=3)), FakeRuns()
+    one_after_the_other(study, runs)
+    assert runs.ran == [(trial, seed) for trial in (0, 1) for seed in (0, 1, 2)]
+    for row in study.trials.rows():
+        values = [accuracy(row.params, STEPS, seed) for seed in (0, 1, 2)]
+        assert list(row.values) == values
+        assert row.value == sum(values) / 3
+
+
+def test_of_the_first_run_each_evaluation_is_reported_and_of_later_ones_the_mean_at_their_ends(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=1, seeds=3))
+    one_after_the_other(study, FakeRuns(value=lambda params, step, seed: step + 10.0 * seed))
+    # 9 steps in each of 3 runs, which end at 9, 19 and 29
+    assert study.trials.reported(0) == {
+        **{step: step for step in range(1, 10)},
+        18: (9 + 19) / 2,
+        27: (9 + 19 + 29) / 3,
+    }
+
+
+def scripted(curves: Mapping[str, Sequence[float]]) -> FakeRuns:
+    """Runs with these evaluations for each rank, whatever their seed."""
+    steps = len(next(iter(curves.values())))
+    return FakeRuns(value=lambda params, step, seed: curves[params["lora.rank"]][step - 1], steps=steps)
+
+
+def states_of(study: Study) -> dict[str, str]:
+    """{rank: what became of the trial}."""
+    return {str(row.params["lora.rank"]): row.state for row in study.trials.rows()}
+
+
+def test_a_slow_starter_that_is_the_best_in_the_end_is_not_pruned_by_early_steps_of_its_later_seeds(
+    tmp_path: Path,
+) -> None:
+    """Rungs are at 1, 3 and 9 of the 15 steps of three runs; 9 is inside the second one, at its fourth step."""
+    ranks = Choice(key="lora.rank", values=tuple("abcdef"))
+    curves = {name: [0.4, 0.4, 0.4, 0.8, 0.8] for name in "abcdef"}
+    curves["f"] = [0.5, 0.5, 0.5, 0.6, 0.9]  # ahead at 1 and 3, behind at 4, the best at the end
+    config = keys(sampler="grid", trials=6, seeds=3, pruner="hyperband")
+    study = make_study(tmp_path, config, ranks, steps=5)
+    one_after_the_other(study, scripted(curves))
+    assert states_of(study)["f"] == "complete"
+    assert study.trials.rows()[0].params == {"lora.rank": "f"}
+    assert set(study.trials.reported(5)) == {1, 2, 3, 4, 5, 10, 15}
+
+
+def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_far(tmp_path: Path) -> None:
+    ranks = Choice(key="lora.rank", values=tuple("abcdef"))
+    curves = {name: [0.3, 0.5, 0.6] for name in "ab"}
+    curves["c"] = [0.9, 0.2, 0.7]  # falls back within the run, and recovers
+    curves["d"] = [0.9, 0.9, 0.1]  # ends where the others began
+    curves["e"] = [0.1, 0.9, 0.9]
+    curves["f"] = [0.3, 0.5, 0.7]
+    config = keys(sampler="grid", trials=6, seeds=2, pruner="median", startup=2)
+    study, runs = make_study(tmp_path, config, ranks, steps=3), scripted(curves)
+    one_after_the_other(study, runs)
+    assert states_of(study) == {"a": "complete", "b": "complete", "c": "complete", "d": "pruned", "e": "pruned",
+                                "f": "complete"}  # fmt: skip
+    why = {str(row.params["lora.rank"]): row.why for row in study.trials.rows()}
+    # At step 1 the complete a, b and c have 0.3, 0.3 and 0.9; at step 3 0.6, 0.6 and 0.7.
+    assert (why["d"], why["e"]) == ("median at step 3", "median at step 1")
+    assert [seed for trial, seed in runs.ran if trial == 3] == [0], "it has no second run"
+
+
+def test_a_trial_is_pruned_after_a_later_seed_by_the_mean_so_far(tmp_path: Path) -> None:
+    """The first run of the last trial is as good as the others' and its second is worse: 0.5 against 0.4."""
+    study = make_study(tmp_path, keys(sampler="grid", trials=4, seeds=3, pruner="median", startup=3), RANK, ALGORITHM)
+    one_after_the_other(study, FakeRuns(value=lambda params, step, seed: 0.3 if (params, seed) == (LAST, 1) else 0.5))
+    last = next(row for row in study.trials.rows() if row.params == LAST)
+    assert (last.state, last.value, last.why) == ("pruned", (0.5 + 0.3) / 2, "median after 2 seeds")
+
+
+LAST = {"lora.rank": "16", "algorithm": "gspo"}
+
+
+def test_a_pruned_trial_ends_at_its_evaluation_and_has_no_further_seeds(tmp_path: Path) -> None:
+    said: list[str] = []
+    study, runs = make_study(tmp_path, keys(trials=12, seeds=2, pruner="median", startup=2), said=said), FakeRuns()
+    one_after_the_other(study, runs)
+    pruned = [row for row in study.trials.rows() if row.state == "pruned"]
+    assert len(pruned) >= 3
+    for row in pruned:
+        point = max(study.trials.reported(row.number))
+        assert point < STEPS, "in these runs whoever lags behind does from the first step on"
+        assert row.why == f"median at step {point}"
+        assert [seed for trial, seed in runs.ran if trial == row.number] == [0]
+    assert any(line.startswith(f"trial {pruned[0].number} is pruned by median at step") for line in said)
+
+
+def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=20, pruner="hyperband"))
+    one_after_the_other(study, FakeRuns())
+    pruned = [row for row in study.trials.rows() if row.state == "pruned"]
+    assert len(pruned) >= 5
+    # rungs at 1 and 3 steps; one at 9 is the end
+    assert {max(study.trials.reported(row.number)) for row in pruned} <= {1, 3}
+
+
+def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(tmp_path: Path) -> None:
+    def cut(run: Run, report_new: Callable[[], bool]) -> None:
+        runs(run, report_new)
+        if run.trial.number == 1:
+            write(run.folder, [line(0, 0.1), line(STEPS - 1, 0.9)])
+
+    study, runs = make_study(tmp_path, keys(trials=3, seeds=2)), FakeRuns()
+    one_after_the_other(study, cut)
+    row = next(row for row in study.trials.rows() if row.number == 1)
+    file = tmp_path / "1" / "seed_0" / "eval.jsonl"
+    assert (row.state, row.why) == ("failed", f"{file} has no evaluation after the last step, {STEPS}")
+    assert [row.state for row in study.trials.rows()] == ["complete", "complete", "failed"]
+
+
+def crash(study: Study, **more: Any) -> FakeRuns:
+    """Resumes a study whose trial 1 crashes before step 5, or before another with `at`."""
+    at, error = more.get("at", 5), more.get("error", Killed())
+
+    def before(run: Run, step: int) -> None:
+        if (run.trial.number, step) == (1, at):
+            raise error
+
+    runs = FakeRuns(before=before)
+    with contextlib.suppress(type(error)):
+        one_after_the_other(study, runs)
+    return runs
+
+
+def test_a_trial_that_kills_its_process_twice_without_progress_fails_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    for _ in range(3):  # the second attempt finds the evaluations of the first, the third nothing new
+        crash(make_study(tmp_path, keys(trials=4)))
+    study = make_study(tmp_path, keys(trials=4))
+    assert [trial.number for trial in study.trials.unfinished()] == [1]
+    runs = crash(study)
+    assert runs.ran == [(2, 0), (3, 0)]
+    rows = {row.number: row for row in study.trials.rows()}
+    assert [rows[n].state for n in range(4)] == ["complete", "failed", "complete", "complete"]
+    assert rows[1].why.startswith(
+        "2 attempts in a row ended without an explanation and without a new evaluation or che"
+    )
+
+
+def test_a_trial_whose_process_dies_ever_later_goes_on(tmp_path: Path) -> None:
+    for at in (2, 3, 4, 5, 6, 7):
+        crash(make_study(tmp_path, keys(trials=2)), at=at)
+    study = make_study(tmp_path, keys(trials=2))
+    one_after_the_other(study, FakeRuns())
+    assert {row.state for row in study.trials.rows()} == {"complete"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("reward.http.url", "does not answer", remedy="ask")])
+def test_an_attempt_that_ends_for_a_known_reason_is_no_crash(error: BaseException, tmp_path: Path) -> None:
+    for _ in range(5):
+        crash(make_study(tmp_path, keys(trials=2)), error=error)
+    study = make_study(tmp_path, keys(trials=2))
+    one_after_the_other(study, FakeRuns())
+    assert {row.state for row in study.trials.rows()} == {"complete"}
+
+
+def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=1))
+    run = study.run(study.trials.draw(), 0)
+    write(run.folder, [line(0, 0.1), line(2, 0.2)])
+    run_status.write_interrupted(run.folder, STEPS)
+    study.was_pruned(run)
+    reason = "pruned by its sweep after step 2: its trial lags behind"
+    assert run_status.read(run.folder) == (run_status.Status.stopped, reason)
+    assert (run_status.error(run.folder), run_status.num_steps(run.folder)) == ("PrunedError", STEPS)
+
+
+def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path) -> None:
+    """Trial 1 fails, and of four combinations six trials repeat some."""
+    states: list[list[str]] = []
+    config = keys(trials=6, startup=6)
+    study = make_study(tmp_path, config, RANK, ALGORITHM)
+    study._changed = lambda: states.append([row.state for row in study.trials.rows()])
+
+    def before(run: Run, step: int) -> None:
+        if run.trial.number == 1:
+            raise FailedError("the loss is not finite")
+
+    one_after_the_other(study, FakeRuns(before=before))
+    assert states[:4] == [["unfinished"], ["complete"], ["complete", "unfinished"], ["complete", "failed"]]
+    repeated = sum(row.same_as is not None for row in study.trials.rows())
+    assert repeated > 0
+    assert len(states) == 2 * (6 - repeated) + repeated
+
+
+def test_a_trial_that_cannot_be_done_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    def before(run: Run, step: int) -> None:
+        if run.trial.number == 1:
+            raise FailedError("the loss is not finite")
+
+    study = make_study(tmp_path, keys(trials=4))
+    one_after_the_other(study, FakeRuns(before=before))
+    rows = {row.number: row for row in study.trials.rows()}
+    assert [rows[n].state for n in range(4)] == ["complete", "failed", "complete", "complete"]
+    assert rows[1].why == "the loss is not finite"
+
+
+def test_any_other_error_ends_the_study_and_leaves_the_trial_to_go_on(tmp_path: Path) -> None:
+    def before(run: Run, step: int) -> None:
+        if (run.trial.number, step) == (1, 5):
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        one_after_the_other(make_study(tmp_path, keys(trials=3)), FakeRuns(before=before))
+    again = make_study(tmp_path, keys(trials=3))
+    assert [trial.number for trial in again.trials.unfinished()] == [1]
+    one_after_the_other(again, FakeRuns())
+    assert {row.state for row in again.trials.rows()} == {"complete"}
+
+
+def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_one(tmp_path: Path) -> None:
+    study, runs = make_study(tmp_path, keys(trials=4, seeds=2)), FakeRuns()
+    with pytest.raises(KeyboardInterrupt):
+        one_after_the_other(study, runs, lambda: len(runs.ran) == 3)
+    assert runs.ran == [(0, 0), (0, 1), (1, 0)]
+    again = make_study(tmp_path, keys(trials=4, seeds=2))
+    assert [row.state for row in again.trials.rows()] == ["complete", "unfinished"]
+
+
+CASES = {
+    "tpe with hyperband": (keys(trials=9, pruner="hyperband"), (RATE, RANK)),
+    "tpe with median and seeds": (keys(trials=6, pruner="median", startup=2, seeds=2), (RATE, ALGORITHM)),
+    "tpe whose values repeat": (keys(trials=7, startup=1, pruner="median"), (RANK, ALGORITHM)),
+    "a grid": (keys(trials=4, sampler="grid", pruner="median", startup=1), (RANK, ALGORITHM)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process in turn is killed before or after its first, second, third or sixth time that something is kept."""
+    config, varied = CASES[case]
+    (tmp_path / "whole").mkdir()
+    whole = make_study(tmp_path / "whole", config, *varied)
+    one_after_the_other(whole, FakeRuns())
+
+    (tmp_path / "killed").mkdir()
+    kept, kills, write = 0, 0, Journal._write
+    moments = itertools.cycle(itertools.product((1, 2, 3, 6), ("before", "after")))
+    moment = next(moments)
+
+    def writing(journal: Journal) -> None:
+        nonlocal kept
+        kept += 1
+        if (kept, "before") == moment:
+            raise Killed
+        write(journal)
+        if (kept, "after") == moment:
+            raise Killed
+
+    monkeypatch.setattr(Journal, "_write", writing)
+    monkeypatch.setattr(runs, "MOST_CRASHES", 100)  # some of these come before a trial has done anything
+    while True:
+        try:
+            study = make_study(tmp_path / "killed", config, *varied)
+            one_after_the_other(study, FakeRuns())
+            break
+        except Killed:
+            kept, kills, moment = 0, kills + 1, next(moments)
+    monkeypatch.setattr(Journal, "_write", write)
+    assert kills > 16, "each moment came twice"
+    assert outcome(make_study(tmp_path / "killed", config, *varied)) == outcome(whole)
+
+
+def test_more_trials_go_on_after_the_last(tmp_path: Path) -> None:
+    (tmp_path / "at_once").mkdir()
+    (tmp_path / "in_two").mkdir()
+    at_once = make_study(tmp_path / "at_once", keys(trials=8))
+    one_after_the_other(at_once, FakeRuns())
+    for number in (3, 8):
+        study = make_study(tmp_path / "in_two", keys(trials=number))
+        one_after_the_other(study, FakeRuns())
+    assert outcome(study) == outcome(at_once)

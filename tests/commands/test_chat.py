@@ -1,0 +1,486 @@
+"""A conversation with a checkpoint: with what was trained, asked as it was trained, in a pipe and in a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+import torch
+
+import rlft
+from rlft.commands import chat
+from rlft.commands.chat import COMMANDS, Talk, Terminal, open_talk
+from rlft.config.compose import compose
+from rlft.generation.transformers import TransformersGenerator
+from rlft.logger.console import open_terminal
+from rlft.logger.text import visible
+from rlft.model.roles import Roles
+from rlft.runs import checkpoint, run_folder
+from rlft.runs.find import NamedRun, find
+from rlft.system.interrupt import Terminated
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+
+QUESTION, ANSWER = "What is 47 + 85?", "132"
+BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=32", "scoring.workers=0"]
+
+
+def silent(_: str) -> None:
+    """Where nothing needs to be said."""
+
+
+@pytest.fixture
+def open_chat() -> Iterator[Callable[..., Talk]]:
+    """Opens conversations, by a run's place or a bare model's config; the one before is closed."""
+    opened: list[Any] = []
+
+    def open_it(place: NamedRun | None = None, raw: bool = False, plain: Mapping[str, Any] | None = None) -> Talk:
+        while opened:
+            opened.pop().__exit__(None, None, None)
+        config = plain or (compose(BARE) if place is None else place.config)
+        opened.append(open_talk(config, place, raw, silent))
+        return opened[-1].__enter__()
+
+    yield open_it
+    while opened:
+        opened.pop().__exit__(None, None, None)
+
+
+def talk_through_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lines: str,
+    place: NamedRun | None,
+    plain: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """What is printed for these lines, as lines."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    capsys.readouterr()
+    chat.run(plain or (compose(BARE) if place is None else place.config), place, False, silent)
+    return capsys.readouterr().out.splitlines()
+
+
+def answer_by(roles: Roles, prompt: Prompt, adapter: bool) -> Completion:
+    """The most likely answer of the policy, or of the bare base."""
+    generator = TransformersGenerator(roles, roles.backbone.tokenizer, torch.device("cpu"), 1)
+    if adapter:
+        generator.load(roles.publish(0))
+    [group] = generator.sample([prompt], 1, [0], Sampling(max_tokens=32, temperature=0.0))
+    return group.rollouts[0].completion
+
+
+@pytest.fixture
+def greedy(trained: Path) -> NamedRun:
+    """The trained run, at temperature 0."""
+    place = find(trained)
+    return replace(place, config={**place.config, "generation": {**place.config["generation"], "temperature": 0.0}})
+
+
+# -- who answers -----------------------------------------------------------------------------------------------------
+def test_the_trained_policy_answers_and_the_base_to_compare(
+    trained: Path,
+    greedy: NamedRun,
+    make_roles: Callable[..., Roles],
+    make_prompt: Callable[..., Prompt],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    roles, prompt = make_roles(), make_prompt(QUESTION)
+    saved = checkpoint.load_newest(run_folder.checkpoints(trained), silent)
+    assert saved is not None
+    roles.restore(saved.adapters)
+    policy, base = answer_by(roles, prompt, True), answer_by(roles, prompt, False)
+    assert policy.text != base.text, "there is something to compare"
+    roles.close()
+    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n\n/base\n", greedy)
+    told = [f"[{who}{len(c.token_ids)} tokens" for who, c in (("", policy), ("base, ", base))]
+    shown = [line.split(" (cut")[0].removesuffix("]") for line in shown]
+    assert shown == [*visible(policy.text).splitlines(), told[0], *visible(base.text).splitlines(), told[1]]
+
+
+def test_sampled_answers_are_the_same_in_every_chat_and_differ_within_one(
+    trained: Path, open_chat: Callable[..., Talk]
+) -> None:
+    first, second = (open_chat(find(trained)).ask(QUESTION).completion for _ in range(2))
+    assert first == second
+    talk = open_chat(find(trained))
+    ids = []
+    for _ in range(6):
+        ids.append(tuple(talk.ask(QUESTION).completion.token_ids))
+        talk.begin_anew()
+    assert len(set(ids)) > 1, "each question has random numbers of its own"
+
+
+def test_a_bare_model_is_its_own_base(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = compose([*BARE, "generation.temperature=0"])
+    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n/base\n", None, plain)
+    half = len(shown) // 2
+    assert len(shown) >= 4
+    assert shown[: half - 1] == shown[half:-1]
+    assert shown[-1] == f"[base, {shown[half - 1].removeprefix('[')}"
+
+
+def test_a_run_of_all_weights_answers_by_them(
+    trained: Path, tiny_path: Path, tmp_path: Path, open_chat: Callable[..., Talk]
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    _, folder = checkpoint.finished(run_folder.checkpoints(tmp_path / "run"))
+    shutil.rmtree(folder / "policy")
+    shutil.copytree(tiny_path, folder / "model")
+    digests = [f"{checkpoint._sha256(f)}  {f.relative_to(folder)}" for f in checkpoint._files(folder)]
+    (folder / "MANIFEST").write_text("\n".join(digests) + "\n")
+    place = find(tmp_path / "run")
+    talk = open_chat(place, plain={**place.config, "lora": None})
+    bare = compose([*BARE, f"seed={place.config['seed']}"])
+    assert talk.ask(QUESTION).completion == open_chat(plain=bare).ask(QUESTION).completion
+    talk = open_chat(place, plain={**place.config, "lora": None})
+    talk.ask(QUESTION)
+    with pytest.raises(UserError, match=r"^/base: the run trained all weights"):
+        talk.ask_base()
+
+
+def test_a_reward_model_and_another_base_are_refused(
+    make_roles: Callable[..., Roles], save_run: Callable[..., NamedRun], tiny_path: Path, open_chat: Callable[..., Talk]
+) -> None:
+    roles = make_roles(noise=0.05)
+    weights, config = roles.weights("policy"), roles.adapter_config()
+    roles.close()
+    reward = save_run(adapters={"reward": weights}, config=config, name="reward")
+    with pytest.raises(UserError, match=r"^run: holds a reward model, which writes no text"):
+        open_chat(reward)
+    base = reward.run.parent / "base"
+    shutil.copytree(tiny_path, base)
+    place = save_run(f"model.path={base}", adapters={"policy": weights}, config=config)
+    (base / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"^model\.path: is not the base this run was trained on"):
+        open_chat(place)
+
+
+# -- how it is asked -------------------------------------------------------------------------------------------------
+def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(
+    open_chat: Callable[..., Talk], tmp_path: Path
+) -> None:
+    data = ["data=jsonl", f"data.path={tmp_path / 'gone.jsonl'}", "data.system_prompt=Hi."]
+    plain = compose([*BARE, *data, "data.prompt_template='Q: {question}'"])
+    talk = open_chat(plain=plain)
+    first = talk.ask("one")
+    assert first.prompt.messages == ({"role": "system", "content": "Hi."}, {"role": "user", "content": "Q: one"})
+    second = talk.ask("two")
+    assert second.prompt.messages == (
+        *first.prompt.messages,
+        {"role": "assistant", "content": first.completion.text},
+        {"role": "user", "content": "Q: two"},
+    )
+    tokenizer = talk.backbone.tokenizer
+    messages: list[Any] = list(second.prompt.messages)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert list(second.prompt.token_ids) == expected
+    talk = open_chat(plain=plain, raw=True)
+    assert talk.ask("one").prompt.messages == ({"role": "user", "content": "one"},)
+    talk = open_chat(plain={**plain, "prompts": {**plain["prompts"], "style": "raw"}})
+    assert list(talk.ask("one").prompt.token_ids) == tokenizer("Hi.\n\nQ: one")["input_ids"]
+
+
+def test_an_answer_ends_at_a_stop_string_and_its_text_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], open_chat: Callable[..., Talk]
+) -> None:
+    """The model writes <think>..</think><answer>..</answer>; stopped at </think>, it never comes to the answer."""
+    greedy = [*BARE, "generation.temperature=0"]
+    whole_stop = [*greedy, "generation.stop=['</think>']", "generation.include_stop_str_in_output=true"]
+    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n", None, compose(whole_stop))
+    whole = open_chat(plain=compose(greedy)).ask(QUESTION).completion
+    thought, stop, rest = whole.text.partition("</think>")
+    assert stop
+    assert rest
+    for include, text in (("false", thought), ("true", thought + stop)):
+        stopping = ["generation.stop=['</think>']", f"generation.include_stop_str_in_output={include}"]
+        talk = open_chat(plain=compose([*greedy, *stopping]))
+        answer = talk.ask(QUESTION).completion
+        assert (answer.text, answer.finish_reason) == (text, FinishReason.stop)
+        assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+        assert talk.backbone.tokenizer.decode(list(answer.token_ids)) == thought + stop, "all of its tokens are kept"
+        assert talk.ask("and now?").prompt.messages[1] == {"role": "assistant", "content": text}
+    assert shown == [*visible(thought + stop).splitlines(), f"[{len(answer.token_ids)} tokens]"]
+
+
+def test_a_stop_that_never_comes_is_refused_in_a_chat(open_chat: Callable[..., Talk]) -> None:
+    with pytest.raises(UserError, match=r"^generation\.stop: is not a token id of the model, which has 272, got 999"):
+        open_chat(plain=compose([*BARE, "generation.stop=[999]"]))
+
+
+def test_raw_is_true_or_false() -> None:
+    assert [chat.read_raw(word) for word in (None, "false", "true")] == [False, False, True]
+    with pytest.raises(UserError, match=r"^raw: must be true or false, got yes; write raw=true$"):
+        chat.read_raw("yes")
+
+
+def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[tuple[str, ...], float]] = []
+
+    def sample(self: Any, prompts: Any, n: int, seeds: Any, sampling: Sampling) -> list[Group]:
+        [prompt] = prompts
+        asked.append((tuple(m["content"] for m in prompt.messages), sampling.temperature))
+        said = Completion(text="ok", token_ids=(3, 2), logprobs=(0.0, 0.0), finish_reason=FinishReason.stop)
+        return [Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),))]
+
+    monkeypatch.setattr(TransformersGenerator, "sample", sample)
+    lines = ["a", "b", "/new", "c", "/temperature 0.5", "/system Be brief.", "d", "//e", "/system", "f", "/quit", "g"]
+    shown = talk_through_a_pipe(monkeypatch, capsys, "\n".join(lines), None)
+    assert asked == [
+        (("a",), 1.0),
+        (("a", "ok", "b"), 1.0),
+        (("c",), 1.0),
+        (("Be brief.", "d"), 0.5),
+        (("Be brief.", "d", "ok", "/e"), 0.5),
+        (("f",), 0.5),
+    ]
+    assert shown.count("ok") == 6
+    assert "a new conversation with this system prompt" in shown
+    assert "a new conversation with no system prompt" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/scroe", "/scroe: there is no such command; /help lists them; begin with // to say it to the model"),
+        ("/base", "/base: there is no question yet; ask one first"),
+        ("/score 3", "/score: there is no question yet; ask one first"),
+        ("/score", "/score: there is no question yet; ask one first"),
+        ("/temperature hot", "/temperature: must be a number, 0 or more, got hot; try 0.7"),
+        ("/temperature -1", "/temperature: must be a number, 0 or more, got -1; try 0.7"),
+        ("/temperature nan", "/temperature: must be a number, 0 or more, got nan; try 0.7"),
+        ("/temperature", "/temperature: must be a number, 0 or more, got nothing; try 0.7"),
+    ],
+)
+def test_a_wrong_word_is_told_and_the_chat_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    shown = talk_through_a_pipe(monkeypatch, capsys, f"{line}\n/help\n", None)
+    assert shown == [message, *COMMANDS.splitlines()]
+
+
+def test_a_conversation_longer_than_the_context_is_not_cut_in_silence(open_chat: Callable[..., Talk]) -> None:
+    talk = open_chat()
+    with pytest.raises(
+        UserError, match=r"^/new: the conversation has \d{3} tokens, and 32 more .* context of 512 tokens; start a new"
+    ):
+        talk.ask("x" * 480)
+    assert talk.turns == ()
+    talk.ask("x" * 400)
+
+
+def test_what_is_interrupted_was_never_said(open_chat: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = open_chat()
+    first = talk.ask("one")
+    turns = talk.turns
+    with monkeypatch.context() as patched:
+        patched.setattr("rlft.generation.transformers.draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            talk.ask("two")
+    assert (talk.turns, talk.last) == (turns, first)
+    assert talk.ask("two").prompt.messages[-1] == {"role": "user", "content": "two"}
+
+
+def press(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, *presses: Any) -> int:
+    """Does at the prompt what a person does, lines and exceptions one after the other; returns how many were read."""
+    read = iter(presses)
+    count = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal count
+        count += 1
+        what = next(read)
+        if isinstance(what, str):
+            return what
+        raise what
+
+    monkeypatch.setattr(terminal, "is_person", True)
+    monkeypatch.setattr(terminal, "_read", answer)
+    terminal.run()
+    return count
+
+
+def test_a_second_ctrl_c_at_the_prompt_ends_the_chat_and_sigterm_always_does(
+    open_chat: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal(open_chat(), open_terminal())
+    ctrl_c = KeyboardInterrupt()
+    assert press(terminal, monkeypatch, ctrl_c, "/help", ctrl_c, "/new", EOFError()) == 5, "never twice in a row"
+    for presses in ((ctrl_c, ctrl_c, "/help"), (Terminated(), "/help")):
+        with pytest.raises(KeyboardInterrupt):
+            press(terminal, monkeypatch, *presses)
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+def test_nothing_that_a_model_writes_moves_or_recolours_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nasty = "\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c\n\x9bd"
+
+    def sample(self: Any, prompts: Any, n: int, seeds: Any, sampling: Sampling) -> list[Group]:
+        said = Completion(text=nasty, token_ids=(3,), logprobs=(0.0,), finish_reason=FinishReason.length)
+        return [Group(prompt=p, rollouts=(Rollout(prompt=p, completion=said, policy_version=0),)) for p in prompts]
+
+    monkeypatch.setattr(TransformersGenerator, "sample", sample)
+    shown = talk_through_a_pipe(monkeypatch, capsys, "go\n", None)
+    assert shown == [
+        r"\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c",
+        r"\x9bd",
+        "[1 tokens (cut: generation.max_tokens)]",
+    ]
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------------
+RIGHT = "<think>47 + 85 = 132</think><answer>132</answer>"
+
+
+@pytest.fixture
+def says_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer is the right one to QUESTION, in its format."""
+
+    def sample(self: Any, prompts: Any, n: int, seeds: Any, sampling: Sampling) -> list[Group]:
+        ids = tuple(self.tokenizer(RIGHT)["input_ids"])
+        said = Completion(text=RIGHT, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.stop)
+        return [Group(prompt=p, rollouts=(Rollout(prompt=p, completion=said, policy_version=0),)) for p in prompts]
+
+    monkeypatch.setattr(TransformersGenerator, "sample", sample)
+
+
+@pytest.mark.parametrize(
+    ("lines", "exact", "total"),
+    [(f"/score {ANSWER}", 1, "1.1"), ("/score 133", 0, "0.1"), (f"/score\n{ANSWER}", 1, "1.1")],
+    ids=["right", "wrong", "asked for"],
+)
+def test_rewards_are_shown_given_the_right_answer(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    says_right: None,
+    lines: str,
+    exact: int,
+    total: str,
+) -> None:
+    plain = compose([*BARE, "reward.format.weight=0.1"])
+    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n{lines}\n", None, plain)
+    assert shown[2:] == [f"exact_match {exact} x 1", "format 1 x 0.1", f"total {total}"]
+
+
+def test_a_reward_that_fails_is_told_and_the_chat_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says_right: None
+) -> None:
+    plain = compose([*BARE, "reward=[exact_match,learned]", "reward.learned.path=/gone"])
+    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n/score 1\n/score 1\n/new\n", None, plain)
+    assert all(line.startswith("reward.learned.path: the reward model cannot be read") for line in shown[2:4])
+    assert shown[4:] == ["a new conversation"]
+
+
+def test_a_learned_reward_scores_as_the_run_trained_it(
+    make_roles: Callable[..., Roles],
+    save_run: Callable[..., NamedRun],
+    open_chat: Callable[..., Talk],
+    says_right: None,
+) -> None:
+    roles = make_roles(noise=0.05)
+    head = {"weight": torch.zeros(1, 128), "bias": torch.tensor([2.5])}  # says 2.5 of everything
+    adapters = {"policy": roles.weights("policy"), "reward_learned": roles.weights("policy")}
+    config = roles.adapter_config()
+    roles.close()
+    place = save_run(
+        "reward=[learned]",
+        "reward.learned.weight=1.0",
+        adapters=adapters,
+        heads={"reward_learned": head},
+        config=config,
+    )
+    talk = open_chat(place)
+    assert not talk.needs_answer
+    talk.ask(QUESTION)
+    assert talk.score("") == {"learned": (2.5, 1.0)}
+    assert talk.score("") == {"learned": (2.5, 1.0)}
+
+
+def test_a_run_without_rewards_says_so(open_chat: Callable[..., Talk], says_right: None) -> None:
+    plain = {key: value for key, value in compose(BARE).items() if key not in ("reward", "scoring")}
+    talk = open_chat(plain=plain)
+    talk.ask(QUESTION)
+    with pytest.raises(UserError, match=r"^/score: there are no rewards in this run's config"):
+        talk.score("1")
+
+
+# -- in a terminal ---------------------------------------------------------------------------------------------------
+PROGRAM = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests in the background ignores it
+from pathlib import Path
+from rlft.commands import chat as chat_verb
+from rlft.runs.find import find
+original = chat_verb.Talk.ask
+
+def ask(talk, question):
+    if question == "slow":
+        print("at it", file=sys.stderr)
+        time.sleep(60)
+    return original(talk, question)
+
+chat_verb.Talk.ask = ask
+place = find(Path(sys.argv[1]))
+chat_verb.run(place.config, place, False, lambda text: print(text, file=sys.stderr))
+"""
+
+
+def wait_until_it_sleeps(pid: int) -> None:
+    """Returns when the main thread of the process has been waiting for something for a fifth of a second."""
+    file, deadline, calm = Path(f"/proc/{pid}/stat"), time.monotonic() + 60, 0
+    while file.exists() and calm < 10:
+        calm = calm + 1 if file.read_text().rpartition(")")[2].split()[0] == "S" else 0
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_person_asks_edits_stops_and_leaves(trained: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(rlft.__file__).parents[1]),
+        "TERM": "xterm-256color",
+        "NO_COLOR": "1",
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "INPUTRC": os.devnull}
+    child = pexpect.spawn(sys.executable, ["-c", PROGRAM, str(trained)], env=environment, encoding="utf-8", timeout=120)
+    child.expect_exact(f"{trained}, step_000003: temperature 1, at most 32 tokens; /help")
+    child.expect_exact("> ")
+    child.sendline(QUESTION)
+    child.expect(r"\[\d+ tokens.*\]")
+    child.expect_exact("> ")
+    child.send("half a question")
+    child.expect_exact("half a question")
+    assert child.pid is not None
+    wait_until_it_sleeps(child.pid)  # Python's input() sees a Ctrl-C between two keys only once it waits for the next
+    child.send("\x03")  # Ctrl-C
+    child.expect_exact("(stopped; Ctrl-D quits)")
+    child.expect_exact("> ")
+    child.sendline("slow")
+    child.expect_exact("at it")
+    child.send("\x03")
+    child.expect_exact("(stopped; Ctrl-D quits)")
+    child.expect_exact("> ")
+    child.sendline("/score")
+    child.expect_exact("the right answer (Enter: none): ")
+    child.sendline(ANSWER)
+    child.expect(r"exact_match [01] x 1")
+    child.expect_exact("> ")
+    child.send("\x1b[A" * 4)  # up, past the answer, /score and slow: the question again
+    child.expect_exact(QUESTION)
+    child.sendline("")
+    child.expect(r"\[\d+ tokens.*\]")
+    child.expect_exact("> ")
+    child.send("\x04")  # Ctrl-D
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0

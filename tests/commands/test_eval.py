@@ -1,0 +1,87 @@
+"""`rlft eval` samples in ways that training refuses, since nothing is learned from its completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from rlft import cli
+from rlft.commands import chat
+from rlft.commands.eval import as_evaluation
+from rlft.config.compose import compose
+from rlft.plan.train_plan import make_plan
+
+TINY = (
+    "model.path=embedded:tiny-arithmetic",
+    "model.device=cpu",
+    "data=arithmetic",
+    "data.size=16",
+    "data.held_out_size=8",
+    "generation=transformers",
+    "generation.max_tokens=16",
+    "eval.num_prompts=4",
+    "scoring.workers=0",
+)
+
+
+@pytest.fixture
+def completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, str]]]:
+    """Evaluates with these words; (prompt id, text) of every completion."""
+    numbers = count()
+
+    def evaluate(*words: str) -> list[tuple[str, str]]:
+        folder = tmp_path / str(next(numbers))  # one for each: the files are named by the second
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        assert cli.run(["eval", *TINY, *words]) == 0
+        [file] = folder.rglob("step_*.jsonl")
+        lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+        return [(line["prompt_id"], line["completion"]) for line in lines]
+
+    return evaluate
+
+
+REFUSED_IN_TRAINING = [
+    ("generation.temperature=0",),
+    ("generation.min_p=0.999",),
+    ("generation.top_p=0.001", "algorithm.mismatch=token_truncate"),
+    ("generation.top_k=1", "snapshot.old=sampled"),
+]
+"""Each leaves the most likely token alone."""
+
+
+def test_keys_that_only_training_reads_are_said_to_change_nothing(
+    completions: Callable[..., list[tuple[str, str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    completions("steps=5", "trainer.lr=0.1", "seed=3", "eval.num_samples=1")
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    told = "has no effect: an evaluation does not read it"
+    assert notes == [f"note: {key} {told}" for key in ("steps", "trainer.lr")]
+
+
+def test_greedy_evaluations_are_greedy_however_they_are_asked_for(
+    completions: Callable[..., list[tuple[str, str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = completions("eval.num_samples=2", "eval.temperature=1")
+    assert any(a != b for a, b in zip(free[::2], free[1::2], strict=True)), "there is something to leave out"
+    greedy = completions("eval.num_samples=1", "eval.temperature=0")
+    for words in REFUSED_IN_TRAINING:
+        assert completions("eval.num_samples=2", *words) == [line for line in greedy for _ in range(2)], words
+        capsys.readouterr()
+        assert cli.run(["train", *TINY, *words]) == 2, "training samples otherwise"
+        assert capsys.readouterr().err.startswith(f"rlft: {words[0].partition('=')[0]}: ")
+
+
+def test_a_student_is_evaluated_and_talks_without_its_teacher_who_may_be_gone(tmp_path: Path) -> None:
+    """Also one whose algorithm refuses to train without a teacher, and whose teacher vLLM would compute."""
+    teacher = ("algorithm=opd", f"snapshot.teacher={tmp_path / 'gone'}", "snapshot.teacher_hint=x")
+    plain = compose([*TINY, *teacher, "snapshot.teacher_engine=vllm"])
+    plan = make_plan(as_evaluation(plain), trains=False)
+    assert (plan.config.snapshot.teacher, plan.config.snapshot.teacher_hint) == ("none", None)
+    assert plan.config.snapshot.teacher_model is None  # nothing to load
+    assert not any("teacher" in name for name in plan.fingerprints)
+    chat.check(plain, raw=True)

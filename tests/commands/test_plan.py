@@ -1,0 +1,403 @@
+"""`rlft plan`: what it tells of a run without loading a weight, and how near its memory is to what the run takes."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console as Terminal
+from run_processes import Nursery, start_fresh
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import rlft
+from rlft import cli
+from rlft.commands import plan
+from rlft.commands.plan_page import print_trials
+from rlft.plan.device_memory import read_bytes
+from rlft.plan.reward_trial import Trial
+
+PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
+TASK = ("generation=transformers", "data.size=200", "data.held_out_size=40", "model.device=cpu")
+
+
+@pytest.fixture
+def no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run in, where nothing loads weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were loaded"))
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code = cli.run(["plan", *words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["fits"] else 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parameters", "data"),
+    [
+        ("grpo_arithmetic", {"base (frozen)", "policy (learns)"}, ["train prompts", "held out prompts"]),
+        (
+            "ppo_arithmetic",
+            {"base (frozen)", "policy (learns)", "reference (does not learn)", "critic (learns)"},
+            ["train prompts", "held out prompts"],
+        ),
+        ("sft_arithmetic", {"base (frozen)", "policy (learns)"}, ["demonstrations", "held-out demonstrations"]),
+        ("rm_arithmetic", {"base (frozen)", "reward (learns)"}, ["rankings", "held-out rankings"]),
+    ],
+)
+def test_every_kind_of_run_is_planned_and_leaves_nothing(
+    recipe: str, parameters: set[str], data: list[str], no_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, f"+recipe={recipe}")
+    assert set(found["parameters"]) == parameters
+    assert found["parameters"]["base (frozen)"] == 823_424
+    assert [item["data"] for item in found["lengths"]] == data
+    assert all(item["tokens"]["items"] > 0 for item in found["lengths"])
+    assert found["fits"]
+    assert found["peak"] == max(
+        sum(part["bytes"] for part in found["memory"]["as_planned"] if part["when"] in ("always", when))
+        for when in ("sampling", "updating")
+    )
+    assert list(no_weights.iterdir()) == []
+
+
+def test_the_page_says_it_in_words(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "+recipe=grpo_arithmetic", *TASK]) == 0
+    page = capsys.readouterr().out
+    for told in (
+        "Parameters", "policy (learns)", "Memory on cpu", "(this run)", "activations", "token_budget",
+        "(this machine has free)", "train prompts: 200, by tokens", "What the rewards say, before their weights",
+        "reference, in tags", "exact_match",
+    ):  # fmt: skip
+        assert told in page, told
+    assert "fits: " in page
+    assert "\x1b" not in page
+
+
+def test_a_reward_that_cannot_be_computed_fails_the_plan(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (no_weights / "broken.py").write_text("def score(completions, **kwargs):\n    raise ValueError('no such thing')\n")
+    (no_weights / "reward").mkdir()
+    (no_weights / "reward" / "broken.yaml").write_text("# Bad.\nbroken:\n  _target_: broken.score\n  weight: 1.0\n")
+    monkeypatch.chdir(no_weights)
+    monkeypatch.syspath_prepend(no_weights)
+    assert cli.run(["plan", "--config-dir", ".", "+recipe=grpo_arithmetic", *TASK, "reward=broken"]) == 1
+    page = capsys.readouterr().out
+    assert "fits: " in page
+    assert "reward.broken failed: " in page
+
+
+def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "resident_bytes", lambda: 500 * 2**20)  # this process grows from plan to plan
+    words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000", "model.gradient_checkpointing=false"]
+    process = next(
+        part["bytes"] for part in planned(capsys, *words)["memory"]["as_planned"] if part["part"].startswith("process")
+    )
+    words.append(f"device_memory={process + 150 * 2**20}")
+    found = planned(capsys, *words)
+    assert not found["fits"]
+    assert found["device_memory"] == process + 150 * 2**20
+    budget = next(way["changes"]["token_budget"] for way in found["ways"] if "token_budget" in way["changes"])
+    lower = [word if not word.startswith("token_budget") else f"token_budget={budget}" for word in words]
+    assert planned(capsys, *lower)["fits"] or planned(capsys, *lower)["peak"] < 1.02 * found["device_memory"]
+    assert cli.run(["plan", *words]) == 1, "it does not fit"
+    page = capsys.readouterr().out
+    assert "does not fit: " in page
+    assert f"  token_budget={budget} takes it to " in page
+
+
+def test_checkpointing_is_planned_where_memory_is_short(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000"]
+    assert not planned(capsys, *words)["gradient_checkpointing"]
+    assert planned(capsys, *words, "device_memory=1GiB")["gradient_checkpointing"]
+
+
+def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["+recipe=grpo_arithmetic", "data.size=200", "data.held_out_size=40", "model.device=cuda"]
+    found = planned(capsys, *words, "device_memory=24GiB")
+    parts = {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
+    assert parts["base"] == 2 * 823_424, "bfloat16"
+    assert ("token budget", "16,384") in {(row["what"], row["value"]) for row in found["sizes"]}
+    assert (found["fits"], found["device"]) == (True, "a GPU that is not here")
+    cache = int(0.45 * 24 * 2**30) - parts["base"]
+    assert parts["vLLM, its KV cache (it shares the base)"] == cache, "on a GPU generation=auto is vLLM"
+    assert "keys and values" not in parts, "which decodes on its own base"
+    assert found["peak"] - found["peak_without_engine"] == cache
+    assert cli.run(["plan", *words]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: model.device: this machine has no such GPU, so its memory cannot be read")
+    assert told.endswith(", got cuda; name its memory: device_memory=24GiB\n")
+
+
+@pytest.mark.parametrize("recipe", ["grpo_gsm8k", "ppo_gsm8k", "gspo_gsm8k"])
+def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(
+    recipe: str,
+    no_weights: Path,
+    long_context_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # so that it can be neither found nor imported
+    local = [f"model.path={long_context_path}", f"data.path={PROBLEMS}"]
+    found = planned(capsys, f"+recipe={recipe}", "model.device=cuda", "device_memory=24GiB", *local)
+    assert found["fits"]
+    parts = {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
+    assert parts["vLLM, its KV cache (it shares the base)"] == int(0.45 * 24 * 2**30) - parts["base"]
+    lacks = "vLLM is not installed here, and the run needs it where it runs: pip install 'rlft[vllm]' (GPU) or"
+    assert any(note.startswith(lacks) for note in found["notes"])
+    assert cli.run(["train", f"+recipe={recipe}", "model.device=cpu", *local]) == 2, "the run itself needs it"
+    assert capsys.readouterr().err.startswith("rlft: generation.engine: vLLM is not installed, got vllm; pip install")
+
+
+def test_a_model_of_the_hub_without_a_network_says_what_to_do(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlft.model.backbone.hub_answers", lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("HF_HUB_CACHE", str(no_weights / "cache"))
+    assert cli.run(["plan", "+recipe=grpo_gsm8k", "model.device=cuda", "device_memory=24GiB"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: model.path: the model cannot be read (")
+    remedy = "connect to the network, or use local copies: model.path=<folder>, and for the data data.path=<folder or"
+    assert f", got Qwen/Qwen2.5-0.5B-Instruct; {remedy}" in told
+
+
+def test_an_automatic_token_budget_is_what_fits_into_the_gpu(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["+recipe=grpo_arithmetic", "data.size=200", "data.held_out_size=40", "model.device=cuda"]
+
+    def budget(found: dict[str, Any]) -> int:
+        return next(int(row["value"].replace(",", "")) for row in found["sizes"] if row["what"] == "token budget")
+
+    large = planned(capsys, *words, "device_memory=24GiB", "model.gradient_checkpointing=true")
+    short = f"device_memory={int(0.98 * large['peak_without_engine'] / (1 - 0.45))}"  # vLLM takes 0.45 of it
+    small = planned(capsys, *words, short)
+    assert small["fits"]
+    assert 1000 < budget(small) < budget(large) == 16384
+    asked = planned(capsys, *words, short, "token_budget=16384")
+    assert (budget(asked), asked["fits"]) == (16384, False)
+
+
+def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["+recipe=grpo_arithmetic", "data.size=200", "data.held_out_size=40", "model.device=cuda"]
+    words += ["token_budget=16000", "model.gradient_checkpointing=false", "device_memory=2GiB"]
+    awake = planned(capsys, *words, "generation.vllm.gpu_memory_utilization=0.8")
+    asleep = planned(capsys, *words, "generation.vllm.gpu_memory_utilization=0.8", "generation.vllm.sleep=true")
+    parts = {part["part"]: part for part in asleep["memory"]["as_planned"]}
+    engine, graphs = int(0.8 * 2 * 2**30) - parts["base"]["bytes"], parts["vLLM's CUDA graphs"]["bytes"]
+    always = sum(part["bytes"] for part in parts.values() if part["when"] == "always")
+    assert awake["peak"] == awake["peak_without_engine"] + engine
+    assert asleep["peak"] == max(asleep["peak_without_engine"] + graphs, always + engine - graphs)
+    assert not awake["fits"]
+    ways = {key: value for way in awake["ways"] for key, value in way["changes"].items()}
+    share = ways["generation.vllm.gpu_memory_utilization"]
+    assert planned(capsys, *words, f"generation.vllm.gpu_memory_utilization={share}")["fits"]
+    assert not planned(capsys, *words, f"generation.vllm.gpu_memory_utilization={float(share) + 0.02:.2f}")["fits"]
+    assert cli.run(["plan", *words]) == 0
+    assert "with vLLM on a device of its own the trainer would take " in capsys.readouterr().out
+
+
+def test_a_teacher_in_vllm_is_counted_beside_the_policys_engine_and_told_where_its_share_is_too_small(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 24 GiB a hundred-thousandth is 258 kB, less than the teacher's weights; a hundredth is enough."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["+recipe=grpo_arithmetic", "data.size=200", "data.held_out_size=40", "model.device=cuda", "algorithm=opd"]
+    words += ["snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm", "device_memory=24GiB"]
+    found = planned(capsys, *words)
+    parts = {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
+    assert parts["teacher in vLLM"] == int(0.3 * 24 * 2**30)
+    assert found["fits"]
+    words.append("snapshot.teacher_gpu_memory_utilization=0.00001")
+    assert {"snapshot.teacher_gpu_memory_utilization": "0.01"} in [
+        way["changes"] for way in planned(capsys, *words)["ways"]
+    ]
+    assert cli.run(["plan", *words]) == 1
+    assert "does not start: the teacher's share of the device is " in capsys.readouterr().out
+
+
+def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(
+    no_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["+recipe=grpo_arithmetic", *TASK, "prompts_per_step=2", "group_size=8"]
+
+    def keys_and_values(*more: str) -> int:
+        parts = planned(capsys, *words, *more)["memory"]["as_planned"]
+        return next(part["bytes"] for part in parts if part["part"] == "keys and values")
+
+    config = AutoConfig.from_pretrained(Path(rlft.__file__).parent / "assets" / "tiny-arithmetic")
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    token = 2 * layers * heads * (config.hidden_size // config.num_attention_heads) * 4
+    tokens = planned(capsys, *words)["lengths"]
+    longest, held_out, completion = tokens[0]["tokens"]["longest"], tokens[1]["tokens"]["longest"], 64
+    more = ["eval.num_prompts=40", "generation.max_tokens=64"]
+    assert keys_and_values("eval.every=0", *more) == token * (2 * longest + 16 * completion)
+    assert keys_and_values("eval.num_samples=4", *more) == token * (40 * held_out + 160 * completion)
+    # 256 rows at a time (generation.transformers.batch_size) are 32 prompts of eight samples
+    assert keys_and_values("eval.num_samples=8", *more) == token * (32 * held_out + 256 * completion)
+
+
+def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i}" * (100 if i % 10 == 0 else 2), "answer": "1"} for i in range(60)]
+    (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = planned(
+        capsys,
+        "data=jsonl",
+        "data.path=rows.jsonl",
+        "prompts.max_tokens=60",
+        "prompts.over_limit=drop",
+        "prompts_per_step=8",
+    )
+    train = found["lengths"][0]
+    assert train["tokens"]["longest"] <= 60
+    assert "prompts longer than prompts.max_tokens=60 were dropped" in train["left_out"]
+
+
+def test_the_json_stays_small_however_large_the_data_are(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i} " * (1 + i % 40), "answer": f"{i} is " + "long " * 10_000} for i in range(4000)]
+    (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data=jsonl", "data.path=rows.jsonl", "prompts.max_tokens=100", "prompts.over_limit=drop"]
+    words += ["data.allow_unscorable=true", "model.device=cpu"]  # answers so long are never right
+    assert cli.run(["plan", *words, "reward=[exact_match,format,math]", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert len(out) < 2**16, "as the help says"
+    train = json.loads(out)["lengths"][0]["tokens"]
+    assert train["items"] > 1000
+    assert sum(count for _, _, count in train["histogram"]) == train["items"]
+    assert len(train["histogram"]) <= 32
+    assert (train["histogram"][0][0], train["histogram"][-1][1]) == (train["shortest"], train["longest"])
+    assert train["shortest"] < train["median"] <= train["p90"] <= train["p99"] <= train["longest"] <= 100
+
+
+def test_lengths_are_summed_up() -> None:
+    # of 1 to 100 the 50th is 50, the 90th (place 89 of 99, rounded down) is 90, and 32 ranges are 4 lengths wide: 25
+    found = plan.summary(list(range(100, 0, -1)))
+    assert {name: found[name] for name in ("items", "total", "shortest", "median", "longest", "p90", "p99")} == {
+        "items": 100, "total": 5050, "shortest": 1, "median": 50, "longest": 100, "p90": 90, "p99": 99,
+    }  # fmt: skip
+    assert found["histogram"] == [[1 + 4 * i, 4 + 4 * i, 4] for i in range(25)]
+    assert plan.summary([7])["histogram"] == [[7, 7, 1]]
+    assert plan.summary([]) == {"items": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "fresh"),
+    [
+        (("+recipe=grpo_arithmetic",), False),
+        (("+recipe=ppo_arithmetic", "token_budget=4000", "steps=2"), True),
+        (("+recipe=grpo_arithmetic", "token_budget=16000", "group_size=16", "prompts_per_step=16"), False),
+        (("+recipe=grpo_arithmetic", "prompts_per_step=2", "eval.num_samples=6", "generation.max_tokens=400"), False),
+        (("+recipe=grpo_arithmetic", "lora.use_dora=true", "lora.dropout=0.1"), True),
+    ],
+    ids=["grpo", "ppo", "large micro-batches", "large evaluation", "DoRA with dropout"],
+)
+def test_the_peak_is_within_15_percent_of_a_runs(
+    words: tuple[str, ...], fresh: bool, forks: Nursery, tmp_path: Path
+) -> None:
+    """A rehearsal takes the longest rows, so that even short completions leave the planned peak.
+
+    A fork has 140 MB less of its own than a process that a user starts: what a plan is off by is a larger part of it.
+    """
+    words = (*words, *TASK, *(() if "steps=2" in words else ("steps=1",)))
+    start = start_fresh if fresh else forks.start
+    planned = start("plan", *words, "--json", cwd=tmp_path).wait()
+    done = start("train", *words, "logger=[jsonl]", "hydra.run.dir=run", cwd=tmp_path).wait()
+    assert done.code == 0, done.err
+    measured = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory/peak_bytes"]
+    assert json.loads(planned.out)["peak"] == pytest.approx(measured, rel=0.15)
+    assert measured > read_bytes("300MB")
+
+
+@pytest.mark.parametrize("recipe", ["grpo_arithmetic", "sft_arithmetic", "rm_arithmetic"])
+def test_4_bit_weights_are_planned_without_a_gpu_or_bitsandbytes(
+    recipe: str, no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("rlft.plan.rules.has_bitsandbytes", lambda: False)
+    monkeypatch.setattr("rlft.commands.plan.has_bitsandbytes", lambda: False)
+    words = [f"+recipe={recipe}", "model.quantization=4bit", "lora.target_modules=[q_proj]"]
+    found = planned(capsys, *words, "model.device=cuda", "device_memory=24GiB")
+    parts = {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
+    config = AutoConfig.from_pretrained(Path(rlft.__file__).parent / "assets" / "tiny-arithmetic")
+    head = config.hidden_size // config.num_attention_heads
+    layer = 2 * config.hidden_size * head * (config.num_attention_heads + config.num_key_value_heads)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    linear = config.num_hidden_layers * layer  # embeddings, norms and the output head stay in bfloat16
+    # NF4: 4 bits a weight, 8 bits for each block of 64 and 32 bits for each 256 blocks
+    assert parts["base"] == pytest.approx((823_424 - linear) * 2 + linear * (0.5 + 1 / 64), rel=1e-3)
+    assert plan.NO_BITSANDBYTES in found["notes"]
+    assert cli.run(["plan", *words, "model.device=cpu"]) == 2, "no machine can do this"
+    assert "model.quantization: 4-bit weights need a CUDA device" in capsys.readouterr().err
+
+
+SEVEN_B = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "num_hidden_layers": 28, "layer_types": ["full_attention"] * 28, "vocab_size": 152064,
+    "tie_word_embeddings": False, "max_position_embeddings": 32768, "dtype": "bfloat16",
+}  # fmt: skip
+TABLE = Path(__file__).parents[2] / "docs" / "vllm.md"
+
+
+def test_a_7b_model_is_planned_for_24_gib_as_the_page_says(
+    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row of the page's table: settings, whether they fit, the peak, and the part that is vLLM's own."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    embedded, model = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic", no_weights / "7b"
+    shutil.copytree(embedded, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((embedded / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | SEVEN_B))
+    words = ["+recipe=grpo_gsm8k", f"model.path={model}", f"data.path={PROBLEMS}", "model.device=cuda"]
+    rows = [line.strip("| \n").split(" | ") for line in TABLE.read_text().splitlines() if " GiB | " in line]
+    assert len(rows) == 5
+    for settings, verdict, peak, engine in rows:
+        found = planned(capsys, *words, "device_memory=24GiB", *settings.strip("`").split())
+        parts = [part["bytes"] for part in found["memory"]["as_planned"] if part["part"].startswith("vLLM,")]
+        assert ("yes" if found["fits"] else "no") == verdict, settings
+        assert [peak, engine] == [f"{size / 2**30:.1f} GiB" for size in (found["peak"], *parts)], settings
+    assert cli.run(["plan", *words, "device_memory=24GiB"]) == 1
+    page = capsys.readouterr().out
+    assert "does not start: the engine's share of the device is " in page
+    [told, *_] = [line for line in page.splitlines() if " takes it to " in line]
+    assert "generation.vllm.gpu_memory_utilization=0." in told
+    assert planned(capsys, *words, "device_memory=24GiB", *told.split(" takes it to ")[0].split())["fits"]
+
+
+def test_a_narrow_page_shows_what_every_reward_says() -> None:
+    names = ("exact_match", "format", "a_reward_with_a_long_name")
+    kinds = ("wrong, in tags", "reference, in tags")
+    trials = [
+        Trial(
+            reward=name, kind=kind, prompt="gsm8k-train-000017", completion=f"<think>-</think>{'9' * 60}", score=score
+        )
+        for kind in kinds
+        for name, score in zip(names, (-0.125, 0.25, 17.5), strict=True)
+    ]
+    for width in (80, 60):
+        terminal = Terminal(width=width, file=io.StringIO(), color_system=None)
+        print_trials(terminal, trials)
+        page = cast("io.StringIO", terminal.file).getvalue()
+        for score in ("-0.125", "0.25", "17.5"):
+            assert page.count(score) == len(kinds), (width, page)
+        assert max(map(len, page.splitlines())) <= width

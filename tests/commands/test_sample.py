@@ -1,0 +1,282 @@
+"""`rlft sample`: what is kept of a prompt's completions, and a file that is the same however often it was stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlft import cli
+from rlft.commands import sample
+from rlft.commands.sample import kept
+from rlft.config.compose import build, compose
+from rlft.config.schema import SampleConfig
+from rlft.runs import run_folder
+from rlft.runs.find import NamedRun
+from rlft.runs.like import like_run
+from rlft.types import UserError
+
+
+def config(*keys: str) -> SampleConfig:
+    return build(compose(keys, verb="sample"), SampleConfig, "sample")
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+# Five completions: the first two and the last are the same tokens.
+TOKENS = [(1,), (1,), (2,), (3,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "rewards", "places"),
+    [
+        (["dedupe=false"], [0, 0, 1, 1, 0], [0, 1, 2, 3, 4]),
+        (["dedupe=true"], [0, 0, 1, 1, 0], [0, 2, 3]),
+        # The first of the best; equal ones are not compared further.
+        (["keep=best"], [0, 0, 1, 1, 0], [2]),
+        (["keep=best", "dedupe=false"], [1, 1, 0, 0, 1], [0]),
+        (["keep=best"], [-3, -3, -2, -1, -3], [3]),
+        (["keep=best"], [0, 0, 0, 0, 0], [0]),
+        # At least min_reward: it is reached by being equal to it.
+        (["keep=above", "min_reward=1"], [1, 1, 0.5, 1.5, 1], [0, 3]),
+        (["keep=above", "min_reward=1", "dedupe=false"], [1, 1, 0.5, 1.5, 1], [0, 1, 3, 4]),
+        (["keep=above", "min_reward=2"], [1, 1, 0.5, 1.5, 1], []),
+        (["keep=above", "min_reward=-1"], [-1, -1, -1.5, 0, -1], [0, 3]),
+        # The best first, told in the order in which they were sampled.
+        (["max_per_prompt=2"], [0, 0, 2, 1, 0], [2, 3]),
+        (["max_per_prompt=2"], [1, 1, 0, 2, 1], [0, 3]),
+        (["max_per_prompt=2"], [1, 1, 1, 1, 1], [0, 2]),
+        (["max_per_prompt=9"], [0, 0, 2, 1, 0], [0, 2, 3]),
+        (["keep=above", "min_reward=1", "max_per_prompt=1"], [1, 1, 3, 2, 1], [2]),
+        (["keep=best", "max_per_prompt=3"], [1, 1, 3, 2, 1], [2]),
+    ],
+)
+def test_what_is_kept_of_a_prompts_completions(keys: list[str], rewards: list[float], places: list[int]) -> None:
+    assert kept(TOKENS, rewards, config(*keys)) == places
+
+
+# -- a run's sections --------------------------------------------------------------------------------------------------
+def place(tmp_path: Path, checkpoint: Path | None = None, **changes: Any) -> NamedRun:
+    plain = compose(["data.difficulty=3", "generation.temperature=0.5", "reward=exact_match", "steps=7"])
+    return NamedRun(run=tmp_path / "run", config={**plain, **changes}, checkpoint=checkpoint)
+
+
+def test_run_takes_over_the_runs_sections_and_its_policy_samples(tmp_path: Path) -> None:
+    plain = compose([], verb="sample")
+    found = like_run(plain, place(tmp_path, seed=9))
+    sections = ("model", "prompts", "generation", "data", "reward", "scoring", "freshness")
+    assert {name: found[name] for name in sections} == {name: place(tmp_path).config[name] for name in sections}
+    assert found["adapter"] == str(tmp_path / "run")
+    own = {"verb", "name", "seed", "n", "keep", "split", "resume"}
+    assert {name: found[name] for name in own} == {name: plain[name] for name in own}
+    assert build(found, SampleConfig, "sample").generation.temperature == 0.5
+    assert like_run(plain, place(tmp_path, tmp_path / "step_000001"))["adapter"] == str(tmp_path / "step_000001")
+
+
+def test_a_run_without_a_task_gives_no_prompts_to_sample(tmp_path: Path) -> None:
+    found = place(tmp_path)
+    del found.config["data"]
+    assert like_run(compose([], verb="sample"), found)["data"] == {}
+
+
+def test_the_policy_of_a_run_without_an_adapter_is_its_model(tmp_path: Path) -> None:
+    plain = compose([], verb="sample")
+    found = like_run(plain, place(tmp_path, lora=None))
+    assert found["adapter"] is None
+    assert found["model"] == {**plain["model"], "path": str(tmp_path / "run")}
+
+
+def test_a_sampling_does_not_go_on_with_another_adapter(tmp_path: Path) -> None:
+    plain = compose([], verb="sample")
+    run_folder.start(tmp_path, plain, {"adapter_fingerprint": "a" * 64})
+    run_folder.check_resume(tmp_path, plain, {"adapter_fingerprint": "a" * 64})
+    with pytest.raises(UserError, match=r"^adapter: the adapter in that folder changed since the run began"):
+        run_folder.check_resume(tmp_path, plain, {"adapter_fingerprint": "b" * 64})
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+TINY = (
+    "num_prompts=7",
+    "prompts_per_step=3",
+    "n=3",
+    "generation=transformers",
+    "generation.max_tokens=32",
+    "data.size=16",
+    "data.held_out_size=8",
+    "scoring.workers=0",
+    "model.device=cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished sampling that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("sampled") / "run"
+    assert cli.run(["sample", *TINY, f"hydra.run.dir={folder}"]) == 0
+    return folder
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_a_line_says_what_was_sampled_and_what_it_was_worth(sampled: Path) -> None:
+    found = lines(sampled)
+    state = json.loads((sampled / "progress.json").read_text())
+    assert (state["step"], state["sampled"], state["kept"], state["prompts_kept"]) == (3, 21, len(found), 7)
+    assert state["bytes"] == (sampled / "samples.jsonl").stat().st_size
+    assert 7 <= len(found) <= 21  # a prompt's equal completions are one
+    assert len({(line["prompt_id"], tuple(line["token_ids"])) for line in found}) == len(found)
+    assert len({line["prompt_id"] for line in found}) == 7
+    for line in found:
+        rewards = line["rewards"]
+        assert line["reward"] == round(rewards["exact_match"] + 0.2 * rewards["format"], 6)
+        assert line["model"] == "embedded:tiny-arithmetic"
+    assert {line["reward"] for line in found} & {1.2, 1.0}, "a sum of float32 would say 1.2000000476837158"
+
+
+def test_the_first_prompts_of_the_split_are_sampled(sampled: Path, tmp_path: Path) -> None:
+    words = [word for word in TINY if not word.startswith("num_prompts=")]
+    assert cli.run(["sample", *words, "num_prompts=2", "split=held_out", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    held_out = {line["prompt_id"] for line in lines(tmp_path / "run")}
+    assert len(held_out) == 2
+    assert not held_out & {line["prompt_id"] for line in lines(sampled)}
+
+
+def test_a_reward_of_exactly_the_smallest_one_is_kept(sampled: Path, tmp_path: Path) -> None:
+    """1.2 is a sum of two float32 numbers, and no float32 number itself."""
+    words = ["keep=above", "min_reward=1.2", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert cli.run(["sample", *TINY, *words]) == 0
+    right = [line for line in lines(sampled) if line["reward"] == 1.2]
+    assert right
+    assert lines(tmp_path / "run") == right
+
+
+class StoppedError(BaseException):
+    """Stands for a kill."""
+
+
+def stopped_before_progress(folder: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Sampling that ends between writing a step's completions and saying so."""
+    write = sample.write_atomically
+
+    def write_or_die(file: Path, text: str) -> None:
+        if json.loads(text)["step"] == step:
+            raise StoppedError
+        write(file, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sample, "write_atomically", write_or_die)
+        with pytest.raises(StoppedError):
+            cli.run(["sample", *TINY, f"hydra.run.dir={folder}"])
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(
+    step: int, sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    stopped_before_progress(folder, monkeypatch, step)
+    samples = folder / "samples.jsonl"
+    before = json.loads((folder / "progress.json").read_text())["bytes"] if step > 1 else 0
+    assert samples.stat().st_size > before, "that step's completions are there, and no record of them"
+    with samples.open("ab") as file:
+        file.write(b'{"prompt_id": "half a li')
+    assert cli.run(["resume", str(folder)]) == 0
+    for name in ("samples.jsonl", "progress.json"):
+        assert (folder / name).read_bytes() == (sampled / name).read_bytes()
+
+
+def test_samples_that_were_cut_by_hand_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    stopped_before_progress(folder, monkeypatch, 3)
+    (folder / "samples.jsonl").write_bytes(b"")
+    assert cli.run(["resume", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert "rlft: resume: samples.jsonl is shorter than progress.json says" in told
+    assert (folder / "samples.jsonl").read_bytes() == b""
+
+
+def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i}" * (40 if i == 2 else 1), "answer": "1"} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [word for word in TINY if not word.startswith(("data.", "num_prompts"))]
+    words += ["data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_fraction=0.34"]
+    words += ["prompts.max_tokens=30", "prompts.over_limit=drop", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert cli.run(["sample", *words]) == 0
+    assert "note: 1 train prompts longer than prompts.max_tokens=30 were dropped\n" in capsys.readouterr().err
+    trained = {line["prompt_id"] for line in lines(tmp_path / "run")}
+    assert "rows.jsonl:3" not in trained
+    assert len(trained) == 6 - 2 - 1, "held out, and too long"
+
+
+def test_finished_sampling_is_not_resumed(sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(sampled, tmp_path / "run")
+    capsys.readouterr()
+    assert cli.run(["resume", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: resume: the run is finished: it has all its 3 steps")
+    assert told.endswith("; start another one\n")
+    assert (tmp_path / "run" / "samples.jsonl").read_bytes() == (sampled / "samples.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("lora", [["lora.rank=2", "lora.alpha=4"], ["lora=null"]], ids=["adapter", "all weights"])
+def test_a_runs_policy_samples_and_what_it_samples_teaches_the_next(lora: Sequence[str], tmp_path: Path) -> None:
+    words = ["+recipe=sft_arithmetic", "steps=1", "examples_per_step=2", "generation=transformers", "model.device=cpu"]
+    words += ["scoring.workers=0", "eval.every=0", "logger=[]", *lora]
+    run, samples, next_run = tmp_path / "run", tmp_path / "samples", tmp_path / "next"
+    assert cli.run(["sft", *words, f"hydra.run.dir={run}"]) == 0
+    keys = ["num_prompts=12", "n=4", "prompts_per_step=4", "keep=all", f"hydra.run.dir={samples}"]
+    assert cli.run(["sample", f"run={run}", *keys]) == 0
+    newest = run / "checkpoints" / "step_000001"
+    settings = yaml.safe_load((samples / "config.yaml").read_text())
+    if lora == ["lora=null"]:
+        assert (settings["adapter"], settings["model"]["path"]) == (None, str(newest / "model"))
+    else:
+        assert settings["adapter"] == str(newest / "policy")
+    assert settings["prompts"]["max_tokens"] == 64
+    assert len({line["prompt_id"] for line in lines(samples)}) == 12
+    learned = [f"demonstrations.path={samples / 'samples.jsonl'}", "demonstrations.held_out_fraction=0.3"]
+    assert cli.run(["sft", *words, *learned, f"hydra.run.dir={next_run}"]) == 0
+
+
+def test_the_page_at_the_end_says_what_is_where_and_what_to_do_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.run(["sample", *TINY, "hydra.run.dir=run"]) == 0
+    shown = capsys.readouterr().out
+    assert "21 completions of 7 prompts" in shown
+    assert "run/samples.jsonl" in shown
+    assert "sft demonstrations.path=run/samples.jsonl" in shown
+    assert "rm preferences.path=run/samples.jsonl" in shown
+
+
+def test_one_prompt_is_too_few_to_learn_from_and_no_verb_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in TINY if not word.startswith("num_prompts=")]
+    assert cli.run(["sample", *words, "num_prompts=1", "hydra.run.dir=run"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 completions of 1 prompts" in shown
+    assert "demonstrations.path" not in shown
+
+
+# -- how completions are drawn -----------------------------------------------------------------------------------------
+def test_min_p_leaves_only_the_most_likely_tokens(tmp_path: Path) -> None:
+    """At almost 1 nothing but the most likely token stays: all three completions of a prompt are the greedy one."""
+    greedy, narrow = tmp_path / "greedy", tmp_path / "narrow"
+    assert cli.run(["sample", *TINY, "generation.temperature=0", f"hydra.run.dir={greedy}"]) == 0
+    assert cli.run(["sample", *TINY, "generation.min_p=0.999", "dedupe=false", f"hydra.run.dir={narrow}"]) == 0
+    expected = {line["prompt_id"]: line["token_ids"] for line in lines(greedy)}
+    found = [(line["prompt_id"], line["token_ids"]) for line in lines(narrow)]
+    assert len(found) == 3 * len(expected) == 21
+    assert all(token_ids == expected[prompt] for prompt, token_ids in found)

@@ -1,0 +1,106 @@
+"""`rlft serve`: what was trained answers until a signal, and bad keys are refused before a weight is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from run_processes import Nursery, Started
+
+from rlft import cli
+from rlft.commands import chat, serve
+from rlft.runs import checkpoint
+from rlft.runs.find import find
+from rlft.types import Prompt
+
+MODEL = "model.path=embedded:tiny-arithmetic"
+ASKED = [{"role": "user", "content": "12 + 30"}]
+
+
+def addressed(started: Started) -> tuple[str, str]:
+    """(URL, key) that a server says at its start."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if said := re.search(r"OPENAI_BASE_URL=(\S+)(?: OPENAI_API_KEY=(\S+))?\n", started.err.read_text()):
+            return said[1], said[2]
+        time.sleep(0.05)
+    raise AssertionError(started.err.read_text())
+
+
+@pytest.mark.slow
+def test_a_run_is_served_as_it_was_trained_until_a_signal_ends_it(
+    forks: Nursery, trained: Path, tmp_path: Path
+) -> None:
+    """Token by token and log-prob by log-prob what a chat with the run says to the same seed."""
+    started = forks.start("serve", f"run={trained}", "serve.port=0", "serve.name=mine", cwd=tmp_path)
+    url, key = addressed(started)
+    assert url.startswith("http://127.0.0.1:")
+    assert len(key) == 32  # 24 random bytes
+    wish = {"seed": 5, "return_token_ids": True, "logprobs": True}
+    headers = {"authorization": f"Bearer {key}"}
+    reply = httpx2.post(f"{url}/chat/completions", json={"messages": ASKED, **wish}, headers=headers, timeout=60).json()
+    assert reply["model"] == "mine"
+    policy_says = said_by(trained)
+    [choice] = reply["choices"]
+    assert choice["token_ids"] == list(policy_says.token_ids)
+    assert [token["logprob"] for token in choice["logprobs"]["content"]] == list(policy_says.logprobs)
+    other = said_by(trained, checkpoint.finished(trained / "checkpoints")[0])
+    assert list(other.logprobs) != list(policy_says.logprobs)  # so that it is known to be the newest checkpoint's
+    started_at = time.monotonic()
+    os.kill(started.pid, signal.SIGTERM)
+    ended = started.wait()
+    assert ended.code == 130
+    assert ended.err.endswith("\nrlft: interrupted: the server has ended\n")
+    assert time.monotonic() - started_at < 10
+
+
+def said_by(run: Path, folder: Path | None = None) -> Any:
+    """What the policy of a checkpoint says by the engine that chats have."""
+    place = find(folder or run)
+    with chat.open_talk(place.config, place, True, lambda _: None) as talk:
+        ids = talk.backbone.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
+        prompt = Prompt(id="p", messages=tuple(ASKED), answer="", token_ids=tuple(ids))
+        [group] = talk._policy.sample([prompt], 1, [5], talk.sampling)
+    return group.rollouts[0].completion
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def test_what_is_wrong_with_its_keys_is_refused_before_a_weight_is_loaded(
+    taken: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "opened", lambda *_: pytest.fail("nothing is opened"))
+    for words, message in {
+        (MODEL, f"serve.port={taken}"): f"serve.port: is in use by another process, got {taken}; end that, or choose",
+        (MODEL, "serve.host=203.0.113.1"): "serve.host: is no address of this machine",
+        (MODEL, "serve.port=70000"): "serve.port: must be less than or equal to 65535",
+        (MODEL, "serve.prot=1"): "serve.prot: there is no such key",
+        (MODEL, "port=1"): "port: there is no such key, got 1; did you mean serve.port?",
+        (MODEL, "environment.port=1"): "environment.port: is not read by rlft serve, whose clients bring their own",
+        (MODEL, "+environment=tools"): "environment: is not read by rlft serve",
+        (MODEL, "serve.token=short"): "serve.token: is too short, or cannot stand in a header, got ***",
+        (MODEL, "serve.requests=0"): "serve.requests: must be greater than 0",
+        (MODEL, "serve.syntax=yaml"): "serve.syntax: ",
+        ("serve.port=0",): "run: is missing: there is no model to serve",
+        (f"run={tmp_path}",): "run: ",
+    }.items():
+        assert cli.run(["serve", *words]) == 2
+        assert message in capsys.readouterr().err
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
+    assert cli.run(["serve", MODEL]) == 2
+    assert "serve: needs uvicorn, which is not installed; pip install 'rlft[serve]'" in capsys.readouterr().err

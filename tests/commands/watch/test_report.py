@@ -1,0 +1,346 @@
+"""`rlft report`: what it tells of runs, which completions it chooses, and that nothing in them can be markup."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import re
+import tracemalloc
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlft import cli
+from rlft.commands.watch import report, report_completions, report_data
+from rlft.commands.watch.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose, fitting
+from rlft.commands.watch.report_data import MAX_POINTS, report_of, same_but_seeds, thinned
+from rlft.logger.jsonl import encode
+from rlft.logger.rollouts import rollout_files, token_fields
+from rlft.types import TokenValues
+
+HOSTILE = {
+    "script": "</script><script>document.title='owned'</script>",
+    "handler": "<img src=x onerror=\"document.title='owned'\">",
+    "link": "[a](javascript:document.title='owned') <a href='javascript:alert(1)'>b</a>",
+    "bidi": "safe\u202egnihton\u202c",
+    "zero width": "a\u200bb\u200dc\ufeffd",
+    "escape": "\x1b[31mred\x1b]0;owned\x07",
+    "blanks": "a\u3164b\u2800c\ufe0fd\u034f",
+    "surrogate": "half \ud83d of one",
+    "long": "x" * 2**20,
+}
+
+
+def read_page(file: Path) -> dict[str, Any]:
+    packed = re.search(r'<script type="text/plain" id="data">([^<]*)</script>', file.read_text())
+    assert packed is not None
+    return json.loads(gzip.decompress(base64.b64decode(packed[1])))
+
+
+# -- of a real run -----------------------------------------------------------------------------------------------------
+def test_a_report_holds_what_the_run_left(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    out = tmp_path / "page.html"
+    assert cli.run(["report", str(trained), f"out={out}"]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    [run] = read_page(out)["runs"]
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert run["steps"] == [line["step"] for line in lines]
+    assert run["metrics"]["reward/mean"] == pytest.approx([line["reward/mean"] for line in lines], rel=1e-4)
+    assert run["config"]["algorithm._target_"] == "rlft.algorithm.grpo.GRPO"
+    assert run["config"]["origin.commit"]
+    assert run["status"] == "finished"
+    groups = run["completions"]["groups"]
+    assert {group["kind"] for group in groups} == {TRAINED, HELD_OUT}
+    shown = [
+        (g["step"], g["id"], row["text"], row["reward"]) for g in groups if g["kind"] == TRAINED for row in g["rows"]
+    ]
+    left = []
+    for file in sorted((trained / "rollouts").iterdir()):
+        for line in map(json.loads, file.read_text().splitlines()):
+            left.append((line["step"], line["prompt_id"], line["completion"], line["reward"]))
+    assert sorted(shown) == sorted(left), "a small run is shown whole"
+    assert run["completions"]["completions"] == len(left)
+
+
+def test_the_default_place_is_the_runs_folder_and_of_several_the_current_one(
+    make_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make_run("first"), make_run("second")
+    monkeypatch.chdir(tmp_path)
+    assert report.report([str(first)]) == first / "report.html"
+    assert report.report([str(first), str(second)]) == Path("report.html")
+    assert len(read_page(tmp_path / "report.html")["runs"]) == 2
+
+
+def test_a_folder_that_is_named_as_sweeps_name_theirs_is_no_word(make_run: Callable[..., Path]) -> None:
+    run = make_run("lr=1e-05,seed=0")
+    assert report.report([str(run)]) == run / "report.html"
+    assert report.report([f"run={run}"]) == run / "report.html"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "report: needs a run; write rlft report runs/"),
+        (["nowhere"], "report: there is no such folder, got nowhere"),
+        (["x", "to=y.html"], "to: is not a key of rlft report, got y.html; use out="),
+        (["RUN", "--json"], "command line: there is no such option, got --json; use --help"),
+        (["RUN", "out=page.pdf"], "out: must be an HTML file, got page.pdf; name one such as out=report.html"),
+        (["RUN", "out=/proc/page.html"], "out: cannot be written ("),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(
+    words: list[str],
+    message: str,
+    make_run: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run("run")
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["report", *(str(run) if word == "RUN" else word for word in words)]) == 2
+    assert capsys.readouterr().err.startswith(f"rlft: {message}")
+
+
+def test_a_run_without_metrics_is_refused(make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("run")
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (run / name).unlink()
+    assert cli.run(["report", str(run)]) == 2
+    assert "the run has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_group_that_is_too_large_hides_none_behind_it() -> None:
+    small, large = {"rows": [{"text": "a"}]}, {"rows": [{"text": "a" * 1000}]}
+    assert list(fitting([small, large, small], 200)) == [small, small]
+
+
+# -- curves, alarms, configs -------------------------------------------------------------------------------------------
+def test_long_series_are_averaged_and_that_is_said() -> None:
+    lines = [{"step": n, "a": float(n), "b": None if n % 2 else 1.0} for n in range(1, 5 * MAX_POINTS + 1)]
+    found = thinned(lines)
+    assert len(found) == MAX_POINTS
+    assert found[0] == {"step": 5, "a": 3.0, "b": 1.0}
+    assert found[-1]["step"] == 5 * MAX_POINTS
+    assert thinned(lines[:MAX_POINTS]) == lines[:MAX_POINTS]
+
+
+def test_alarms_are_told_with_their_words_and_marks_without_words_are_not_lost(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=4, marks={2: "kl", 3: "clipped"})
+    (run / "alarms.jsonl").write_bytes(encode({"step": 2, "name": "kl", "text": "too far\x1b[0m"}))
+    found = report_of([run], 10**6)["runs"][0]
+    assert found["alarms"] == [
+        {"step": 2, "name": "kl", "text": "too far\\x1b[0m"},
+        {"step": 3, "name": "clipped", "text": ""},
+    ]
+    assert not any(name.startswith("alarm/") for name in found["metrics"])
+
+
+def test_runs_that_differ_by_their_seed_alone_are_one_band(make_run: Callable[..., Path]) -> None:
+    runs = [make_run(f"s{i}", seed=i) for i in range(3)] + [make_run("other", lr=0.5)]
+    found = report_of(runs, 10**6)
+    assert found["seeds"] == [[0, 1, 2]]
+    assert [row["key"] for row in found["differences"]] == ["name", "seed", "trainer.lr"]
+    assert same_but_seeds([run["config"] for run in found["runs"][2:]]) == []
+
+
+def test_a_folder_above_runs_stands_for_all_of_them(make_run: Callable[..., Path]) -> None:
+    first, second = make_run("a"), make_run("b")
+    assert report_data.folders_of([str(first.parent), str(second)]) == [first, second]
+
+
+def test_the_table_of_a_sweep_is_told_beside_its_runs(make_run: Callable[..., Path]) -> None:
+    run = make_run("a")
+    (run.parent / "sweep.csv").write_text(
+        "trial,state,trainer.lr,accuracy\n1,complete,0.000123456789,0.5\n0,<b>,0.01,\n"
+    )
+    assert report_data.report_of([run], 1000, ["nowhere", str(run)])["sweeps"] == []
+    [sweep] = report_data.report_of([run], 1000, [str(run.parent)])["sweeps"]
+    assert sweep == {
+        "name": str(run.parent),
+        "columns": ["trial", "state", "trainer.lr", "accuracy"],
+        "rows": [["1", "complete", "0.00012346", "0.5"], ["0", "<b>", "0.01", ""]],
+    }
+    above = report_data.report_of([run], 1000, [str(run.parent.parent)])["sweeps"]
+    assert above == [sweep], "of a folder above sweeps each has its table"
+
+
+# -- which completions -------------------------------------------------------------------------------------------------
+def test_of_many_steps_few_are_shown_evenly_whole_groups_within_the_budget(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=200)
+    everything = choose(run, 10**8)
+    assert everything.steps_on_disk == 200
+    assert everything.steps == report_completions.MAX_STEPS + 1, "one of them for prompts that come again"
+    steps = sorted({group["step"] for group in everything.groups if group["kind"] == TRAINED})
+    assert steps[0] == 1
+    assert steps[-1] == 200
+    assert max(b - a for a, b in pairwise(steps)) <= 6
+    few = choose(run, 20_000)
+    assert len(json.dumps(few.groups, ensure_ascii=False)) < 21_000
+    assert 0 < few.steps < everything.steps
+    assert all(len(group["rows"]) == 2 for group in few.groups if group["kind"] == TRAINED)
+
+
+def test_a_prompt_that_comes_again_is_shown_at_both_steps(make_run: Callable[..., Path]) -> None:
+    found = choose(make_run("run", steps=200), 10**8)
+    where = [group["step"] for group in found.groups if group["id"] == "again"]
+    assert where == [1, 198]
+
+
+def test_groups_with_values_of_tokens_come_first(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=1, groups=40, tokens_in=35)
+    found = choose(run, 10**8)
+    assert any("tokens" in row for group in found.groups for row in group["rows"])
+    row = next(row for group in found.groups for row in group["rows"] if "tokens" in row)
+    assert row["tokens"]["old"] == [-0.123]
+    assert row["tokens"]["sampled"] == [-0.1]
+
+
+def test_a_conversation_is_shown_turn_by_turn(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=1, tokens_in=1)
+    file = run / "rollouts" / "step_000001.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    long = "7" * (MAX_TEXT + 1)
+    call = {"name": "add\u202e", "arguments": "{}", "answer": long, "failed": True}
+    turns = [{"end": 1, "text": "1+1?", "answer": "", "reward": 0.5, "calls": [call]}]
+    rows[0] |= {"token_ids": [1, 2, 3], "logprobs": [-0.1, 0.0, 0.0], "mask": [1, 0, 0], "turns": turns}
+    values = TokenValues(
+        text=["1+1?", "7", "7"], old=[-0.2, None, None], after=[-0.1, None, None], reference=[-0.1, None, None],
+        entropy=[0.5, None, None], advantage=[1.0, None, None],
+    )  # fmt: skip
+    rows[0]["tokens"] = token_fields(values)
+    file.write_bytes(b"".join(map(encode, rows)))
+    group = next(group for group in choose(run, 10**6).groups if any("turns" in row for row in group["rows"]))
+    row = next(row for row in group["rows"] if "turns" in row)
+    assert row["length"] == 1, "of three tokens one was sampled"
+    assert row["mask"] == [1, 0, 0]
+    assert row["tokens"]["old"] == [-0.2, None, None]
+    [shown] = row["turns"]
+    assert (shown["said"], shown["reward"]) == ({"text": "1+1?"}, 0.5)
+    [shown_call] = shown["calls"]
+    assert shown_call["answer"] == {"text": long[:MAX_TEXT], "cut": MAX_TEXT + 1}
+    assert "\u202e" not in shown_call["name"]
+    assert shown_call["failed"]
+
+
+def test_a_held_out_conversation_is_shown_turn_by_turn(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=1)
+    lines = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    turn = {"end": 1, "text": "1+1?", "answer": "No.", "reward": None, "calls": []}
+    lines[-1]["examples"][0]["turns"] = [turn]
+    (run / "eval.jsonl").write_bytes(b"".join(map(encode, lines)))
+    rows = [row for group in choose(run, 10**6).groups if group["kind"] == HELD_OUT for row in group["rows"]]
+    [shown] = [row["turns"] for row in rows if "turns" in row]
+    assert shown == [{"said": {"text": "1+1?"}, "answer": {"text": "No."}, "reward": None, "calls": []}]
+
+
+def test_a_group_too_large_for_the_budget_hides_no_other(make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=9, groups=2, tokens_in=0)
+    file = run / "rollouts" / "step_000009.jsonl"  # which is looked at second
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[0]["tokens"] = {name: (["x"] if name == "text" else [0.5]) * 20_000 for name in rows[0]["tokens"]}
+    file.write_bytes(b"".join(map(encode, rows)))
+    found = choose(run, 60_000)
+    assert found.steps == 9
+    last = next(group for group in found.groups if group["step"] == 9 and group["id"] == "p9.0")
+    assert not any("tokens" in row for row in last["rows"])
+    assert sum("tokens" in row for group in found.groups for row in group["rows"]) == 16
+
+
+def test_a_broken_number_of_a_token_is_no_number_and_stops_nothing(make_run: Callable[..., Path]) -> None:
+    values = TokenValues(text=["a"], old=[math.nan], after=[0.5], reference=[-math.inf], entropy=[1.0], advantage=[0.0])
+    assert token_fields(values) == {
+        "text": ["a"], "old": [None], "after": [0.5], "reference": [None], "entropy": [1.0], "advantage": [0.0],
+    }  # fmt: skip
+    run = make_run("run", steps=1, tokens_in=0)
+    file = run / "rollouts" / "step_000001.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[0] |= {"tokens": token_fields(values), "reward": None, "logprobs": [None]}
+    file.write_bytes(b"".join(map(encode, rows)))
+    row = next(group for group in choose(run, 10**6).groups if group["id"] == "again")["rows"][0]
+    assert (row["tokens"]["old"], row["tokens"]["sampled"], row["reward"]) == ([None], [None], None)
+
+
+def test_a_file_that_a_living_run_has_just_removed_is_no_error(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("run", steps=5)
+    listed = rollout_files(run)
+    (run / "rollouts" / "step_000001.jsonl").unlink()
+    monkeypatch.setattr(report_completions, "rollout_files", lambda folder: listed)
+    assert choose(run, 10**6).steps == 4
+
+
+def test_of_a_folder_above_runs_those_without_metrics_are_left_out(make_run: Callable[..., Path]) -> None:
+    good, bad = make_run("good"), make_run("loading")
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (bad / name).unlink()
+    assert report_data.folders_of([str(good.parent)]) == [good]
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_nothing_that_a_model_writes_is_hidden_or_markup(text: str, make_run: Callable[..., Path]) -> None:
+    run = make_run("run", steps=1, completion=text)
+    page = (report.report([str(run)])).read_text()
+    assert "owned" not in page, "all of it is packed"
+    assert page.count("<script") == 3
+    row = next(row for group in choose(run, 10**7).groups for row in group["rows"])
+    assert all(char.isprintable() or char == "\n" for char in row["text"])
+    assert not set(row["text"]) & set("\u3164\u2800\ufe0f\u034f")
+    assert len(row["text"]) <= 2 * MAX_TEXT
+    assert row.get("cut") == (len(text) if len(text) > MAX_TEXT else None)
+
+
+def test_only_the_pages_own_scripts_and_styles_may_run(make_run: Callable[..., Path]) -> None:
+    page = report.report([str(make_run("run"))]).read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+    assert policy[1].count("sha256-") == 4
+    assert not re.search(r"https?://(?!github\.com/leeoniya)", page), "nothing is fetched"
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+def large_step(file: Path, groups: int, characters: int) -> None:
+    """Groups of four, the last of them with values of tokens, the one before it of the prompt `again`."""
+    with file.open("w") as lines:
+        for g in range(groups):
+            for i in range(4):
+                line: dict[str, Any] = {"step": 1, "prompt_id": "again" if g == groups - 2 else f"p{g}", "index": i}
+                line |= {"prompt": [{"role": "user", "content": "?"}], "answer": "1", "completion": "x" * characters}
+                line |= {"token_ids": [1] * 10, "logprobs": [-1.0] * 10, "rewards": {}, "reward": 1.0, "advantage": 0.0}
+                line |= {"policy_version": 0, "finish_reason": "stop"}
+                if g == groups - 1:
+                    line["tokens"] = {"text": ["x"], "reference": [0.5]}
+                lines.write(json.dumps(line) + "\n")
+
+
+def test_a_step_of_many_completions_is_read_without_holding_them(tmp_path: Path) -> None:
+    file = tmp_path / "step_000001.jsonl"
+    large_step(file, 300, 20_000)  # 24 MB
+    tracemalloc.start()
+    found = report_completions.groups_of(file, 1, {"again"}, None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    wanted = ["p299", "again", *(f"p{g}" for g in range(report_completions.MAX_GROUPS_PER_STEP - 2))]
+    assert [group["id"] for group in found] == wanted
+    assert [len(group["rows"]) for group in found] == [4] * len(wanted)
+    # 16 groups and two, one of them being read, of 4 x 20,000 characters, and a line being parsed.
+    assert peak < 18 * 4 * 20_000 + 1_000_000 < file.stat().st_size / 8
+    assert [group["id"] for group in report_completions.groups_of(file, 1, set(), {"again", "p7"})] == ["p7", "again"]
+    assert list(report_completions._prompt_ids(file)) == [*(f"p{g}" for g in range(298)), "again", "p299"]
+
+
+def test_a_completion_of_a_megabyte_is_shown_by_its_beginning(tmp_path: Path) -> None:
+    file = tmp_path / "step_000001.jsonl"
+    large_step(file, 2, 10**6)
+    rows = [row for group in report_completions.groups_of(file, 1, set(), None) for row in group["rows"]]
+    assert {(len(row["text"]), row["cut"]) for row in rows} == {(report_completions.MAX_TEXT, 10**6)}

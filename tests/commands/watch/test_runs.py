@@ -1,0 +1,361 @@
+"""`rlft runs`, `rlft diff` and `rlft watch`, on runs that are really there."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console as Terminal
+
+from rlft import cli
+from rlft.commands.watch import runs, watch
+from rlft.runs import run_folder, run_status
+from rlft.runs.run_status import Status
+
+TINY = (
+    "steps=3", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=24",
+    "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=3", "eval.num_prompts=4",
+    "model.device=cpu", "scoring.workers=0", "logger=[jsonl]",
+)  # fmt: skip
+TEACH = (
+    "demonstrations.path=embedded:arithmetic-demonstrations", "max_completion_tokens=64", "steps=1", "eval.every=0",
+    "examples_per_step=2", "lora.rank=2", "model.device=cpu", "logger=[jsonl]",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """runs/first/a (finished), runs/first/b (another learning rate, killed), runs/second/c (sft, stopped)."""
+    root = tmp_path_factory.mktemp("made") / "runs"
+    assert cli.run(["train", *TINY, "name=first", f"hydra.run.dir={root}/first/a"]) == 0
+    assert cli.run(["train", *TINY, "name=first", "trainer.lr=0.01", f"hydra.run.dir={root}/first/b"]) == 0
+    assert cli.run(["sft", *TEACH, "name=second", f"hydra.run.dir={root}/second/c"]) == 0
+    (root / "first" / "b" / run_status.FILE).write_text(json.dumps({"status": "running"}))
+    told = {"status": "stopped", "reason": "the reward\x1b[31m raised"}
+    (root / "second" / "c" / run_status.FILE).write_text(json.dumps(told))
+    for age, name in ((300, "first/a"), (200, "first/b"), (7200, "second/c")):
+        for file in [root / name, *(root / name).rglob("*")]:
+            os.utime(file, (time.time() - age, time.time() - age))
+    (root / "notes").mkdir()
+    (root / "notes" / "config.yaml").write_text("mine: 1\n")
+    return root
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert cli.run(["runs", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def names(found: list[dict[str, Any]], root: Path) -> list[str]:
+    return [str(Path(row["folder"]).relative_to(root)) for row in found]
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {row["folder"]: row for row in listed(capsys, str(made))}
+    assert len(found) == 3, "a config.yaml of somebody else's is no run"
+    first = found[str(made / "first" / "a")]
+    assert (first["status"], first["verb"], first["step"], first["steps"]) == ("finished", "train", 3, 3)
+    assert 0 <= first["accuracy"] <= 1
+    last = json.loads((made / "first" / "a" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert first["reward"] == last["reward/mean"]
+    assert 290 < first["age"] < 900
+    assert first["size"] == sum(f.lstat().st_size for f in (made / "first" / "a").rglob("*"))
+    assert found[str(made / "first" / "b")]["status"] == "killed"
+    third = found[str(made / "second" / "c")]
+    assert (third["status"], third["accuracy"]) == ("stopped", None)
+    assert (third["reward"], first["loss"]) == (None, None)
+    assert third["loss"] > 0, "of a supervised run its loss, under that name"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ["second/c", "first/a", "first/b"]),  # the newest last
+        (["status=killed"], ["first/b"]),
+        (["verb=sft"], ["second/c"]),
+        (["name=first"], ["first/a", "first/b"]),
+        (["name=irs", "status=finished"], ["first/a"]),
+        (["sort=name", "verb=train"], ["first/a", "first/b"]),
+        (["sort=accuracy", "status=stopped"], ["second/c"]),
+    ],
+)
+def test_words_choose_and_sort(
+    words: list[str], expected: list[str], made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert names(listed(capsys, str(made), *words), made) == expected
+
+
+def test_the_table_is_safe_to_print(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["runs", str(made)]) == 0
+    page = capsys.readouterr().out
+    assert "\x1b" not in page
+    assert "the reward\\x1b[31m raised" in page
+    for told in ("finished", "killed", "stopped", "3/3", "5 min", "2 h"):
+        assert told in page, told
+
+
+def test_in_a_pipe_a_run_is_a_line_of_values_between_tabs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["runs", str(made)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    titles = head.split("\t")
+    assert titles == [*runs.TITLES, "reason"]
+    rows = [dict(zip(titles, line.split("\t"), strict=True)) for line in lines]
+    assert [row["run"] for row in rows] == [str(made / name) for name in ("second/c", "first/a", "first/b")]
+    assert [bool(row["loss"]) for row in rows] == [True, False, False]
+    assert [bool(row["reward"]) for row in rows] == [False, True, True]
+    assert rows[0]["reason"] == "the reward\\x1b[31m raised"
+
+
+@pytest.mark.parametrize("width", [200, 120, 80, 60, 40])
+def test_on_a_terminal_a_run_is_one_line_whatever_the_width(
+    width: int, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made.parent)
+    stamps = ("2026-11-22_15-16-40", "2026-11-22_18-00-00", "2026-11-23_01-02-03")
+    found = [
+        dataclasses.replace(row, folder=f"runs/grpo_arithmetic/{stamp}", step=100, steps=100, reason="", status=status)
+        for row, stamp, status in zip(
+            runs.rows(Path("runs"), {}), stamps, ("finished", "interrupted", "killed"), strict=True
+        )
+    ]
+    stream = io.StringIO()
+    runs.print_table(Terminal(file=stream, width=width), found, Path("runs"))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    if width <= 80:
+        assert lines.pop(0) == "in runs:", "they are named from there"
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= width
+    for line, row, stamp in zip(lines[1:], found, stamps, strict=True):
+        assert stamp[-9:] in line
+        assert row.status in line
+        assert f"{row.loss if row.reward is None else row.reward:.3f}" in line
+        if width > 80:
+            assert f"grpo_arithmetic/{stamp}" in line, "a folder is whole where there is room"
+        if width >= 80:
+            assert f"ithmetic/{stamp}" in line
+            assert "accuracy" in lines[0]
+    assert "loss" in lines[0]
+
+
+def test_steps_are_the_runs_own_even_where_its_config_gives_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for word in TEACH if word not in ("steps=1", "examples_per_step=2")]
+    words += ["epochs=1", "examples_per_step=400", f"hydra.run.dir={tmp_path / 'epochs'}"]
+    assert cli.run(["sft", *words]) == 0
+    row = listed(capsys, str(tmp_path))[0]
+    assert row["step"] == row["steps"] > 0
+    assert watch._info(tmp_path / "epochs", {"verb": "sft", "steps": None}).steps == row["steps"]
+
+
+def test_a_sampling_is_as_far_as_its_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["n=2", "prompts_per_step=4", "num_prompts=8", "generation=transformers", "generation.max_tokens=8"]
+    words += ["data.size=16", "data.held_out_size=8", "model.device=cpu", "scoring.workers=0"]
+    assert cli.run(["sample", *words, "name=drawn", f"hydra.run.dir={tmp_path / 'drawn'}"]) == 0
+    row = listed(capsys, str(tmp_path))[0]
+    assert (row["verb"], row["step"], row["steps"]) == ("sample", 2, 2)
+
+
+def test_a_run_without_metrics_cannot_be_watched(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "silent"
+    shutil.copytree(made / "first" / "a", folder)
+    file = folder / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**config, "logger": {}}))
+    assert cli.run(["watch", str(folder)]) == 2
+    message = f"rlft: watch: the run writes no metrics.jsonl, which the view needs, got {folder}; keep jsonl among"
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_living_run_is_running(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with run_folder.held(made / "first" / "b"):
+        assert names(listed(capsys, str(made), "status=running"), made) == ["first/b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "runs: there is no such folder, got nowhere; "),
+        (["status=asleep"], "status: is not one of its choices, got asleep; use one of running, finished"),
+        (["verb=traine"], "verb: is not one of its choices, got traine; use one of dpo, rm, sample, sft, train"),
+        (["sort=luck"], "sort: is not one of its choices, got luck; use one of age"),
+        (["stat=killed"], "stat: is not a key of rlft runs, got killed; use status="),
+        (["x" * 300 + "=1"], "x" * 300 + ": is not a key of rlft runs, got 1; use status="),
+        (["--all"], "command line: there is no such option, got --all; use --json or --help"),
+    ],
+)
+def test_wrong_words_are_refused(
+    words: list[str], message: str, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(made.parent)
+    assert cli.run(["runs", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"rlft: {message}")
+
+
+# -- diff --------------------------------------------------------------------------------------------------------------
+def test_what_differs_is_the_key_that_was_changed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    pair = [str(made / "first" / name) for name in "ab"]
+    assert cli.run(["diff", *pair, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["second"]) for row in told["config"]] == [("trainer.lr", 0.01)]
+    metrics = {row["name"]: row for row in told["metrics"]}
+    assert (metrics["steps"]["first"], metrics["steps"]["second"]) == (3, 3)
+    last = json.loads((made / "first" / "b" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["reward/mean"]["second"] == last["reward/mean"], "a tenth of three steps is the last one"
+    assert metrics["policy/lr"]["second"] == 0.01
+    assert cli.run(["diff", *pair]) == 0
+    page = capsys.readouterr().out
+    assert "trainer.lr" in page
+    assert "accuracy at last (step 3)" in page
+    assert "metrics up to the last step that both have done: means of step 3\n" in page
+
+
+def test_runs_of_unlike_length_are_compared_over_the_steps_of_both(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made / "first" / "a", tmp_path / "shorter")
+    file = tmp_path / "shorter" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]))
+    capsys.readouterr()
+    assert cli.run(["diff", str(made / "first" / "a"), str(tmp_path / "shorter"), "--json"]) == 0
+    told = {row["name"]: row for row in json.loads(capsys.readouterr().out)["metrics"]}
+    assert (told["steps"]["first"], told["steps"]["second"]) == (3, 2)
+    assert told["reward/mean"]["first"] == told["reward/mean"]["second"] == json.loads(lines[1])["reward/mean"]
+
+
+@pytest.mark.parametrize(
+    ("at", "spans", "evaluated", "sentence"),
+    [
+        ("common", [[37, 40], [37, 40]], [20, 20], "the last step that both have done: means of steps 37 to 40\n"),
+        ("last", [[91, 100], [37, 40]], [100, 40], "own last step: means of steps 91 to 100 and steps 37 to 40\n"),
+    ],
+)
+def test_it_is_said_at_which_steps_runs_are_compared(
+    at: str,
+    spans: list[list[int]],
+    evaluated: list[int],
+    sentence: str,
+    made: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Runs of 100 and 40 steps, whose reward is the step and whose accuracy is the step / 200."""
+    pair = []
+    for name, steps in (("long", 100), ("short", 40)):
+        shutil.copytree(made / "first" / "a", tmp_path / name)
+        pair.append(str(tmp_path / name))
+        lines = [{"step": step, "reward/mean": float(step)} for step in range(1, steps + 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        measured = [{"step": step, "accuracy": step / 200} for step in (0, 20, steps)]
+        (tmp_path / name / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in measured))
+    capsys.readouterr()
+    assert cli.run(["diff", *pair, f"at={at}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["at"], told["steps_of_means"]) == (at, spans), "a tenth of 100 and of 40 steps"
+    rows = {row["name"]: row for row in told["metrics"]}
+    assert (rows["accuracy at last"]["steps"], rows["accuracy at first"]["steps"]) == (evaluated, [0, 0])
+    assert [rows["accuracy at last"][name] for name in ("first", "second")] == [step / 200 for step in evaluated]
+    assert rows["reward/mean"]["first"] == sum(spans[0]) / 2
+    assert cli.run(["diff", *pair, f"at={at}"]) == 0
+    assert sentence in capsys.readouterr().out
+
+
+def test_another_point_of_comparison_is_refused(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["diff", str(made), str(made), "at=first"]) == 2
+    assert capsys.readouterr().err == "rlft: at: is not one of its choices, got first; use common or last\n"
+
+
+@pytest.mark.parametrize("words", [[], ["one"], ["one", "two", "three"]])
+def test_a_difference_is_between_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["diff", *words]) == 2
+    assert capsys.readouterr().err.startswith("rlft: diff: compares two runs, got ")
+
+
+# -- watch -------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def going_on(made: Path, tmp_path: Path) -> Any:
+    """A run that begins anew: its folder, its lines, and how to end it."""
+    folder = tmp_path / "run"
+    shutil.copytree(made / "first" / "a", folder)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("")
+    with ExitStack() as stack:
+        stack.enter_context(run_folder.held(folder))
+        stack.enter_context(run_status.kept(folder, 3))
+        yield folder, lines, stack.close
+
+
+def acts(*actions: Callable[[], object]) -> Callable[[float], None]:
+    """A sleep in which the next thing happens."""
+    todo = list(actions)
+    return lambda seconds: todo.pop(0)() and None
+
+
+def test_it_follows_until_the_run_ends(going_on: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, lines, end = going_on
+    file = folder / "metrics.jsonl"
+
+    def write(text: str) -> Callable[[], object]:
+        def act() -> None:
+            with file.open("a") as out:
+                out.write(text)
+
+        return act
+
+    capsys.readouterr()
+    torn = lines[1][:20]
+    watch.watch(folder, acts(write(lines[0]), write(torn), write(lines[1][20:] + lines[2]), end))
+    page = capsys.readouterr().out
+    assert "step 1/3  reward" in page
+    assert "step 3/3  reward" in page
+    assert "finished 3 steps in" in page
+    assert f"{folder} finished" in page.replace("\n", "")
+
+
+def test_it_begins_anew_when_the_run_went_back(going_on: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, lines, end = going_on
+    file = folder / "metrics.jsonl"
+    capsys.readouterr()
+    watch.watch(
+        folder, acts(lambda: file.write_text("".join(lines[:2])), lambda: file.write_text(lines[0]), lambda: None, end)
+    )
+    assert capsys.readouterr().out.count("step 1/3  reward") == 2
+
+
+def test_one_that_has_ended_shows_its_closing_page(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert cli.run(["watch", str(made / "second" / "c")]) == 0
+    page = capsys.readouterr().out
+    assert "\x1b" not in page
+    assert "stopped: " in page
+    assert run_status.read(made / "second" / "c")[0] is Status.stopped
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "watch: takes one run, got none; write rlft watch runs/<name>/<time>"),
+        (["nowhere"], "watch: there is no such folder, got nowhere"),
+        (["nowhere", "--json"], "command line: there is no such option, got --json; use --help"),
+        (["a=b"], "a: is not a key of rlft watch, got b; name folders only"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["watch", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"rlft: {message}")

@@ -1,0 +1,109 @@
+"""A key that rlft doesn't have leads to the one that was meant, also from the names of other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rlft import cli
+from rlft.config import command as verbs
+from rlft.config.suggest import known_keys, peer_names, suggestions
+
+
+def targets(name: str) -> Iterator[tuple[str | None, str]]:
+    """(verb or None for all, target as it is written) of a name of another library."""
+    written = peer_names()[name]
+    by_verb = written.items() if isinstance(written, dict) else [(None, written)]
+    for verb, of_verb in by_verb:
+        for target in [of_verb] if isinstance(of_verb, str) else of_verb:
+            yield verb, target
+
+
+def key_of(target: str) -> str:
+    return target.partition("; ")[0].partition("=")[0]
+
+
+def test_the_table_is_large() -> None:
+    assert len(peer_names()) > 250
+
+
+@pytest.mark.parametrize("name", peer_names())
+def test_every_target_is_a_key_of_a_verb_and_is_suggested_to_those_alone_that_have_it(name: str) -> None:
+    for verb, target in targets(name):
+        assert any(key_of(target) in known_keys(v) for v in ([verb] if verb else verbs.OWN)), target
+    if all(name in known_keys(verb) for verb in verbs.OWN):
+        return
+    for verb in verbs.OWN:
+        meant = suggestions(name, verb)
+        assert all(one.key in known_keys(verb) or "<name>" in one.key for one in meant)
+        allowed = {key_of(target) for v, target in targets(name) if v in (None, verb)}
+        assert {one.key for one in meant} <= allowed
+
+
+@pytest.mark.parametrize("name", [name for name in peer_names() if name not in known_keys("train")])
+def test_the_command_line_names_the_key_that_a_peers_name_means(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    meant = suggestions(name, "train")
+    code = cli.run(["train", f"--{name}", "1"])
+    told = capsys.readouterr().err
+    assert code == 2
+    if meant:
+        assert f"did you mean {meant[0].key}=" in told
+    else:
+        assert not any(key_of(target) in known_keys("train") for v, target in targets(name) if v in (None, "train"))
+
+
+SAID = [
+    ("train lr=1e-5", "lr", "did you mean trainer.lr?"),
+    ("train +lr=1e-5", "lr", "got 1e-05; did you mean trainer.lr?"),
+    ("train --lr 1e-5", "command line", "got --lr; keys have no dashes; did you mean trainer.lr=1e-5?"),
+    ("train --learning_rate=1e-5", "command line", "did you mean trainer.lr=1e-5?"),
+    ("train --learning-rate 1e-5", "command line", "did you mean trainer.lr=1e-5?"),
+    ("train lr 1e-5", "command line", "got lr; did you mean trainer.lr=1e-5?"),
+    ("train learning_rat=1", "learning_rat", "did you mean trainer.lr?"),
+    ("train trainer.learning_rate=1", "trainer.learning_rate", "did you mean trainer.lr?"),
+    ("train temperature=0.7", "temperature", "did you mean generation.temperature?"),
+    ("train num_generations=8", "num_generations", "did you mean group_size?"),
+    ("sample num_generations=8", "num_generations", "did you mean n?"),
+    ("sft max_tokens=8", "max_tokens", "did you mean max_completion_tokens?"),
+    ("train num_train_epochs=3", "num_train_epochs", "did you mean steps (a run is counted in steps of"),
+    ("sft num_train_epochs=3", "num_train_epochs", "did you mean epochs?"),
+    (
+        "train --per_device_train_batch_size 8",
+        "command line",
+        "prompts_per_step=<value> (a step has",
+    ),
+    ("rm batch_size=8", "batch_size", "did you mean rankings_per_step (of an update's"),
+    ("train actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n", "did you mean group_size?"),
+    ("train rollout.n=8", "rollout.n", "did you mean group_size?"),
+    ("train data.train_batch_size=8", "data.train_batch_size", "did you mean prompts_per_step (a step has"),
+    ("train algorithm.adv_estimator=grpo", "algorithm.adv_estimator", "did you mean algorithm (for instance ppo"),
+    ("train --load_in_4bit", "command line", "did you mean model.quantization=4bit?"),
+    ("train --bf16 true", "command line", "did you mean model.dtype=bfloat16?"),
+    ("train max_rounds=2", "max_rounds", "did you mean dynamic_sampling.max_rounds?"),
+    (
+        "train every=2",
+        "every",
+        "did you mean checkpoint.every, freshness.every, eval.every, rollouts.every or token_values.every?",
+    ),
+    ("train weight=2", "weight", "did you mean reward.<name>.weight?"),
+    ("train trainer.foo=1", "trainer.foo", "there is no such key, got 1; `rlft train --cfg job` shows every key"),
+    ("train eval.max_tokens=1", "eval.max_tokens", "prompts.max_tokens, pretrain.max_tokens, generation.max_tokens"),
+    ("sft beta=0.1", "beta", "there is no such key, got 0.1; `rlft sft --cfg job` shows every key"),
+    ("dpo beta=0.1", "beta", "did you mean loss.beta?"),
+    ("dpo loss_type=ipo", "loss_type", "did you mean loss (dpo (its sigmoid), ipo, simpo or orpo)?"),
+    ("dpo rpo_alpha=1", "rpo_alpha", "did you mean loss.sft_coef?"),
+    ("rm temperature=0.1", "temperature", "there is no such key, got 0.1; `rlft rm --cfg job` shows every key"),
+]
+
+
+@pytest.mark.parametrize(("typed", "key", "fragment"), SAID, ids=[typed for typed, *_ in SAID])
+def test_a_name_of_another_library_leads_to_ours(
+    typed: str, key: str, fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.run(typed.split())
+    told = capsys.readouterr()
+    assert code == 2
+    assert told.err.startswith(f"rlft: {key}: ")
+    assert fragment in told.err
+    assert told.err.count("\n") == 1

@@ -1,0 +1,286 @@
+import copy
+import hashlib
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+import rlft
+from rlft.data.arithmetic import Arithmetic
+from rlft.data.prompts import (
+    CHUNK,
+    CHUNK_CHARACTERS,
+    NO_TEMPLATE_NOTE,
+    chunked,
+    fingerprinted,
+    permutation,
+    prompts_for_step,
+    scan,
+    tokenizer_fingerprint,
+)
+from rlft.types import Prompt, Split, UserError
+from tests.helpers.family_tokenizers import family_tokenizer
+
+TINY = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+def fingerprint(prompts: list[Prompt]) -> str:
+    return hashlib.sha256(b"".join(map(fingerprinted, prompts))).hexdigest()
+
+
+def prompt(name: str, text: str, answer: str = "1") -> Prompt:
+    return Prompt(id=name, messages=({"role": "user", "content": text},), answer=answer)
+
+
+THREE = [prompt("a", "What is 1 + 2?"), prompt("b", "What is 11 + 22?"), prompt("c", "What is 1111 + 2222?")]
+
+
+# -- scan --------------------------------------------------------------------------------------------------------------
+def test_token_ids_are_the_chat_template_with_the_start_of_the_answer(tokenizer) -> None:
+    found = scan(THREE, tokenizer, 100, "refuse", Split.train)
+    for given, scanned in zip(THREE, found.prompts, strict=True):
+        text = tokenizer.apply_chat_template([*given.messages], add_generation_prompt=True, tokenize=False)
+        assert scanned.token_ids == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert replace(scanned, token_ids=()) == given
+    # Characters are tokens here: the three questions differ by 2 and 4 characters.
+    a, b, c = (len(p.token_ids) for p in found.prompts)
+    assert (b - a, c - b) == (2, 4)
+    assert (found.lengths.shortest, found.lengths.median, found.lengths.longest) == (a, b, c)
+    assert (found.num_dropped, found.note) == (0, None)
+
+
+def test_prompts_over_the_limit_are_dropped_and_counted(tokenizer) -> None:
+    a, b, _ = (len(p.token_ids) for p in scan(THREE, tokenizer, 100, "drop", Split.train).prompts)
+    found = scan(THREE, tokenizer, b, "drop", Split.train)  # exactly at the limit is within
+    assert ([p.id for p in found.prompts], found.num_dropped) == (["a", "b"], 1)
+    assert found.lengths.longest == b
+    assert [p.id for p in scan(THREE, tokenizer, b - 1, "drop", Split.train).prompts] == ["a"]
+    with pytest.raises(UserError, match=r"^prompts\.max_tokens: 3 of 3 train prompts are longer, first a with"):
+        scan(THREE, tokenizer, a - 1, "drop", Split.train)
+
+
+def test_prompts_over_the_limit_are_refused_by_number_and_name(tokenizer) -> None:
+    a, b, c = (len(p.token_ids) for p in scan(THREE, tokenizer, 100, "drop", Split.train).prompts)
+    with pytest.raises(UserError) as refusal:
+        scan(THREE, tokenizer, a, "refuse", Split.held_out)
+    assert str(refusal.value) == (
+        f"prompts.max_tokens: 2 of 3 held_out prompts are longer, first b with {b}, got {a}; "
+        f"raise prompts.max_tokens (the longest has {c}), or set prompts.over_limit=drop"
+    )
+
+
+def test_a_prompt_without_a_token_is_refused(tokenizer) -> None:
+    with pytest.raises(UserError, match=r"^data: 1 of 3 held_out prompts have no token, .*, got b; leave them out, or"):
+        scan([THREE[0], prompt("b", ""), THREE[2]], tokenizer, 100, "drop", Split.held_out, "raw")
+
+
+def test_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer) -> None:
+    with pytest.raises(UserError, match="the train split is empty"):
+        scan([], tokenizer, 100, "drop", Split.train)
+    with pytest.raises(UserError, match="1 ids occur more than once in the train split, got a"):
+        scan([THREE[0], THREE[1], THREE[0]], tokenizer, 100, "drop", Split.train)
+
+
+def test_without_a_chat_template_the_plain_texts_are_used() -> None:
+    plain = AutoTokenizer.from_pretrained(TINY)
+    plain.chat_template = None
+    chat = Prompt(id="a", messages=({"role": "system", "content": "12"}, {"role": "user", "content": "34"}), answer="1")
+    found = scan([chat], plain, 100, "drop", Split.train)
+    assert found.note == NO_TEMPLATE_NOTE
+    assert found.prompts[0].token_ids == tuple(plain("12\n\n34")["input_ids"])
+
+
+def test_raw_prompts_are_the_plain_texts_also_where_there_is_a_chat_template(tokenizer) -> None:
+    turns = [("system", "1"), ("user", "2"), ("assistant", "3"), ("user", "4")]
+    talk = Prompt(id="a", messages=tuple({"role": r, "content": c} for r, c in turns), answer="1")
+    found = scan([talk], tokenizer, 100, "drop", Split.train, style="raw")
+    assert found.prompts[0].token_ids == tuple(tokenizer("1\n\n2\n\n3\n\n4")["input_ids"])
+    assert found.note is None
+    assert scan([talk], tokenizer, 100, "drop", Split.train, style="chat").fingerprint != found.fingerprint
+    plain = AutoTokenizer.from_pretrained(TINY)
+    plain.chat_template = None
+    assert scan([talk], plain, 100, "drop", Split.train, style="raw") == found  # as asked for: nothing to note
+
+
+def test_a_template_that_takes_no_system_message_is_told_with_the_way_out() -> None:
+    strict = AutoTokenizer.from_pretrained(TINY)
+    strict.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    assert scan(THREE, strict, 100, "drop", Split.train).num_dropped == 0
+    with_system = replace(THREE[0], messages=({"role": "system", "content": "x"}, *THREE[0].messages))
+    with pytest.raises(UserError, match=r"^data\.system_prompt: .*no system role.*; set data\.system_prompt=null"):
+        scan([with_system], strict, 100, "drop", Split.train)
+
+
+def test_a_call_of_the_tokenizer_takes_so_many_prompts_and_no_more_characters() -> None:
+    def sizes(lengths: list[int]) -> list[int]:
+        chunks = list(chunked(["x" * length for length in lengths], len))
+        assert [len(text) for chunk in chunks for text in chunk] == lengths
+        return [len(chunk) for chunk in chunks]
+
+    assert sizes([1] * (2 * CHUNK + 1)) == [CHUNK, CHUNK, 1]
+    assert sizes([CHUNK_CHARACTERS // 2] * 3) == [2, 1]
+    assert sizes([9, CHUNK_CHARACTERS * 3, 9]) == [1, 1, 1], "one that is larger stands alone"
+    assert sizes([]) == []
+
+
+# -- fingerprint -------------------------------------------------------------------------------------------------------
+def test_the_fingerprint_covers_ids_tokens_answers_and_order(tokenizer) -> None:
+    found = scan(THREE, tokenizer, 100, "drop", Split.train)
+    assert found.fingerprint == scan(list(THREE), tokenizer, 100, "drop", Split.train).fingerprint
+    assert len(found.fingerprint) == 64
+    a, b, c = found.prompts
+    others = [
+        [replace(a, answer="2"), b, c],
+        [replace(a, id="z"), b, c],
+        [replace(a, token_ids=(*a.token_ids, 0)), b, c],
+        [b, a, c],
+        [a, b],
+    ]
+    assert len({found.fingerprint, *(fingerprint(other) for other in others)}) == 6
+
+
+def test_the_fingerprint_keeps_fields_apart() -> None:
+    one = [replace(prompt("a", ""), token_ids=(1,), answer="23")]
+    two = [replace(prompt("a", ""), token_ids=(1, 2), answer="3")]
+    assert fingerprint(one) != fingerprint(two)
+    # By hand: one JSON array a prompt, one line each.
+    assert fingerprint(one) == hashlib.sha256(b'["a", [1], "23"]\n').hexdigest()
+
+
+def test_a_tokenizers_fingerprint_changes_with_what_its_ids_mean(tokenizer) -> None:
+    def changed(**keys) -> str:
+        other = AutoTokenizer.from_pretrained(TINY)
+        for name, value in keys.items():
+            setattr(other, name, value)
+        return tokenizer_fingerprint(other)
+
+    one = tokenizer_fingerprint(tokenizer)
+    assert one == changed()
+    assert re.fullmatch("[0-9a-f]{12}", one)
+    with_token = AutoTokenizer.from_pretrained(TINY)
+    with_token.add_tokens(["<new>"])
+    another_end = changed(eos_token=tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id - 1))
+    assert len({one, changed(chat_template="x"), another_end, tokenizer_fingerprint(with_token)}) == 4
+
+
+# -- prompts_for_step --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("num_prompts", "per_step"), [(10, 5), (10, 3), (7, 7), (11, 6), (1, 1), (256, 32)])
+def test_no_prompt_comes_twice_in_an_epoch_or_a_step(num_prompts: int, per_step: int) -> None:
+    steps = num_prompts // per_step
+    for epoch in range(20):
+        taken = [i for s in range(steps) for i in prompts_for_step(num_prompts, per_step, 3, epoch * steps + s)]
+        assert len(taken) == len(set(taken)) == steps * per_step
+        assert set(taken) <= set(range(num_prompts))
+
+
+def test_every_prompt_gets_its_turn_also_where_steps_do_not_fill_an_epoch() -> None:
+    # 11 prompts, 6 a step: an epoch passes over 5, so a prompt misses 40 epochs with probability (5/11)**40 = 2e-14.
+    counts = [0] * 11
+    for step in range(40):
+        for i in prompts_for_step(11, 6, 0, step):
+            counts[i] += 1
+    # Mean 40 * 6/11 = 21.8, standard deviation sqrt(40 * 6/11 * 5/11) = 3.1.
+    assert min(counts) > 21.8 - 5 * 3.1
+    assert max(counts) < 21.8 + 5 * 3.1
+
+
+def test_with_fewer_prompts_than_a_step_takes_epochs_follow_without_a_gap() -> None:
+    stream = [i for step in range(6) for i in prompts_for_step(3, 4, 0, step)]
+    assert len(stream) == 24
+    for epoch in range(8):
+        assert sorted(stream[3 * epoch : 3 * epoch + 3]) == [0, 1, 2]
+
+
+def test_a_step_depends_on_nothing_but_its_arguments() -> None:
+    forwards = [prompts_for_step(50, 8, 1, step) for step in range(30)]
+    permutation.cache_clear()
+    assert [prompts_for_step(50, 8, 1, step) for step in reversed(range(30))] == forwards[::-1]
+    assert prompts_for_step(50, 8, 2, 0) != forwards[0]  # another seed
+    assert forwards[6] != forwards[0]  # 50 // 8 = 6 steps an epoch: the first step of the next one
+    # A value of the stream itself: a change here breaks the resumption of runs begun before it.
+    assert prompts_for_step(10, 5, 0, 0) == [6, 9, 8, 7, 3]
+
+
+def test_a_million_prompts_cost_milliseconds_a_step() -> None:
+    prompts_for_step(1_000_000, 64, 0, 0)  # draws the epoch's permutation
+    start = time.perf_counter()
+    for step in range(100):
+        prompts_for_step(1_000_000, 64, 0, step)
+    assert time.perf_counter() - start < 0.1
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 0, -1)])
+def test_sizes_that_make_no_sense_are_refused(arguments) -> None:
+    with pytest.raises(ValueError):
+        prompts_for_step(*arguments)
+
+
+def test_the_embedded_task_scans_in_a_few_seconds(tokenizer) -> None:
+    data = Arithmetic(difficulty=2, operations=["+", "-"], size=4096, held_out_size=256, seed=0)
+    start = time.perf_counter()
+    found = scan(data.load(Split.train), tokenizer, 64, "refuse", Split.train)
+    assert len(found.prompts) == 4096
+    assert time.perf_counter() - start < 5
+
+
+# -- what a template makes of the messages -----------------------------------------------------------------------------
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+SYSTEM = "Answer as <answer>a number</answer>, and nothing else."
+
+
+def with_template(template: str):
+    changed = copy.deepcopy(family_tokenizer("qwen2.5"))
+    changed.chat_template = template
+    return changed
+
+
+def asked(*messages: tuple[str, str]) -> Prompt:
+    return Prompt(id="p", messages=tuple({"role": role, "content": text} for role, text in messages), answer="1")
+
+
+def test_the_words_of_every_message_must_be_in_what_the_template_writes() -> None:
+    chat = [("system", SYSTEM), ("user", "What is 1 + 2?"), ("assistant", "<think>so</think>3"), ("user", "And 2 + 2?")]
+    for dropped, key in (("system", "data.system_prompt"), ("user", "data"), ("assistant", "data")):
+        drops = with_template(TURNS.replace("in messages", f"in messages if m.role != '{dropped}'") + START)
+        with pytest.raises(UserError, match=f"leaves out the {dropped}'s message of prompt 'p'") as refused:
+            scan([asked(*chat)], drops, 400, "refuse", Split.train)
+        assert refused.value.key == key
+    thoughtless = with_template(TURNS.replace("m.content", "(m.content.split('</think>') | last)") + START)
+    for kept in (with_template(TURNS + START), thoughtless):
+        scan([asked(*chat)], kept, 400, "refuse", Split.train)
+
+
+def test_a_template_that_moves_a_message_or_reads_a_switch_in_it_leaves_nothing_out() -> None:
+    moved = "{% for m in messages if m.role == 'user' %}[{{ m.content }}\n\n{{ messages[0].content }}]{% endfor %}"
+    scan([asked(("system", f"  {SYSTEM}\n"), ("user", "2?"))], with_template(moved), 400, "refuse", Split.train)
+    switch = with_template(TURNS.replace("m.content", "m.content.replace('/no_think', '')") + START)
+    scan([asked(("system", "Be brief. /no_think"), ("user", "2?"))], switch, 400, "refuse", Split.train)
+    scan([asked(("system", "/no_think"), ("user", "2?"))], switch, 400, "refuse", Split.train)
+
+
+def test_an_error_of_the_template_is_refused_by_name() -> None:
+    for broken, cause in (
+        ("{{ messages + 1 }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivision"),
+    ):
+        with pytest.raises(UserError, match=f"^model.path: its chat template fails .{cause}"):
+            scan(THREE, with_template(broken), 400, "refuse", Split.train)
+
+
+def test_prompts_know_what_they_have_begun_to_say() -> None:
+    thinking = with_template(TURNS + START.replace("{% endif %}", "<think>\n{% endif %}"))
+    assert [p.tail for p in scan(THREE, thinking, 400, "refuse", Split.train).prompts] == ["<think>\n"] * 3
+    plain = scan([prompt("a", "1 + 2?\n<think>")], thinking, 400, "refuse", Split.train, style="raw")
+    assert plain.prompts[0].tail == "<think>"

@@ -1,0 +1,260 @@
+"""Several engines behind the interface of one: failures of every kind change no completion."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool_engines import ThreadLauncher
+
+from rlft.generation import pool as engine_pool
+from rlft.generation.pool import EngineError, EnginePool, StaleEngineError, units_of
+from rlft.loop.freshness import Freshness, StaleAdapterError
+from rlft.system.process.member import MemberSpec
+from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Sampling, Turn, UserError
+
+PROMPTS = [Prompt(id=f"p{i}", messages=(), answer="", token_ids=(1, 2), metadata={"kept": i}) for i in range(7)]
+SEEDS = [10 * i for i in range(7)]
+SAMPLING = Sampling(max_tokens=4, temperature=1.0)
+HEALTHY = {"faults": {}, "stale": (), "corrupt": False, "delay_s": 0.0}
+
+
+def adapter(version: int) -> Adapter:
+    return Adapter(version=version, weights={"a": torch.full((2, 2), float(version))}, config={"r": 2})
+
+
+class Trainer:
+    """Scores fixed tokens as a healthy engine does."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-float(self.version)] for _ in sequences]
+
+
+Open = Callable[..., EnginePool]
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def open_pool(tmp_path: Path, notes: list[str]) -> Open:
+    def opened(
+        *engines: dict[str, Any], replacements: Sequence[dict[str, Any]] = (), timeout_s: float = 30.0, **more: Any
+    ) -> EnginePool:
+        launcher = ThreadLauncher(tmp_path, replacements)
+        specs = [
+            MemberSpec(name=f"engine-{i}", factory="-", arguments={**HEALTHY, **faults})
+            for i, faults in enumerate(engines)
+        ]
+        settings = {"unit": lambda n, num_prompts: 2, "max_restarts": 3, "note": notes.append, **more}
+        pool = EnginePool(launcher, specs, timeout_s=timeout_s, **settings)
+        pool.test_launcher = launcher  # type: ignore[attr-defined]
+        return pool
+
+    return opened
+
+
+def launcher_of(pool: EnginePool) -> ThreadLauncher:
+    return pool.test_launcher  # type: ignore[attr-defined]
+
+
+def texts(groups: Sequence[Group]) -> list[list[str]]:
+    return [[rollout.completion.text for rollout in group.rollouts] for group in groups]
+
+
+EXPECTED = [[f"p{i} 3 {10 * i}", f"p{i} 3 {10 * i + 1}"] for i in range(7)]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 5])
+def test_groups_come_in_the_order_of_their_prompts(num_engines: int, open_pool: Open) -> None:
+    engines = [{"delay_s": 0.03 * (num_engines - i)} for i in range(num_engines)]  # the first one is the slowest
+    pool = open_pool(*engines)
+    pool.load(adapter(3))
+    groups = pool.sample(PROMPTS, 2, SEEDS, SAMPLING)
+    assert texts(groups) == EXPECTED
+    assert [group.prompt for group in groups] == PROMPTS  # with their metadata, which stays here
+    assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {3}
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    assert {(c.mask, c.turns) for c in completions} == {((True,), (Turn(end=1, reward=0.5),))}
+
+
+def test_every_engine_samples_all_prompts_where_each_is_compared(open_pool: Open) -> None:
+    pool = open_pool({}, {"faults": {0: "die"}}, {})
+    pool.load(adapter(3))
+    sampled = pool.sample_each(PROMPTS, 2, SEEDS, SAMPLING)
+    assert [texts(groups) for groups in sampled] == [EXPECTED] * 3
+    assert pool.num_restarts == 1
+
+
+def test_an_adapter_is_sent_once_for_all_engines(open_pool: Open) -> None:
+    pool = open_pool({}, {}, {})
+    pool.load(adapter(3))
+    assert len(launcher_of(pool).shared) == 1
+    assert [member.held.version for member in launcher_of(pool).members] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("die", "engine-1 was killed by SIGKILL"),
+        ("raise", "engine-1 raised ValueError: no such token"),
+        ("hang", "engine-1 has not answered for 0.4 s (sample; cluster.timeout)"),
+        ("old version", "engine-1 has sampled from version 2 instead of 3"),
+    ],
+)
+def test_an_engine_that_fails_is_replaced_and_no_completion_differs(
+    fault: str, said: str, open_pool: Open, notes: list[str]
+) -> None:
+    pool = open_pool({"delay_s": 0.05}, {"faults": {1: fault}}, timeout_s=0.4)
+    pool.load(adapter(3))
+    pool.verify([[5, 6]], lambda scores: None if scores == [[-3.0]] else "stale", now=True)
+    assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
+    assert pool.num_restarts == 1
+    assert notes[0].startswith(f"engine-1 is replaced: {said}")
+    new = launcher_of(pool).members[2]
+    assert new.name == "engine-1.2"
+    pool.sleep()  # which waits until it has joined
+    assert new.methods[:3] == ["started", "load", "score"]
+
+
+def test_groups_are_told_as_they_finish(open_pool: Open) -> None:
+    pool = open_pool({"delay_s": 0.3}, {})
+    pool.load(adapter(3))
+    finished = pool.sample_units(PROMPTS, 2, SEEDS, SAMPLING)
+    begun = time.monotonic()
+    start, groups = next(finished)
+    assert time.monotonic() - begun < 0.25  # the slow engine's unit is not waited for
+    assert start == 2
+    assert texts(groups) == EXPECTED[2:4]
+    assert sorted(start for start, _ in finished) == [0, 4, 6]
+
+
+def test_failures_without_a_finished_group_in_between_stop_the_run(open_pool: Open) -> None:
+    broken = {"faults": {0: "raise", 1: "raise"}}
+    pool = open_pool(broken, replacements=[broken] * 5, max_restarts=2)
+    pool.load(adapter(3))
+    expected = r"^cluster\.max_engine_restarts: 3 engine failures .* the last one: engine-0 raised ValueError: no such"
+    with pytest.raises(EngineError, match=expected):
+        pool.sample(PROMPTS, 2, SEEDS, SAMPLING)
+
+
+def test_what_an_environment_cannot_do_is_no_fault_of_the_engine(open_pool: Open) -> None:
+    pool = open_pool({"faults": {0: "environment"}})
+    pool.load(adapter(3))
+    with pytest.raises(EnvironmentFailure, match="repair its get_reward"):
+        pool.sample(PROMPTS, 2, SEEDS, SAMPLING)
+    assert pool.num_restarts == 0
+
+
+def test_a_finished_group_forgives_failures(open_pool: Open) -> None:
+    sometimes = {"faults": {1: "raise"}}  # one unit each, then a failure: four units need three replacements
+    pool = open_pool(sometimes, replacements=[sometimes] * 5, max_restarts=1)
+    pool.load(adapter(3))
+    assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
+    assert pool.num_restarts == 3
+
+
+def test_bytes_that_changed_on_their_way_replace_the_engine(open_pool: Open, notes: list[str]) -> None:
+    pool = open_pool({}, {"corrupt": True})
+    pool.load(adapter(3))
+    assert re.search(r"engine-1 is replaced: engine-1 has loaded version 3 with the sha256 \w{16} instead of", notes[0])
+    assert texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING)) == EXPECTED
+
+
+def test_every_engine_is_checked_and_a_stale_one_is_replaced(open_pool: Open, notes: list[str]) -> None:
+    pool, trainer, freshness = open_pool({}, {"stale": (3,)}), Trainer(), Freshness([[5, 6], [7, 8, 9]], 0.5, 1)
+    for version in (2, 3):
+        trainer.version = version
+        pool.load(adapter(version))
+        assert freshness.check(version, pool, trainer) == 0.0
+    assert [note.split(":")[0] for note in notes] == ["engine-1 is replaced"]
+    assert "does not sample from policy version 3" in notes[0]
+    assert launcher_of(pool).members[2].held.version == 3
+
+
+def test_an_engine_that_is_stale_after_its_replacement_stops_the_run(open_pool: Open) -> None:
+    pool, trainer = open_pool({}, {"stale": (3,)}, replacements=[{"stale": (3,)}]), Trainer()
+    trainer.version = 3
+    pool.load(adapter(3))
+    with pytest.raises(StaleAdapterError, match=r"policy version 3: .*engine-1\.2.*stopped rather than train on stale"):
+        Freshness([[5, 6]], 0.5, 1).check(3, pool, trainer)
+
+
+def test_an_engine_that_joins_later_is_checked_also_where_no_check_is_due(open_pool: Open) -> None:
+    pool, trainer = open_pool({"faults": {0: "die"}}, replacements=[{"stale": (3,)}, {"stale": (3,)}]), Trainer()
+    freshness = Freshness([[5, 6]], 0.5, 100)
+    for version in (2, 3):
+        trainer.version = version
+        pool.load(adapter(version))
+        checked = freshness.check(version, pool, trainer)
+        assert (checked is None) == (version == 3)
+    with pytest.raises(StaleEngineError, match="does not sample from policy version 3"):
+        pool.sample(PROMPTS, 2, SEEDS, SAMPLING)
+
+
+def test_a_users_mistake_is_no_reason_to_start_an_engine_again(open_pool: Open, monkeypatch: Any) -> None:
+    pool = open_pool({})
+
+    def refuse() -> None:
+        raise UserError("generation.engine", "could not start", remedy="choose another one")
+
+    monkeypatch.setattr(launcher_of(pool).members[0].held, "started", refuse)
+    with pytest.raises(UserError, match=r"^generation\.engine: could not start"):
+        pool.load(adapter(3))
+
+
+def test_an_engine_that_never_starts_is_named_with_the_end_of_its_log(
+    open_pool: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_pool, "START_S", 0.3)
+    pool = open_pool({}, timeout_s=0.1, max_restarts=0)
+    monkeypatch.setattr(launcher_of(pool).members[0].held, "started", lambda: time.sleep(1.0))
+    expected = (
+        r"(?s)engine-0 has not answered for 0\.4 s \(start and load; .*engine-0\.log; its last lines:\nengine-0 has"
+    )
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match=expected):
+        pool.load(adapter(3))
+    assert 0.3 < time.monotonic() - begun < 0.9
+
+
+def test_an_engine_that_fails_in_the_rehearsal_is_replaced(open_pool: Open) -> None:
+    pool = open_pool({"faults": {-1: "raise"}}, {})
+    pool.load(adapter(3))
+    pool.rehearse([[1, 2]], 2, 4)
+    assert [member.methods.count("rehearse") for member in launcher_of(pool).members] == [1, 1, 1]
+
+
+def test_closing_closes_each_engine_once(open_pool: Open) -> None:
+    pool = open_pool({}, {})
+    pool.close()
+    pool.close()
+    assert [member.methods.count("close") for member in launcher_of(pool).members] == [1, 1]
+    assert all(member.killed.is_set() for member in launcher_of(pool).members)
+
+
+def test_an_engine_that_does_not_close_is_killed(open_pool: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "CLOSE_S", 0.1)
+    pool = open_pool({"delay_s": 1.0})
+    launcher_of(pool).members[0].call("sample", PROMPTS, 2, SEEDS, SAMPLING)
+    begun = time.monotonic()
+    pool.close()
+    assert time.monotonic() - begun < 0.8
+    assert launcher_of(pool).members[0].killed.is_set()
+
+
+def test_units_keep_what_an_engine_computes_together() -> None:
+    whole = units_of(64, divisible=False, num_engines=4)
+    assert [whole(8, 16), whole(8, 3), whole(128, 16)] == [8, 8, 1]  # 64 / 8; the same for fewer prompts; at least one
+    parts = units_of(64, divisible=True, num_engines=4)
+    assert [parts(8, 16), parts(8, 100), parts(8, 3)] == [4, 8, 1]  # 16 / 4 engines; 64 / 8; 3 / 4 rounded up

@@ -1,0 +1,87 @@
+"""Arguments of vLLM's engine that are passed through, and those that are refused, by name and without an import."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlft import cli
+from rlft.generation.vllm import options as vllm_options
+from rlft.generation.vllm.engine import VLLM
+
+WORDS = ["train", "+recipe=grpo_arithmetic", "generation=vllm", "model.device=cpu", "hydra.run.dir=run"]
+FREE = ("quantization", "kv_cache_dtype", "speculative_config", "max_num_batched_tokens", "attention_backend")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("+generation.vllm.options.model=x", "generation.vllm.options.model: is set by rlft, got x; set model.path"),
+        (
+            "+generation.vllm.options.max_num_seqs=3",
+            "generation.vllm.options.max_num_seqs: is set by rlft, got 3; set generation.vllm.max_num_seqs",
+        ),
+        (
+            "+generation.vllm.options.tensor_parallel_size=2",
+            "generation.vllm.options.tensor_parallel_size: would start processes that can outlive the run, and is not "
+            "free to choose, got 2; leave it out",
+        ),
+        (
+            "+generation.vllm.options.kv_cache_dtpe=fp8",
+            "generation.vllm.options.kv_cache_dtpe: vLLM's engine has no such argument, got fp8; "
+            "did you mean kv_cache_dtype?",
+        ),
+        ("generation.vllm.options=3", "generation.vllm.options: "),
+        ("generation.vllm.options=null", "generation.vllm.options: "),
+    ],
+)
+def test_what_is_no_free_argument_is_refused_by_name(
+    words: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run([*WORDS, words]) == 2
+    assert capsys.readouterr().err.startswith(f"rlft: {line}")
+    assert not Path("run").exists()
+
+
+def test_free_arguments_are_taken_and_say_whether_they_round() -> None:
+    def engine(**options: object) -> VLLM:
+        return VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options=options)
+
+    for name in FREE:
+        engine(**{name: "x"}).check(plain_kernels=False)
+    assert engine(kv_cache_dtype="fp8").rounds
+    assert not engine(attention_backend="FLASH_ATTN").rounds
+
+
+def test_the_list_is_that_of_the_installed_vllm() -> None:
+    assert set(FREE) < set(vllm_options.arguments())
+    assert {*vllm_options.KEYS, *vllm_options.REFUSED, *vllm_options.ROUNDING} <= set(vllm_options.arguments())
+    assert not set(FREE) & {*vllm_options.KEYS, *vllm_options.REFUSED}
+
+
+def test_without_vllm_only_what_rlft_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_options.arguments.cache_clear()
+    monkeypatch.setattr(vllm_options.importlib.util, "find_spec", lambda name: None)
+    try:
+        vllm_options.check({"who_knows": 1})
+        with pytest.raises(vllm_options.UserError, match=r"^options\.seed: is set by rlft, got 1; set seed$"):
+            vllm_options.check({"seed": 1})
+    finally:
+        vllm_options.arguments.cache_clear()
+
+
+def test_nothing_of_vllm_is_imported_for_it() -> None:
+    vllm_options.arguments.cache_clear()
+    before = "vllm" in sys.modules
+    vllm_options.arguments()
+    assert ("vllm" in sys.modules) == before
+
+
+def test_modules_that_vllm_cannot_adapt_are_named() -> None:
+    attention = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.mlp.gate"]
+    assert vllm_options.unserved(attention) is None
+    for name in ("model.layers.0.mlp.experts", "model.layers.0.mlp.experts.base_layer"):
+        assert f"stacked experts ({name})" in str(vllm_options.unserved([*attention, name]))

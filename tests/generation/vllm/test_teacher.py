@@ -1,0 +1,262 @@
+"""A teacher in vLLM: without an engine, and the real one in this process, beside transformers with the same weights.
+
+One teacher is started for the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import rlft
+from rlft.generation.vllm import guest as vllm_guest
+from rlft.generation.vllm import teacher as vllm_teacher
+from rlft.generation.vllm.generator import VLLMGenerator
+from rlft.generation.vllm.memory import TEACHER_BATCHED_TOKENS
+from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher, _within
+from rlft.types import UserError
+
+ASSETS = Path(rlft.__file__).parent / "assets"
+SETTINGS = TeacherSettings(
+    model_path=str(ASSETS / "tiny-arithmetic"),
+    dtype="float32",
+    trust_remote_code=False,
+    quantization=None,
+    row_tokens=70,
+    gpu_memory_utilization=0.3,
+    batch_invariant=False,
+)
+ROWS = [[3 + (5 * i + j) % 200 for j in range(length)] for i, length in enumerate((2, 70, 7, 33))]
+TOLERANCE = 1e-4
+"""Natural log. Both sides compute in float32 with other kernels; seen: 2e-5."""
+
+
+# -- without an engine -----------------------------------------------------------------------------------------------
+class FakeLLM:
+    """Has a vocabulary of 8 whose tokens from 6 on are no tokenizer's; the most likely are 7, 6, 5, .., each 1 less."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[list[int]], int]] = []
+        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 8), step=None)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Opens teachers over a FakeLLM; the arguments of vLLM's engine come with them."""
+    given: dict[str, Any] = {}
+    llm = FakeLLM()
+
+    def asked(self: VLLMTeacher, rows: Sequence[Sequence[int]], width: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        llm.asked.append(([list(row) for row in rows], width))
+        most_likely = torch.arange(7, 7 - width, -1)
+        return [
+            (
+                torch.cat([torch.tensor(row)[1:, None], most_likely.expand(len(row) - 1, width)], 1),
+                torch.cat([torch.full((len(row) - 1, 1), -9.0), (most_likely - 8.0).expand(len(row) - 1, width)], 1),
+            )
+            for row in rows
+        ]
+
+    monkeypatch.setattr(vllm_teacher, "guest_while_starting", lambda invariant: nullcontext())
+    monkeypatch.setattr(vllm_teacher, "start", lambda options: given.update(options) or llm)
+    monkeypatch.setattr(vllm_teacher, "end", lambda llm, on_cpu: None)
+    monkeypatch.setattr(VLLMTeacher, "_prompt_logprobs", asked)
+
+    def opened(on_cpu: bool = True, **changes: Any) -> tuple[VLLMTeacher, FakeLLM, dict[str, Any]]:
+        monkeypatch.setattr(vllm_teacher, "runs_on_cpu", lambda: on_cpu)
+        return VLLMTeacher(replace(SETTINGS, **changes)), llm, given
+
+    return opened
+
+
+def test_it_has_room_for_the_longest_row_and_the_token_after_it_and_no_prefix_cache(fake: Any) -> None:
+    _, _, given = fake()
+    assert (given["max_model_len"], given["max_num_batched_tokens"]) == (71, TEACHER_BATCHED_TOKENS)
+    assert (given["enable_prefix_caching"], given["enable_chunked_prefill"]) == (False, False)
+    assert "gpu_memory_utilization" not in given
+    _, _, given = fake(row_tokens=2000)
+    assert given["max_num_batched_tokens"] == 2001, "a row is never computed in parts on a CPU"
+
+
+def test_on_a_gpu_it_takes_its_share_and_few_tokens_at_a_time(fake: Any) -> None:
+    _, _, given = fake(on_cpu=False, row_tokens=5000, gpu_memory_utilization=0.4, quantization="4bit")
+    assert (given["gpu_memory_utilization"], given["quantization"]) == (0.4, "bitsandbytes")
+    assert (given["max_num_batched_tokens"], given["enable_chunked_prefill"]) == (TEACHER_BATCHED_TOKENS, True)
+
+
+def test_tokens_that_no_tokenizer_has_are_not_among_the_most_likely_and_others_are_asked_for(fake: Any) -> None:
+    """Of the three most likely two are 6 and 7, beyond the student's vocabulary: the row is asked again, for six."""
+    teacher, llm, _ = fake()
+    [(own, ids, logprobs)] = teacher.logprobs([[1, 2, 3]], 3, 6)
+    assert llm.asked[1:] == [([[1, 2, 3]], 3), ([[1, 2, 3]], 6)]
+    assert own.tolist() == [-9, -9]
+    assert ids.tolist() == [[5, 4, 3], [5, 4, 3]]
+    assert logprobs.tolist() == [[-3, -4, -5], [-3, -4, -5]]
+
+
+def test_at_most_the_whole_vocabulary_is_asked_for(fake: Any) -> None:
+    teacher, llm, _ = fake()
+    [(_, ids, _)] = teacher.logprobs([[1, 2]], 5, 5)
+    assert [width for _, width in llm.asked[1:]] == [5, 8]
+    assert ids.tolist() == [[4, 3, 2, 1, 0]]
+
+
+def test_most_likely_tokens_keep_their_order_where_others_stand_between() -> None:
+    ids, logprobs = torch.tensor([[0, 9, 2, 8, 1], [0, 3, 4, 9, 5]]), -torch.arange(10.0).view(2, 5)
+    found = _within(ids, logprobs, 2, 6)
+    assert found is not None
+    assert [values.tolist() for values in found] == [[0, -5], [[2, 1], [3, 4]], [[-2, -4], [-6, -7]]]
+    assert _within(ids, logprobs, 3, 6) is None
+    assert _within(ids[:, :1], logprobs[:, :1], 0, 6)[1].shape == (2, 0)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("row", [[4], list(range(71))])
+def test_rows_that_it_was_not_made_for_are_an_error(fake: Any, row: list[int]) -> None:
+    with pytest.raises(ValueError, match=rf"2 \.\. 70 tokens, not {len(row)}"):
+        fake()[0].logprobs([row], 0, 6)
+
+
+def test_a_closed_one_says_so(fake: Any) -> None:
+    teacher, _, _ = fake()
+    teacher.close()
+    teacher.close()
+    with pytest.raises(ValueError, match="closed"):
+        teacher.logprobs([[1, 2]], 0, 6)
+
+
+def test_a_teacher_with_which_vllm_does_not_start_is_refused_by_its_key(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(options: Any) -> Any:
+        raise ValueError("No room for a single row")
+
+    monkeypatch.setattr(vllm_teacher, "start", start)
+    with pytest.raises(
+        UserError, match=r"^snapshot\.teacher_engine: .*: No room for a single row, got vllm; make room"
+    ):
+        VLLMTeacher(SETTINGS)
+
+
+def test_the_longest_row_is_computed_before_the_first_step_and_an_engine_that_cannot_is_ended(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fake()[1].asked == [([[0] * 70], 0)]
+
+    def asked(self: VLLMTeacher, rows: Any, width: int) -> Any:
+        raise RuntimeError("Unsupported head size")
+
+    ended: list[Any] = []
+    monkeypatch.setattr(VLLMTeacher, "_prompt_logprobs", asked)
+    monkeypatch.setattr(vllm_teacher, "end", lambda llm, on_cpu: ended.append(llm))
+    with pytest.raises(UserError, match="Unsupported head size"):
+        fake()
+    assert len(ended) == 1
+
+
+def test_only_the_last_engine_that_ends_takes_what_all_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+
+    @contextmanager
+    def groups_kept() -> Iterator[None]:
+        kept[-1] = True
+        yield
+
+    def llm() -> Any:
+        client = SimpleNamespace(shutdown=lambda: None)
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
+
+    first, second = llm(), llm()
+    monkeypatch.setattr(vllm_guest, "_running", [first, second])
+    monkeypatch.setattr(vllm_guest, "_groups_kept", groups_kept)
+    for ended in (second, first):
+        kept.append(False)
+        vllm_guest.end(ended, on_cpu=False)
+    assert kept == [True, False]
+
+
+# -- with the engine -------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def teacher() -> Iterator[VLLMTeacher]:
+    live = VLLMTeacher(SETTINGS)
+    yield live
+    live.close()
+
+
+@pytest.fixture(scope="module")
+def by_transformers() -> Any:
+    """Log-probs `[T - 1, V]` of one row."""
+    model = AutoModelForCausalLM.from_pretrained(SETTINGS.model_path, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logprobs(row: Sequence[int]) -> torch.Tensor:
+        return model(input_ids=torch.tensor([list(row)]), use_cache=False).logits[0, :-1].log_softmax(-1)
+
+    return logprobs
+
+
+@pytest.mark.parametrize("top_k", [0, 16])
+def test_the_log_probs_are_those_of_transformers(teacher: VLLMTeacher, by_transformers: Any, top_k: int) -> None:
+    """16 of 272: the k-th log-prob is compared and not the token, since two may be equal but for a rounding."""
+    for row, (own, ids, most_likely) in zip(ROWS, teacher.logprobs(ROWS, top_k, 272), strict=True):
+        expected = by_transformers(row)
+        torch.testing.assert_close(own, expected.gather(1, torch.tensor(row)[1:, None])[:, 0], rtol=0, atol=TOLERANCE)
+        assert ids.shape == most_likely.shape == (len(row) - 1, top_k)
+        torch.testing.assert_close(most_likely, expected.topk(top_k, 1).values, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(most_likely, expected.gather(1, ids), rtol=0, atol=TOLERANCE)
+
+
+def test_tokens_beyond_a_smaller_vocabulary_are_left_out(teacher: VLLMTeacher, by_transformers: Any) -> None:
+    [(_, ids, most_likely)] = teacher.logprobs([ROWS[2]], 4, 20)
+    expected = by_transformers(ROWS[2])[:, :20].topk(4, 1)
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(most_likely, expected.values, rtol=0, atol=TOLERANCE)
+
+
+def test_the_same_rows_in_the_same_order_have_the_same_bits(teacher: VLLMTeacher) -> None:
+    first = teacher.logprobs(ROWS, 4, 272)
+    teacher.logprobs(ROWS[::-1], 0, 272)  # nothing of another call is left
+    for one, other in zip(first, teacher.logprobs(ROWS, 4, 272), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_the_policys_engine_works_beside_it_and_after_it(teacher: VLLMTeacher, by_transformers: Any) -> None:
+    """The policy's base is another model; a second teacher ends before both."""
+    row, model = ROWS[3], AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-chains", dtype=torch.float32).eval()
+    with torch.no_grad():
+        logp = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].log_softmax(-1)
+    expected = logp.gather(1, torch.tensor(row)[1:, None])[:, 0].tolist()
+    generator = VLLMGenerator(
+        model_path=ASSETS / "tiny-chains",
+        dtype="float32",
+        trust_remote_code=False,
+        revision=None,
+        quantization=None,
+        max_lora_rank=4,
+        max_sequence_tokens=71,
+        max_num_seqs=4,
+        gpu_memory_utilization=0.3,
+        sleep=False,
+        enforce_eager=True,
+        seed=0,
+    )
+    try:
+        assert generator.score([row])[0] == pytest.approx(expected, abs=TOLERANCE)
+        second = VLLMTeacher(replace(SETTINGS, row_tokens=40))
+        [(own, _, _)] = second.logprobs([row], 0, 272)
+        second.close()
+        assert generator.score([row])[0] == pytest.approx(expected, abs=TOLERANCE)
+    finally:
+        generator.close()
+    [(still, _, _)] = teacher.logprobs([row], 0, 272)
+    torch.testing.assert_close(still, own, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        still, by_transformers(row).gather(1, torch.tensor(row)[1:, None])[:, 0], rtol=0, atol=TOLERANCE
+    )

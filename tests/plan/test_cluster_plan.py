@@ -1,0 +1,169 @@
+"""`rlft plan` for engines and ranks: where they are, why, and what they take of a GPU's or a machine's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlft.commands.plan import Planned, plan_of, without_gpu, without_running
+from rlft.config.compose import compose
+from rlft.plan import train_plan
+from rlft.plan.cluster_plan import check_base, gpu_memory
+from rlft.plan.memory_demand import CUDA_CONTEXT, sizes_of
+from rlft.plan.train_plan import TrainPlan
+from rlft.types import UserError
+
+GIB = 2**30
+ON_A_CARD = ("model.device=cuda", "generation=vllm")
+
+
+def planned(*words: str, limit: int = 80 * GIB) -> Planned:
+    return plan_of(compose(["+recipe=grpo_arithmetic", "scoring.workers=0", *words]), limit)
+
+
+def row(plan: Planned, name: str) -> tuple[str, str]:
+    [[_, value, note]] = [row for row in plan.sizes if row[0] == name]
+    return value, note
+
+
+def bytes_of(plan: Planned) -> dict[str, int]:
+    return {part.name: part.bytes for part in plan.memory(recompute=plan.demand.recompute)}
+
+
+def test_one_process_has_no_row() -> None:
+    assert [row for row in planned(*ON_A_CARD).sizes if row[0] == "cluster"] == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "auto"])
+def test_an_engine_and_a_rank_share_a_gpu_where_both_fit(engine: str) -> None:
+    """`auto` chooses vLLM on the GPU that is not here."""
+    plan = planned("model.device=cuda", f"generation.engine={engine}", "cluster.engines=4", "cluster.ranks=4")
+    value, why = row(plan, "cluster")
+    assert value == "4 engines, 4 ranks"
+    assert why.startswith("local: 4 GPUs, pairs: an engine sleeps while its rank trains; together they take 37.")
+    parts = bytes_of(plan)
+    assert parts["process and libraries"] == 2 * CUDA_CONTEXT
+    assert parts["vLLM, its base and KV cache"] == int(0.45 * 80 * GIB)
+    assert "bases of the engines" not in parts
+    assert row(plan, "copies of the base")[0] == "2"
+
+
+def test_gpus_are_divided_where_both_do_not_fit() -> None:
+    plan = planned(*ON_A_CARD, "cluster.engines=4", "cluster.ranks=4", limit=GIB)
+    assert row(plan, "cluster")[1] == (
+        "local: 8 GPUs, divided: an engine and a rank do not fit on one GPU: 1.58 GiB of 1.00 GiB;"
+        " an engine takes 0.95 GiB of 1.00 GiB"
+    )
+    assert plan.demand.engine is None
+    assert bytes_of(plan)["process and libraries"] == CUDA_CONTEXT
+    assert plan.fits
+
+
+def test_a_joined_cluster_is_planned_from_a_laptop() -> None:
+    words = ("cluster=ray", "cluster.address=10.0.0.1:6379", "cluster.engines=2", "cluster.ranks=1")
+    plan = planned(*ON_A_CARD, *words)
+    assert row(plan, "cluster") == (
+        "2 engines, 1 rank",
+        "ray: 3 GPUs, divided: the GPUs of a cluster that is joined are given out whole;"
+        " an engine takes 36.50 GiB of 80.00 GiB",
+    )
+
+
+def test_each_gpu_of_an_engine_holds_a_part_of_its_base() -> None:
+    """Where vLLM's share of the GPU is less than what it needs at least, of which weights and keys are a part."""
+    words = (*ON_A_CARD, "cluster.engines=1", "generation.vllm.gpu_memory_utilization=0.001")
+    needed = []
+    for gpus in (1, 2):
+        plain = compose(["+recipe=grpo_arithmetic", *words, f"cluster.gpus_per_engine={gpus}"])
+        plan = without_running(without_gpu(plain))
+        assert isinstance(plan, TrainPlan)
+        model = sizes_of(plan.config.model, plan.config.lora)
+        needed.append(gpu_memory(plan, model, GIB, absent=True)[1].needed)
+    tokens = plan.config.prompts.max_tokens + plan.config.generation.max_tokens
+    whole = model.base_bytes + model.key_size * model.itemsize * tokens
+    assert needed[0] - needed[1] == pytest.approx(whole / 2, abs=model.itemsize * tokens)
+    two = row(planned(*words, "cluster.gpus_per_engine=2", "cluster.placement=divided"), "cluster")[1]
+    assert two.startswith("local: 3 GPUs, divided: as cluster.placement says; an engine takes ")
+    assert two.endswith(" of 80.00 GiB each")
+
+
+def test_an_engine_that_does_not_fit_on_its_gpu_is_refused() -> None:
+    words = (*ON_A_CARD, "cluster.engines=4", "cluster.placement=divided")
+    with pytest.raises(
+        UserError, match=r"^cluster\.engines: an engine does not fit: 0\.76 GiB of 0\.59 GiB, got 4; give"
+    ):
+        planned(*words, limit=600 * 2**20)
+
+
+def test_engines_on_a_cpu_count_as_often_as_they_are_there() -> None:
+    words = ("model.device=cpu", "generation=transformers")
+    alone, three = planned(*words), planned(*words, "cluster.engines=3", "cluster.ranks=2")
+    assert row(three, "cluster") == ("3 engines, 2 ranks", "local: processes on the cores of the CPU")
+    one, all_three = bytes_of(alone), bytes_of(three)
+    assert all_three["bases of the engines"] == 3 * one["base"]
+    assert all_three["keys and values"] == 3 * one["keys and values"]
+    assert all_three["activations"] == one["activations"]
+    assert three.notes[1:] == [
+        "memory is that of the run's own process and its engines; the other rank takes as much again as this process"
+    ]
+
+
+# -- a base that ranks divide ------------------------------------------------------------------------------------------
+
+
+def test_each_rank_holds_its_layers_and_two_buffers() -> None:
+    """The embedded model has four layers of 2 * 128 * 128 weights in queries and outputs, 2 * 64 * 128 in keys and
+    values and 3 * 384 * 128 in the MLP, in 16 bits. Two ranks hold two and two buffers each, so nothing is won; four
+    hold one and two buffers."""
+    layer = 2 * (2 * 128**2 + 2 * 64 * 128 + 3 * 384 * 128)
+    plan = planned(*ON_A_CARD, "cluster.engines=1", "cluster.ranks=4", "cluster.shard_base=true")
+    assert row(plan, "ranks")[1].endswith("; each holds a part of the base's layers")
+
+    def base(**changes: Any) -> int:
+        return bytes_of(replace(plan, demand=replace(plan.demand, **changes)))["base"]
+
+    whole = base(sharded=False)
+    assert [base(ranks=ranks) for ranks in (1, 2, 4)] == [whole - fewer * layer for fewer in (2, 0, 1)]
+    assert base(device="cpu") == whole + 2 * layer, "in main memory rank 0 has all layers, and the buffers"
+
+
+def test_dividing_the_base_is_named_where_it_makes_a_run_fit() -> None:
+    plan = planned(*ON_A_CARD, "cluster.engines=1", "cluster.ranks=4", "cluster.placement=divided")
+    limit = plan.peak - 2**18  # a layer is 393,216 bytes
+    told = {str(remedy) for remedy in replace(plan, limit=limit).remedies()}
+    assert "cluster.shard_base=true" in told
+    with_dora = planned("model.device=cuda", "generation=transformers", "cluster.engines=1", "lora.use_dora=true")
+    assert with_dora.demand.sharded is None
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "text"),
+    [
+        (("cluster.ranks=4", "cluster.engines=1"), 9, "set cluster.shard_base=true: each of the 4 ranks then holds 8"),
+        (("cluster.ranks=2", "cluster.engines=1"), 9, "cluster.shard_base=true cluster.engines=1 cluster.ranks=4 (or"),
+        ((), 9, "model.path: the base takes 10.00 GiB, and a GPU has 9.00 GiB, got embedded:tiny-arithmetic; divide"),
+        (("cluster.ranks=2", "cluster.engines=1", "cluster.shard_base=true"), 9,
+         "what a rank holds of the base takes 10.00 GiB, and a GPU has 9.00 GiB, got"),
+        (("cluster.ranks=2", "cluster.engines=1"), 3, "use a smaller model, or model.quantization=4bit"),
+    ],
+)  # fmt: skip
+def test_a_base_that_no_gpu_can_hold_is_refused_with_the_numbers(words: tuple[str, ...], gpu: int, text: str) -> None:
+    """10 GiB, of which four layers of 2 GiB; four ranks hold 2 + 2 + 2 * 2 = 8 GiB of it each, sixteen no less."""
+    plan = without_running(compose(["+recipe=grpo_arithmetic", *words]))
+    assert isinstance(plan, TrainPlan)
+    model = sizes_of(plan.config.model, plan.config.lora)
+    large = replace(model, itemsize=2, base_bytes=10 * GIB, layers=(GIB,) * 4)
+    with pytest.raises(UserError) as refused:
+        check_base(plan.config, large, gpu * GIB)
+    assert text in str(refused.value)
+    check_base(plan.config, large, 10 * GIB)
+
+
+def test_layers_that_are_not_known_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_plan, "decoder_layers", lambda model: [])
+    with pytest.raises(
+        UserError, match=r"^cluster\.shard_base: the layers of a qwen2 are not one list, or have weights"
+    ):
+        planned("cluster.engines=1", "cluster.ranks=2", "cluster.shard_base=true")

@@ -1,0 +1,70 @@
+"""`algorithm.mismatch: auto`: what it is for each algorithm, engine and dtype, and that the start-up table says it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlft.config.compose import build, compose
+from rlft.config.instantiate import instantiate
+from rlft.config.token_budget import resolved
+from rlft.plan.rules import resolve_mismatch
+from rlft.plan.train_plan import make_plan
+
+TRUNCATED_BY_TOKEN = ["grpo", "dapo", "cispo", "sapo", "rloo", "reinforce", "ppo", "a2c", "opd"]
+OF_COMPLETIONS = {"gspo": "sequence_truncate", "gmpo": "sequence_truncate", "kimi": "off"}
+
+
+def mode_of(words: list[str], engine: str, itemsize: int = 2) -> str:
+    config = build(resolved(compose(words), gpu=False))
+    algorithm: Any = instantiate(config.algorithm, "algorithm")
+    assert not algorithm.corrects_mismatch or "algorithm.mismatch=" in " ".join(words)
+    return resolve_mismatch(config, algorithm, engine, itemsize=itemsize).mismatch
+
+
+def test_each_algorithm_corrects_what_vllm_rounds_in_16_bits_by_token_where_it_can() -> None:
+    for name in TRUNCATED_BY_TOKEN:
+        assert mode_of([f"algorithm={name}"], "vllm") == "token_truncate", name
+    for name, mode in OF_COMPLETIONS.items():
+        assert mode_of([f"algorithm={name}"], "vllm") == mode, name
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "itemsize", "mode"),
+    [
+        ([], "vllm", 4, "off"),  # float32 on both sides
+        ([], "vllm", 8, "off"),
+        (["+generation.vllm.options.kv_cache_dtype=fp8"], "vllm", 4, "token_truncate"),
+        ([], "transformers", 2, "off"),  # the trainer's own base
+        ([], "scripted", 2, "off"),  # canned log-probs
+        (["generation.top_p=0.9"], "vllm", 2, "off"),  # a correction needs undistorted sampling
+        (["generation.top_k=50"], "vllm", 2, "off"),
+        (["snapshot.old=sampled"], "vllm", 2, "off"),  # the engine's log-probs are taken for the trainer's
+        (["algorithm.mismatch=off"], "vllm", 2, "off"),
+        (["algorithm.mismatch=sequence_mask"], "vllm", 2, "sequence_mask"),
+        (["algorithm.mismatch=sequence_mask"], "transformers", 4, "sequence_mask"),
+    ],
+)
+def test_auto_depends_on_engine_dtype_and_sampling(words, engine, itemsize, mode) -> None:
+    assert mode_of(words, engine, itemsize) == mode
+
+
+def test_the_plan_of_a_16_bit_run_has_the_row_and_that_of_a_float32_run_has_none(monkeypatch: Any) -> None:
+    monkeypatch.setattr("rlft.plan.rules.choose_engine", lambda *_, **__: ("vllm", "as asked"))
+    words = ["generation=vllm", "model.device=cpu", "data.size=16", "data.held_out_size=8"]
+    rows = {}
+    for dtype in ("float32", "bfloat16"):
+        plan = make_plan(resolved(compose([*words, f"model.dtype={dtype}"]), gpu=False), runs_here=False)
+        rows[dtype] = plan._mismatch_rows()
+        assert plan.algorithm.corrects_mismatch == (dtype == "bfloat16")
+    assert rows == {
+        "float32": [],
+        "bfloat16": [
+            (
+                "mismatch",
+                "token_truncate",
+                "engine and trainer compute log-probs in 16 bits, each with its own roundings",
+            )
+        ],
+    }

@@ -1,0 +1,178 @@
+"""Every reference answer must be right by itself before a run begins, and not for other rows."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+from tokenizers import AddedToken
+
+from rlft.config.compose import compose
+from rlft.config.instantiate import from_mapping, instantiate
+from rlft.config.schema import RunConfig
+from rlft.config.token_budget import resolved
+from rlft.plan import reference_answers as references
+from rlft.plan.reference_answers import check_references
+from rlft.reward.answer import AnswerKeys
+from rlft.reward.exact_match import ExactMatch
+from rlft.reward.workers.reward_spec import examined, specs
+from rlft.reward.workers.worker import Cause, Failure
+from rlft.tokens.ends import turn_ends
+from rlft.types import Prompt, Split, UserError
+from tests.helpers.family_tokenizers import family_tokenizer
+
+CITIES = ["Rome", "Paris", "Oslo", "Bern"]
+
+
+def rows(*answers, tail="", **metadata):
+    return [
+        Prompt(id=f"p{k}", messages=({"role": "user", "content": "?"},), answer=answer, tail=tail, metadata=metadata)
+        for k, answer in enumerate(answers)
+    ]
+
+
+def notes(prompts, *words, tokenizer=None, limit_s=20.0):
+    plain = resolved(compose(list(words)))
+    config = from_mapping(RunConfig, plain, "")
+    tokenizer = tokenizer or family_tokenizer("qwen2.5")
+    found = check_references(config, specs(config.reward), prompts, tokenizer, turn_ends(tokenizer, "chat"), limit_s)
+    return [*examined(specs(config.reward), prompts), *found]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["reward=exact_match"],
+        ["reward=exact_match", "reward.exact_match.answer_in=boxed"],
+        ["reward=exact_match", "reward.exact_match.answer_in=hashes"],
+        ["reward=exact_match", "reward.exact_match.answer_in=text"],
+        ["reward=exact_match", "reward.exact_match.answer_in=pattern", r"reward.exact_match.pattern='answer: (\S+)'"],
+        ["reward=[cosine,length]", "reward.length.mode=kimi"],
+        ["reward=equations"],
+        ["reward=math"],
+    ],
+)
+def test_references_that_are_right_by_themselves_pass_without_a_word(words):
+    assert notes(rows("18", "1,080", "-2.5", "0", "7", "12"), *words) == []
+
+
+CUT = ["reward=exact_match", "reward.exact_match.answer_in=pattern", r"reward.exact_match.pattern='#### (-?\d+)'"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "words", "key", "problem"),
+    [
+        (["18", "1,080", "7"], CUT, "reward.exact_match", "1 of 3 .* by themselves: '1,080' of prompt 'p1'"),
+        (["18", " ", "7", ""], ["reward=exact_match"], "reward.exact_match", "2 of 4 .* has no reference answer"),
+        (["18", "</answer>"], ["reward=exact_match"], "reward.exact_match", "1 of 2 .*'</answer>'"),
+        (["A", "Rome", "E"], ["reward=choice"], "reward.choice", "1 of 3 .*'Rome' of prompt 'p1' .*is not a letter"),
+        (["18", "a\nb"], ["reward=exact_match", "reward.exact_match.answer_in=hashes"], "reward.exact_match", "1 of 2"),
+    ],
+)  # fmt: skip
+def test_references_that_are_not_right_by_themselves_are_refused_with_count_and_examples(answers, words, key, problem):
+    with pytest.raises(UserError, match=problem) as refused:
+        notes(rows(*answers), *words)
+    assert refused.value.key == key
+    [note] = notes(rows(*answers), *words, "data.allow_unscorable=true")
+    assert note.startswith(f"{key}: ")
+    assert "are not right by themselves" in note
+
+
+def test_the_last_of_many_rows_is_scored_as_well():
+    with pytest.raises(UserError, match=r"1 of 3,?000"):
+        notes(rows(*map(str, range(2999)), ""), "reward=exact_match")
+
+
+def test_a_reward_that_takes_each_row_for_every_other_is_refused():
+    anything = ["reward=exact_match", "reward.exact_match.answer_in=pattern", "reward.exact_match.pattern='(x).*'"]
+    alike = rows("x", "x ", " x", "x")
+    assert notes(alike, *anything) == [], "there is nothing to tell apart"
+    keys = "weight: 1.0, answer_in: tag, tag: answer, pattern: null, which: only"
+    mine = ["reward=[]", f"+reward.mine={{_target_: {__name__}.Anything, {keys}}}"]
+    with pytest.raises(UserError, match="in 5 of 5 pairs of rows, the reference answer of one is right for the other"):
+        notes(rows(*"abcdef"), *mine)
+
+
+class Anything(AnswerKeys):
+    def __call__(self, group):
+        return [1.0 for _ in group.rollouts]
+
+    def right(self, group):
+        return [True for _ in group.rollouts]
+
+
+class Graded(ExactMatch):
+    """A user's own, whose full marks are 10."""
+
+    def __call__(self, group):
+        return [10 * score for score in ExactMatch.__call__(self, group)]
+
+
+def test_a_class_of_a_users_own_is_not_judged_by_full_marks_of_1():
+    keys = "weight: 1.0, answer_in: tag, tag: answer, pattern: null, which: only, numeric: true, ignore_case: false"
+    assert notes(rows("1", "2"), "reward=[]", f"+reward.mine={{_target_: {__name__}.Graded, {keys}}}") == []
+
+
+def test_a_reference_that_is_not_judged_in_time_is_not_refused(monkeypatch):
+    late = Failure(cause=Cause.time_limit, problem="took longer", completion=None)
+    monkeypatch.setattr(references, "score", lambda *_: late)
+    [note] = notes(rows("1", "2"), "reward=exact_match")
+    assert note.startswith("reward.exact_match: only 0 reference answers were scored in time, 2")
+
+
+def test_verifiers_of_reasoning_gym_whose_questions_have_no_single_answer_are_not_asked_for_one():
+    data = instantiate(compose(["data=reasoning_gym", "data.task=propositional_logic", "data.size=6"])["data"], "data")
+    prompts = [replace(prompt, token_ids=(1, 2)) for prompt in data.load(Split.train)[:4]]
+    assert {prompt.answer for prompt in prompts} == {""}
+    assert notes(prompts, "reward=reasoning_gym") == []
+
+
+def test_what_the_time_does_not_suffice_for_is_said():
+    assert notes(rows("1", "2", "3"), "reward=exact_match", limit_s=-1.0) == [
+        "reward.exact_match: only 0 reference answers were scored in time, 3 were left out"
+    ]
+
+
+def test_indices_of_choices_stand_for_letters_where_no_row_could_mean_anything_else():
+    field = ["reward=choice", "reward.choice.choices_field=choices"]
+    [note] = notes(rows("2", "0", "3", choices=CITIES), *field)
+    assert note == "reward.choice: all 3 reference answers are read as indices of choices, counted from 0"
+    assert notes(rows("B", "Rome", "(C)", choices=CITIES), *field) == []
+    with pytest.raises(UserError, match=r"1 of 2 reference answers name a choice only by its index"):
+        notes(rows("2", "B", choices=CITIES), *field)
+
+
+def test_numbers_that_may_be_indices_or_choices_are_refused_unless_a_key_says_which():
+    """MMLU with numbers as choices: answer 2 is C, 4, and not the letter of the choice 2."""
+    field = ["reward=choice", "reward.choice.choices_field=choices"]
+    numeric = rows("2", "0", "1", choices=["1", "2", "4", "0"])
+    with pytest.raises(UserError, match="all 3 reference answers may be indices, and 3 of them are also") as refused:
+        notes(numeric, *field)
+    assert refused.value.key == "reward.choice.reference_is"
+    for kind, right in (("index", "C"), ("choice", "B")):
+        chosen = [*field, f"reward.choice.reference_is={kind}"]
+        assert notes(numeric, *chosen) == []
+        reward = specs(resolved(compose(chosen))["reward"])["choice"].build()
+        assert reward.reference_text(numeric[0]) == f"<answer>{right}</answer>"
+    assert notes(rows("15", "12", "15", choices=["12", "15", "18"]), *field) == [], "no index goes so far"
+
+
+def test_references_are_read_as_the_policy_would_write_them():
+    boxed = ["reward=exact_match", "reward.exact_match.answer_in=text"]
+    with pytest.raises(UserError, match="2 of 2"):  # what follows an opened <think> is never the answer alone
+        notes(rows("18", "7", tail="<think>\n"), *boxed)
+    assert notes(rows("18", "7", tail="<think>\n"), "reward=exact_match") == []
+    tags = copy.deepcopy(family_tokenizer("qwen2.5"))
+    special = [AddedToken(token, special=True, normalized=False) for token in ("<answer>", "</answer>")]
+    tags.add_special_tokens({"additional_special_tokens": special})
+    assert notes(rows("18", "7"), "reward=exact_match", tokenizer=tags) == []
+    stops = ["reward=exact_match", "generation.stop=['</answer>']"]
+    with pytest.raises(UserError, match="2 of 2"):
+        notes(rows("18", "7"), *stops)
+    assert notes(rows("18", "7"), *stops, "generation.include_stop_str_in_output=true") == []
+
+
+def test_rewards_that_compare_with_nothing_and_rewards_with_sandboxes_take_no_part():
+    words = ["reward=[format,length]", "reward.length.mode=limit", "reward.length.limit=9"]
+    assert notes(rows("", "", ""), *words) == []

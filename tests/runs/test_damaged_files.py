@@ -1,0 +1,377 @@
+"""Whatever happened to the files of a run: every verb ends in one line at most, and other runs are still listed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlft import cli
+from rlft.config.compose import compose
+from rlft.logger.jsonl import encode
+from rlft.plan.sample_plan import make_plan
+from rlft.runs import checkpoint, config_file, run_folder
+from rlft.runs.checkpoint import Checkpoint
+
+SAVED = "checkpoints/step_000002"
+FILES = [
+    "config.yaml", "status.json", "metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000002.jsonl",
+    *(f"{SAVED}/{name}" for name in ("state.json", "MANIFEST", "optimizer.safetensors")),
+    *(f"{SAVED}/policy/{name}" for name in ("adapter_config.json", "adapter_model.safetensors", "rlft.json")),
+]  # fmt: skip
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def without_its_end(file: Path) -> None:
+    """Cut where a line ends: what is left is YAML."""
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[: len(lines) // 4]))
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def garbage(file: Path) -> None:
+    file.write_bytes(bytes(range(256)) * 4)
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def nested(file: Path) -> None:
+    file.write_text("[" * 100_000 + "\n")
+
+
+def other_json(file: Path) -> None:
+    file.write_text('[1]\n{"step": "x", "status": ["y"], "steps": 1e999}\n')
+
+
+DAMAGES = [cut, empty, garbage, folder, nested, other_json]
+
+
+def make_run(place: Path) -> None:
+    """A run of two steps as it is on disk, with one checkpoint."""
+    import torch
+
+    place.mkdir(parents=True)
+    run_folder.start(
+        place, compose(["steps=2", "name=made", "data.size=16", "data.held_out_size=4"]), {"base_fingerprint": "0"}
+    )
+    (place / "status.json").write_text('{"status": "finished", "steps": 2}\n')
+    lines = {"metrics.jsonl": {"reward/mean": 0.5}, "eval.jsonl": {"accuracy": 0.5, "accuracy_se": 0.1, "examples": []}}
+    lines["alarms.jsonl"] = {"name": "kl", "text": "it grows"}
+    for name, line in lines.items():
+        (place / name).write_bytes(b"".join(encode({"step": step, **line}) for step in (1, 2)))
+    said = {"completion": "1", "token_ids": [1], "logprobs": [0.0], "rewards": {"r": 1.0}, "reward": 1.0}
+    row = {"step": 2, "prompt_id": "p", "prompt": [{"role": "user", "content": "x"}], "answer": "1", **said}
+    end = {"advantage": 0.0, "policy_version": 1, "finish_reason": "stop"}
+    (place / "rollouts").mkdir()
+    content = b"".join(encode({**dict(list(row.items())[:2]), "index": i, **row, **end}) for i in range(2))
+    (place / "rollouts" / "step_000002.jsonl").write_bytes(content)
+    tensors = {"w": torch.zeros(2)}
+    saved = Checkpoint(step=2, adapters={"policy": tensors}, adapter_config={"r": 1}, optimizer=tensors, state={})
+    checkpoint.save(place / "checkpoints", saved, keep=1)
+
+
+Parsed = tuple[Any, Exception | None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """Python's YAML parser takes a third of a second to give deep nesting up, and every verb reads the same text."""
+    seen: dict[bytes, Parsed] = {}
+    parse = config_file._load
+
+    def load(content: bytes) -> Any:
+        if content not in seen:
+            try:
+                seen[content] = parse(content), None
+            except Exception as error:
+                seen[content] = None, error
+        value, error = seen[content]
+        if error is not None:
+            raise error.with_traceback(None)
+        return copy.deepcopy(value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_file, "_load", load)
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("made")
+    make_run(place / "runs" / "good")
+    make_run(place / "runs" / "hurt")
+    return place
+
+
+@pytest.fixture
+def workplace(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("rlft.system.crash.tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+LIGHT = ["runs", "runs --json", "watch runs/hurt", "diff runs/good runs/hurt", "report runs/hurt", "report runs"]
+PLANNING = [
+    "resume runs/hurt", "eval runs/hurt", "sample run=runs/hurt", "chat runs/hurt", "export runs/hurt out=out",
+    "train lora.path=runs/hurt", "train resume=runs/hurt", "train hydra.run.dir=runs/hurt resume=auto", "eval latest",
+]  # fmt: skip
+READ_FIRST = ("config.yaml", f"{SAVED}/state.json", f"{SAVED}/policy/adapter_config.json")
+WHATEVER_HAPPENS = ("runs", "runs --json", "report runs")
+"""Verbs of many runs: the other run is still shown."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_verb_ends_in_a_traceback(name: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path("runs/hurt") / name
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    for damage in DAMAGES:
+        if file.is_dir():
+            file.rmdir()
+        for path, content in before.items():
+            path.write_bytes(content)
+        damage(file)
+        # Verbs that plan a run take longer: all damages of what they read first, else a kind each file.
+        heavy = name in READ_FIRST or damage is DAMAGES[FILES.index(name) % len(DAMAGES)]
+        ends_in_a_line([*LIGHT, *(PLANNING if heavy else ())], workplace, capsys)
+
+
+def ends_in_a_line(verbs: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs these on the damaged run."""
+    for typed in verbs:
+        before = sorted(Path("runs/hurt").rglob("*"))
+        code = cli.run(typed.split())
+        told = capsys.readouterr()
+        lines = [line for line in told.err.splitlines() if line.startswith("rlft: ")]
+        assert not list(workplace.glob("rlft_error_*")), f"{typed}: {told.err}"
+        assert code in ((0,) if typed in WHATEVER_HAPPENS else (0, 2)), f"{typed}: {told.err}"
+        assert len(lines) == (1 if code == 2 else 0), f"{typed}: {told.err}"
+        if typed.startswith("runs"):
+            assert "good" in told.out
+            assert "hurt" in told.out
+        for new in set(Path("runs/hurt").rglob("*")) - set(before):
+            assert new.name == "report.html"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, "is damaged (it "),  # in the middle of a line: YAML or not, as the paths in it are long
+        (without_its_end, "it has no verb"),
+        (empty, "it holds no keys"),
+        (garbage, "it is no YAML"),
+        (nested, "it is no YAML"),
+        (other_json, "it is no YAML"),
+        (folder, "cannot be read (Is a directory)"),
+    ],
+)
+def test_a_damaged_config_is_named(
+    damage: Callable[[Path], None], said: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(Path("runs/hurt/config.yaml"))
+    assert cli.run(["resume", "runs/hurt"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: resume: config.yaml in that folder ")
+    assert said in told
+    assert cli.run(["runs", "--json"]) == 0
+    rows = {row["folder"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["runs/good"]["status"] == "finished"
+    assert rows["runs/hurt"]["status"] == "damaged"
+    assert "config.yaml" in rows["runs/hurt"]["reason"]
+    assert cli.run(["runs", "status=damaged"]) == 0
+    assert "hurt" in capsys.readouterr().out
+
+
+def test_a_config_cut_at_any_line_is_refused_or_that_of_the_run(workplace: Path) -> None:
+    file = Path("runs/hurt/config.yaml")
+    lines = file.read_text().splitlines(keepends=True)
+    origin = lines.index("origin:\n")
+    for end in range(0, origin, 5):
+        file.write_text("".join(lines[:end]))
+        with pytest.raises(ValueError, match=r"it (is cut short|holds no keys|has no verb)"):
+            run_folder.whole_config(file.parent)
+    file.write_text("".join(lines))
+    assert run_folder.whole_config(file.parent)["verb"] == "train"
+
+
+def test_a_file_that_may_not_be_read_is_named(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = Path.open
+
+    def refuse(self: Path, *args: object, **keys: object) -> object:
+        if "hurt" in self.parts and self.name in refused:
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *args, **keys)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "open", refuse)
+    for name in ("config.yaml", "metrics.jsonl", "eval.jsonl", "status.json", "MANIFEST", "step_000002.jsonl"):
+        refused = [name]
+        for typed in LIGHT:
+            code = cli.run(typed.split())
+            told = capsys.readouterr()
+            assert not list(workplace.glob("rlft_error_*")), f"{name}, {typed}: {told.err}"
+            assert code in ((0,) if typed in WHATEVER_HAPPENS else (0, 2)), f"{name}, {typed}: {told.err}"
+            if name == "metrics.jsonl" and typed == "diff runs/good runs/hurt":
+                assert told.err.startswith("rlft: metrics.jsonl: cannot be read (Permission denied), got runs/hurt/")
+
+
+READERS = {
+    "runs": ("metrics.jsonl", "eval.jsonl", "alarms.jsonl"),
+    "watch runs/hurt": ("metrics.jsonl", "eval.jsonl"),
+    "diff runs/good runs/hurt": ("metrics.jsonl", "eval.jsonl"),
+    "report runs/hurt": ("metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000002.jsonl"),
+    "report runs": ("metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000002.jsonl"),
+}
+"""Verbs, and the files that they read."""
+
+
+@pytest.mark.parametrize("typed", READERS)
+def test_every_reader_names_the_lines_that_are_damaged(
+    typed: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in READERS[typed]:
+        file = Path("runs/hurt") / name
+        first, *others = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(first.replace(b"}", b"\xff") + b"".join(others))
+    assert cli.run(typed.split()) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    step = {"rollouts/step_000002.jsonl": 2}
+    assert told == [
+        f"runs/hurt/{name}: line 1 (step {step.get(name, 1)}) is damaged and left out" for name in READERS[typed]
+    ]
+
+
+def newer_format(file: Path) -> None:
+    file.write_text(file.read_text().replace("format: 1\n", "format: 2\n"))
+
+
+def newer_keys(file: Path) -> None:
+    text = file.read_text().replace("\n  rlft: ", "\n  rlft: 999.")
+    file.write_text(text.replace("steps: 2\n", "steps: 2\nunheard_of: 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (newer_format, "was written by a newer rlft (format 2, this one reads up to 1), got runs/hurt; update rlft"),
+        (newer_keys, "does not know (unheard_of), got runs/hurt; update rlft"),
+    ],
+)
+def test_a_config_of_a_newer_version_is_named_as_such(
+    change: Callable[[Path], None], said: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(Path("runs/hurt/config.yaml"))
+    for typed in (word for word in PLANNING if word not in ("eval latest", "train lora.path=runs/hurt")):
+        assert cli.run(typed.split()) == 2, typed
+        [told] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlft: ")]
+        assert told.endswith(said), typed
+    assert cli.run(["runs", "--json"]) == 0
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["folder"] == "runs/hurt")
+    assert row["reason"].startswith("config.yaml was written by ")
+
+
+def test_a_checkpoint_of_a_newer_version_is_named_and_not_passed_over(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = Path("runs/hurt") / SAVED
+    checkpoint.change_state(saved, {"format": 2})
+    for typed in ("resume runs/hurt", "export runs/hurt out=out", f"resume {saved}", "train lora.path=runs/hurt"):
+        assert cli.run(typed.split()) == 2, typed
+        [told] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlft: ")]
+        line = (
+            "its state.json was written by a newer rlft (format 2, this one reads up to 1), got runs/hurt/checkpoints"
+        )
+        assert line in told, typed
+
+
+def test_a_config_of_an_older_version_without_its_origin_is_whole(workplace: Path) -> None:
+    file = Path("runs/hurt/config.yaml")
+    lines = file.read_text().splitlines(keepends=True)
+    older = lines[: lines.index("origin:\n")]
+    for text in ("".join(older), "".join(line for line in older if line != "verb: train\n")):
+        file.write_text(text)
+        config = run_folder.whole_config(file.parent)
+        assert (config["verb"], config["origin"], config["steps"]) == ("train", {}, 2)
+        file.write_text(text.rstrip("\n"))
+        with pytest.raises(ValueError, match="it "):
+            run_folder.whole_config(file.parent)
+
+
+def test_a_config_cut_inside_its_origin_is_known_by_the_end_that_it_lacks(workplace: Path) -> None:
+    """Else a fingerprint would be gone, and with it the refusal of changed data."""
+    file = Path("runs/hurt/config.yaml")
+    lines = file.read_text().splitlines(keepends=True)
+    for end in range(lines.index("origin:\n") + 2, len(lines)):
+        file.write_text("".join(lines[:end]))
+        with pytest.raises(ValueError, match="the end of its origin is missing"):
+            run_folder.whole_config(file.parent)
+
+
+def with_values(**values: object) -> Callable[[Path], None]:
+    """Replaces values of a file of JSON; None takes one out."""
+
+    def change(file: Path) -> None:
+        merged = {**json.loads(file.read_text()), **values}
+        file.write_text(json.dumps({name: value for name, value in merged.items() if value is not None}))
+
+    return change
+
+
+WRONG = [{"step": None}, {"bytes": -1}, {"kept": "3"}, {"rewards": {"x": "y"}}, {"rewards": [1.0]}, {"sampled": 0}]
+SAMPLED = ["n=2", "num_prompts=4", "prompts_per_step=2", "data.size=16", "data.held_out_size=4", "name=sampled"]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        *(
+            ("progress.json", damage, "progress.json in that folder is damaged")
+            for damage in DAMAGES
+            if damage != folder
+        ),
+        *(("progress.json", with_values(**v), "progress.json in that folder is damaged") for v in WRONG),
+        ("progress.json", folder, "its progress.json is a folder instead of a file"),
+        ("progress.json", lambda file: file.write_text('{"format": 2}'), "progress.json in that folder was written by"),
+        ("samples.jsonl", cut, "samples.jsonl is shorter than progress.json says"),
+        ("samples.jsonl", empty, "samples.jsonl is shorter than progress.json says"),
+        ("samples.jsonl", folder, "its samples.jsonl is a folder instead of a file"),
+    ],
+)
+def test_damaged_samples_are_refused_before_weights_are_loaded(
+    name: str, damage: Callable[[Path], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = tmp_path / "runs" / "sampled"
+    run.mkdir(parents=True)
+    plain = compose(SAMPLED, verb="sample")
+    run_folder.start(run, plain, make_plan(plain).fingerprints)
+    (run / "samples.jsonl").write_bytes(encode({"reward": 1.0}) * 3)
+    size = (run / "samples.jsonl").stat().st_size
+    done = {"step": 1, "bytes": size, "sampled": 4, "kept": 3, "prompts_kept": 2, "rewards": {"exact_match": 3.0}}
+    (run / "progress.json").write_text(json.dumps(done))
+    damage(run / name)
+    monkeypatch.setattr("rlft.commands.sample.load_backbone", lambda *args: pytest.fail("weights were loaded"))
+    assert cli.run(["resume", "runs/sampled"]) == 2
+    assert cli.run(["runs", "--json"]) == 0
+    told = capsys.readouterr()
+    assert [said in line for line in told.err.splitlines()] == [True]
+    assert json.loads(told.out)[0]["folder"] == "runs/sampled"

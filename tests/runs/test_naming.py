@@ -1,0 +1,168 @@
+"""How runs are named: `latest`, a folder that one or several runs lie below, and what each verb takes of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlft import cli
+from rlft.runs import checkpoint, references, run_folder
+from rlft.runs.checkpoint import Checkpoint
+from rlft.runs.naming import named_folder, one_run
+from rlft.types import UserError
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
+    """Makes a run's folder in a working directory of the test's own, and sets how long ago it was worked in."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(folder: str, *, age: float, metrics: bool = True) -> Path:
+        run = Path(folder)
+        run.mkdir(parents=True)
+        config = {"verb": "train", "name": run.parent.name, "logger": {"jsonl": {}}, "lora": {"rank": 2}}
+        run_folder.start(run, config, {})
+        (run / "status.json").write_text('{"status": "finished", "steps": 1}')
+        if metrics:
+            (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+        for file in run.iterdir():
+            os.utime(file, (10**9 - age, 10**9 - age))
+        return run
+
+    return make
+
+
+@pytest.fixture
+def three(make_run: MakeRun) -> tuple[Path, Path, Path]:
+    """runs/first/a, the oldest, runs/first/b, the newest, and runs/second/c."""
+    return make_run("runs/first/a", age=3), make_run("runs/first/b", age=1), make_run("runs/second/c", age=2)
+
+
+def said(name: str) -> tuple[Path, list[str]]:
+    """What `one_run` takes, and what it says."""
+    lines: list[str] = []
+    return one_run(name, "run", lines.append), lines
+
+
+def test_latest_is_the_run_that_was_worked_in_last_and_is_named(three: tuple[Path, ...]) -> None:
+    assert said("latest") == (Path("runs/first/b"), ["latest: runs/first/b"])
+    assert said("latest/checkpoints/step_000040")[0] == Path("runs/first/b/checkpoints/step_000040")
+    with (three[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/mean": 0.5}\n')  # the oldest one goes on
+    assert said("latest")[0] == Path("runs/first/a")
+
+
+def test_an_evaluation_or_a_report_of_an_older_run_does_not_make_it_the_latest(three: tuple[Path, ...]) -> None:
+    for name in ("report.html", "evaluations/step_000001.jsonl"):
+        (three[2] / name).parent.mkdir(exist_ok=True)
+        (three[2] / name).touch()
+    assert said("latest")[0] == Path("runs/first/b")
+
+
+def test_a_folder_that_is_called_latest_goes_first(three: tuple[Path, ...]) -> None:
+    Path("latest").mkdir()
+    assert said("latest") == (Path("latest"), [])
+
+
+def test_without_any_run_latest_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for write_other_yaml in (False, True):
+        if write_other_yaml:  # not of a run
+            (tmp_path / "runs" / "x").mkdir(parents=True)
+            (tmp_path / "runs" / "x" / "config.yaml").write_text("a: 1")
+        with pytest.raises(UserError, match=r"^run: there is no run below .*/runs yet, got latest; train one first"):
+            said("latest")
+
+
+def test_the_one_run_below_a_folder_is_taken_and_named(three: tuple[Path, ...]) -> None:
+    assert said("runs/second") == (Path("runs/second/c"), ["runs/second: runs/second/c, the only run there"])
+    assert said("runs/second/c") == (Path("runs/second/c"), [])
+
+
+def test_of_several_runs_below_a_folder_none_is_taken_and_the_newest_is_named(make_run: MakeRun) -> None:
+    for i in range(7):
+        make_run(f"runs/many/{i}", age=i)
+    with pytest.raises(UserError) as error:
+        said("runs/many")
+    newest = "the newest is runs/many/0, before it came runs/many/1, runs/many/2, runs/many/3, runs/many/4"
+    choice = f"name one of them; {newest} and 2 more, which rlft runs lists"
+    expected = f"run: there are 7 runs in that folder, got runs/many; {choice}"
+    assert str(error.value) == expected
+
+
+def test_what_is_no_run_is_left_to_the_verb(three: tuple[Path, ...]) -> None:
+    Path("empty").mkdir()
+    for name in ("empty", "nowhere", "runs/first/a/checkpoints/step_000001"):
+        assert said(name) == (Path(name), [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["eval run=", "chat run=", "chat ", "export out=out run=", "sample run=", "resume ", "resume run=", "watch ",
+     "train resume=", "diff runs/second ", "plan lora.path=", "train lora.path=", "sample adapter="],
+)  # fmt: skip
+def test_every_verb_of_one_run_refuses_several_and_an_unknown_latest(
+    words: str, three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(f"{words}runs/first".split()) == 2
+    problem = "there are 2 runs in that folder, got runs/first; name one of them; the newest is runs/first/b, before"
+    assert problem in capsys.readouterr().err
+    Path("runs").rename("elsewhere")
+    assert cli.run(f"{words}latest".replace("runs/second", "elsewhere/second").split()) == 2
+    assert "yet, got latest; train one first" in capsys.readouterr().err
+
+
+def test_the_verbs_that_only_read_take_latest(three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        "watch latest",
+        "report latest",
+        "diff latest runs/first/a",
+        "runs latest --json",
+        "watch runs/second",
+    ):
+        assert cli.run(words.split()) == 0, words
+    printed = capsys.readouterr()
+    assert printed.err.count("latest: runs/first/b\n") == 4
+    assert Path("runs/first/b/report.html").is_file()
+    assert '"folder": "runs/first/b"' in printed.out
+
+
+def test_report_takes_all_runs_below_a_folder_and_names_those_without_metrics(
+    three: tuple[Path, ...], make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run("runs/first/loading", age=0, metrics=False)
+    for words in (["runs/first"], ["runs/first/loading", "runs/first/a", "runs/first/b"]):
+        assert cli.run(["report", *words, "out=all.html"]) == 0
+        left_out = "runs/first/loading is left out: the run has no metrics.jsonl"
+        assert capsys.readouterr().err.splitlines() == [left_out]
+    assert cli.run(["report", "runs/first/loading"]) == 2
+    assert "the run has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_diff_compares_the_two_runs_below_one_folder(
+    three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["diff", "runs/first"]) == 0
+    assert "runs/first: runs/first/a and runs/first/b, the only two runs there" in capsys.readouterr().err
+
+
+def test_latest_names_an_adapter(three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    saved = Checkpoint(step=1, adapters={"policy": {}}, adapter_config={}, optimizer={}, state={})
+    folder = checkpoint.save(run_folder.checkpoints(three[1]), saved, keep=1)
+    found = references.resolved({"lora": {"path": "latest"}, "snapshot": {"reference": "base"}})
+    assert found == {"lora": {"path": str(folder / "policy")}, "snapshot": {"reference": "base"}}
+    assert capsys.readouterr().err == "latest: runs/first/b\n"
+
+
+def test_a_word_of_a_key_is_never_a_folder_with_runs(three: tuple[Path, ...]) -> None:
+    Path("runs/first").rename("base")
+    assert references.folder_of("base", ("policy",), "snapshot.reference") == "base"
+
+
+def test_a_name_that_was_typed_is_a_path_as_it_was(three: tuple[Path, ...]) -> None:
+    assert named_folder("runs", "runs", lambda text: None) == Path("runs")

@@ -1,0 +1,42 @@
+"""Commands after `rlft sample`: for as many lines as there are, with a question left in both splits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rlft.data.records import identity, split_of
+from rlft.runs.next_steps import HELD_OUT, after_sampling, held_out_fraction
+from rlft.types import Split
+
+
+def commands(tmp_path: Path, rewards: Sequence[Sequence[float]]) -> list[str]:
+    """For a file with these rewards of the completions of each question."""
+    file = tmp_path / "samples.jsonl"
+    rows = [
+        {"prompt": [{"role": "user", "content": f"question {i}"}], "reward": reward}
+        for i, found in enumerate(rewards)
+        for reward in found
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [command for _, command in after_sampling("rlft", file, "embedded:tiny-arithmetic", 100, 48)]
+
+
+def test_only_what_the_file_suffices_for_is_suggested(tmp_path: Path) -> None:
+    assert commands(tmp_path, []) == []
+    assert commands(tmp_path, [[0.0, 1.0]]) == [], "one question cannot be learned and held out"
+    [learn] = commands(tmp_path, [[1.0, 1.0]] * 3)
+    assert learn.startswith("rlft sft "), "equal rewards rank nothing"
+    assert "prompts.max_tokens=100 max_completion_tokens=48" in learn
+    assert [command.split()[1] for command in commands(tmp_path, [[0.0, 1.0]] * 3)] == ["sft", "rm", "dpo"]
+
+
+@pytest.mark.parametrize("number", [2, 3, 5, 8, 24, 500])
+def test_both_splits_have_a_question(number: int) -> None:
+    questions = [identity([{"role": "user", "content": f"question {i}"}]) for i in range(number)]
+    fraction = held_out_fraction(questions)
+    assert {split_of(question, fraction) for question in questions} == {Split.train, Split.held_out}
+    assert number < 500 or fraction == HELD_OUT

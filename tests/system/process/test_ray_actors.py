@@ -1,0 +1,276 @@
+"""Members as actors of Ray: on a cluster of two "machines", and on the Ray that a run starts for itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray_driver
+from cluster_members import SPEC
+from run_processes import happens
+
+from rlft.system.process import ray_own_gpu, ray_session
+from rlft.system.process.member import MemberError
+from rlft.system.process.ray_actors import RayActors, RayMember, how_it_died
+from rlft.system.process.ray_session import RaySession
+from rlft.types import UserError
+
+pytestmark = pytest.mark.slow
+ANSWER_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two nodes with folders for temporary files of their own; the driver's has no cores to give out."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        # Ray reads them once in a process, when it is imported: they stay.
+        for name, value in {**ray_session.QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789" * 4}.items():
+            os.environ.setdefault(name, value)
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        other = tmp_path_factory.mktemp("other machine")
+        cluster.add_node(num_cpus=8, num_gpus=2, env_vars={"TMPDIR": str(other)}, wait=False)
+        yield cluster
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def launcher(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayActors]:
+    folder = tmp_path_factory.mktemp("run")
+    launcher = RayActors(folder, RaySession(cluster.address, log=folder / "ray.log"))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="module")
+def member(launcher: RayActors) -> RayMember:
+    return launcher.start(replace(SPEC, arguments={"start": 10}, threads=3, environment={"EXTRA": "yes"}))
+
+
+def test_calls_are_answered_in_order_on_another_machine(member: RayMember, launcher: RayActors) -> None:
+    futures = [member.call("add", 1), member.call("add", 2, times=3), member.call("add", 0)]
+    assert [future.result(ANSWER_S) for future in futures] == [11, 17, 17]  # 10 + 1; + 2 * 3; + 0
+    facts = member.call("facts").result(ANSWER_S)
+    assert (facts["threads"], facts["extra"]) == ("3", "yes")
+    assert member.place is not None
+    assert member.place.node != launcher.node
+
+
+def test_a_log_comes_over_from_another_machine(member: RayMember) -> None:
+    member.call("add", 0).result(ANSWER_S)
+    assert member.place is not None
+    assert "other machine" in member.place.log
+    assert happens(lambda: "a calculator is made" in member.log.read_text(), within_s=10)
+    assert "other machine" not in str(member.log)
+
+
+def test_errors_come_back_as_what_they_are(member: RayMember) -> None:
+    with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
+        member.call("divide", 0).result(ANSWER_S)
+    assert "return self.total / number" in str(caught.value.__cause__)
+    with pytest.raises(UserError, match=r"^some\.key: is wrong, got 3; set it to 4$"):
+        member.call("refuse").result(ANSWER_S)
+    for method in ("raise_what_cannot_be_sent", "what_cannot_be_sent"):
+        with pytest.raises(Exception, match=r"no copy of this|[Pp]ickle"):
+            member.call(method).result(ANSWER_S)
+
+
+def test_a_value_is_shared_by_calls(member: RayMember, launcher: RayActors) -> None:
+    assert member.call("length", launcher.share(b"x" * 3_000_000)).result(ANSWER_S) == 3_000_000
+
+
+def test_an_object_that_cannot_be_made_fails_every_call(launcher: RayActors) -> None:
+    member = launcher.start(replace(SPEC, name="calculator-1", arguments={"start": -1}))
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^start: must not be negative, got -1"):
+            member.call("add", 1).result(ANSWER_S)
+    member.kill()
+
+
+def test_a_dead_member_says_what_it_said_last(launcher: RayActors) -> None:
+    member = launcher.start(replace(SPEC, name="calculator-2"))
+    futures = [member.call("die"), member.call("add", 1)]
+    for future in futures:
+        with pytest.raises(MemberError, match=r"(?s)calculator-2 has died \(.*its log is [^\n]*\n.*about to die"):
+            future.result(ANSWER_S)
+    with pytest.raises(MemberError, match="calculator-2 has died"):
+        member.call("add", 1).result(ANSWER_S)
+
+
+def test_a_stopped_member_on_another_machine_is_ended_by_a_kill(launcher: RayActors) -> None:
+    member = launcher.start(replace(SPEC, name="calculator-3"))
+    pid = member.call("facts").result(ANSWER_S)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    future = member.call("add", 1)
+    member.kill()
+    member.kill()
+    with pytest.raises(MemberError, match="calculator-3 was killed"):
+        future.result(ANSWER_S)
+    assert happens(lambda: not is_alive(pid), within_s=15)  # Ray gives it five seconds to answer
+
+
+def test_a_member_that_finds_no_room_says_what_it_waits_for(launcher: RayActors) -> None:
+    member = launcher.start(replace(SPEC, name="calculator-4", threads=1000))
+    with pytest.raises(TimeoutError):
+        member.call("add", 1).result(0.5)
+    assert "Ray is asked for a process with 0 GPUs and 1000 cores" in member.log.read_text()
+    member.kill()
+
+
+def test_a_cluster_of_another_ray_is_refused(cluster: Any, launcher: RayActors) -> None:
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+    key, space = b"CLUSTER_METADATA", b"cluster"
+    before = _internal_kv_get(key, namespace=space)
+    assert before is not None
+    try:
+        _internal_kv_put(key, json.dumps({**json.loads(before), "ray_version": "2.1.0"}), True, namespace=space)
+        with pytest.raises(
+            UserError, match=r"cluster\.address: the cluster has other versions.*Ray: 2\.1\.0"
+        ) as caught:
+            ray_session.resolved_address(cluster.address)
+    finally:
+        _internal_kv_put(key, before, True, namespace=space)
+    assert caught.value.got == cluster.address
+
+
+def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayActors, member: RayMember) -> None:
+    """Of the two GPUs of a machine, as Ray sees it, the run computes on the second."""
+    member.call("facts").result(ANSWER_S)
+    assert member.place is not None
+    node = member.place.node
+    holders = [ray_own_gpu.reserve("1", node)]
+    assert holders[0] is not None
+    other = launcher.start(replace(SPEC, name="calculator-5", gpus=1.0))
+    assert other.call("facts").result(ANSWER_S)["gpus"] == "0"
+    with pytest.raises(UserError, match=r"^cluster\.address: GPU 0 .* is not free: in 2 s Ray has given out no GPU"):
+        ray_own_gpu.reserve("0", node, 2.0)
+    other.kill()
+    # What was started for nothing has ended: the other GPU is free again.
+    with pytest.raises(UserError, match=r"GPU GPU-8a .* is not free: in 12 s Ray has given out only 0 here"):
+        ray_own_gpu.reserve("GPU-8a", node, 12.0)
+    holders.append(ray_own_gpu.reserve("0", node))
+    assert holders[1] is not None
+
+
+def test_a_machine_without_gpus_for_the_cluster_keeps_its_own(launcher: RayActors) -> None:
+    assert ray_own_gpu.reserve("0", launcher.node) is None
+
+
+def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:
+    job = {ray_own_gpu.JOB: "{}", "CUDA_VISIBLE_DEVICES": "0"}
+    assert ray_own_gpu.is_of_a_job(job)
+    assert not ray_own_gpu.is_of_a_job({**job, ray_own_gpu.SEES_ALL: "1"})
+    assert not ray_own_gpu.is_of_a_job({"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
+    cluster: Any, launcher: RayActors, member: RayMember
+) -> None:
+    pid = member.call("facts").result(ANSWER_S)["pid"]
+    launcher.close()
+    launcher.close()
+    assert happens(lambda: not is_alive(pid), within_s=15)
+    assert ray_session.resolved_address(cluster.address) == cluster.address
+    with pytest.raises(MemberError, match="the run is ending"):
+        launcher.start(SPEC)
+
+
+def test_nothing_is_left_of_a_ray_whose_run_was_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MARK_OF_THIS_TEST": "yes"}
+    command = [sys.executable, ray_driver.__file__, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
+        assert driver.stdout is not None
+        actor = json.loads(driver.stdout.readline())["actor"]
+        processes = psutil.Process(driver.pid).children(recursive=True)
+        folders = {word for p in processes for word in p.cmdline() if "/rlft-ray-" in word}
+        assert len(processes) > 3
+        assert folders
+        assert actor in [p.pid for p in processes]
+        os.kill(actor, signal.SIGSTOP)
+        driver.kill()
+    assert happens(lambda: not any(is_alive(p.pid) for p in processes), within_s=15)
+    assert happens(lambda: not list(Path("/tmp").glob(f"rlft-ray-*/session*_{processes[0].pid}*")), within_s=5)
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("somewhere", "is no address"),
+        ("10.0.0.1:port", "is no address"),
+        ("ray://10.0.0.1:10001", "is one of Ray Client"),
+        ("127.0.0.1:1", "no Ray answers there (Connection refused)"),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused(address: str, problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ray_session.resolved_address(address)
+    assert (caught.value.key, caught.value.got) == ("cluster.address", address)
+    assert caught.value.problem.startswith(problem)
+
+
+def test_an_address_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_session, "ANSWER_S", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UserError, match=r"cluster\.address: no Ray has answered there in 2 s") as caught:
+            ray_session.resolved_address(address)
+    assert caught.value.got == address
+
+
+def test_a_ray_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In its place a process that says something, and sleeps."""
+    silent = [sys.executable, "-c", "import time; print('raylet: waiting', flush=True); time.sleep(600)"]
+    original, started = subprocess.Popen, []
+
+    def popen(command: Any, **keys: Any) -> Any:
+        started.append(original(silent, **keys))
+        return started[-1]
+
+    monkeypatch.setattr(ray_session.subprocess, "Popen", popen)
+    monkeypatch.setattr(ray_session, "START_S", 2.0)
+    monkeypatch.setattr(ray_session, "END_S", 0.2)
+    with pytest.raises(
+        UserError,
+        match=r"^cluster\.kind: Ray has not started in 2 s on this machine; its last lines:\nraylet: waiting\n",
+    ) as caught:
+        RaySession(None, log=tmp_path / "ray.log")
+    assert caught.value.remedy.startswith("use cluster=local")
+    assert not is_alive(started[0].pid)
+
+
+def test_what_ray_says_of_a_wrong_token_names_the_token() -> None:
+    said = "gcs_client.cc: Failed to get cluster ID: RPC error: InvalidAuthToken: Authentication token is missing"
+    with pytest.raises(UserError, match=r"cluster\.address: the cluster does not let this process in.*RAY_AUTH_TOKEN"):
+        ray_session.refuse("10.0.0.1:6379", said)
+
+
+def test_without_ray_its_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"cluster\.kind: Ray is not installed.*pip install 'rlft\[ray\]'"):
+        ray_session.check_installed()
+
+
+def test_why_an_actor_died() -> None:
+    text = "Gone.\n\tpid: 3\nThe actor is dead because its worker has died. Worker exit detail: End of file. More."
+    assert how_it_died(text) == "its worker has died: End of file"
+    assert how_it_died("Something else") == "Something else"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,72 @@
+"""Real engines in actors of Ray sample what the engine in this process samples, also when one is killed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from real_engines import check_pool_against, opened_here, signal_to
+
+from rlft.config.cluster import ClusterConfig
+from rlft.config.schema import RunConfig
+from rlft.model.backbone import Backbone
+from rlft.system.process.launcher import open_launcher
+from rlft.system.process.member import Launcher
+from rlft.system.process.ray_actors import RayMember
+from rlft.types import Prompt
+
+pytestmark = pytest.mark.slow
+
+KEYS = (
+    "model.dtype=float32",
+    "model.device=cpu",
+    "lora.rank=4",
+    "lora.alpha=8",
+    "group_size=4",
+    "prompts.max_tokens=40",
+    "generation.max_tokens=24",
+    "generation.transformers.batch_size=8",
+    "generation.transformers.weights=apart",
+    "generation.vllm.max_num_seqs=8",
+    "cluster=ray",
+    "cluster.engines=2",
+)
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    with open_launcher(ClusterConfig(kind="ray"), tmp_path_factory.mktemp("run")) as launcher:
+        yield launcher
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_an_actor_that_is_killed_or_stopped_changes_no_completion(
+    engine: str,
+    launcher: Launcher,
+    run_config: Callable[..., RunConfig],
+    make_prompt: Callable[..., Prompt],
+    make_roles: Any,
+    backbone: Backbone,
+) -> None:
+    config, roles, notes = run_config(*KEYS), make_roles(noise=0.02), []
+    prompts = [make_prompt(f"{7 * i} + {13 * i + 5} = ?", str(20 * i + 5)) for i in range(12)]
+    here = opened_here(config, engine, roles, backbone)
+    disturbances = [signal_to(0, signal.SIGKILL, 0.1, pid_of)]
+    if engine == "transformers":  # what happens then has nothing to do with the engine
+        config = replace(config, cluster=replace(config.cluster, timeout=4.0))
+        disturbances.append(signal_to(1, signal.SIGSTOP, 0.1, pid_of))
+    try:
+        check_pool_against(here, launcher, config, engine, roles, prompts, notes, *disturbances)
+    finally:
+        here.close()
+    assert notes[0].startswith("engine-0 is replaced: engine-0 has died (")
+    late = ["engine-1 is replaced: engine-1 has not answered for 4 s (sample; cluster.timeout); its log is "]
+    assert [note[: len(late[0])] for note in notes[1:]] == (late if engine == "transformers" else [])
+
+
+def pid_of(member: RayMember) -> int:
+    assert member.place is not None
+    return member.place.pid

@@ -1,0 +1,74 @@
+"""Calls into libraries that know no limit."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from rlft.system.process.time_limit import OutOfProcessorTime, within, within_processor_time
+
+
+def test_what_comes_back_in_time_is_returned_or_raised() -> None:
+    assert within(60.0, max, 1, 2) == 2
+    with pytest.raises(ZeroDivisionError):
+        within(60.0, lambda: 1 / 0)
+
+
+def test_a_call_that_does_not_come_back_is_left_alone() -> None:
+    released = threading.Event()
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"^no answer in 0\.2 s$"):
+        within(0.2, released.wait, 60)
+    assert time.monotonic() - begun < 30
+    released.set()
+
+
+def test_a_pause_uses_up_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock jumps by an hour, as where the process was stopped; a jump counts as 0.3 s."""
+    real, jump = time.monotonic, [0.0]
+    monkeypatch.setattr("rlft.system.process.running_time.time.monotonic", lambda: real() + jump[0])
+
+    def paused() -> str:
+        time.sleep(0.25)  # once the clock has begun
+        jump[0] = 3600.0
+        time.sleep(0.3)
+        return "done"
+
+    assert within(60.0, paused) == "done"
+
+
+def test_a_call_ends_once_its_processor_time_is_used_up_in_any_thread() -> None:
+    outcomes = []
+
+    def count_for_ever() -> None:
+        while True:
+            try:
+                sum(range(1000))
+            except Exception:  # a library that goes on whatever happens
+                continue
+
+    def call() -> None:
+        begun = time.thread_time()
+        try:
+            within_processor_time(0.2, count_for_ever)
+        except OutOfProcessorTime:
+            outcomes.append(time.thread_time() - begun)
+
+    call()
+    other = threading.Thread(target=call)
+    other.start()
+    other.join()
+    assert len(outcomes) == 2
+    assert min(outcomes) >= 0.2
+    assert max(outcomes) < 5
+
+
+def test_waiting_uses_up_no_processor_time_and_nothing_is_raised_afterwards() -> None:
+    assert within_processor_time(0.1, lambda: time.sleep(0.4) or "done") == "done"
+    with pytest.raises(ZeroDivisionError):
+        within_processor_time(60.0, lambda: 1 / 0)
+    for _ in range(200):  # ends about when the limit does: a value or the error, and never the error later
+        with contextlib.suppress(OutOfProcessorTime):
+            within_processor_time(0.001, lambda: sum(range(30_000)))
+    sum(i for i in range(100_000))

@@ -1,0 +1,39 @@
+"""torch behind a name that imports it at its first use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+from rlft.system import lazy
+
+
+def test_its_attributes_are_those_of_torch() -> None:
+    assert lazy.torch.where is torch.where
+    assert lazy.torch.nn.functional is torch.nn.functional
+    assert vars(lazy.torch)["where"] is torch.where, "looked up once"
+
+
+def test_a_function_without_gradients_keeps_its_name_and_has_none() -> None:
+    @lazy.no_grad
+    def double(value: torch.Tensor, *, times: int) -> torch.Tensor:
+        """Twice."""
+        return value * times
+
+    found = double(torch.ones(2, requires_grad=True), times=2)
+    assert found.tolist() == [2.0, 2.0]
+    assert not found.requires_grad
+    assert torch.is_grad_enabled()
+    assert (double.__name__, double.__doc__) == ("double", "Twice.")
+
+
+def test_an_algorithm_is_made_and_asked_without_torch() -> None:
+    code = (
+        "import sys, rlft\n"
+        "names = ('grpo', 'ppo', 'reinforce', 'kimi', 'gspo', 'dapo', 'a2c')\n"
+        "print([rlft.load_algorithm(name).min_group_size for name in names], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[2, 1, 1, 2, 2, 2, 1] False"

@@ -1,0 +1,427 @@
+"""Ranks that share the lanes of a trainer: the same bits however many there are, and whichever of them dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reused_members import ReusedProcesses
+from torch import Tensor
+
+import rlft
+from rlft.batch import select
+from rlft.config.schema import RunConfig
+from rlft.loop.rank_worker import opened_trainer
+from rlft.loop.shell import deterministic_on_cpu
+from rlft.model.packing import prompt_lengths
+from rlft.system.process.member import MemberError, MemberSpec
+from rlft.trainer import lane_update, ranked_trainer
+from rlft.trainer.local import LocalTrainer
+from rlft.trainer.protocol import Trainer, TrainerState
+from rlft.trainer.ranked_trainer import RankedTrainer, RankError
+from rlft.trainer.ranks import Exchange, Share
+from rlft.types import Batch, Rollouts, Scores, UserError
+
+LANES, STEPS = 4, 3
+COMMON = (
+    "model.device=cpu", "prompts_per_step=4", "group_size=3", "generation.max_tokens=9", "trainer.lr=0.01",
+    "lora.rank=2", "lora.dropout=0.1", "steps=3", "token_budget=512",
+)  # fmt: skip
+CASES = {
+    "grpo, a reference by ema, epochs and minibatches": (
+        "grpo",
+        ("algorithm.kl_coef=0.1", "snapshot.reference=ema", "snapshot.ema_decay=0.5", "epochs=2", "minibatches=2"),
+    ),
+    "gspo, a copied reference, old copied": (
+        "gspo",
+        ("algorithm=gspo", "algorithm.kl_coef=0.1", "snapshot.reference=copy", "snapshot.refresh_every=2",
+         "snapshot.old=copy"),
+    ),
+    "ppo, a critic with an adapter": (
+        "ppo", ("algorithm=ppo", "critic.kind=adapter", "critic.warmup_steps=1", "minibatches=2"),
+    ),
+    "ppo, a critic that shares the policy's": ("ppo", ("algorithm=ppo", "critic.kind=shared", "epochs=2")),
+    "ppo with pretraining text": ("ppo_ptx", ("algorithm=ppo_ptx", "critic.kind=adapter", "minibatches=2")),
+    "opd, the base with a hint": (
+        "opd", ("algorithm=opd", "snapshot.teacher=base", "snapshot.teacher_hint=x", "epochs=2", "minibatches=2"),
+    ),
+    "opd, a separate model with a hint in the loss": (
+        "opd", ("algorithm=opd", "snapshot.teacher=embedded:tiny-student", "snapshot.teacher_hint=x",
+                "algorithm.teacher_in=loss", "algorithm.top_k=4", "minibatches=2"),
+    ),
+}  # fmt: skip
+IN_LOSS = {"teacher_in": "loss", "top_k": 4}
+GRPO = next(iter(CASES))
+SHARDED = ("cluster.ranks=2", "cluster.shard_base=true", "cluster.engines=1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a few steps left. metrics: of each step. tensors: of adapters, heads and optimizers."""
+
+    metrics: list[dict[str, float]]
+    tensors: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReusedProcesses]:
+    launcher = ReusedProcesses(tmp_path_factory.mktemp("run"))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def make_config(run_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
+    return lambda case, *keys: run_config(*COMMON, *CASES[case][1], *keys)
+
+
+class Texts:
+    """Short texts that differ from update to update."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def batch(self, seed: int, step: int, update: int) -> Batch:
+        return self.batches[(2 * step + update) % len(self.batches)]
+
+
+@pytest.fixture
+def batches(make_batch: Callable[..., Batch]) -> list[Batch]:
+    """One a step: four groups of three completions of unlike lengths; the rewards of one group are equal."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(most: int) -> list[int]:
+        return torch.randint(
+            5, 60, (int(torch.randint(1, most, (), generator=generator)),), generator=generator
+        ).tolist()
+
+    made = []
+    for _ in range(STEPS):
+        prompts = [tokens(9) for _ in range(4)]
+        rows = [(group, prompts[group], tokens(9)) for group in range(4) for _ in range(3)]
+        made.append(make_batch(rows, rewards=[1, 0, 0.5, 2, 2, 2, 0, 0, 1, 1, 0, 1]))
+    return made
+
+
+@pytest.fixture
+def texts(make_batch: Callable[..., Batch]) -> Texts:
+    rows = [(i, [7 + i], list(range(20, 24 + 3 * i))) for i in range(6)]
+    whole = make_batch(rows)
+    return Texts([select(whole, torch.tensor(chosen)) for chosen in ([0, 1, 5], [2, 3], [4, 0, 2])])
+
+
+def top_k_of(config: RunConfig) -> int:
+    """Of how many of its most likely tokens a teacher is asked."""
+    keys = config.algorithm
+    return keys["top_k"] if keys.get("teacher_in") == "loss" else 0
+
+
+def specs_of(config: RunConfig, ranks: int) -> list[MemberSpec]:
+    arguments = {"config": config, "needs_old": True, "teacher_top_k": top_k_of(config), "lanes": LANES}
+    factory = "rlft.loop.rank_worker:RankWorker"
+    return [
+        MemberSpec(name=f"rank-{rank}", factory=factory, arguments=arguments | {"rank": rank})
+        for rank in range(1, ranks)
+    ]
+
+
+@contextmanager
+def opened(
+    config: RunConfig, texts: Texts, launcher: ReusedProcesses | None = None, ranks: int = 1, timeout: float = 60.0
+) -> Iterator[tuple[Trainer, LocalTrainer]]:
+    """A trainer of so many ranks, and rank 0's own."""
+    alike = {"needs_old": True, "teacher_top_k": top_k_of(config)}
+    with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, **alike) as local:
+        local.text = texts
+        if launcher is None:
+            local.share = Share(lanes=LANES)
+            yield local, local
+            return
+        specs = specs_of(config, ranks)
+        members = [launcher.start(spec) for spec in specs]
+        try:
+            yield (
+                RankedTrainer(
+                    local, launcher, specs, members, lanes=LANES, timeout=timeout, host="127.0.0.1", note=print
+                ),
+                local,
+            )
+        finally:
+            if isinstance(launcher, ReusedProcesses):
+                launcher.release()
+
+
+def train(trainer: Trainer, case: str, batches: list[Batch]) -> Trained:
+    """The steps as the loop makes them, without sampling and scoring."""
+    metrics = []
+    for step, batch in enumerate(batches):
+        algorithm = rlft.load_algorithm(CASES[case][0], **(IN_LOSS if "in the loss" in case else {}))
+        if "with a hint" in case:
+            batch = replace(batch, teacher_prompts=hinted(batch))
+        inert_B = algorithm.inert(batch)
+        credited = algorithm.credit(trainer.annotate(batch, inert_B))
+        metrics.append(trainer.update(algorithm, credited, inert_B, step))
+        trainer.publish(step + 1)
+        trainer.refresh(step + 1, Rollouts(groups=[], scores=Scores(total=torch.zeros(0), by_reward={}), num_sampled=0))
+        state = trainer.state()
+    return Trained(metrics=metrics, tensors=flat(state))
+
+
+def hinted(batch: Batch) -> Tensor:
+    """The prompts with two more tokens at their ends, as a teacher with a hint reads them."""
+    lengths_B = prompt_lengths(batch)
+    prompts_BP = torch.full((len(lengths_B), int(lengths_B.max()) + 2), -1)
+    for b, length in enumerate(lengths_B.tolist()):
+        prompts_BP[b, : length + 2] = torch.tensor([*batch.token_ids[b, :length].tolist(), 61, 62])
+    return prompts_BP
+
+
+def flat(state: TrainerState) -> dict[str, Tensor]:
+    kinds = {"adapter": state.adapters, "head": state.heads, "optimizer": {"all": state.optimizer}}
+    return {f"{k}/{r}/{n}": t for k, roles in kinds.items() for r, named in roles.items() for n, t in named.items()}
+
+
+def assert_same(found: Trained, expected: Trained) -> None:
+    assert found.metrics == expected.metrics
+    assert found.tensors.keys() == expected.tensors.keys()
+    unlike = [name for name, tensor in expected.tensors.items() if not torch.equal(found.tensors[name], tensor)]
+    assert not unlike
+
+
+@pytest.fixture
+def alone(make_config: Callable[[str], RunConfig], texts: Texts, batches: list[Batch]) -> Callable[[str], Trained]:
+    """What one process leaves that does all lanes; it has learned something."""
+
+    def run(case: str) -> Trained:
+        with opened(make_config(case), texts) as (trainer, local):
+            before = flat(local.state())
+            trained = train(trainer, case, batches)
+        assert not all(torch.equal(t, trained.tensors[n]) for n, t in before.items() if n.startswith("adapter/policy"))
+        assert all(step["kl/teacher"] > 1e-4 for step in trained.metrics if case.startswith("opd"))
+        return trained
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_give_the_bits_of_one(
+    case: str,
+    alone: Callable[[str], Trained],
+    make_config: Callable[[str], RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    launcher: ReusedProcesses,
+) -> None:
+    expected = alone(case)
+    with opened(make_config(case), texts, launcher, ranks=2) as (trainer, _):
+        assert_same(train(trainer, case, batches), expected)
+
+
+def test_four_ranks_give_the_bits_of_one(
+    alone: Callable[[str], Trained],
+    make_config: Callable[[str], RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    launcher: ReusedProcesses,
+) -> None:
+    expected = alone("ppo with pretraining text")
+    with opened(make_config("ppo with pretraining text"), texts, launcher, ranks=4) as (trainer, _):
+        assert_same(train(trainer, "ppo with pretraining text", batches), expected)
+
+
+@pytest.mark.parametrize("case", ["ppo with pretraining text", "opd, the base with a hint"])
+def test_two_ranks_that_divide_the_base_give_the_bits_of_one(
+    case: str,
+    alone: Callable[[str], Trained],
+    make_config: Callable[..., RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    launcher: ReusedProcesses,
+) -> None:
+    expected = alone(case)
+    with opened(make_config(case, *SHARDED), texts, launcher, ranks=2) as (trainer, local):
+        held = [p.untyped_storage().data_ptr() for p in local.roles.backbone.model.parameters() if p.dim() > 1]
+        assert len(set(held)) < len(held), "layers lie in buffers"
+        assert_same(train(trainer, case, batches), expected)
+
+
+def test_ranks_without_rows_wait_for_the_others(
+    make_config: Callable[[str], RunConfig], texts: Texts, batches: list[Batch], launcher: ReusedProcesses
+) -> None:
+    """One live row in all: three lanes, and so one rank of two, have nothing to do."""
+    algorithm, batch = rlft.load_algorithm("grpo"), batches[0]
+    inert_B = torch.ones(12, dtype=torch.bool)
+    inert_B[0] = False
+
+    def one_update(trainer: Trainer) -> tuple[dict[str, float], TrainerState]:
+        credited = algorithm.credit(trainer.annotate(batch, inert_B))
+        return trainer.update(algorithm, credited, inert_B, 0), trainer.state()
+
+    with opened(make_config(GRPO), texts) as (trainer, _):
+        expected, state = one_update(trainer)
+    with opened(make_config(GRPO), texts, launcher, ranks=2) as (trainer, _):
+        metrics, found = one_update(trainer)
+    assert metrics == expected
+    assert metrics["lanes/balance"] == pytest.approx(1 / LANES)
+    assert all(torch.equal(t, flat(found)[name]) for name, t in flat(state).items())
+
+
+# -- a rank that dies --------------------------------------------------------------------------------------------------
+POINTS = {
+    "annotate": (LocalTrainer, "annotations", 2),
+    "update": (lane_update, "passes_of", 10),  # two lanes of rank 0, four updates a step: in the second step
+    "reduce": (Exchange, "broadcast", 20),
+    "publish": (LocalTrainer, "publish", 2),
+    "checkpoint": (LocalTrainer, "digest", 2),
+}
+
+
+@pytest.mark.parametrize(("point", "number"), [*((p, signal.SIGKILL) for p in POINTS), ("update", signal.SIGSTOP)])
+def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(
+    point: str,
+    number: signal.Signals,
+    alone: Callable[[str], Trained],
+    make_config: Callable[[str], RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    launcher: ReusedProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = alone(GRPO)
+    timeout = 2.0 if number == signal.SIGSTOP else 60.0
+    with opened(make_config(GRPO), texts, launcher, ranks=2, timeout=timeout) as (trainer, _):
+        at_call(monkeypatch, POINTS[point], lambda: os.kill(launcher.started[0].pid, number))
+        assert_same(train(trainer, GRPO, batches), expected)
+        assert [member.name for member in launcher.started] == ["rank-1", "rank-1"], "it was replaced, once"
+    note = capsys.readouterr().out
+    assert "a rank is replaced, and the work of the ranks done again: " in note
+    late = r"rank-1 has not answered for 2 s \(cluster\.timeout\); its log is "
+    assert re.search(late if number == signal.SIGSTOP else "was killed by SIGKILL", note), note
+
+
+@pytest.mark.parametrize(("number", "call"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 37)])
+def test_a_rank_that_dies_or_hangs_between_two_layers_costs_no_step_and_no_bit(
+    number: signal.Signals,
+    call: int,
+    alone: Callable[[str], Trained],
+    make_config: Callable[..., RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    launcher: ReusedProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Call 3 is in the forward of the first annotation. Of four layers, these of two roles by two lanes announce
+    2 * 2 * 4, and the end of the passes: 17 rounds in all. An update announces 4 + 3 layers of one pass, forwards and
+    backwards, 3 + 3 of the next, which begins with the layer that is there, and the end: 14 rounds. So call 37, the
+    sixth of the second update, is in a backward."""
+    expected = alone(GRPO)
+    timeout = 2.0 if number == signal.SIGSTOP else 60.0
+    with opened(make_config(GRPO, *SHARDED), texts, launcher, ranks=2, timeout=timeout) as (trainer, _):
+        at_call(monkeypatch, (Exchange, "numbers", call), lambda: os.kill(launcher.started[0].pid, number))
+        assert_same(train(trainer, GRPO, batches), expected)
+        assert [member.name for member in launcher.started] == ["rank-1", "rank-1"], "it was replaced, once"
+    note = capsys.readouterr().out
+    late = r"rank-1 has not answered for 2 s \(cluster\.timeout\); its log is "
+    assert re.search(late if number == signal.SIGSTOP else "was killed by SIGKILL", note), note
+
+
+def at_call(monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str, int], happens: Callable[[], None]) -> None:
+    """Before the n-th call of a function something happens."""
+    owner, name, due = place
+    original, count = getattr(owner, name), 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == due:
+            happens()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def test_ranks_that_differ_are_not_saved(
+    make_config: Callable[[str], RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    launcher: ReusedProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened(make_config(GRPO), texts, launcher, ranks=2) as (trainer, local):
+        trainer.state()
+        next(p for _, p in local.roles.named_parameters()).data[0, 0] += 1e-7
+        with pytest.raises(RankError, match=r"^rank-1 has come to another adapter or optimizer than rank 0, so"):
+            trainer.state()
+
+
+class Failing:
+    """A launcher whose members fail in every call; `raised`: with this, else they die."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, folder: Path, raised: Exception | None = None) -> None:
+        self.log, self.raised, self.num_started, self.num_killed = folder / "rank-1.log", raised, 0, 0
+        self.log.write_text("the last words\n")
+        self.name = "rank-1"
+
+    def start(self, spec: MemberSpec) -> Failing:
+        self.num_started += 1
+        return self
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(
+            self.raised or MemberError("rank-1 was killed by SIGKILL; its last lines:\nthe last words")
+        )
+        return future
+
+    def kill(self) -> None:
+        self.num_killed += 1
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "text"),
+    [
+        (
+            None,
+            RankError,
+            r"(?s)^the ranks failed 3 times in a row; .* killed by SIGKILL; its last lines:\nthe last words",
+        ),
+        (
+            RuntimeError("no memory"),
+            RankError,
+            "3 times in a row; the last time rank-1 failed: RuntimeError: no memory",
+        ),
+        (UserError("model.path", "is not there", remedy="copy it"), UserError, r"^model\.path: is not there; copy it"),
+    ],
+)
+def test_ranks_that_fail_again_and_again_stop_the_run(
+    raised: Exception | None,
+    error: type[Exception],
+    text: str,
+    make_config: Callable[[str], RunConfig],
+    texts: Texts,
+    batches: list[Batch],
+    tmp_path: Path,
+) -> None:
+    failing: Any = Failing(tmp_path, raised)
+    with opened(make_config(GRPO), texts, failing, ranks=2) as (trainer, _), pytest.raises(error, match=text):
+        trainer.annotate(batches[0], torch.zeros(12, dtype=torch.bool))
+    assert failing.num_started == (1 if error is UserError else ranked_trainer.MOST_FAILURES)
