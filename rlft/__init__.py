@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlft.config.compose import load_algorithm as load_algorithm
+    from rlft.algorithm.protocol import Algorithm
 
 __version__ = "0.1.0"
 __all__ = ["load_algorithm", "main"]
@@ -21,10 +21,14 @@ def main() -> None:
     cli.main()
 
 
-def __getattr__(name: str) -> Any:
-    # Late, so that `import rlft` (and every reward worker) stays free of Hydra and torch.
-    if name == "load_algorithm":
-        from rlft.config.compose import load_algorithm
+def load_algorithm(name: str, **overrides: Any) -> Algorithm:
+    """The algorithm of configs/algorithm/<name>.yaml with these keys overridden; needs no model.
 
-        return load_algorithm
-    raise AttributeError(f"module 'rlft' has no attribute '{name}'")
+    >>> load_algorithm("grpo", clip_high=0.28).clip_high
+    0.28
+    """
+    # Imported here so that `import rlft`, as in every reward worker, imports neither Hydra nor torch.
+    from rlft.config.compose import compose
+    from rlft.config.instantiate import instantiate
+
+    return instantiate({**compose([f"algorithm={name}"])["algorithm"], **overrides}, "algorithm")
