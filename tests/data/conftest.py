@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rlft.config.catalog import config_folder
-from rlft.config.compose import instantiate
+from rlft.config.instantiate import instantiate
 from rlft.data.sampled import sampled_line
 from rlft.types import Completion, FinishReason, Prompt, Rollout
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rlft.config.catalog import config_folder
-from rlft.config.compose import instantiate
+from rlft.config.instantiate import instantiate
 from rlft.data.reasoning_gym import ReasoningGym as Data
 from rlft.reward.reasoning_gym import ReasoningGym, score
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Split, UserError
