@@ -148,12 +148,18 @@ CASES: tuple[Case, ...] = (
     # -- verbs
     case("sft", f"sft +recipe=sft_arithmetic {SFT} {RUN}"),
     case("whole_model", f"sft +recipe=r1_cold_start_arithmetic {WHOLE} {RUN}"),
-    case("rm", f"rm +recipe=rm_arithmetic {RM} {RUN}"),
+    case(
+        "rm",
+        f"rm +recipe=rm_arithmetic {RM} {FIRST}",
+        f"rm +recipe=rm_arithmetic {RM} margin=0.3 lora.path=first replay.fraction=0.5 "
+        f"replay.path=embedded:arithmetic-preferences {RUN}",
+    ),
     case("dpo", f"dpo +recipe=dpo_arithmetic {RM} {RUN}"),
     case(
         "dpo_rounds",
         f"dpo +recipe=dpo_arithmetic {RM} loss=orpo {FIRST}",
         f"dpo +recipe=dpo_arithmetic {RM} loss=ipo loss.sft_coef=0.1 lora.path=first {RUN}",
+        f"dpo +recipe=dpo_arithmetic {RM} loss=simpo loss.label_smoothing=0.1 {SECOND}",
     ),
     case(
         "rlhf",

@@ -70,7 +70,7 @@ SEEN_IN_USE = {
     "data": {"lines"},
     "environment": {"dialect", "endpoint/bodies", "endpoint/replies", "endpoint/trajectory"},
     "loop": {"conversing", "outcome", "saving"},
-    "plan": {"adapters", "environments", "files", "ranking_plan", "ranks", "roles", "sample_checks", "sampling_shapes",
+    "plan": {"adapters", "environments", "files", "ranks", "roles", "sample_checks", "sampling_shapes",
              "shown", "startup_table"},
     "system": {"terminal", "process/children", "process/ray_host", "process/ray_keeper"},
 }  # fmt: skip

@@ -21,11 +21,11 @@ import torch
 import yaml
 from fresh_export import fresh_export
 
-from rlft.commands.rm import open_lesson
+from rlft.commands.preferences import open_task
 from rlft.config import command as verbs
 from rlft.config.compose import build, compose
 from rlft.config.trainer import Schedule, TrainerConfig
-from rlft.plan.rm_plan import make_plan
+from rlft.plan.preference_plan import make_plan
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
 
@@ -349,16 +349,16 @@ def test_a_reward_models_first_updates_keep_a_last_bit_small() -> None:
 
     def scores(perturbation: float) -> torch.Tensor:
         with ExitStack() as stack:
-            lesson = open_lesson(plan, stack)
+            task = open_task(plan, stack)
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
-                for _, parameter in lesson.parameters():
+                for _, parameter in task.parameters():
                     parameter.mul_(1 + perturbation * torch.randn(parameter.shape, generator=generator))
-            optimizer = Optimizer(lesson.parameters(), plan.config.trainer, lesson.role)
+            optimizer = Optimizer(task.parameters(), plan.config.trainer, task.role)
             for step in range(10):
-                lesson.backward(step)
+                task.backward(step)
                 optimizer.update(learning_rate(plan.config.trainer, step, plan.num_steps))
-            return torch.cat(list(lesson._scores(plan.held_out.rankings[:20])))
+            return task._values_by(task.role, plan.held_out.rankings[:20])
 
     one, other = scores(0.0), scores(1e-7)
     assert 0 < (one - other).abs().max() < 2e-6 * one.std()

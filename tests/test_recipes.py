@@ -8,8 +8,7 @@ import yaml
 from rlft.config import catalog
 from rlft.config import command as verbs
 from rlft.config.compose import build, compose
-from rlft.plan import dpo_checks as dpo
-from rlft.plan import rm_checks as rm
+from rlft.plan import preference_checks as preferences
 from rlft.plan import sft_checks as sft
 from rlft.plan.train_checks import check_components
 
@@ -17,8 +16,8 @@ RECIPES = catalog.choices("recipe")
 CHECK = {
     "train": lambda plain: check_components(build(plain)),
     "sft": sft.check_config,
-    "rm": rm.check_config,
-    "dpo": lambda plain: dpo.check_config(plain)[::2],
+    "rm": lambda plain: preferences.check_config(plain)[::2],
+    "dpo": lambda plain: preferences.check_config(plain)[::2],
 }
 
 # What a stage of a pipeline is told on the command line: what an earlier stage has made.

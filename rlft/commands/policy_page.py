@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlft.config.schema import DpoConfig, SftConfig
+from rlft.plan.run_plan import Plan
 from rlft.system.terminal import command_line, override, overrides, program
 
 
-def print_policy_page(config: SftConfig | DpoConfig, folder: Path, *, has_task: bool) -> None:
-    """Prints the page.
-
-    Args:
-        config: the run's config.
-        folder: the run's folder.
-        has_task: whether the run has held-out questions, on which `rlft eval` can evaluate it.
-    """
+def print_policy_page(plan: Plan, folder: Path) -> None:
+    """Prints the page of this run, whose plan is that of `rlft sft` or `dpo`."""
     from rlft.logger.summary import print_summary
 
-    command, lora, run = program(), config.lora, f"run={folder}"
+    command, config, lora, run = program(), plan.config, plan.config.lora, f"run={folder}"
     policy_overrides = [override("model.path", folder)]
     if lora is not None:
         policy_overrides = [override("model.path", config.model.path), override("lora.path", folder)]
         policy_overrides += overrides(lora.keys_of_shape)
     # A run without a task is evaluated on the embedded one.
-    task = [] if has_task else ["data=arithmetic"]
+    task = ["data=arithmetic"] if plan.scored_prompts is None else []
     commands = [
         ("evaluate with more samples", [command, "eval", run, *task, "eval.num_samples=8"]),
         ("talk to it", [command, "chat", run]),

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch.nn import Parameter
 
 from rlft.batch import collate
-from rlft.commands.policy_page import print_policy_page
 from rlft.loop.base_loading import load_for_training
 from rlft.loop.decoding_check import check_decoding
 from rlft.loop.engines import Engines, adopting_of, opening_of
 from rlft.loop.evaluate import evaluate, kl_to_base, text_loss
-from rlft.loop.lessons.supervised import learn, likelihood_gradient, open_policy
 from rlft.loop.outcome import Outcome
 from rlft.loop.session import open_freshness, open_resident
-from rlft.model.full_weights import MODEL, WholeModel
-from rlft.model.roles import POLICY, Roles
+from rlft.loop.supervised import SupervisedTask, likelihood_gradient, open_policy, train_supervised
+from rlft.model.full_weights import WholeModel
+from rlft.model.roles import Roles
 from rlft.plan.sampling_shapes import of_evaluation, rehearse_decoding
 from rlft.plan.sft_plan import SftPlan
-from rlft.plan.startup_table import Facts, facts_of
 from rlft.reward.workers.reward_spec import specs
 from rlft.reward.workers.scorer import Scorer
-from rlft.runs.checkpoint import Checkpoint
 from rlft.system.terminal import Say
 from rlft.types import Batch, Evaluation, Generator
 
 
-class DemonstrationLesson:
-    """The lesson of supervised fine-tuning: the demonstrated completions become more likely.
+class DemonstrationTask(SupervisedTask[SftPlan]):
+    """Supervised fine-tuning: the demonstrated completions become more likely.
 
     Args:
         plan: the planned run.
@@ -44,16 +37,12 @@ class DemonstrationLesson:
     def __init__(
         self, plan: SftPlan, learner: Roles | WholeModel, generator: Generator | None, scorer: Scorer | None
     ) -> None:
-        self.plan, self.config, self.learner = plan, plan.config, learner
+        super().__init__(plan, learner)
         self.generator, self.scorer = generator, scorer
-        self.role = POLICY if isinstance(learner, Roles) else MODEL
         self.freshness = None
         if plan.held_out is not None and plan.engine is not None:
             engine = self.config.generation.named(plan.engine)
             self.freshness = open_freshness(self.config.freshness, plan.held_out, learner.backbone, engine)
-
-    def parameters(self) -> list[tuple[str, Parameter]]:
-        return self.learner.named_parameters()
 
     def backward(self, step: int) -> dict[str, float]:
         """Adds the gradient of the mean negative log-prob over the tokens of the step's completions."""
@@ -69,7 +58,7 @@ class DemonstrationLesson:
         )
         likelihood_gradient(self.learner, self.plan.train.batch(longest[:num_examples]), self.config.token_budget)
 
-    def rehearse_evaluation(self, step: int) -> None:
+    def rehearse_sampling(self, step: int) -> None:
         if self.generator is not None:
             assert self.freshness is not None, "an engine is opened for held-out prompts"
             assert self.plan.held_out is not None, "an engine is opened for held-out prompts"
@@ -120,38 +109,8 @@ class DemonstrationLesson:
         batch = collate(groups, scores, self.learner.backbone.decode)
         return evaluation, {"eval/kl_base": kl_to_base(self.learner, batch)}
 
-    def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
-        learner = self.learner
-        if isinstance(learner, WholeModel):
-            return Checkpoint(
-                step=step,
-                adapters={},
-                adapter_config={},
-                optimizer=optimizer,
-                state=state,
-                write_folders={MODEL: learner.write},
-            )
-        return Checkpoint(
-            step=step,
-            adapters={POLICY: learner.weights(POLICY)},
-            adapter_config=learner.adapter_config(),
-            optimizer=optimizer,
-            state=state,
-        )
 
-    def restore(self, saved: Checkpoint) -> None:
-        if isinstance(self.learner, WholeModel):
-            assert saved.folder is not None, "it was loaded from a folder"
-            self.learner.restore(saved.folder / MODEL)
-        else:
-            self.learner.restore(saved.adapters)
-
-    def facts(self) -> Facts:
-        backbone, forward = self.learner.backbone, self.learner.forward
-        return facts_of(self.learner.model, self.parameters(), backbone, forward)
-
-
-def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> DemonstrationLesson:
+def open_task(plan: SftPlan, engines: Engines, stack: ExitStack) -> DemonstrationTask:
     """Loads the model and, if the task is evaluated, opens the engine and the rewards' workers."""
     config = plan.config
     if config.lora is None:
@@ -160,7 +119,7 @@ def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstrat
         adopt = adopting_of(engines, config, config.lora, plan.engine)
         learner = open_policy(config, config.lora, stack, adopt)
     if plan.engine is None:
-        return DemonstrationLesson(plan, learner, None, None)
+        return DemonstrationTask(plan, learner, None, None)
     rewards, scoring, unscorable = specs(config.reward), config.scoring, config.allows_unscorable
     resident = open_resident(rewards, learner, learns=False) if isinstance(learner, Roles) else {}
     scorer = Scorer(rewards, scoring.workers, scoring.timeout, scoring.on_error, resident, allow_unscorable=unscorable)
@@ -168,14 +127,9 @@ def open_lesson(plan: SftPlan, engines: Engines, stack: ExitStack) -> Demonstrat
     rank = 1 if config.lora is None else config.lora.rank
     opening = opening_of(config, rank, learner, learner.backbone)
     generator = stack.enter_context(engines.opened(config.generation.named(plan.engine), opening))
-    return DemonstrationLesson(plan, learner, generator, scorer)
+    return DemonstrationTask(plan, learner, generator, scorer)
 
 
 def run(plan: SftPlan, folder: Path, engines: Engines, say: Say) -> Outcome:
     """Trains to the last step or an interruption."""
-    return learn(plan, folder, lambda stack: open_lesson(plan, engines, stack), say)
-
-
-def closing(plan: SftPlan, folder: Path) -> None:
-    """Prints the page at the end of a run."""
-    print_policy_page(plan.config, folder, has_task=plan.held_out is not None)
+    return train_supervised(plan, folder, lambda stack: open_task(plan, engines, stack), say)

@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedTokens:
-    """A prompt and its completions as token ids, the best first, with the scores that rank them."""
+    """A prompt and its completions as token ids, the best first, with the scores that rank them.
+
+    reference: the log-prob of each completion by a reference, in nats, summed over its tokens; empty if there is none.
+    """
 
     prompt: tuple[int, ...]
     completions: tuple[tuple[int, ...], ...]
     scores: tuple[float, ...]
+    reference: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +77,6 @@ class Rankings:
     def positions(self, seed: int, step: int, count: int, purpose: str) -> list[int]:
         """Positions of the rankings of the update that follows `step` steps; none occurs twice in a pass over them."""
         return prompts_for_step(len(self.rankings), count, derive(seed, 0, purpose), step)
-
-    def at(self, seed: int, step: int, count: int, purpose: str) -> list[RankedTokens]:
-        """The rankings at these positions."""
-        return [self.rankings[i] for i in self.positions(seed, step, count, purpose)]
 
 
 def scan_demonstrations(

@@ -259,12 +259,8 @@ class JsonlPreferences(JsonlFiles, PreferenceKeys):
 
     section: ClassVar[str] = "preferences"
 
-    def load(self, split: Split) -> list[Ranking]:
-        """The split's rankings in file order; no question is in both splits. Raises UserError."""
-        return self.scan(split).rankings
-
     def scan(self, split: Split) -> RankingSet:
-        """Like `load`, with the numbers of prompts left out."""
+        """The split's rankings in file order; no question is in both splits. Raises UserError."""
         return self.rank(self.read, split)
 
 
@@ -274,10 +270,6 @@ class HubPreferences(HubSet, PreferenceKeys):
 
     section: ClassVar[str] = "preferences"
 
-    def load(self, split: Split) -> list[Ranking]:
-        """The split's rankings in the order of the set; no question is in both splits. Raises UserError."""
-        return self.scan(split).rankings
-
     def scan(self, split: Split) -> RankingSet:
-        """Like `load`, with the numbers of prompts left out."""
+        """The split's rankings in the order of the set; no question is in both splits. Raises UserError."""
         return self.rank(self.read, split)

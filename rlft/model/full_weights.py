@@ -34,7 +34,7 @@ class WholeModel:
         self.model.requires_grad_(True)
         self.forward: Forward = choose(self.model, backbone.kernels)
 
-    def named_parameters(self) -> list[tuple[str, Parameter]]:
+    def named_parameters(self, role: str = MODEL) -> list[tuple[str, Parameter]]:
         """Every weight in a fixed order, tied ones only once."""
         return list(self.model.named_parameters())
 

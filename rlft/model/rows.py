@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,23 @@ from rlft.types import Batch
 Row = tuple[int, Sequence[int], Sequence[int]]
 """(group, prompt ids, completion ids). Rows of a group with the same prompt share its forward where possible."""
 
-Tokens = tuple[int, ...]
-Item = TypeVar("Item")
+
+class Ranked(Protocol):
+    """Completions of one prompt, which a loss compares with each other."""
+
+    @property
+    def prompt(self) -> tuple[int, ...]: ...
+    @property
+    def completions(self) -> Sequence[tuple[int, ...]]: ...
+
+
+Item = TypeVar("Item", bound=Ranked)
+
+
+def rows_of(items: Sequence[Ranked], ending: tuple[int, ...] = ()) -> list[Row]:
+    """Every completion once, in order, with `ending` after it; those of one prompt are a group even across items."""
+    groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(item.prompt for item in items))}
+    return [(groups[item.prompt], item.prompt, (*c, *ending)) for item in items for c in item.completions]
 
 
 def batch_of_rows(rows: Sequence[Row]) -> Batch:
@@ -40,42 +55,31 @@ def batch_of_rows(rows: Sequence[Row]) -> Batch:
     )
 
 
-def parts_within(
-    items: Sequence[Item],
-    texts_of: Callable[[Item], Sequence[tuple[Tokens, Tokens]]],
-    token_budget: int,
-    *,
-    packed: bool,
-    ending: int = 0,
-) -> list[list[Item]]:
+def parts_within(items: Sequence[Item], token_budget: int, *, packed: bool, ending: int = 0) -> list[list[Item]]:
     """The items in order, as many at a time as fit the token budget; one that exceeds it stands by itself.
 
     Args:
         items: the items.
-        texts_of: gives the (prompt, completion) of each of an item's rows; called once for each item.
         token_budget: the most tokens of a part.
         packed: whether a prompt counts once in a part; otherwise every row counts as much as the longest.
         ending: number of tokens that are added to each row.
     """
     parts: list[list[Item]] = []
-    prompts: set[Tokens] = set()
+    prompts: set[tuple[int, ...]] = set()
     tokens = longest = num_rows = 0
     for item in items:
-        texts = texts_of(item)
-        item_prompts = {prompt for prompt, _ in texts}
-        completions = sum(len(completion) + ending for _, completion in texts)
-        length = max(len(prompt) + len(completion) + ending for prompt, completion in texts)
-        total = tokens + completions + sum(map(len, item_prompts - prompts))
-        if not packed:
-            total = max(longest, length) * (num_rows + len(texts))
-        if parts and total <= token_budget:
+        lengths = [len(completion) + ending for completion in item.completions]
+        length = len(item.prompt) + max(lengths)
+        total = tokens + sum(lengths) + (0 if item.prompt in prompts else len(item.prompt))
+        fits = (total if packed else max(longest, length) * (num_rows + len(lengths))) <= token_budget
+        if parts and fits:
             parts[-1].append(item)
         else:
             parts.append([item])
-            prompts, tokens, longest, num_rows = set(), 0, 0, 0
-        tokens += completions + sum(map(len, item_prompts - prompts))
-        prompts |= item_prompts
-        longest, num_rows = max(longest, length), num_rows + len(texts)
+            prompts, longest, num_rows = set(), 0, 0
+            total = len(item.prompt) + sum(lengths)
+        prompts.add(item.prompt)
+        tokens, longest, num_rows = total, max(longest, length), num_rows + len(lengths)
     return parts
 
 

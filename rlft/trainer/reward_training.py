@@ -20,7 +20,7 @@ from rlft.config.model import RewardModelConfig
 from rlft.config.trainer import TrainerConfig
 from rlft.model.reward_model import last_scores, score_rows, scoring_batch
 from rlft.model.roles import Roles
-from rlft.model.rows import Row, Tokens, parts_within
+from rlft.model.rows import parts_within, rows_of
 from rlft.system.seeds import derive
 from rlft.trainer.optimizer import Optimizer
 from rlft.types import Group, Scores
@@ -36,6 +36,10 @@ class Pair:
     prompt: tuple[int, ...]
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
+
+    @property
+    def completions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.chosen, self.rejected
 
 
 class RewardRefresh:
@@ -101,7 +105,7 @@ class RewardRefresh:
     def _backward(self, pairs: Sequence[Pair]) -> float:
         """Adds the gradient of the mean Bradley-Terry loss over an update's pairs; returns that loss."""
         total = 0.0
-        for part in self._micro_batches(pairs):
+        for part in parts_within(pairs, self.roles.token_budget, packed=self.roles.forward.packed, ending=1):
             batch = self.roles.to_device(scoring_batch(rows_of(part)))
             with self.roles.learning(self.role):
                 scores_2N = last_scores(self.roles, self.role, batch)
@@ -110,15 +114,6 @@ class RewardRefresh:
             self.roles.check_gradients(self.role)
             total += loss.item()
         return total
-
-    def _micro_batches(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
-        """The pairs in order, as many at a time as fit the token budget; a pair that exceeds it is not split."""
-
-        def texts_of(pair: Pair) -> list[tuple[Tokens, Tokens]]:
-            return [(pair.prompt, pair.chosen), (pair.prompt, pair.rejected)]
-
-        packed = self.roles.forward.packed
-        return parts_within(pairs, texts_of, self.roles.token_budget, packed=packed, ending=1)
 
     def state(self) -> dict[str, Tensor]:
         """{name: tensor} of all pairs and the optimizer's moments, for checkpoints."""
@@ -145,14 +140,6 @@ def pairs_of(group: Group, labels: Sequence[float]) -> list[Pair]:
         if labels[i] > labels[j]
     )
     return list(dict.fromkeys(pairs))
-
-
-def rows_of(pairs: Sequence[Pair]) -> list[Row]:
-    """Rows in the order chosen, rejected, chosen, rejected, ..; pairs with the same prompt are one group."""
-    groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(pair.prompt for pair in pairs))}
-    return [
-        (groups[pair.prompt], pair.prompt, completion) for pair in pairs for completion in (pair.chosen, pair.rejected)
-    ]
 
 
 def flat(pairs: Sequence[Pair]) -> dict[str, Tensor]:

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlft import cli
-from rlft.commands.dpo import REFERENCE_LOGPROBS, PreferenceLesson, open_lesson
+from rlft.commands.preferences import REFERENCE_LOGPROBS, PreferenceTask, open_task
 from rlft.config.compose import compose
 from rlft.data.examples import RankedTokens, Rankings
 from rlft.model.backbone import Backbone
 from rlft.model.roles import POLICY, REFERENCE, Roles
-from rlft.plan.dpo_checks import check_config
-from rlft.plan.dpo_plan import DpoPlan, make_plan
+from rlft.plan.preference_checks import check_config
+from rlft.plan.preference_plan import PreferencePlan, make_plan
 from rlft.runs import checkpoint
 from rlft.runs.references import resolved
 
@@ -43,13 +43,13 @@ def rankings(found: Sequence[RankedTokens]) -> Rankings:
     return Rankings(rankings=tuple(found), fingerprint="", note=None)
 
 
-def plan(*keys: str, train: Sequence[RankedTokens] = RANKINGS, reference: str | None = None) -> DpoPlan:
+def plan(*keys: str, train: Sequence[RankedTokens] = RANKINGS, reference: str | None = None) -> PreferencePlan:
     """reference: a folder's place in `Roles`; None: the one that the config means."""
     if not any(key.startswith("rankings_per_step=") for key in keys):
         keys = (*keys, f"rankings_per_step={len(train)}")
     words = ["preferences.path=embedded:arithmetic-preferences", *keys]
     config, loss, _ = check_config(compose(words, verb="dpo"))
-    return DpoPlan(
+    return PreferencePlan(
         config=config,
         plain={},
         engine=None,
@@ -124,11 +124,11 @@ def test_a_steps_gradient_is_that_of_the_loss_by_hand_whatever_the_token_budget(
     expected = dict(zip(by_name, torch.autograd.grad(loss, list(by_name.values())), strict=True))
     largest = max(gradient.abs().max() for gradient in expected.values())
     for token_budget in (1, 17, 40, 10**6):
-        lesson = PreferenceLesson(plan(*words), roles)
-        lesson.config = replace(lesson.config, token_budget=token_budget)
-        metrics = lesson.backward(0)
+        task = PreferenceTask(plan(*words), roles)
+        task.config = replace(task.config, token_budget=token_budget)
+        metrics = task.backward(0)
         assert metrics["loss/total"] == pytest.approx(loss.item(), rel=1e-9)
-        for name, parameter in lesson.parameters():
+        for name, parameter in task.parameters():
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad / largest, expected[name] / largest, rtol=1e-9, atol=1e-9)
             parameter.grad = None
@@ -136,17 +136,17 @@ def test_a_steps_gradient_is_that_of_the_loss_by_hand_whatever_the_token_budget(
 
 def test_a_prompt_is_read_once_for_its_completions_and_no_row_has_an_ending(roles: Roles) -> None:
     # The first prompt's rows are one group, also across rankings: 3 + 3 + 2 + 2 + 3 tokens, the second's 2 + 2 + 4 + 1.
-    lesson = PreferenceLesson(plan(), roles)
-    assert lesson.backward(0)["tokens/trained"] == 13 + 9
-    lesson.config = replace(lesson.config, token_budget=22)
-    assert [len(part) for part in lesson.micro_batches(RANKINGS)] == [3]
-    lesson.config = replace(lesson.config, token_budget=21)
-    assert [len(part) for part in lesson.micro_batches(RANKINGS)] == [2, 1]
+    task = PreferenceTask(plan(), roles)
+    assert task.backward(0)["tokens/trained"] == 13 + 9
+    task.config = replace(task.config, token_budget=22)
+    assert [len(part) for part in task.micro_batches(RANKINGS)] == [3]
+    task.config = replace(task.config, token_budget=21)
+    assert [len(part) for part in task.micro_batches(RANKINGS)] == [2, 1]
 
 
 def test_metrics_are_means_over_rankings_of_means_over_pairs(roles: Roles) -> None:
-    lesson = PreferenceLesson(plan("loss.beta=0.7"), roles)
-    metrics = lesson.backward(0)
+    task = PreferenceTask(plan("loss.beta=0.7"), roles)
+    metrics = task.backward(0)
     with torch.no_grad():
         own = [logprobs(roles, ranking) for ranking in RANKINGS]
     ratios = [0.7 * (found - by_reference(roles, ranking)) for found, ranking in zip(own, RANKINGS, strict=True)]
@@ -167,18 +167,18 @@ def test_metrics_are_means_over_rankings_of_means_over_pairs(roles: Roles) -> No
 
 
 def test_a_policy_that_begins_as_its_reference_loses_log_2(make_roles: Callable[..., Roles], make_double: Any) -> None:
-    lesson = PreferenceLesson(plan(), make_roles(backbone=make_double()))
-    evaluation = lesson.evaluate(0)
+    task = PreferenceTask(plan(), make_roles(backbone=make_double()))
+    evaluation = task.evaluate(0)
     assert (evaluation.accuracy, evaluation.accuracy_se) == (0.5, 0.0)
     assert evaluation.metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-12)
-    metrics = lesson.backward(0)
+    metrics = task.backward(0)
     assert metrics["loss/total"] == pytest.approx(math.log(2), abs=1e-12)
     assert metrics["accuracy/pairs"] == 0.5
 
 
 def test_an_evaluation_measures_the_held_out_rankings_as_an_update_does(roles: Roles) -> None:
-    evaluated = PreferenceLesson(plan(), roles).evaluate(3).metrics
-    trained = PreferenceLesson(plan(train=RANKINGS[:2]), roles).backward(0)
+    evaluated = PreferenceTask(plan(), roles).evaluate(3).metrics
+    trained = PreferenceTask(plan(train=RANKINGS[:2]), roles).backward(0)
     names = {f"eval/{name.removeprefix('pairs/')}": name for name in trained}
     names |= {"eval/pairs": "accuracy/pairs", "eval/loss": "loss/total"}
     assert evaluated.keys() - names.keys() == {"eval/pairs_se"}
@@ -191,42 +191,42 @@ def test_an_evaluation_measures_the_held_out_rankings_as_an_update_does(roles: R
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """The roles of all passes without gradient, in order."""
     found: list[str | None] = []
-    computed = PreferenceLesson._logprobs_by
+    computed = PreferenceTask._values_by
 
-    def counted(self: PreferenceLesson, role: str | None, rows: Sequence[RankedTokens]) -> Tensor:
+    def counted(self: PreferenceTask, role: str | None, rows: Sequence[RankedTokens]) -> Tensor:
         found.extend([role] * len(rows))
         return computed(self, role, rows)
 
-    monkeypatch.setattr(PreferenceLesson, "_logprobs_by", counted)
+    monkeypatch.setattr(PreferenceTask, "_values_by", counted)
     return found
 
 
 def test_log_probs_by_the_reference_are_computed_once_for_each_ranking(roles: Roles, passes: list[str | None]) -> None:
-    lesson = PreferenceLesson(plan("rankings_per_step=1"), roles)
+    task = PreferenceTask(plan("rankings_per_step=1"), roles)
     for step in range(9):  # three passes over three rankings
-        lesson.backward(step)
+        task.backward(step)
     assert passes == [None] * 3
     for _ in range(2):
-        lesson.evaluate(0)
+        task.evaluate(0)
     # The two held-out rankings once by the reference, and by the policy at each evaluation.
     assert passes[3:] == [None, None, POLICY, POLICY, POLICY, POLICY]
-    for i, known in lesson.known.items():
+    for i, known in task.known.items():
         assert known == pytest.approx(by_reference(roles, RANKINGS[i]).tolist(), rel=1e-12)
 
 
 def test_a_loss_without_a_reference_computes_none(roles: Roles, passes: list[str | None]) -> None:
-    lesson = PreferenceLesson(plan("loss=orpo"), roles)
-    lesson.backward(0)
-    lesson.rehearse()
+    task = PreferenceTask(plan("loss=orpo"), roles)
+    task.backward(0)
+    task.rehearse()
     assert passes == []
-    assert lesson.saved(1, {}, {}).tensors == {}
+    assert task.saved(1, {}, {}).tensors == {}
 
 
 def test_a_rehearsal_leaves_no_log_probs_behind(roles: Roles) -> None:
     """They would be those of another micro-batch, in their last bits."""
-    lesson = PreferenceLesson(plan(), roles)
-    lesson.rehearse()
-    assert lesson.known == {}
+    task = PreferenceTask(plan(), roles)
+    task.rehearse()
+    assert task.known == {}
 
 
 def test_the_reference_may_be_an_adapter(
@@ -238,23 +238,23 @@ def test_the_reference_may_be_an_adapter(
     )
     folder = str(checkpoint.save(tmp_path, saved, keep=1) / POLICY)
     roles = make_roles(noise=0.05, backbone=make_double(), reference=folder)
-    lesson = PreferenceLesson(plan("loss.beta=0.7", reference=folder), roles)
-    assert lesson.backward(0)["loss/total"] == pytest.approx(dpo_by_hand(roles, 0.7, REFERENCE).item(), rel=1e-9)
+    task = PreferenceTask(plan("loss.beta=0.7", reference=folder), roles)
+    assert task.backward(0)["loss/total"] == pytest.approx(dpo_by_hand(roles, 0.7, REFERENCE).item(), rel=1e-9)
     assert dpo_by_hand(roles, 0.7, REFERENCE).item() != pytest.approx(dpo_by_hand(roles, 0.7).item(), rel=1e-3)
 
 
 def test_a_checkpoint_has_them_to_the_last_bit_and_those_of_another_reference_are_not_used(roles: Roles) -> None:
-    lesson = PreferenceLesson(plan("rankings_per_step=2"), roles)
-    lesson.backward(0)
-    assert len(lesson.known) == 2
-    saved = lesson.saved(1, {}, {"seed": 0})
-    again = PreferenceLesson(plan("rankings_per_step=2"), roles)
+    task = PreferenceTask(plan("rankings_per_step=2"), roles)
+    task.backward(0)
+    assert len(task.known) == 2
+    saved = task.saved(1, {}, {"seed": 0})
+    again = PreferenceTask(plan("rankings_per_step=2"), roles)
     again.restore(saved)
-    assert again.known == lesson.known
+    assert again.known == task.known
     assert again.saved(1, {}, {"seed": 0}).tensors.keys() == {REFERENCE_LOGPROBS}
     for changed in ("preferences_fingerprint", "base_fingerprint"):
         other = replace(plan("rankings_per_step=2"), fingerprints={**FINGERPRINTS, changed: "other"})
-        fork = PreferenceLesson(other, roles)
+        fork = PreferenceTask(other, roles)
         fork.restore(saved)
         assert fork.known == {}
 
@@ -298,16 +298,16 @@ def test_three_updates_move_the_pairs_apart(trained: Path) -> None:
 def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(trained: Path) -> None:
     """lora.path=<run> is the policy's start and, by snapshot.reference=auto, the reference: their log-ratios are 0."""
     with ExitStack() as stack:
-        lesson = open_lesson(make_plan(resolved(compose([*TINY, f"lora.path={trained}"], verb="dpo"))), stack)
-        assert lesson.plan.reference == str(trained / "checkpoints" / "step_000003" / "policy")
-        metrics = lesson.evaluate(0).metrics
+        task = open_task(make_plan(resolved(compose([*TINY, f"lora.path={trained}"], verb="dpo"))), stack)
+        assert task.plan.reference == str(trained / "checkpoints" / "step_000003" / "policy")
+        metrics = task.evaluate(0).metrics
         assert metrics["eval/margin"] == 0.0
         assert metrics["eval/chosen_logprob"] == pytest.approx(
             evaluations(trained)[-1]["eval/chosen_logprob"], rel=1e-5
         )
     with ExitStack() as stack:  # held to the base, it begins where the first round ended
         words = [*TINY, f"lora.path={trained}", "snapshot.reference=base"]
-        metrics = open_lesson(make_plan(resolved(compose(words, verb="dpo"))), stack).evaluate(0).metrics
+        metrics = open_task(make_plan(resolved(compose(words, verb="dpo"))), stack).evaluate(0).metrics
         assert metrics["eval/margin"] == pytest.approx(evaluations(trained)[-1]["eval/margin"], rel=1e-4)
 
 

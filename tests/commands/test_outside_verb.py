@@ -169,7 +169,7 @@ def test_its_runs_are_listed_and_watched_by_its_own_metric(rlft_of: Rlft, undist
 
 
 def test_an_error_inside_is_told_in_a_line_and_kept(rlft_of: Rlft, place: Path) -> None:
-    failed = {"at": "rlft.loop.lessons.supervised:likelihood_gradient", "call": 3, "do": "fail"}
+    failed = {"at": "rlft.loop.supervised:likelihood_gradient", "call": 3, "do": "fail"}
     done = rlft_of(*TINY, "hydra.run.dir=failed", events=[failed])
     assert done.code == 1
     told = "RuntimeError: this failure was planted; its traceback is in failed/error.txt; "

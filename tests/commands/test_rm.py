@@ -16,17 +16,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlft import cli
-from rlft.commands.rm import BIAS, REWARD, RewardLesson, open_lesson, pair_accuracy
+from rlft.algorithm.preference.bradley_terry import BradleyTerry
+from rlft.commands.preferences import BIAS, REWARD, PreferenceTask, open_task
 from rlft.config.compose import build, compose
 from rlft.config.schema import RmConfig
 from rlft.data.examples import RankedTokens, Rankings
 from rlft.loop.engines import Engines
-from rlft.loop.lessons.ranking_lesson import rows_of
 from rlft.loop.session import open_session
 from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
-from rlft.plan.rm_plan import RmPlan
-from rlft.plan.rm_plan import make_plan as make_rm_plan
+from rlft.model.rows import rows_of
+from rlft.plan.preference_plan import PreferencePlan
+from rlft.plan.preference_plan import make_plan as make_rm_plan
 from rlft.plan.train_plan import make_plan
 from rlft.runs import checkpoint
 from rlft.runs.checkpoint import Checkpoint
@@ -48,12 +49,16 @@ def rankings(found: Sequence[RankedTokens]) -> Rankings:
     return Rankings(rankings=tuple(found), fingerprint="", note=None)
 
 
-def plan(*keys: str, train: Sequence[RankedTokens] = RANKINGS, replay: Sequence[RankedTokens] | None = None) -> RmPlan:
+def plan(
+    *keys: str, train: Sequence[RankedTokens] = RANKINGS, replay: Sequence[RankedTokens] | None = None
+) -> PreferencePlan:
     fixed = ["preferences.path=unread"]
     if not any(key.startswith("rankings_per_step=") for key in keys):
         fixed.append(f"rankings_per_step={len(train)}")
-    return RmPlan(
-        config=build(compose([*fixed, *keys], verb="rm"), RmConfig, "rm"),
+    config = build(compose([*fixed, *keys], verb="rm"), RmConfig, "rm")
+    return PreferencePlan(
+        config=config,
+        loss=BradleyTerry(margin=config.margin),
         plain={},
         engine=None,
         train=rankings(train),
@@ -100,12 +105,12 @@ def test_a_steps_gradient_is_that_of_the_mean_over_rankings_of_the_mean_over_pai
         )
     largest = max(g.abs().max() for g in expected.values())
     for token_budget in (1, 17, 40, 10**6):
-        lesson = RewardLesson(plan(f"margin={margin}", f"token_budget={max(token_budget, 2000)}"), roles)
-        lesson.config = replace(lesson.config, token_budget=token_budget)
-        metrics = lesson.backward(0)
+        task = PreferenceTask(plan(f"margin={margin}", f"token_budget={max(token_budget, 2000)}"), roles)
+        task.config = replace(task.config, token_budget=token_budget)
+        metrics = task.backward(0)
         assert metrics["loss/total"] == pytest.approx(loss.item(), rel=1e-9)
-        assert [name for name, _ in lesson.parameters()] == list(expected)
-        for name, parameter in lesson.parameters():
+        assert [name for name, _ in task.parameters()] == list(expected)
+        for name, parameter in task.parameters():
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad / largest, expected[name] / largest, rtol=1e-9, atol=1e-9)
             parameter.grad = None
@@ -113,11 +118,11 @@ def test_a_steps_gradient_is_that_of_the_mean_over_rankings_of_the_mean_over_pai
 
 def test_a_token_budget_parts_rankings_but_tears_none(roles: Roles) -> None:
     """Each row is a token longer than it is, and a prompt is read once: 3 + 4 + 3 tokens, 2 + 3 + 5 + 2, 3 + 3 + 4."""
-    lesson = RewardLesson(plan(), roles)
+    task = PreferenceTask(plan(), roles)
 
     def parts(token_budget: int) -> list[int]:
-        lesson.config = replace(lesson.config, token_budget=token_budget)
-        return [len(part) for part in lesson.micro_batches(RANKINGS)]
+        task.config = replace(task.config, token_budget=token_budget)
+        return [len(part) for part in task.micro_batches(RANKINGS)]
 
     assert parts(1) == [1, 1, 1]
     assert parts(22) == [2, 1]
@@ -132,29 +137,21 @@ def test_completions_of_one_prompt_are_a_group_even_in_two_rankings() -> None:
     ]  # fmt: skip
 
 
-def test_accuracy_is_of_pairs_then_of_rankings_and_a_tie_counts_half() -> None:
-    three = RankedTokens(prompt=P, completions=((1,), (2,), (3,)), scores=(2.0, 1.0, 0.0))
-    # Pairs: first over second is a tie, first over third won, second over third won: 2.5 of 3.
-    assert pair_accuracy(torch.tensor([1.0, 1.0, 0.5]), three) == pytest.approx(2.5 / 3, abs=1e-7)
-    tied = replace(three, scores=(1.0, 1.0, 0.0))  # two pairs: won, lost
-    assert pair_accuracy(torch.tensor([1.0, 0.0, 0.5]), tied) == 0.5
-
-
 def test_a_head_of_zeros_is_right_by_half_and_loses_log_2(make_roles: Callable[..., Roles], make_double: Any) -> None:
     made = make_roles(backbone=make_double())
     made.add_scalar_role(REWARD, None, "lora.path", learns=True)
-    lesson = RewardLesson(plan(), made)
-    evaluation = lesson.evaluate(0)
+    task = PreferenceTask(plan(), made)
+    evaluation = task.evaluate(0)
     assert (evaluation.accuracy, evaluation.accuracy_se) == (0.5, 0.0)
     assert evaluation.metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-12)
-    assert lesson.backward(0)["accuracy/pairs"] == 0.5
+    assert task.backward(0)["accuracy/pairs"] == 0.5
 
 
 def test_the_evaluation_is_of_the_held_out_rankings_without_a_margin(roles: Roles) -> None:
-    lesson = RewardLesson(plan("margin=5"), roles)
+    task = PreferenceTask(plan("margin=5"), roles)
     with roles.learning(REWARD):
         s = [[score(roles, r.prompt, c).item() for c in r.completions] for r in RANKINGS[:2]]
-    found = lesson.evaluate(7).metrics
+    found = task.evaluate(7).metrics
     pairs = [[s[0][0] - s[0][1]], [s[1][0] - s[1][1], s[1][0] - s[1][2], s[1][1] - s[1][2]]]
     right = [sum(lead > 0 for lead in leads) / len(leads) for leads in pairs]
     losses = [sum(math.log1p(math.exp(-lead)) for lead in leads) / len(leads) for leads in pairs]
@@ -176,8 +173,8 @@ def best_scores(roles: Roles, head: dict[str, Tensor]) -> list[float]:
 
 
 def test_the_saved_head_gives_the_best_held_out_completions_a_mean_of_0(roles: Roles) -> None:
-    centred = dict(RewardLesson(plan(), roles).saved(1, {}, {}).heads[REWARD])
-    plain = dict(RewardLesson(plan("center=false"), roles).saved(1, {}, {}).heads[REWARD])
+    centred = dict(PreferenceTask(plan(), roles).saved(1, {}, {}).heads[REWARD])
+    plain = dict(PreferenceTask(plan("center=false"), roles).saved(1, {}, {}).heads[REWARD])
     assert sum(best_scores(roles, centred)) / 2 == pytest.approx(0, abs=1e-12)
     assert abs(sum(best_scores(roles, plain)) / 2) > 1e-3
     assert plain["bias"].tolist() == [0.0]
@@ -186,20 +183,25 @@ def test_the_saved_head_gives_the_best_held_out_completions_a_mean_of_0(roles: R
 
 def test_centring_changes_nothing_that_is_learned(roles: Roles) -> None:
     """The bias is no parameter of the run, it is 0 in it, and 0 again after a resume from a centred checkpoint."""
-    lesson = RewardLesson(plan(), roles)
+    task = PreferenceTask(plan(), roles)
     before = {name: p.detach().clone() for name, p in roles.named_parameters(REWARD)}
-    saved = lesson.saved(1, {}, {})
+    saved = task.saved(1, {}, {})
     assert saved.heads[REWARD]["bias"].item() != 0
     assert before[BIAS].item() == 0
-    lesson.restore(saved)
+    task.restore(saved)
     for name, parameter in roles.named_parameters(REWARD):
         assert torch.equal(parameter, before[name]), name
-    assert BIAS not in dict(lesson.parameters())
+    assert BIAS not in dict(task.parameters())
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------
 EARLIER = tuple(RankedTokens(prompt=(50 + i,), completions=((1,), (2,)), scores=(1.0, 0.0)) for i in range(6))
 NEW = tuple(RankedTokens(prompt=(20 + i,), completions=((1,), (2,)), scores=(1.0, 0.0)) for i in range(12))
+
+
+def at(made: PreferencePlan, step: int) -> list[RankedTokens]:
+    """The rankings of the update after `step` steps."""
+    return [*(made.train.rankings[i] for i in made.positions(step)), *made.replayed(step)]
 
 
 @pytest.mark.parametrize(
@@ -212,23 +214,23 @@ def test_of_an_update_this_share_is_replayed_and_one_ranking_at_least_is_new(
     # Rounded to the nearest: 10 x 0.25 = 2.5 and 10 x 0.35 = 3.5 go to the even one.
     made = plan(f"rankings_per_step={size}", f"replay.fraction={fraction}", train=NEW, replay=EARLIER)
     for step in range(5):
-        found = made.at(step)
+        found = at(made, step)
         assert len(found) == size
         assert sum(r in EARLIER for r in found) == num_replayed
-        assert made.at(step) == found
+        assert at(made, step) == found
     assert made.num_steps == max(1, 12 // (size - num_replayed))
 
 
 def test_without_replay_all_rankings_are_new() -> None:
     made = plan("rankings_per_step=4", "replay.fraction=0.5", train=NEW)
-    passed = [ranking for step in range(3) for ranking in made.at(step)]
+    passed = [ranking for step in range(3) for ranking in at(made, step)]
     assert set(passed) == set(NEW)
     assert made.num_steps == 3
 
 
 def test_replayed_rankings_repeat_where_they_are_few() -> None:
     made = plan("rankings_per_step=8", "replay.fraction=0.5", train=NEW, replay=EARLIER[:1])
-    assert [r in EARLIER for r in made.at(0)] == [False] * 4 + [True] * 4
+    assert [r in EARLIER for r in at(made, 0)] == [False] * 4 + [True] * 4
 
 
 def write_pairs(file: Path, numbers: Sequence[int]) -> Path:
@@ -342,8 +344,8 @@ def test_a_reward_model_may_begin_as_a_policys_adapter_with_a_head_of_zeros(
     words = [word for word in TINY if not word.startswith("+recipe=")]
     words += ["preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", f"lora.path={folder}"]
     with ExitStack() as stack:
-        lesson = open_lesson(make_rm_plan(compose(words, verb="rm")), stack)
-        for name, tensor in lesson.roles.weights(REWARD).items():
+        task = open_task(make_rm_plan(compose(words, verb="rm")), stack)
+        for name, tensor in task.roles.weights(REWARD).items():
             assert torch.equal(tensor, weights[name]), name
-        assert lesson.roles.heads[REWARD].weight.abs().max() == 0
-        assert lesson.evaluate(0).accuracy == 0.5
+        assert task.roles.heads[REWARD].weight.abs().max() == 0
+        assert task.evaluate(0).accuracy == 0.5

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlft import cli
-from rlft.commands.sft import DemonstrationLesson
+from rlft.commands.sft import DemonstrationTask
 from rlft.config.compose import build, compose
 from rlft.config.model import ModelConfig
 from rlft.config.schema import SftConfig
@@ -36,7 +36,7 @@ def examples(rows: Sequence[tuple[list[int], list[int]]]) -> Examples:
     return Examples(texts=tuple(texts), fingerprint="", note=None)
 
 
-def lesson(learner: Roles | WholeModel, token_budget: int = 10**6) -> DemonstrationLesson:
+def make_task(learner: Roles | WholeModel, token_budget: int = 10**6) -> DemonstrationTask:
     """All of ROWS in one update."""
     keys = ["demonstrations.path=unread", f"examples_per_step={len(ROWS)}", f"token_budget={token_budget}"]
     plan = SftPlan(
@@ -50,7 +50,7 @@ def lesson(learner: Roles | WholeModel, token_budget: int = 10**6) -> Demonstrat
         fingerprints={},
         notes=(),
     )
-    return DemonstrationLesson(plan, learner, None, None)
+    return DemonstrationTask(plan, learner, None, None)
 
 
 @pytest.fixture(params=["an adapter", "all weights"])
@@ -84,7 +84,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_and_any_token_budget_gives_
     largest = max(g.abs().max() for g in expected.values())
     assert largest > 0
     for token_budget in (1, 9, 14, 10**6):
-        metrics = lesson(learner, token_budget).backward(0)
+        metrics = make_task(learner, token_budget).backward(0)
         assert metrics["loss/total"] == pytest.approx(nll.mean().item(), rel=1e-9)
         assert metrics["tokens/completion"] == 12
         found = gradients(learner)
@@ -95,7 +95,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_and_any_token_budget_gives_
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 def test_the_held_out_loss_is_the_mean_over_completion_tokens(learner: Any) -> None:
-    evaluation = lesson(learner).evaluate(3)
+    evaluation = make_task(learner).evaluate(3)
     nll = -torch.cat([log_probs(learner.model, *row) for row in ROWS[:2]])
     assert evaluation.metrics == {"eval/loss": pytest.approx(nll.mean().item(), rel=1e-9)}
     assert (evaluation.step, evaluation.accuracy) == (3, None)
@@ -103,7 +103,7 @@ def test_the_held_out_loss_is_the_mean_over_completion_tokens(learner: Any) -> N
 
 def test_demonstrations_of_one_prompt_go_through_the_network_as_one_group(make_double: Any) -> None:
     """Their prompt of 3 tokens once: 3 + 2 + 4 prompt tokens and 12 of completions."""
-    metrics = lesson(WholeModel(make_double())).backward(0)
+    metrics = make_task(WholeModel(make_double())).backward(0)
     assert metrics["tokens/trained"] == 21
 
 

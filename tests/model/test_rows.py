@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,11 +12,9 @@ from torch import Tensor
 from rlft.model.backbone import Backbone
 from rlft.model.packing import num_packed_tokens
 from rlft.model.roles import POLICY, Roles
-from rlft.model.rows import batch_of_rows, numbers_of_rows, parts_within
+from rlft.model.rows import batch_of_rows, numbers_of_rows, parts_within, rows_of
 from rlft.types import Batch
 
-Text = tuple[tuple[int, ...], tuple[int, ...]]
-"""A prompt and a completion."""
 ROWS = [(0, (5, 6, 7), (20, 21, 2)), (0, (5, 6, 7), (22,)), (1, (9,), (30, 31))]
 
 
@@ -46,27 +45,30 @@ def test_each_rows_number_is_the_same_in_micro_batches_of_any_size(
 
 
 # -- parts within the token budget -------------------------------------------------------------------------------------
-def drawn(number: int) -> list[list[Text]]:
-    """Items of one to four rows of one prompt each, some prompts in several items."""
+@dataclass(frozen=True)
+class Item:
+    prompt: tuple[int, ...]
+    completions: tuple[tuple[int, ...], ...]
+
+
+def drawn(number: int) -> list[Item]:
+    """Items of one to four completions, some prompts in several items."""
     random = torch.Generator().manual_seed(number)
 
     def draw(high: int, low: int = 1) -> int:
         return int(torch.randint(low, high, (), generator=random))
 
-    prompts = [tuple(draw(9) for _ in range(draw(12))) for _ in range(4)]
+    prompts = [tuple(draw(9) for _ in range(draw(12))) for _ in range(3)]
     return [
-        [(prompts[i % 3], tuple(draw(9) for _ in range(draw(20)))) for _ in range(draw(5))]
-        for i in (draw(4, 0) for _ in range(number))
+        Item(prompts[draw(3, 0)], tuple(tuple(draw(9) for _ in range(draw(20))) for _ in range(draw(5))))
+        for _ in range(number)
     ]
 
 
-def tokens_by_hand(items: Sequence[Sequence[Text]], packed: bool, ending: int) -> int:
+def tokens_by_hand(items: Sequence[Item], packed: bool, ending: int) -> int:
     """What enters the network for these items, counted in the batch that is made of them."""
-    rows = [text for item in items for text in item]
-    groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in rows))}
-    longer = (0,) * ending
-    batch = batch_of_rows([(groups[prompt], prompt, (*completion, *longer)) for prompt, completion in rows])
-    return num_packed_tokens(batch) if packed else int(batch.attention_mask.sum(1).max()) * len(rows)
+    batch = batch_of_rows(rows_of(items, (0,) * ending))
+    return num_packed_tokens(batch) if packed else int(batch.attention_mask.sum(1).max()) * len(batch.rewards)
 
 
 @pytest.mark.parametrize("ending", [0, 1])
@@ -74,23 +76,11 @@ def tokens_by_hand(items: Sequence[Sequence[Text]], packed: bool, ending: int) -
 @pytest.mark.parametrize("budget", [1, 40, 100, 300, 10_000])
 def test_parts_are_those_that_counting_each_batch_gives(budget: int, packed: bool, ending: int) -> None:
     items = drawn(60)
-    by_hand: list[list[list[Text]]] = []
+    by_hand: list[list[Item]] = []
     for item in items:
         if by_hand and tokens_by_hand([*by_hand[-1], item], packed, ending) <= budget:
             by_hand[-1].append(item)
         else:
             by_hand.append([item])
-    assert parts_within(items, lambda item: item, budget, packed=packed, ending=ending) == by_hand
+    assert parts_within(items, budget, packed=packed, ending=ending) == by_hand
     assert {1: 60, 10_000: 1}.get(budget, len(by_hand)) == len(by_hand)
-
-
-def test_each_item_is_measured_once() -> None:
-    asked: list[list[Text]] = []
-    items = drawn(500)
-
-    def texts_of(item: list[Text]) -> list[Text]:
-        asked.append(item)
-        return item
-
-    parts_within(items, texts_of, 10_000, packed=True)
-    assert len(asked) == 500

@@ -121,10 +121,13 @@ LOSSES = (
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        (("rm", "preferences.path=embedded:arithmetic-preferences"), "rlft.commands.rm.RewardLesson.evaluate"),
+        (
+            ("rm", "preferences.path=embedded:arithmetic-preferences"),
+            "rlft.commands.preferences.PreferenceTask.evaluate",
+        ),
         (
             ("sft", "demonstrations.path=embedded:arithmetic-demonstrations"),
-            "rlft.commands.sft.DemonstrationLesson.evaluate",
+            "rlft.commands.sft.DemonstrationTask.evaluate",
         ),
     ],
     ids=["rm", "sft"],

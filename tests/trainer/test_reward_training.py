@@ -10,9 +10,10 @@ from rlft.config.model import RewardModelConfig
 from rlft.config.trainer import Schedule, TrainerConfig
 from rlft.model.forward import Forward
 from rlft.model.reward_model import last_scores, open_learned, scoring_batch
+from rlft.model.rows import rows_of
 from rlft.runs import checkpoint
 from rlft.trainer.optimizer import NonFiniteGradientError
-from rlft.trainer.reward_training import Pair, RewardRefresh, flat, pairs_of, rows_of, unflat
+from rlft.trainer.reward_training import Pair, RewardRefresh, flat, pairs_of, unflat
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores
 
 ROLE = "reward_taste"

@@ -105,7 +105,7 @@ VERBS = {
             "evaluation": at("rlft.loop.evaluate:summarise"),
             "checkpoint": CHECKPOINT,
         },
-        next_step=at("rlft.loop.lessons.supervised:Supervised.update", 2),
+        next_step=at("rlft.loop.supervised:SupervisedRun.update", 2),
     ),
     "rm": Verb(
         words=(
@@ -122,7 +122,7 @@ VERBS = {
             "evaluation": at("rlft.logger.jsonl:Jsonl.evaluation"),
             "checkpoint": CHECKPOINT,
         },
-        next_step=at("rlft.loop.lessons.supervised:Supervised.update", 2),
+        next_step=at("rlft.loop.supervised:SupervisedRun.update", 2),
     ),
     "sample": Verb(
         words=("sample", *TINY, "data.size=64", "data.held_out_size=4", *SLOW, "n=2", "prompts_per_step=2"),

@@ -84,7 +84,7 @@ def test_a_supervised_step_that_is_given_up_leaves_the_step_before_it(
     folder, words = tmp_path / "run", [*RM, "checkpoint.every=0", "checkpoint.on_signal=now", "hydra.run.dir=run"]
     updating, evaluating = (
         "rlft.trainer.optimizer:Optimizer.update",
-        "rlft.loop.lessons.supervised:Supervised.evaluate_if_due",
+        "rlft.loop.supervised:SupervisedRun.evaluate_if_due",
     )
     for place, call, step in ((updating, 2, 1), (evaluating, 3, 3)):
         done = rough.run(*words, cwd=tmp_path, events=events(place, call))

@@ -122,7 +122,7 @@ def test_killed_and_resumed_it_is_the_same_run(case: Case, quiet: Nursery, rough
         check_so_far(folder, undisturbed)
         words = ("resume", "run")
     seconds = sum(json.loads(line)["time/step"] for line in whole_lines(undisturbed / "metrics.jsonl"))
-    killed_at_random(rough, words, tmp_path, "rlft.loop.lessons.supervised:Supervised.update", seconds / 5)
+    killed_at_random(rough, words, tmp_path, "rlft.loop.supervised:SupervisedRun.update", seconds / 5)
     check_so_far(folder, undisturbed)
     done = rough.run("resume", "run", cwd=tmp_path)
     assert done.code == 0, done.err

@@ -63,20 +63,3 @@ def pairs_of_ranking(ranks: Sequence[float]) -> tuple[list[int], list[int]]:
     """
     pairs = [(i, j) for i, j in product(range(len(ranks)), repeat=2) if ranks[i] > ranks[j]]
     return [i for i, _ in pairs], [j for _, j in pairs]
-
-
-def ranking_loss(scores: Tensor, ranks: Sequence[float], margin: float) -> Tensor:
-    """Mean of the Bradley-Terry loss over all pairs of one ranking, `[]`.
-
-    K different ranks are K(K-1)/2 pairs. Their loss is divided by their number, so that a prompt with many ranked
-    completions has the same weight as one with a pair (arXiv 2203.02155, section 3.5).
-
-    Args:
-        scores: the scores, `[K]`.
-        ranks: the ranks that order them.
-        margin: by how much two scores should differ, per unit of the difference of their ranks (m(r) in arXiv
-            2307.09288, equation 2, for a linear m).
-    """
-    better, worse = pairs_of_ranking(ranks)
-    gaps = scores.new_tensor([margin * (ranks[i] - ranks[j]) for i, j in zip(better, worse, strict=True)])
-    return bradley_terry(scores[better], scores[worse], gaps)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rlft.algorithm.ops.preference import logistic
-from rlft.algorithm.preference.preference_loss import Likelihoods, PreferenceLoss
+from rlft.algorithm.preference.preference_loss import PreferenceLoss, RankedValues
 from rlft.config.bounds import BelowHalf, PositiveFloat
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Dpo(PreferenceLoss):
 
     needs_reference: ClassVar[bool] = True
 
-    def rewards(self, likelihoods: Likelihoods) -> Tensor:
-        return self.beta * likelihoods.log_ratios(per_token=self.per_token)
+    def rewards(self, completions: RankedValues) -> Tensor:
+        return self.beta * completions.log_ratios(per_token=self.per_token)
 
     def of_margins(self, margins: Tensor) -> Tensor:
         return logistic(margins, self.label_smoothing)

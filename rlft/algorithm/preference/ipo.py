@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rlft.algorithm.preference.preference_loss import Likelihoods, PreferenceLoss
+from rlft.algorithm.preference.preference_loss import PreferenceLoss, RankedValues
 from rlft.config.bounds import PositiveFloat
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Ipo(PreferenceLoss):
 
     needs_reference: ClassVar[bool] = True
 
-    def rewards(self, likelihoods: Likelihoods) -> Tensor:
-        return self.beta * likelihoods.log_ratios(per_token=self.per_token)
+    def rewards(self, completions: RankedValues) -> Tensor:
+        return self.beta * completions.log_ratios(per_token=self.per_token)
 
     def of_margins(self, margins: Tensor) -> Tensor:
         return ((margins - 0.5) / self.beta).square()

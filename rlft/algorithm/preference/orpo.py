@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from rlft.algorithm.ops.preference import log_odds, logistic
-from rlft.algorithm.preference.preference_loss import Likelihoods, PreferenceLoss
+from rlft.algorithm.preference.preference_loss import PreferenceLoss, RankedValues
 from rlft.config.bounds import PositiveFloat
 
 if TYPE_CHECKING:
@@ -25,10 +25,8 @@ class Orpo(PreferenceLoss):
 
     beta: PositiveFloat
 
-    needs_reference: ClassVar[bool] = False
-
-    def rewards(self, likelihoods: Likelihoods) -> Tensor:
-        return log_odds(likelihoods.mean_logprobs)
+    def rewards(self, completions: RankedValues) -> Tensor:
+        return log_odds(completions.mean_logprobs)
 
     def of_margins(self, margins: Tensor) -> Tensor:
         return self.beta * logistic(margins)

@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from rlft.algorithm.ops.preference import logistic
-from rlft.algorithm.preference.preference_loss import Likelihoods, PreferenceLoss
+from rlft.algorithm.preference.preference_loss import PreferenceLoss, RankedValues
 from rlft.config.bounds import BelowHalf, NonNegativeFloat, PositiveFloat
 
 if TYPE_CHECKING:
@@ -27,10 +27,8 @@ class SimPo(PreferenceLoss):
     gamma: NonNegativeFloat
     label_smoothing: BelowHalf
 
-    needs_reference: ClassVar[bool] = False
-
-    def rewards(self, likelihoods: Likelihoods) -> Tensor:
-        return self.beta * likelihoods.mean_logprobs
+    def rewards(self, completions: RankedValues) -> Tensor:
+        return self.beta * completions.mean_logprobs
 
     def of_margins(self, margins: Tensor) -> Tensor:
         return logistic(margins - self.gamma, self.label_smoothing)

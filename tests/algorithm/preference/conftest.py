@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft.algorithm.preference.preference_loss import Likelihoods, PreferenceLoss
+from rlft.algorithm.preference.preference_loss import RankedValues, RankingLoss
 
 Computed = tuple[float, list[float], dict[str, float]]
 """(loss, its gradient by the log-probs, metrics)."""
 
 
-def likelihoods(
+def ranked(
     logprobs: Tensor | Sequence[float], lengths: Sequence[int], reference: Sequence[float] | None
-) -> Likelihoods:
+) -> RankedValues:
     """Of completions with these log-probs in nats, summed over their tokens."""
     double = torch.float64
-    return Likelihoods(
-        logprobs=torch.as_tensor(logprobs, dtype=double),
+    return RankedValues(
+        values=torch.as_tensor(logprobs, dtype=double),
         lengths=torch.tensor(lengths, dtype=double),
         reference=None if reference is None else torch.tensor(reference, dtype=double),
     )
@@ -31,14 +31,14 @@ def compute() -> Callable[..., Computed]:
     """Computes a loss: `compute(loss, logprobs, lengths, reference, ranks)`."""
 
     def computed(
-        loss: PreferenceLoss,
+        loss: RankingLoss,
         logprobs: Sequence[float],
         lengths: Sequence[int],
         reference: Sequence[float] | None,
         ranks: Sequence[float] = (1.0, 0.0),
     ) -> Computed:
         leaf = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
-        total, metrics = loss(likelihoods(leaf, lengths, reference), ranks)
+        total, metrics = loss(ranked(leaf, lengths, reference), ranks)
         (gradient,) = torch.autograd.grad(total, leaf)
         return total.item(), gradient.tolist(), {name: value.item() for name, value in metrics.items()}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlft.algorithm.preference.dpo import Dpo
-from rlft.algorithm.preference.preference_loss import Likelihoods, PreferenceLoss
+from rlft.algorithm.preference.preference_loss import PreferenceLoss, RankedValues
 from rlft.config import catalog
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
@@ -79,6 +79,6 @@ def test_a_better_completion_that_becomes_more_likely_lowers_the_loss(name: str,
 def test_metrics_carry_no_gradient() -> None:
     logprobs = torch.tensor([-3.0, -4.0], requires_grad=True)
     lengths = torch.tensor([2.0, 3.0])
-    total, metrics = chosen("orpo")(Likelihoods(logprobs=logprobs, lengths=lengths, reference=None), [1.0, 0.0])
+    total, metrics = chosen("orpo")(RankedValues(values=logprobs, lengths=lengths, reference=None), [1.0, 0.0])
     assert total.requires_grad
     assert not any(value.requires_grad for value in metrics.values())

@@ -19,8 +19,7 @@ from rlft.commands.sweep.measure import (
     metrics_of,
 )
 from rlft.config.compose import compose
-from rlft.plan.dpo_plan import make_plan as plan_of_dpo
-from rlft.plan.rm_plan import make_plan as plan_of_rm
+from rlft.plan.preference_plan import make_plan as plan_of_preferences
 from rlft.plan.sft_plan import make_plan as plan_of_sft
 from rlft.types import UserError
 
@@ -131,8 +130,8 @@ def test_the_text_that_a_loss_of_pretraining_is_measured_on_is_one_for_all() -> 
 @pytest.mark.parametrize(
     ("verb", "section", "plan"),
     [
-        ("dpo", "preferences", plan_of_dpo),
-        ("rm", "preferences", plan_of_rm),
+        ("dpo", "preferences", plan_of_preferences),
+        ("rm", "preferences", plan_of_preferences),
         ("sft", "demonstrations", plan_of_sft),
     ],
     ids=["dpo", "rm", "sft"],

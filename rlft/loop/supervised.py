@@ -1,17 +1,17 @@
 """The loop of `rlft sft`, `rm` and `dpo`: a step is one optimizer update on examples that derive from (seed, step).
 
-A Lesson says what is learned, from which data and how it is measured. The run around it (folder, loggers, checkpoints,
-saved interruptions, exact resume) is the same for all lessons, and the same as that of `rlft train`.
+A SupervisedTask says what is learned, from which data and how it is measured. The run around it (folder, loggers,
+checkpoints, saved interruptions, exact resume) is the same for all tasks, and the same as that of `rlft train`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -26,7 +26,7 @@ from rlft.loop.metrics import Clock, peak_memory_bytes
 from rlft.loop.outcome import Outcome
 from rlft.loop.shell import RunShell, open_run, shared_base_of
 from rlft.model.backbone import Adopt
-from rlft.model.full_weights import WholeModel
+from rlft.model.full_weights import MODEL, WholeModel
 from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import Facts, facts_of
@@ -36,75 +36,64 @@ from rlft.system.seeds import derive
 from rlft.system.terminal import Say, resuming
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.schedule import learning_rate
-from rlft.types import Batch, Evaluation, StepRecord
+from rlft.types import Batch, Evaluation, Generator, StepRecord
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
-class Lesson(Protocol):
-    """What a supervised run learns. `role` names the trained network in metrics, checkpoints and messages."""
+class SupervisedTask(ABC, Generic[AnyPlan]):
+    """What a supervised run learns, by one adapter or by a whole model. A subclass adds how it is learned and measured.
 
-    role: str
+    Attributes:
+        plan: the planned run.
+        config: its config.
+        learner: the adapters on their base, or the whole model.
+        role: names the trained network in metrics, checkpoints and messages.
+        generator: samples for evaluations; None if nothing is sampled.
+    """
+
+    generator: Generator | None = None
+
+    def __init__(self, plan: AnyPlan, learner: Roles | WholeModel, role: str | None = None) -> None:
+        self.plan, self.config, self.learner = plan, plan.config, learner
+        self.role = role or (MODEL if isinstance(learner, WholeModel) else POLICY)
+
+    @abstractmethod
+    def backward(self, step: int) -> dict[str, float]:
+        """Adds the gradient of the update that follows `step` steps; returns its metrics, loss/total among them."""
+
+    @abstractmethod
+    def rehearse(self) -> None:
+        """Adds the gradient of the largest micro-batch of the longest examples, to take the most memory."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> Evaluation:
+        """Evaluates on the held-out examples after `step` steps."""
+
+    def rehearse_sampling(self, step: int) -> None:
+        """Takes the most memory that sampling for an evaluation needs; does nothing if nothing is sampled."""
 
     def parameters(self) -> list[tuple[str, Parameter]]:
         """The trained parameters with their names, in a fixed order."""
-        ...
-
-    def backward(self, step: int) -> dict[str, float]:
-        """Adds the gradient of the update that follows `step` steps; returns its metrics, loss/total among them."""
-        ...
-
-    def rehearse(self) -> None:
-        """Adds the gradient of the largest micro-batch of the longest examples, to take the most memory."""
-        ...
-
-    def rehearse_evaluation(self, step: int) -> None:
-        """Takes the most memory that sampling for an evaluation needs; does nothing if nothing is sampled."""
-        ...
-
-    def evaluate(self, step: int) -> Evaluation:
-        """Evaluates on the held-out examples after `step` steps."""
-        ...
+        return self.learner.named_parameters(self.role)
 
     def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
         """The checkpoint: all trained weights, the optimizer's tensors and these plain values."""
-        ...
+        weights: dict[str, Any] = {"adapters": {}, "adapter_config": {}}
+        if isinstance(self.learner, WholeModel):
+            weights["write_folders"] = {MODEL: self.learner.write}
+        else:
+            weights["adapters"] = {self.role: self.learner.weights(self.role)}
+            weights["adapter_config"] = self.learner.adapter_config()
+        return Checkpoint(step=step, optimizer=optimizer, state=state, **weights)
 
     def restore(self, saved: Checkpoint) -> None:
         """Loads what `saved` returned."""
-        ...
-
-    def facts(self) -> Facts:
-        """The facts about the model that the start-up table prints."""
-        ...
-
-
-class AdapterLesson(Generic[AnyPlan]):
-    """A lesson of one adapter on the frozen base; a subclass says what it learns: backward, rehearse, evaluate."""
-
-    def __init__(self, plan: AnyPlan, roles: Roles, role: str = POLICY) -> None:
-        self.plan, self.config, self.roles, self.role = plan, plan.config, roles, role
-
-    def parameters(self) -> list[tuple[str, Parameter]]:
-        return self.roles.named_parameters(self.role)
-
-    def rehearse_evaluation(self, step: int) -> None:
-        """Nothing is sampled."""
-
-    def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
-        return Checkpoint(
-            step=step,
-            adapters={self.role: self.roles.weights(self.role)},
-            adapter_config=self.roles.adapter_config(),
-            optimizer=optimizer,
-            state=state,
-        )
-
-    def restore(self, saved: Checkpoint) -> None:
-        self.roles.restore_role(self.role, saved.adapters[self.role])
-
-    def facts(self) -> Facts:
-        return facts_of(self.roles.model, self.parameters(), self.roles.backbone, self.roles.forward)
+        if isinstance(self.learner, WholeModel):
+            assert saved.folder is not None, "it was loaded from a folder"
+            self.learner.restore(saved.folder / MODEL)
+        else:
+            self.learner.restore_role(self.role, saved.adapters[self.role])
 
 
 def open_policy(
@@ -140,50 +129,45 @@ def likelihood_gradient(learner: Roles | WholeModel, batch: Batch, token_budget:
     }
 
 
-def supervise(session: Supervised) -> int:
-    """Runs steps until the last one or an interruption; returns the number of steps done."""
-    step, num_steps = session.begin(), session.plan.num_steps
-    while step < num_steps and not session.interrupted:
-        clock = Clock(session.stage)
-        with clock("update"):
-            metrics = session.update(step)
-        step += 1
-        metrics |= clock.metrics() | {"memory/peak_bytes": peak_memory_bytes()}
-        session.record(step, metrics)
-        session.evaluate_if_due(step)
-        session.checkpoint_if_due(step, partial(session.checkpoint, step))
-    return step
-
-
-class Supervised(RunShell):
-    """The state of one supervised run, which `learn` opens and closes."""
+class SupervisedRun(RunShell):
+    """The state of one supervised run, which `train_supervised` opens and closes."""
 
     def __init__(
-        self, plan: Plan, folder: Path, lesson: Lesson, logger: Loggers, interrupt: Interrupt, say: Say
+        self, plan: Plan, folder: Path, task: SupervisedTask[Any], logger: Loggers, interrupt: Interrupt, say: Say
     ) -> None:
         super().__init__(plan, folder, logger, interrupt, say)
-        self.plan, self.config, self.lesson = plan, plan.config, lesson
-        self.shared_base = shared_base_of(getattr(lesson, "generator", None))
-        self.optimizer = Optimizer(lesson.parameters(), self.config.trainer, lesson.role)
+        self.plan, self.config, self.task = plan, plan.config, task
+        self.shared_base = shared_base_of(task.generator)
+        self.optimizer = Optimizer(task.parameters(), self.config.trainer, task.role)
 
-    def begin(self) -> int:
-        """Restores the newest checkpoint of a resumed run, evaluates a new one; returns the steps done."""
+    def train(self) -> int:
+        """Runs steps until the last one or an interruption; returns the number of steps done."""
         saved = self.start()
-        return 0 if saved is None else saved.step
+        step = 0 if saved is None else saved.step
+        while step < self.plan.num_steps and not self.interrupted:
+            clock = Clock(self.stage)
+            with clock("update"):
+                metrics = self.update(step)
+            step += 1
+            self.record(step, metrics | clock.metrics() | {"memory/peak_bytes": peak_memory_bytes()})
+            self.evaluate_if_due(step)
+            self.checkpoint_if_due(step, partial(self.checkpoint, step))
+        return step
 
     def restore(self, saved: Checkpoint) -> None:
-        self.lesson.restore(saved)
+        self.task.restore(saved)
         self.optimizer.restore(saved.optimizer)
 
     def facts(self) -> Facts:
-        return replace(self.lesson.facts(), base_copies=self.base_copies())
+        learner, copies = self.task.learner, self.base_copies()
+        return facts_of(learner.model, self.task.parameters(), learner.backbone, learner.forward, copies)
 
     def rehearse_sampling(self, step: int) -> None:
-        self.lesson.rehearse_evaluation(step)
+        self.task.rehearse_sampling(step)
 
     def rehearse_update(self) -> None:
-        self.lesson.rehearse()
-        for _, parameter in self.lesson.parameters():
+        self.task.rehearse()
+        for _, parameter in self.task.parameters():
             parameter.grad = None
 
     def update(self, step: int) -> dict[str, float]:
@@ -191,10 +175,10 @@ class Supervised(RunShell):
         if self.config.trainer.reset_every and step % self.config.trainer.reset_every == 0:
             self.optimizer.reset()
         torch.manual_seed(derive(self.config.seed, step, "dropout"))
-        metrics = self.lesson.backward(step)
+        metrics = self.task.backward(step)
         rate = learning_rate(self.config.trainer, step, self.plan.num_steps)
         norm = self.optimizer.update(rate)
-        return metrics | {f"{self.lesson.role}/lr": rate, f"{self.lesson.role}/grad_norm": norm}
+        return metrics | {f"{self.task.role}/lr": rate, f"{self.task.role}/grad_norm": norm}
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Hands a finished step to the loggers; stops the run if a number is not finite."""
@@ -203,25 +187,27 @@ class Supervised(RunShell):
         self.log(record, [] if broken is None else [broken])
 
     def evaluation(self, step: int) -> Evaluation:
-        return self.lesson.evaluate(step)
+        return self.task.evaluate(step)
 
     def checkpoint(self, step: int) -> Checkpoint:
         """The checkpoint after these steps."""
-        return self.lesson.saved(step, self.optimizer.state(), self.state_values())
+        return self.task.saved(step, self.optimizer.state(), self.state_values())
 
 
-def learn(plan: Plan, folder: Path, open_lesson: Callable[[ExitStack], Lesson], say: Say) -> Outcome:
+def train_supervised(
+    plan: Plan, folder: Path, open_task: Callable[[ExitStack], SupervisedTask[Any]], say: Say
+) -> Outcome:
     """Does the whole run, up to its end or an interruption.
 
     Args:
         plan: the planned run.
         folder: the run's folder.
-        open_lesson: loads the model; the stack closes whatever it opens.
+        open_task: loads the model; the stack closes whatever it opens.
         say: prints a line.
     """
 
-    def put_together(stack: ExitStack, logger: Loggers, interrupt: Interrupt) -> Supervised:
-        return Supervised(plan, folder, open_lesson(stack), logger, interrupt, say)
+    def opened(stack: ExitStack, logger: Loggers, interrupt: Interrupt) -> SupervisedRun:
+        return SupervisedRun(plan, folder, open_task(stack), logger, interrupt, say)
 
-    with open_run(plan, say, resuming(folder), put_together) as session:
-        return session.outcome_of(lambda: supervise(session))
+    with open_run(plan, say, resuming(folder), opened) as run:
+        return run.outcome_of(run.train)

@@ -1,0 +1,250 @@
+"""`rlft rm` and `rlft dpo` learn from rankings of completions: a reward model, or a policy without sampling.
+
+`reward=learned` and `critic.init` accept a reward model's folder.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rlft.algorithm.ops.mask import row_sum
+from rlft.algorithm.preference.preference_loss import RankedValues
+from rlft.data.examples import RankedTokens
+from rlft.loop.engines import Engines
+from rlft.loop.evaluate import mean_and_error
+from rlft.loop.outcome import Outcome
+from rlft.loop.supervised import SupervisedTask, open_policy, train_supervised
+from rlft.model.adapter_folder import has_head
+from rlft.model.reward_model import ENDING, last_scores
+from rlft.model.roles import POLICY, Roles
+from rlft.model.rows import batch_of_rows, numbers_of_rows, parts_within, rows_of
+from rlft.plan.preference_plan import PreferencePlan
+from rlft.runs.checkpoint import Checkpoint
+from rlft.system.terminal import Say, command_line, override, overrides, program
+from rlft.types import Batch, Evaluation
+
+REWARD = "reward"
+BIAS = f"{REWARD}.head.bias"
+REFERENCE_LOGPROBS = "reference_logprobs"
+"""The file of a checkpoint that holds them, and the value of state.json that says what they are of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What gives each completion the value that losses compare.
+
+    Attributes:
+        role: the network that it belongs to.
+        ending: tokens that are added to each row.
+        values: the values `[B]` of the rows of a batch, by the role that is active.
+    """
+
+    role: str
+    ending: tuple[int, ...]
+    values: Callable[[Roles, Batch], Tensor]
+
+
+def summed_logprobs(roles: Roles, batch: Batch) -> Tensor:
+    """`[B]`: the log-prob of each completion, in nats, summed over its tokens."""
+    return row_sum(roles.forward(batch, 1.0).logprobs, batch.loss_mask)
+
+
+LOGPROBS = Head(role=POLICY, ending=(), values=summed_logprobs)
+SCORES = Head(role=REWARD, ending=(ENDING,), values=lambda roles, batch: last_scores(roles, REWARD, batch))
+
+
+class PreferenceTask(SupervisedTask[PreferencePlan]):
+    """A head gives each completion of a prompt a value; the loss, a mean over rankings, wants the better one higher.
+
+    The bias of a reward model's head is not trained, because no difference of scores depends on it. It is 0 during the
+    run; only the saved head has the value that `center` requires, so that centring does not change what is learned.
+
+    Log-probs by a reference are computed once for each ranking, when an update first has it, and saved: a resumed run
+    has them to the last bit, whatever micro-batch they were computed in.
+    """
+
+    def __init__(self, plan: PreferencePlan, roles: Roles) -> None:
+        self.head = SCORES if plan.trains_reward else LOGPROBS
+        super().__init__(plan, roles, self.head.role)
+        self.roles = roles
+        self.known: dict[int, tuple[float, ...]] = {}
+        self._held_out: list[RankedTokens] | None = None
+        self._reset_bias()
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        return [(name, p) for name, p in super().parameters() if name != BIAS]
+
+    # -- an update -----------------------------------------------------------------------------------------------------
+    def backward(self, step: int) -> dict[str, float]:
+        """Adds the gradient of the mean loss over the step's rankings."""
+        positions, rankings = self.plan.positions(step), self.plan.train.rankings
+        new = [i for i in dict.fromkeys(positions) if i not in self.known]
+        compared = self._with_reference([rankings[i] for i in new])
+        self.known |= {i: ranking.reference for i, ranking in zip(new, compared, strict=True)}
+        of_step = [replace(rankings[i], reference=self.known[i]) for i in positions]
+        return self.learn([*of_step, *self.plan.replayed(step)])
+
+    def rehearse(self) -> None:
+        self.learn(self._with_reference(self.largest_part()))
+
+    def learn(self, rankings: Sequence[RankedTokens]) -> dict[str, float]:
+        """Adds the gradient of the mean loss over the rankings; returns the means of the metrics."""
+        roles, total, num_tokens = self.roles, 0.0, 0
+        sums: dict[str, float] = defaultdict(float)
+        with roles.training():
+            for part in self.micro_batches(rankings):
+                batch = roles.to_device(self._batch_of(part))
+                with roles.learning(self.role):
+                    values = self._ranked_values(self.head.values(roles, batch), part)
+                    terms = [self.plan.loss(v, r.scores) for v, r in zip(values, part, strict=True)]
+                    loss = torch.stack([loss for loss, _ in terms]).sum() / len(rankings)
+                    loss.backward()
+                roles.check_gradients(self.role)
+                total += loss.item()
+                for name in terms[0][1]:
+                    sums[name] += sum(torch.stack([metrics[name] for _, metrics in terms]).tolist())
+                num_tokens += roles.forward.real_tokens(batch)
+        means = {name: value / len(rankings) for name, value in sums.items()}
+        return {"loss/total": total, **means, "tokens/trained": num_tokens}
+
+    def micro_batches(self, rankings: Sequence[RankedTokens]) -> list[list[RankedTokens]]:
+        """Splits the rankings in order to fit the token budget; a ranking that exceeds it is not split."""
+        packed, ending = self.roles.forward.packed, len(self.head.ending)
+        return parts_within(rankings, self.config.token_budget, packed=packed, ending=ending)
+
+    def largest_part(self) -> list[RankedTokens]:
+        """The micro-batch with the most tokens of an update on the rankings that have most, padding included."""
+        forward = self.roles.forward
+
+        def tokens_of(ranking: RankedTokens) -> int:
+            lengths = [len(completion) + len(self.head.ending) for completion in ranking.completions]
+            if forward.packed:
+                return len(ranking.prompt) + sum(lengths)
+            return len(lengths) * (len(ranking.prompt) + max(lengths))
+
+        rankings = sorted(self.plan.train.rankings, key=tokens_of, reverse=True)[: self.config.rankings_per_step]
+        return max(self.micro_batches(rankings), key=lambda part: forward.network_tokens(self._batch_of(part)))
+
+    def _batch_of(self, rankings: Sequence[RankedTokens]) -> Batch:
+        return batch_of_rows(rows_of(rankings, self.head.ending))
+
+    def _ranked_values(self, values_B: Tensor, rankings: Sequence[RankedTokens]) -> list[RankedValues]:
+        """The values of the rows of these rankings, as the losses take them."""
+        return [
+            RankedValues(
+                values=values_K,
+                lengths=values_K.new_tensor([len(completion) for completion in ranking.completions]),
+                reference=values_K.new_tensor(ranking.reference) if ranking.reference else None,
+            )
+            for values_K, ranking in zip(split_by_ranking(values_B, rankings), rankings, strict=True)
+        ]
+
+    def _values_by(self, role: str | None, rankings: Sequence[RankedTokens]) -> Tensor:
+        """float64 `[rows]` on the CPU, without gradient or dropout: the values by this role (None: the bare base)."""
+        values = partial(self.head.values, self.roles)
+        return numbers_of_rows(self.roles, role, self._batch_of(rankings), self.config.token_budget, values)
+
+    def _with_reference(self, rankings: Sequence[RankedTokens]) -> list[RankedTokens]:
+        """The rankings with the log-probs by the reference, in one pass over all of them."""
+        if self.plan.reference == "none" or not rankings:
+            return list(rankings)
+        values = split_by_ranking(self._values_by(self.roles.reference_role, rankings), rankings)
+        return [replace(r, reference=tuple(v.tolist())) for r, v in zip(rankings, values, strict=True)]
+
+    # -- an evaluation -------------------------------------------------------------------------------------------------
+    def evaluate(self, step: int) -> Evaluation:
+        """Accuracy on the held-out pairs (mean over each ranking, then over rankings), and means of other metrics."""
+        if self._held_out is None:
+            self._held_out = self._with_reference(self.plan.held_out.rankings[: self.config.eval.num_rankings])
+        values = self._ranked_values(self._values_by(self.role, self._held_out), self._held_out)
+        measured = [self.plan.loss.evaluated(v, r.scores) for v, r in zip(values, self._held_out, strict=True)]
+        means = {name: mean_and_error([metrics[name].item() for metrics in measured]) for name in measured[0]}
+        value, error = means.pop("accuracy/pairs")
+        metrics = {"eval/pairs": value, "eval/pairs_se": error}
+        metrics |= {f"eval/{name}": mean for name, (mean, _) in means.items()}
+        return Evaluation(step=step, accuracy=value, accuracy_se=error, metrics=metrics, examples=())
+
+    # -- a checkpoint --------------------------------------------------------------------------------------------------
+    def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
+        made = super().saved(step, optimizer, state)
+        if self.head is SCORES:
+            return replace(made, heads={REWARD: self._head_weights()})
+        if self.plan.reference == "none":
+            return made
+        logprobs = [logprob for values in self.known.values() for logprob in values]
+        known = {
+            "positions": torch.tensor(list(self.known), dtype=torch.int64),
+            "logprobs": torch.tensor(logprobs, dtype=torch.float64),
+        }
+        state = {**made.state, REFERENCE_LOGPROBS: self.plan.reference_fingerprint}
+        return replace(made, state=state, tensors={REFERENCE_LOGPROBS: known})
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Of a fork with other preferences or another reference the log-probs are computed anew."""
+        super().restore(saved)
+        if self.head is SCORES:
+            self.roles.heads[REWARD].restore(saved.heads[REWARD])
+            self._reset_bias()
+        elif saved.state.get(REFERENCE_LOGPROBS) == self.plan.reference_fingerprint:
+            tensors, rankings = saved.tensors[REFERENCE_LOGPROBS], self.plan.train.rankings
+            values = iter(tensors["logprobs"].tolist())
+            self.known = {i: tuple(islice(values, len(rankings[i].completions))) for i in tensors["positions"].tolist()}
+
+    def _head_weights(self) -> dict[str, Tensor]:
+        """The scalar head; if `center` is set, its bias gives the best held-out completions a mean score of 0."""
+        weights = self.roles.heads[REWARD].weights()
+        if self.config.center:
+            held_out = self.plan.held_out.rankings[: self.config.eval.num_rankings]
+            best = [replace(r, completions=r.completions[:1], scores=r.scores[:1]) for r in held_out]
+            weights["bias"] = weights["bias"] - self._values_by(REWARD, best).mean().to(weights["bias"])
+        return weights
+
+    def _reset_bias(self) -> None:
+        if self.head is SCORES:
+            with torch.no_grad():
+                self.roles.heads[REWARD].bias.zero_()
+
+
+def split_by_ranking(values: Tensor, rankings: Sequence[RankedTokens]) -> Sequence[Tensor]:
+    """The values `[rows]` of the rows of these rankings, apart for each ranking."""
+    return values.split([len(ranking.completions) for ranking in rankings])
+
+
+def open_task(plan: PreferencePlan, stack: ExitStack) -> PreferenceTask:
+    """Loads the model with a reward's adapter and head, or with a policy's adapter and the reference's."""
+    lora = plan.config.lora
+    if not plan.trains_reward:
+        return PreferenceTask(plan, open_policy(plan.config, lora, stack, reference=plan.reference))
+    roles = open_policy(plan.config, replace(lora, path=None), stack)
+    if lora.path is None or has_head(lora.path):
+        roles.add_scalar_role(REWARD, lora.path, "lora.path", learns=True)
+    else:  # a policy's adapter, for instance from supervised fine-tuning: the head starts at zero
+        roles.add_scalar_role(REWARD, None, "lora.path", learns=True)
+        roles.load_role(REWARD, lora.path, "lora.path")
+    return PreferenceTask(plan, roles)
+
+
+def run(plan: PreferencePlan, folder: Path, engines: Engines, say: Say) -> Outcome:
+    """Trains to the last step or an interruption."""
+    return train_supervised(plan, folder, lambda stack: open_task(plan, stack), say)
+
+
+def print_reward_page(plan: PreferencePlan, folder: Path) -> None:
+    """Prints the page at the end of a run of `rlft rm`."""
+    from rlft.logger.summary import print_summary
+
+    words = ["train", "+recipe=ppo_arithmetic", override("model.path", plan.config.model.path)]
+    words += [*overrides(plan.config.lora.keys_of_shape), "reward=[exact_match,learned]"]
+    words += [override("reward.learned.path", folder), "critic.init=reward"]
+    print_summary(folder, [("train a policy with it, its critic begun from it", command_line(program(), *words))])

@@ -1,1 +1,0 @@
-"""Training on texts and rankings: the loop of `rlft sft`, `rlft rm` and `rlft dpo`."""

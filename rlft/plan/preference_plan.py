@@ -1,0 +1,236 @@
+"""The plan of `rlft rm` and `rlft dpo`, made before a weight is loaded; bad input is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlft.algorithm.ops.preference import pairs_of_ranking
+from rlft.algorithm.preference.preference_loss import RankingLoss
+from rlft.config.instantiate import instantiate
+from rlft.config.schema import DpoConfig, RmConfig
+from rlft.data.examples import RankedTokens, Rankings, scan_rankings
+from rlft.generation.memory import ModelSizes
+from rlft.model.adapter_folder import content_fingerprint, num_parameters
+from rlft.model.backbone import ends_of, fingerprint, load_tokenizer, read_config, resolve_device
+from rlft.plan import rules
+from rlft.plan.adapters import check_adapters
+from rlft.plan.disk_space import checkpoint_bytes, metrics_bytes
+from rlft.plan.memory_demand import sizes_of
+from rlft.plan.memory_parts import Demand
+from rlft.plan.preference_checks import REFERENCE, check_config, reference_of, replayed, uses_of
+from rlft.plan.run_plan import DataLengths, Plan
+from rlft.plan.startup_table import Facts, TableRow
+from rlft.types import Split, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferencePlan(Plan):
+    """The plan of a run that learns from rankings: a reward model (`rlft rm`) or a policy (`rlft dpo`).
+
+    Attributes:
+        train: the training rankings.
+        held_out: the held-out rankings.
+        loss: the loss of a ranking.
+        reference: what the loss compares the policy with: `none`, `base`, or the folder of an adapter.
+        replay: rankings of earlier rounds, or None.
+    """
+
+    config: RmConfig | DpoConfig
+    train: Rankings
+    held_out: Rankings
+    loss: RankingLoss
+    reference: str = "none"
+    replay: Rankings | None = None
+
+    @property
+    def num_new(self) -> int:
+        """The number of this round's rankings in an update, at least one."""
+        size = self.config.rankings_per_step
+        if self.replay is None or not isinstance(self.config, RmConfig):
+            return size
+        return max(1, size - round(size * self.config.replay.fraction))
+
+    @property
+    def num_steps(self) -> int:
+        """The configured steps, or those that the epochs take."""
+        each_epoch = max(1, len(self.train.rankings) // self.num_new)
+        return self.config.steps or self.config.epochs * each_epoch
+
+    def positions(self, step: int) -> list[int]:
+        """The positions of this round's rankings in the update after `step` steps."""
+        return self.train.positions(self.config.seed, step, self.num_new, "rankings")
+
+    def replayed(self, step: int) -> list[RankedTokens]:
+        """The rankings of earlier rounds in the update after `step` steps."""
+        count = self.config.rankings_per_step - self.num_new
+        if self.replay is None or not count:
+            return []
+        positions = self.replay.positions(self.config.seed, step, count, "replay")
+        return [self.replay.rankings[i] for i in positions]
+
+    @property
+    def trains_reward(self) -> bool:
+        """Whether a reward model learns, not a policy."""
+        return isinstance(self.config, RmConfig)
+
+    @property
+    def has_reference_adapter(self) -> bool:
+        return self.reference not in ("none", "base")
+
+    @property
+    def _reference_parameters(self) -> int:
+        """Number of parameters of the reference's adapter, as its folder has it."""
+        return num_parameters(self.reference, REFERENCE) if self.has_reference_adapter else 0
+
+    @property
+    def reference_fingerprint(self) -> str:
+        """Fingerprint of what the reference's log-probs depend on: the preferences, the base, and its adapter."""
+        key = next((k for k in (REFERENCE, "lora.path") if f"{k}_fingerprint" in self.fingerprints), "")
+        adapter = self.fingerprints[f"{key}_fingerprint"] if self.has_reference_adapter else "base"
+        return f"{self.fingerprints['preferences_fingerprint']} {self.fingerprints['base_fingerprint']} {adapter}"
+
+    def startup_rows(self, facts: Facts) -> list[TableRow]:
+        run, rankings, replays = self.config, self.train.rankings, self.config.rankings_per_step - self.num_new
+        pairs = sum(len(pairs_of_ranking(r.scores)[0]) for r in rankings)
+        learner = f"{run.lora.kind} rank {run.lora.rank}{' and a scalar head' if self.trains_reward else ''}"
+        replayed = "" if self.replay is None else f", {replays} of them replayed"
+        return [
+            facts.model_row(run.model.path),
+            ("trainable", f"{facts.trainable:,}", learner),
+            *facts.adapter_rows(),
+            facts.forward_row(),
+            facts.kernels_row(),
+            *(self._loss_rows(run) if isinstance(run, DpoConfig) else ()),
+            ("rankings", f"{len(rankings):,}", f"{pairs:,} pairs; {len(self.held_out.rankings):,} rankings held out"),
+            *self.end_rows(),
+            ("a step", f"{run.rankings_per_step}", f"rankings in one optimizer update{replayed}"),
+            ("total", f"{self.num_steps} steps", f"{self.num_steps * self.num_new / len(rankings):.1f} epochs"),
+        ]
+
+    def _loss_rows(self, config: DpoConfig) -> list[TableRow]:
+        section = dict(config.loss)
+        name = section.pop("_target_").rsplit(".", 2)[-2]
+        keys = ", ".join(f"{key} {str(value).lower()}" for key, value in section.items())
+        once = "its log-probs are computed once for each completion"
+        reference_row = {
+            "none": ("reference", "none", "the loss needs none"),
+            "base": ("reference", "base", f"no adapter; {once}"),
+        }.get(self.reference, ("reference", "adapter", f"{once}; {self.reference}"))
+        return [("loss", name, keys), reference_row]
+
+    def demand(self, model: ModelSizes, recompute: bool) -> Demand:
+        """The demand of an update on the longest rankings; nothing is sampled.
+
+        A policy learns by its adapter, beside the reference's where that has one. A reward model learns by an adapter
+        and a scalar head beside the policy's adapter; the LM head is not used.
+        """
+        run = self.config
+        group = max(len(ranking.scores) for ranking in self.train.rankings)
+        return Demand(
+            adapters=2 if self.trains_reward else 1,
+            trainable=model.lora + (model.hidden if self.trains_reward else 0),
+            frozen=self._reference_parameters,
+            prompt_tokens=run.prompts.max_tokens,
+            completion_tokens=run.max_completion_tokens,
+            group=group,
+            rows=run.rankings_per_step * group,
+            update_rows=run.rankings_per_step * group,
+            token_budget=run.token_budget,
+            through_head=not self.trains_reward,
+            recompute=recompute,
+            device=resolve_device(run.model.device).type,
+        )
+
+    def parameters(self, model: ModelSizes) -> dict[str, int]:
+        if self.trains_reward:
+            return {"base (frozen)": model.parameters, "reward (learns)": model.lora + model.hidden + 1}
+        reference = {"reference (frozen)": self._reference_parameters} if self.has_reference_adapter else {}
+        return {"base (frozen)": model.parameters, "policy (learns)": model.lora, **reference}
+
+    def lengths(self) -> list[DataLengths]:
+        splits = (("rankings", self.train), ("held-out rankings", self.held_out))
+        return [
+            DataLengths(name, [len(r.prompt) + max(map(len, r.completions)) for r in split.rankings], split.note)
+            for name, split in splits
+        ]
+
+    def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
+        config, beside = self.config, 0
+        if self.reference != "none":  # all its log-probs in float64, and one position per ranking in int64
+            beside = 2 * sum(1 + len(ranking.completions) for ranking in self.train.rankings)
+        trainable = self.demand(model or sizes_of(config.model, config.lora), False).trainable
+        saved = checkpoint_bytes(config.checkpoint, self.num_steps, trainable, beside)
+        if not self.writes_metrics:
+            return {"checkpoints": saved}
+        return {"checkpoints": saved, "metrics": metrics_bytes(self.num_steps, config.eval.every)}
+
+
+def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> PreferencePlan:
+    """Checks the whole config, reads the model's config.json and tokenizer, and scans the data.
+
+    Args:
+        plain: the resolved config.
+        runs_here: False if the run is only planned, so that the libraries for 4-bit weights may be missing.
+
+    Raises:
+        UserError: the config, the model or the data are wrong.
+    """
+    config, loss, loggers = check_config(plain)
+    used = uses_of(config, loss)
+    rules.check_machine(config.model, runs_here=runs_here)
+    model_config, base_fingerprint = read_config(config.model), fingerprint(config.model)
+    limit = config.max_completion_tokens
+    rules.check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
+    rules.check_targets(config.lora, config.model, model_config)
+    check_adapters(used, config.lora, config.model, base_fingerprint, model_config)
+    tokenizer = load_tokenizer(config.model)
+    ends = ends_of(config.model, config.prompts.style, tokenizer)
+    train, train_notes = _scanned(config, config.preferences, tokenizer, Split.train)
+    held_out, held_out_notes = _scanned(config, config.preferences, tokenizer, Split.held_out)
+    replay, replay_notes = None, list[str]()
+    if isinstance(config, RmConfig) and config.replay.path is not None:
+        try:
+            replay, replay_notes = _scanned(config, replayed(config), tokenizer, Split.train)
+        except UserError as error:
+            raise UserError("replay.path", error.problem, got=error.got, remedy=error.remedy) from None
+    plan = PreferencePlan(
+        config=config,
+        plain=plain,
+        engine=None,
+        train=train,
+        held_out=held_out,
+        loss=loss,
+        reference=reference_of(config, loss),
+        replay=replay,
+        loggers=loggers,
+        ends=ends,
+        fingerprints={
+            "preferences_fingerprint": train.fingerprint,
+            "held_out_preferences_fingerprint": held_out.fingerprint,
+            "base_fingerprint": base_fingerprint,
+            **{f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used},
+            **({} if replay is None else {"replay_fingerprint": replay.fingerprint}),
+        },
+        notes=(*train_notes, *held_out_notes, *ends.notes, *replay_notes),
+    )
+    size = config.rankings_per_step
+    if isinstance(config, RmConfig) and replay is not None and plan.num_new == size:
+        problem = f"gives the replay none of the {size} rankings of an update"
+        remedy = "raise it or rankings_per_step, or leave replay.path out"
+        raise UserError("replay.fraction", problem, got=config.replay.fraction, remedy=remedy)
+    rules.check_enough("rankings_per_step", size, plan.num_new, len(train.rankings), "rankings")
+    return plan
+
+
+def _scanned(
+    config: RmConfig | DpoConfig, preferences: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, split: Split
+) -> tuple[Rankings, list[str]]:
+    """(the tokenised rankings of this `preferences` section, notes about what was left out). Raises UserError."""
+    loaded = instantiate(preferences, "preferences").scan(split)
+    rankings = scan_rankings(loaded.rankings, tokenizer, config.prompts, config.max_completion_tokens, split)
+    return rankings, [note for note in (loaded.note, rankings.note) if note]
