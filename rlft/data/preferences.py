@@ -259,7 +259,7 @@ class JsonlPreferences(JsonlFiles, PreferenceKeys):
 
     section: ClassVar[str] = "preferences"
 
-    def scan(self, split: Split) -> RankingSet:
+    def load(self, split: Split) -> RankingSet:
         """The split's rankings in file order; no question is in both splits. Raises UserError."""
         return self.rank(self.read, split)
 
@@ -270,6 +270,6 @@ class HubPreferences(HubSet, PreferenceKeys):
 
     section: ClassVar[str] = "preferences"
 
-    def scan(self, split: Split) -> RankingSet:
+    def load(self, split: Split) -> RankingSet:
         """The split's rankings in the order of the set; no question is in both splits. Raises UserError."""
         return self.rank(self.read, split)

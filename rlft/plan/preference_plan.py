@@ -231,6 +231,6 @@ def _scanned(
     config: RmConfig | DpoConfig, preferences: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, split: Split
 ) -> tuple[Rankings, list[str]]:
     """(the tokenised rankings of this `preferences` section, notes about what was left out). Raises UserError."""
-    loaded = instantiate(preferences, "preferences").scan(split)
+    loaded = instantiate(preferences, "preferences").load(split)
     rankings = scan_rankings(loaded.rankings, tokenizer, config.prompts, config.max_completion_tokens, split)
     return rankings, [note for note in (loaded.note, rankings.note) if note]

@@ -27,9 +27,7 @@ def scan(make_preferences, write, tmp_path: Path):
         file = write(tmp_path / "mine.jsonl", *lines)
         held_out = write(tmp_path / "held_out.jsonl", {"prompt": "held out", "chosen": "x", "rejected": "y", "by": 1})
         data = make_preferences("jsonl", path=str(file), held_out_path=str(held_out), **keys)
-        found = data.scan(Split.train)
-        assert data.scan(Split.train) == found.rankings
-        return found
+        return data.load(Split.train)
 
     return load
 
@@ -164,7 +162,7 @@ def test_no_question_is_in_both_splits(make_preferences, write, sample, tmp_path
     def questions(rankings: list[Ranking]) -> set[str]:
         return {r.prompt.messages[0]["content"] for r in rankings}
 
-    train, held_out = data.scan(Split.train), data.load(Split.held_out)
+    train, held_out = data.load(Split.train).rankings, data.load(Split.held_out).rankings
     assert not questions(train) & questions(held_out)
     assert len(train) + len(held_out) == 120 + 60  # each pair, and both samples of a prompt together
 
@@ -234,7 +232,7 @@ def test_files_and_keys_that_cannot_work_are_refused_by_their_key(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good.jsonl", *(PAIR | {"prompt": f"{i}?"} for i in range(5)))
     with pytest.raises(UserError) as refusal:
-        make_preferences("jsonl", **{"path": "good.jsonl"} | keys).scan(Split.train)
+        make_preferences("jsonl", **{"path": "good.jsonl"} | keys).load(Split.train)
     assert refusal.value.key == key
 
 
@@ -246,6 +244,6 @@ def test_a_hub_set_is_read_as_a_file_is(make_preferences, monkeypatch) -> None:
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split, revision: sets[split])
     data = make_preferences("hub", path="some/set", train_split="train_prefs", held_out_split="test_prefs")
-    assert [r.prompt.id for r in data.load(Split.held_out)] == ["test_prefs:0"]
-    assert [r.prompt.id for r in data.scan(Split.train)] == ["train_prefs:1", "train_prefs:2"]
-    assert data.scan(Split.train).num_tied == 0
+    assert [r.prompt.id for r in data.load(Split.held_out).rankings] == ["test_prefs:0"]
+    assert [r.prompt.id for r in data.load(Split.train).rankings] == ["train_prefs:1", "train_prefs:2"]
+    assert data.load(Split.train).num_tied == 0
