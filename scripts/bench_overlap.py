@@ -29,7 +29,7 @@ WORDS = (
     "algorithm.mismatch=token_truncate", "scoring.workers=1", "logger=[jsonl]", "name=overlap", "cluster.engines=1",
 )  # fmt: skip
 STAGES = ("sample", "score", "credit", "update", "publish", "step")
-ENGINE = "rlft.system.process.serve"
+ENGINE = "rlft-engine-"
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 MB = 10**6
-MAIN, WORKER, TRACKER, SANDBOX = "main", "reward worker", "resource tracker", "sandbox"
+MAIN, WORKER, SANDBOX = "main", "reward worker", "sandbox"
 TAIL_BYTES = 65536
 
 
@@ -121,7 +121,7 @@ def tree(pid: int) -> list[tuple[str, psutil.Process]]:
     try:
         for child in main.children():
             command = " ".join(child.cmdline())
-            role = TRACKER if "resource_tracker" in command else WORKER if "spawn_main" in command else SANDBOX
+            role = WORKER if "rlft-reward-worker" in command else SANDBOX
             found += [(role, child), *((SANDBOX, below) for below in child.children(recursive=True))]
     except psutil.Error:  # one that has just ended
         pass

@@ -72,7 +72,7 @@ SEEN_IN_USE = {
     "loop": {"conversing", "outcome", "saving"},
     "plan": {"adapters", "environments", "files", "ranks", "roles", "sample_checks", "sampling_shapes",
              "shown", "startup_table"},
-    "system": {"terminal", "process/children", "process/ray_host", "process/ray_keeper"},
+    "system": {"process/ray_keeper"},
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 
 from rlft.data.lazy import Chosen, Lazy, Mapped
-from rlft.system.progress import with_progress
+from rlft.system.terminal import with_progress
 from rlft.tokens.chat_template import rendered
 from rlft.tokens.text import tail
 from rlft.types import NOTHING, Prompt, Shown, Split, UserError

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 from rlft.data.lazy import CHUNK, Lazy
 from rlft.data.lines import Line, bad_row, lines, parsed, unreadable
 from rlft.data.records import Made, Parse, Row, RowError
-from rlft.system.progress import with_progress
+from rlft.system.terminal import with_progress
 from rlft.types import UserError
 
 STREAMED_BYTES = 64 * 2**20

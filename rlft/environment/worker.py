@@ -18,10 +18,9 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from rlft.environment.protocol import Calls, Cause, Environment, Malformed, Moves, Play
-from rlft.reward.workers.worker import Alarm, OutOfTime, end_process_group, place_of
-from rlft.system.process.children import detach
+from rlft.reward.workers.worker import Alarm, OutOfTime, place_of
+from rlft.system.process.child import READY
 
-READY = "ready"
 MAX_ERROR = 500
 """The most characters of an error that the policy reads."""
 
@@ -72,12 +71,11 @@ class Reply:
     seconds: float = 0.0
 
 
-def serve(connection: Connection, environment: Environment, parent: int) -> None:
-    """Runs a worker process, which obeys orders until the parent closes its end of the connection or dies.
+def serve(connection: Connection, environment: Environment) -> None:
+    """Runs in a worker process: obeys orders until the parent closes its end of the connection or dies.
 
     A message is (conversation, order, seconds), or a list of conversations that are over, which gets no reply.
     """
-    detach(parent)
     own_pid = os.getpid()
     plays: dict[int, Play] = {}
     try:
@@ -85,20 +83,17 @@ def serve(connection: Connection, environment: Environment, parent: int) -> None
         connection.send(READY)
     except Exception as error:  # raised by the user's modules: the pool reports it, so the worker must not die of it
         connection.send(f"{type(error).__name__}: {error}{place_of(error)}")
-    try:
-        while True:
-            message = connection.recv()
-            if isinstance(message, list):
-                for key in message:
-                    plays.pop(key, None)
-                continue
-            key, order, limit_s = message
-            reply = obeyed(plays, key, order, environment, limit_s)
-            if os.getpid() != own_pid:  # a tool has forked, and this is its child
-                os._exit(0)
-            connection.send(reply)
-    except (EOFError, ConnectionError):
-        end_process_group()
+    while True:
+        message = connection.recv()
+        if isinstance(message, list):
+            for key in message:
+                plays.pop(key, None)
+            continue
+        key, order, limit_s = message
+        reply = obeyed(plays, key, order, environment, limit_s)
+        if os.getpid() != own_pid:  # a tool has forked, and this is its child
+            os._exit(0)
+        connection.send(reply)
 
 
 def obeyed(plays: dict[int, Play], key: int, order: Order, environment: Environment, limit_s: float) -> Reply:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from rlft.config.flat import flatten
 from rlft.system.files import write_atomically
-from rlft.system.process.time_limit import within
+from rlft.system.process.running_time import within
 from rlft.types import Evaluation, RunInfo, StepRecord, UserError
 
 

@@ -16,10 +16,9 @@ from rlft.model.backbone import resolve_device
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.reward_members import RewardMembers, reward_specs
 from rlft.reward.workers.reward_spec import RewardSpec
-from rlft.system.process.gpus import all_gpus
 from rlft.system.process.launcher import open_launcher
 from rlft.system.process.member import Launcher
-from rlft.system.process.placement import environment_of
+from rlft.system.process.placement import all_gpus, environment_of
 
 
 class Gpus(TypedDict):

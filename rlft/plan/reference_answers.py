@@ -19,7 +19,7 @@ from rlft.plan.reward_trial import as_sampled
 from rlft.reward.answer import AnswerIn, AnswerKeys
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
-from rlft.system.progress import with_progress
+from rlft.system.terminal import with_progress
 from rlft.types import Completion, Group, Prompt, Rollout, Sampling, UserError
 
 if TYPE_CHECKING:

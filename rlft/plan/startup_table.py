@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from rlft.model.adaptable import adapted_words
 from rlft.model.kernels.selection import Decision
-from rlft.system.processor import multiplies_in
+from rlft.system.memory import multiplies_in
 
 TableRow = tuple[str, str, str]
 """(name, value, explanation)"""

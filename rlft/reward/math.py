@@ -20,7 +20,7 @@ from typing import Any
 from rlft.config.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys, reference_answer
 from rlft.reward.notation import differ, number, plain, same_number, same_text, without_percent, without_unit, words
-from rlft.system.process.time_limit import OutOfProcessorTime, within_processor_time
+from rlft.system.process.running_time import OutOfProcessorTime, within_processor_time
 from rlft.types import Group
 
 MAX_SECONDS = 0.8

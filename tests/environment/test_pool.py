@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rlft.environment.pool import EnvironmentPool, Job
+from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job
 from rlft.environment.protocol import Cause, Environment
 from rlft.environment.tools import FunctionCalls, Tools
-from rlft.environment.worker import Kind, Order
+from rlft.environment.worker import Kind, Order, Reply
 from rlft.types import EnvironmentFailure
 from tests.environment.test_conversations import LIMITS
 
@@ -52,22 +52,22 @@ def test_what_an_interruption_left_is_not_taken_for_an_answer(
     pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.run([job(0, "up"), job(1, "up")])
-    hear = EnvironmentPool._receive
+    receive = EnvironmentPool._receive
 
-    def interrupt(self: EnvironmentPool, number: int) -> None:
+    def interrupt(self: EnvironmentPool, worker: EnvironmentWorker, reply: Reply) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(EnvironmentPool, "_receive", interrupt)
     with pytest.raises(KeyboardInterrupt):
         pool.run([job(0, "old"), job(1, "old")])
-    monkeypatch.setattr(EnvironmentPool, "_receive", hear)
+    monkeypatch.setattr(EnvironmentPool, "_receive", receive)
     assert [reply.text for [reply] in pool.run([job(2, "new"), job(3, "newer")])] == ["new", "newer"]
 
 
 def test_a_worker_that_is_killed_while_idle_is_replaced(pool: EnvironmentPool) -> None:
     pool.run([job(0, "up"), job(1, "up")])
     for child in psutil.Process().children():
-        if child.pid in {seat.process.pid for seat in pool._seats}:
+        if child.pid in {worker.pid for worker in pool._workers.all}:
             os.kill(child.pid, signal.SIGKILL)
             child.wait(10)
     replies = [reply for [reply] in pool.run([job(2, "a"), job(3, "b")])]
@@ -84,7 +84,7 @@ def test_orders_beyond_a_conversations_time_are_not_made(pool: EnvironmentPool) 
 def test_closing_leaves_no_process_of_a_tool() -> None:
     pool = EnvironmentPool(TOOLS)
     pool.run([job(0, "fork", "misbehave")])
-    workers = [seat.process.pid for seat in pool._seats]
+    workers = [worker.pid for worker in pool._workers.all]
     started = [child for pid in workers if pid for child in psutil.Process(pid).children(recursive=True)]
     pool.close()
     pool.close()

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.member import MemberSpec
-from rlft.system.process.processes import LocalProcesses
 from rlft.types import UserError
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from warm_python import WarmPython
 
+from rlft.system.process.child import function_of
+from rlft.system.process.launcher import LocalProcesses, ProcessMember
 from rlft.system.process.member import MemberSpec
-from rlft.system.process.processes import LocalProcesses, ProcessMember
-from rlft.system.process.serve import Shared, named
+from rlft.system.process.serve import Shared
 
 START_S = 60.0
 
@@ -25,7 +26,7 @@ class Holder:
         if self.held is not None:
             self.held.close()
             self.held = None
-        self.held = named(factory)(**arguments)
+        self.held = function_of(factory)(**arguments)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.held, method)(*args, **kwargs)
@@ -53,7 +54,7 @@ class ReusedProcesses:
 
     def __init__(self, folder: Path) -> None:
         self.warm = WarmPython()
-        self.processes = LocalProcesses(folder, self.warm.spawn)
+        self.processes = LocalProcesses(folder, self.warm.start)
         self.idle: list[ProcessMember] = []
         self.started: list[ReusedMember] = []
         self.num_processes = 0

@@ -15,13 +15,11 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rlft.system.process.member import MemberSpec
-from rlft.system.process.processes import environment
-from rlft.system.process.serve import serve
+from rlft.system.process.child import serve
 
 
 class WarmPython:
@@ -34,8 +32,11 @@ class WarmPython:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
 
-    def spawn(self, spec: MemberSpec, connection: int, output: int) -> Forked:
-        socket.send_fds(self._socket, [json.dumps(environment(spec)).encode()], [connection, output])
+    def start(
+        self, name: str, descriptors: Sequence[int], output: int | None, environment: Mapping[str, str]
+    ) -> Forked:
+        assert output is not None, "a member has a log"
+        socket.send_fds(self._socket, [json.dumps(environment).encode()], [*descriptors, output])
         return Forked(int(self._socket.recv(64)))
 
     def close(self) -> None:
@@ -89,9 +90,7 @@ def begin(variables: dict[str, str], connection: int, output: int) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     os.environ.update(variables)
-    theirs = Connection(connection)
-    sys.path[:] = theirs.recv()
-    serve(theirs, replace(theirs.recv(), parent=os.getppid()))
+    serve(Connection(connection))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from rlft.config.schema import RunConfig
 from rlft.loop.engine_members import engine_specs
 from rlft.loop.engine_worker import EngineWorker
 from rlft.model.backbone import Backbone
+from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.placement import Placement
-from rlft.system.process.processes import LocalProcesses
 from rlft.types import Prompt, UserError
 
 KEYS = (

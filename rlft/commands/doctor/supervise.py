@@ -7,15 +7,10 @@ runs in a new process, which receives the names of the checks that have failed.
 
 from __future__ import annotations
 
-import importlib
-import os
-import socket
-import subprocess
-import sys
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,25 +19,14 @@ from typing import Any
 from rlft.commands.doctor.row import NotReadyError, Row, Status
 from rlft.generation.adapter_files import memory_folder, remove_abandoned
 from rlft.system.crash import debugging, one_line
-from rlft.system.process.children import detach, how_it_ended, kill_group
-from rlft.system.process.running_time import TICK_S, RunningTime
+from rlft.system.process.child import Child, Ended, function_of, wait_for
+from rlft.system.process.member import last_lines
+from rlft.system.process.running_time import RunningTime
 from rlft.types import UserError
 
 OUTPUT = "output.txt"
 """The file with the output of the checks and of the libraries they use."""
 MAX_SHOWN_CHARS = 300
-END_S = 10.0
-"""Seconds to wait for the end of the process."""
-BOOT = """
-import sys
-from multiprocessing.connection import Connection
-connection = Connection(int(sys.argv[1]))
-sys.path[:] = connection.recv()
-from rlft.commands.doctor.supervise import serve
-serve(connection, *connection.recv())
-"""
-"""The program of the process. multiprocessing is not used, because its helper would print a warning about what a killed
-process had open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +79,9 @@ def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], 
                 child.end()
                 child = None
             if child is None:
-                child = Child(subject, failed)
-            rows, is_alive = child.rows(check)
-            if not is_alive:
+                child = _start(subject, failed)
+            rows = rows_of(child, check, subject.folder / OUTPUT)
+            if not child.is_alive():
                 child.end()
                 child = None
             if any(row.status is Status.wrong for row in rows):
@@ -109,53 +93,25 @@ def run_checks(checks: Sequence[Check], subject: Subject, tell: Callable[[str], 
         remove_abandoned(memory_folder())  # an engine that was killed could not remove its adapters
 
 
-class Child:
+def _start(subject: Subject, failed: Sequence[str]) -> Child:
     """A process that runs checks until it ends or is ended."""
+    with (subject.folder / OUTPUT).open("ab") as output:
+        arguments = (subject, tuple(failed))
+        return Child("rlft-doctor", f"{__name__}:serve", arguments, output=output.fileno())
 
-    def __init__(self, subject: Subject, failed: Sequence[str]) -> None:
-        self._output = subject.folder / OUTPUT
-        parent_end, child_end = socket.socketpair()
-        with child_end, self._output.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, str(child_end.fileno())],
-                pass_fds=(child_end.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        self._connection = Connection(parent_end.detach())
-        self._connection.send(sys.path)
-        self._connection.send((subject, tuple(failed), os.getpid()))
 
-    def rows(self, check: Check) -> tuple[list[Row], bool]:
-        """(the rows of this check, whether the process can run another one)."""
-        try:
-            self._connection.send(check)
-            clock = RunningTime()
-            while not self._connection.poll(TICK_S):
-                if clock() >= check.limit_s:
-                    return [_failed(check, f"no answer in {check.limit_s:g} s", self._last_line())], False
-            return self._connection.recv(), True
-        except (EOFError, ConnectionError):
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
-            problem = f"the process that looked at it {how_it_ended(self._process.returncode)}"
-            return [_failed(check, problem, self._last_line())], False
-
-    def end(self) -> None:
-        """Ends the process and all processes that it has started, by force if necessary."""
-        if self._process.poll() is None:
-            kill_group(self._process.pid)
-            self._process.kill()
-            self._process.wait(END_S)
-        self._connection.close()
-
-    def _last_line(self) -> str:
-        """The last line that the process printed; empty if there is none."""
-        with suppress(OSError):
-            lines = self._output.read_text(errors="replace").strip().splitlines()
-            return lines[-1] if lines else ""
-        return ""
+def rows_of(child: Child, check: Check, output: Path) -> list[Row]:
+    """The rows of this check. The process has ended if it died of the check, or took too long for it."""
+    child.send(pickle.dumps(check), check.limit_s)
+    clock = RunningTime()
+    while not wait_for([child], clock):
+        pass
+    answer = child.receive()
+    if not isinstance(answer, Ended):
+        return answer
+    is_silent = answer.is_late or answer.was_stopped
+    problem = f"no answer in {check.limit_s:g} s" if is_silent else f"the process that looked at it {answer.how}"
+    return [_failed(check, problem, last_lines(output, 1))]
 
 
 def _failed(check: Check, problem: str, last_line: str) -> Row:
@@ -163,26 +119,22 @@ def _failed(check: Check, problem: str, last_line: str) -> Row:
     return Row(name=check.name, status=Status.wrong, value=value, remedy="look at what else runs on this machine")
 
 
-def serve(connection: Connection, subject: Subject, failed: tuple[str, ...], parent: int) -> None:
-    """The main function of the process: answers each check with its rows until the parent closes its end, or dies."""
-    detach(parent)
+def serve(connection: Connection, subject: Subject, failed: tuple[str, ...]) -> None:
+    """Runs in the process: answers each check with its rows until the parent closes its end, or dies."""
     opened: Any = None
-    with suppress(EOFError, ConnectionError):
-        while True:
-            check: Check = connection.recv()
-            start = time.monotonic()
-            try:
-                if opened is None:
-                    opened = _function_of(subject.opens)(subject.settings, subject.folder, failed)
-                rows = list(_function_of(check.function)(opened))
-            except Exception as error:  # a failed check is a row of the table, and the checks after it run
-                if debugging():
-                    traceback.print_exception(error)
-                rows = [row_of(check, error)]
-            print(f"{check.name}: {time.monotonic() - start:.1f} s", flush=True)
-            connection.send(rows)
-    # Threads and exit handlers of engines and libraries may hang; nothing is left to save.
-    os._exit(0)
+    while True:
+        check: Check = connection.recv()
+        start = time.monotonic()
+        try:
+            if opened is None:
+                opened = function_of(subject.opens)(subject.settings, subject.folder, failed)
+            rows = list(function_of(check.function)(opened))
+        except Exception as error:  # a failed check is a row of the table, and the checks after it run
+            if debugging():
+                traceback.print_exception(error)
+            rows = [row_of(check, error)]
+        print(f"{check.name}: {time.monotonic() - start:.1f} s", flush=True)
+        connection.send(rows)
 
 
 def row_of(check: Check, error: Exception) -> Row:
@@ -205,8 +157,3 @@ def row_of(check: Check, error: Exception) -> Row:
 def _short(text: str) -> str:
     line = one_line(text)
     return line if len(line) <= MAX_SHOWN_CHARS else f"{line[:MAX_SHOWN_CHARS]}..."
-
-
-def _function_of(target: str) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)

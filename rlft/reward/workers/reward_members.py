@@ -13,18 +13,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from rlft.reward.workers.pool import (
-    GRACE_S,
-    MAX_FAILED_STARTS,
-    START_LIMIT_S,
-    RewardError,
-    StopWhen,
-    WorkerPool,
-    packed_task,
-)
+from rlft.reward.workers.pool import RewardError, StopWhen, WorkerPool, packed_task
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.worker import Reply, Task, unpack
-from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
+from rlft.system.process.child import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S
+from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, where_it_wrote
 from rlft.system.process.running_time import TICK_S, RunningTime
 
 FACTORY = "rlft.reward.workers.reward_members:RewardHost"
@@ -110,7 +103,7 @@ class RewardMembers:
         while waiting or self._busy:
             if self._is_stopped:
                 raise RewardError("scoring was stopped: the run is ending")
-            self._deal(waiting)
+            self._dispatch(waiting)
             for scoring in self._over():
                 self._busy.remove(scoring)
                 answer = self._answer(scoring)
@@ -131,7 +124,7 @@ class RewardMembers:
         for member in self._members:
             member.kill()
 
-    def _deal(self, waiting: deque[Task]) -> None:
+    def _dispatch(self, waiting: deque[Task]) -> None:
         busy_members = {scoring.number for scoring in self._busy}
         for number in [number for number in range(len(self._members)) if number not in busy_members]:
             if not waiting:
@@ -164,10 +157,8 @@ class RewardMembers:
                 self._failures_in_a_row = 0
                 return answer
         else:
-            tail = last_lines(member.log)
-            lines = f"; its last lines:\n{tail}" if tail else ""
             late = f"has not answered for {scoring.limit_s:g} s (cluster.timeout)"
-            problem = f"{member.name} {late}; its log is {member.log}{lines}"
+            problem = f"{member.name} {late}; {where_it_wrote(member.log)}"
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILED_STARTS:
             raise RewardError(f"reward workers were lost {MAX_FAILED_STARTS} times in a row; the last time {problem}")

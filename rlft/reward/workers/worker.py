@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import numbers
 import operator
-import os
 import pickle
 import resource
 import signal
@@ -25,11 +25,10 @@ from typing import Any
 
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.process import signals
-from rlft.system.process.children import detach
+from rlft.system.process.child import READY
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.types import Completion, Group, Reward, Rollout, StepScores, Unscorable, Unscored
 
-READY = "ready"
 NOWHERE = -1
 MAX_PROBLEM, MAX_TRACEBACK = 1000, 20_000
 """The most characters of a failed reward's message and traceback: an error may quote a completion of any length."""
@@ -89,23 +88,25 @@ Outcome = list[float] | list[StepScores] | Failure
 Reply = dict[str, Outcome]
 
 
-def serve(
-    connection: Connection, specs: Sequence[RewardSpec], timeout_s: float, progress: Progress, parent: int
-) -> None:
-    """Runs a worker process, which answers tasks until the parent closes its end of the connection or dies.
+def serve(connection: Connection, specs: Sequence[RewardSpec], timeout_s: float, memory: int) -> None:
+    """Runs in a worker process: answers tasks until the parent closes its end of the connection or dies.
 
-    An answer is (reply, whether the rewards have run programs meanwhile).
+    An answer is (reply, whether the rewards have run programs meanwhile). `memory` is the descriptor for `progress_in`.
     """
-    detach(parent)  # so that Ctrl-C doesn't reach the programs that a reward runs
+    progress = progress_in(memory)
     rewards = load(specs)
-    try:
-        connection.send(READY)
-        while True:
-            programs_before = programs_ended()
-            reply = answer(unpack(connection.recv_bytes()), rewards, timeout_s, progress)
-            connection.send((reply, programs_ended() != programs_before))
-    except (EOFError, ConnectionError):
-        end_process_group()
+    connection.send(READY)
+    while True:
+        programs_before = programs_ended()
+        reply = answer(unpack(connection.recv_bytes()), rewards, timeout_s, progress)
+        connection.send((reply, programs_ended() != programs_before))
+
+
+def progress_in(memory: int) -> Progress:
+    """The progress of a worker in shared memory, which is given by its descriptor."""
+    progress: Any = memoryview(mmap.mmap(memory, mmap.PAGESIZE)).cast("i")
+    progress[0] = progress[1] = NOWHERE
+    return progress
 
 
 def pack(task: Task) -> bytes:
@@ -384,9 +385,3 @@ def place_of(error: BaseException) -> str:
     """Where the error was raised, in the innermost frame: " (mine.py, line 12)"."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-
-
-def end_process_group() -> None:
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)

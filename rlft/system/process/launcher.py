@@ -1,16 +1,144 @@
-"""Opens the launcher of a run's members that the section `cluster` chooses."""
+"""Starts a run's members as the section `cluster` says: as processes of this machine, or on Ray.
+
+Two threads for each process send its calls and read its answers, so that no call waits for a member that is busy,
+stopped or dead. One thread of the launcher starts all of them: the kernel ends a member with the thread that started
+it, and this thread lives as long as the process.
+"""
 
 from __future__ import annotations
 
+import pickle
+import queue
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rlft.config.cluster import ClusterConfig
-from rlft.system.process.member import Launcher
-from rlft.system.process.processes import LOGS, LocalProcesses
-from rlft.system.process.room import check_room
+from rlft.system.process.child import END_S, Child, Start, start_server
+from rlft.system.process.member import LOGS, Answer, Launcher, MemberError, MemberSpec, where_it_wrote
+from rlft.system.process.placement import check_room
+from rlft.system.process.serve import Shared
+
+POLL_S = 0.5
+"""Seconds between checks whether a silent member lives: a child of it may hold the connection open after its death."""
+
+
+class LocalProcesses:
+    """A `Launcher` of processes on this machine.
+
+    Args:
+        folder: the run's folder; logs are in `<folder>/cluster/`.
+        start: starts a process.
+    """
+
+    def __init__(self, folder: Path, start: Start = start_server) -> None:
+        self._logs, self._start_process = folder / LOGS, start
+        self._starter = ThreadPoolExecutor(1, "rlft-start-members")
+        self._members: list[ProcessMember] = []
+        self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        return "127.0.0.1"
+
+    def start(self, spec: MemberSpec) -> ProcessMember:
+        return self._starter.submit(self._start, spec).result()
+
+    def share(self, value: Any) -> Shared:
+        return Shared(pickled=pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+
+    def close(self) -> None:
+        self._is_closed = True
+        for member in list(self._members):
+            member.kill()
+        self._starter.shutdown(wait=True, cancel_futures=True)
+        for member in self._members:  # those that were being started
+            member.kill()
+        for member in self._members:
+            member.wait(END_S)
+        self._members.clear()
+
+    def _start(self, spec: MemberSpec) -> ProcessMember:
+        if self._is_closed:
+            raise MemberError(f"{spec.name} was not started: the run is ending")
+        self._logs.mkdir(parents=True, exist_ok=True)
+        member = ProcessMember(spec, self._logs / f"{spec.name}.log", self._start_process)
+        self._members[:] = [other for other in self._members if other.is_alive()] + [member]
+        return member
+
+
+class ProcessMember(Child):
+    """A `Member`, whose protocol says what its methods do."""
+
+    def __init__(self, spec: MemberSpec, log: Path, start: Start) -> None:
+        self.name, self.log = spec.name, log
+        with log.open("ab") as output:
+            super().__init__(
+                f"rlft-{spec.name}",
+                "rlft.system.process.serve:serve",
+                (spec.factory, spec.arguments),
+                output=output.fileno(),
+                environment=spec.variables,
+                start=start,
+            )
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+        self._waiting: deque[Future[Any]] = deque()
+        self._calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        for work in (self._send, self._read):
+            threading.Thread(target=work, name=f"rlft-{spec.name}", daemon=True).start()
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        message = pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._ended is None:
+                self._waiting.append(future)
+                self._calls.put(message)
+                return future
+        future.set_exception(MemberError(self._ended))
+        return future
+
+    def _send(self) -> None:
+        with suppress(OSError):
+            while (message := self._calls.get()) is not None:
+                self.connection.send_bytes(message)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                while not self.connection.poll(POLL_S):
+                    if not self.is_alive() and not self.connection.poll(0):
+                        raise EOFError
+                self._resolve(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self._reap()
+
+    def _resolve(self, message: bytes) -> None:
+        with self._lock:
+            future = self._waiting.popleft()
+        try:
+            reply: Answer = pickle.loads(message)
+        except Exception as error:  # an unreadable reply must fail its call only, not this thread
+            reply = Answer(error=error)
+        reply.resolve(future)
+
+    def _reap(self) -> None:
+        """Gives every open future the error that says how the process ended."""
+        self.kill()  # the process may still live without its connection
+        self.wait(END_S)
+        text = f"{self.name} {self.how_it_ended()}; {where_it_wrote(self.log)}"
+        with self._lock:
+            self._ended = text
+            waiting, self._waiting = list(self._waiting), deque()
+        self._calls.put(None)
+        self.connection.close()
+        for future in waiting:
+            Answer(error=MemberError(text)).resolve(future)
 
 
 @contextmanager

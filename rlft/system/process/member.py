@@ -7,14 +7,25 @@ Python's `concurrent.futures`, whether the member is a process of this machine o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+LOGS = "cluster"
+"""The folder of the members' logs in the run's folder."""
+
 
 class MemberError(RuntimeError):
     """A member did not answer: it died, or its time limit passed. The message names it and its log."""
+
+
+class RemoteTracebackError(Exception):
+    """The cause of an exception that comes back from a member: the traceback there, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,31 @@ class MemberSpec:
     gpus: float = 0.0
     threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that its process has in addition to those of this one."""
+        threads_of_libraries = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
+        # What it prints is in its log at once, also if it is killed then.
+        return {"PYTHONUNBUFFERED": "1", **threads_of_libraries, **self.environment}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a call returned, or what it raised with the traceback as text."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+    def resolve(self, future: Future[Any]) -> None:
+        """Gives it to whoever waits for the call, unless the wait was cancelled."""
+        with suppress(InvalidStateError):
+            if self.error is None:
+                future.set_result(self.value)
+            else:
+                self.error.__cause__ = RemoteTracebackError(self.traceback) if self.traceback else None
+                future.set_exception(self.error)
 
 
 class Member(Protocol):
@@ -88,3 +124,9 @@ def last_lines(log: Path, num: int = 12) -> str:
     except OSError:
         return ""
     return "\n".join(lines[-num:])
+
+
+def where_it_wrote(log: Path) -> str:
+    """The end of an error message about a member: its log, and its last lines if there are any."""
+    tail = last_lines(log)
+    return f"its log is {log}" + (f"; its last lines:\n{tail}" if tail else "")

@@ -12,18 +12,16 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlft.system.process.children import kill_group
-from rlft.system.process.member import MemberError, MemberSpec, last_lines
-from rlft.system.process.processes import LOGS, RemoteTracebackError, environment
-from rlft.system.process.ray_host import Host, LogReader, Place
+from rlft.system.process.child import kill_group
+from rlft.system.process.member import LOGS, Answer, MemberError, MemberSpec, where_it_wrote
+from rlft.system.process.placement import cores_of_a_member
 from rlft.system.process.ray_session import RaySession, python_path
-from rlft.system.process.room import cores_of_a_member
-from rlft.system.process.serve import Answer
+from rlft.system.process.serve import Host, LogReader, Place
 
 LOG_S = 20.0
 """Seconds that another machine may take to hand over the end of a log."""
@@ -140,7 +138,7 @@ class RayMember:
         self._ended: str | None = None
         self._was_killed = False
         self._place: Place | None = None
-        variables = environment(spec)
+        variables = spec.variables
         if not spec.gpus:
             variables.setdefault("CUDA_VISIBLE_DEVICES", "")
         actor: Any = ray.remote(Host)
@@ -211,21 +209,14 @@ class RayMember:
         try:
             reply: Answer = pickle.loads(done.result())
         except Exception as error:  # an unreadable reply, or Ray's error about an actor that has died
-            reply = Answer(error=MemberError(self._bury(error)) if _says_death(error) else error)
-        with suppress(InvalidStateError):  # whoever waited has cancelled it
-            if reply.error is None:
-                future.set_result(reply.value)
-            else:
-                reply.error.__cause__ = RemoteTracebackError(reply.traceback) if reply.traceback else None
-                future.set_exception(reply.error)
+            reply = Answer(error=MemberError(self._reap(error)) if _says_death(error) else error)
+        reply.resolve(future)
 
-    def _bury(self, error: Exception) -> str:
+    def _reap(self, error: Exception) -> str:
         with self._lock:
             if self._ended is None:
                 how = "was killed" if self._was_killed else f"has died ({how_it_died(str(error))})"
-                tail = last_lines(self.log)
-                lines = f"; its last lines:\n{tail}" if tail else ""
-                self._ended = f"{self._name} {how}; its log is {self._log}{lines}"
+                self._ended = f"{self._name} {how}; {where_it_wrote(self.log)}"
             return self._ended
 
 

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -20,14 +19,14 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlft.system.process.member import last_lines
+from rlft.system.process.placement import Resources
 from rlft.system.process.ray_keeper import END_S, end_session
-from rlft.system.process.ray_own_gpu import is_of_a_job, reserve
-from rlft.system.process.room import Resources
 from rlft.types import UserError
 
 START_S = 120.0
@@ -45,6 +44,10 @@ QUIET = {
     "RAY_COLOR_PREFIX": "0",
 }
 """Environment variables that are set before Ray is imported, unless the user has set them."""
+RESERVE_S = 60.0
+"""Seconds that Ray may take to assign a GPU."""
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+SEES_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 KEY = "cluster.address"
 
 
@@ -122,6 +125,73 @@ class RaySession:
                 ray.shutdown()
         if self._keeper is not None:
             self._keeper.close()
+
+
+class Holder:
+    """An actor that has a GPU, and does nothing with it."""
+
+    def gpu(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def is_of_a_job(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the entrypoint of a Ray job that has GPUs of its own (`--entrypoint-num-gpus 1`)."""
+    return JOB in environment and SEES_ALL not in environment and bool(environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def reserve(gpu: str, node: str, timeout_s: float = RESERVE_S) -> Any | None:
+    """The actor that holds this GPU; None if Ray has no such GPU on this machine to give out.
+
+    Args:
+        gpu: as CUDA_VISIBLE_DEVICES names it.
+        node: Ray's id of this machine.
+        timeout_s: seconds that Ray may take to assign a GPU.
+
+    Raises:
+        UserError: by cluster.address: others use the GPUs of this machine, or Ray names them in another way.
+    """
+    import ray
+
+    [gpus] = [int(machine["Resources"].get("GPU", 0)) for machine in ray.nodes() if machine["NodeID"] == node]
+    holders: list[Any] = []
+    names: list[str] = []
+    try:
+        for _ in range(gpus):
+            holders.append(_holder_on(node))
+            names.append(_gpu_of(holders[-1], gpu, names, timeout_s))
+            if names[-1] == gpu:
+                return holders.pop()
+    finally:
+        for holder in holders:
+            with contextlib.suppress(Exception):  # Ray may have ended
+                ray.kill(holder, no_restart=True)
+    if any(name.isdigit() != gpu.isdigit() for name in names):
+        problem = f"Ray names the GPUs of this machine {', '.join(names)}, and this process has GPU {gpu}"
+        remedy = "start Ray and the run with CUDA_VISIBLE_DEVICES of one kind, numbers or ids"
+        raise UserError(KEY, problem, got=gpu, remedy=remedy)
+    return None
+
+
+def _holder_on(node: str) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+    actor: Any = ray.remote(Holder)
+    return actor.options(num_cpus=0, num_gpus=1, max_restarts=0, scheduling_strategy=on_node).remote()
+
+
+def _gpu_of(holder: Any, gpu: str, others: list[str], timeout_s: float) -> str:
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    try:
+        return ray.get(holder.gpu.remote(), timeout=timeout_s)
+    except GetTimeoutError:
+        free = f"only {', '.join(others)}" if others else "no GPU"
+        problem = f"GPU {gpu} of the run's own process is not free: in {timeout_s:g} s Ray has given out {free} here"
+        remedy = "end what uses it, or submit the run as a Ray job with a GPU of its own (--entrypoint-num-gpus 1)"
+        raise UserError(KEY, problem, got=gpu, remedy=remedy) from None
 
 
 def check_address(address: str) -> None:
@@ -272,50 +342,41 @@ class _Keeper:
             "_temp_dir": str(self._folder),
         }
         log = self._folder / "keeper.log"
-        reading, writing = os.pipe()
-        with log.open("wb") as output:
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlft.system.process.ray_keeper", str(writing)],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-m", "rlft.system.process.ray_keeper", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=(writing,),
+                pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=True,
             )
-        os.close(writing)
+        self._connection = Connection(ours.detach())
         try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(f"{json.dumps(options)}\n".encode())
-            self._process.stdin.flush()
-            self.address = self._address(reading, log)
+            self.address = self._address(options, log)
         except BaseException:
             self.close()
             raise
-        finally:
-            os.close(reading)
 
-    def _address(self, reading: int, log: Path) -> str:
-        deadline, output = time.monotonic() + START_S, b""
-        while not output.endswith(b"\n"):
-            ready = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]
-            part = os.read(reading, 2**16) if ready else b""
-            if not part:
-                how = "has ended" if ready else f"has not started in {START_S:g} s"
-                lines = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-                raise UserError("cluster.kind", f"Ray {how} on this machine; its last lines:\n{lines}\n", got="ray",
-                                remedy="use cluster=local, or join a cluster (cluster.address)")  # fmt: skip
-            output += part
-        reply: dict[str, str] = json.loads(output)
-        if "problem" in reply:
-            raise UserError("cluster.kind", f"Ray does not start on this machine: {reply['problem'][:500]}", got="ray",
-                            remedy="use cluster=local, or join a cluster (cluster.address)")  # fmt: skip
-        return reply["address"]
+    def _address(self, options: dict[str, Any], log: Path) -> str:
+        remedy = "use cluster=local, or join a cluster (cluster.address)"
+        how = f"has not started in {START_S:g} s"
+        with contextlib.suppress(EOFError, OSError):
+            self._connection.send(options)
+            if self._connection.poll(START_S):
+                how = "has ended"
+                reply: dict[str, str] = self._connection.recv()
+                if "address" in reply:
+                    return reply["address"]
+                problem = f"Ray does not start on this machine: {reply['problem'][:500]}"
+                raise UserError("cluster.kind", problem, got="ray", remedy=remedy)
+        problem = f"Ray {how} on this machine; its last lines:\n{last_lines(log)}\n"
+        raise UserError("cluster.kind", problem, got="ray", remedy=remedy)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()  # which tells the keeper to end
+        self._connection.close()  # which tells the keeper to end
         try:
             self._process.wait(2 * END_S)
         except subprocess.TimeoutExpired:

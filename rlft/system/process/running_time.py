@@ -1,4 +1,4 @@
-"""Measures the time in which this process could run, so that time limits do not pass while it is stopped.
+"""Measures the time in which this process could run, and limits calls by it.
 
 The system's clock continues while a process is stopped (SIGSTOP, Ctrl-Z, `docker pause`, a scheduler that suspends
 jobs). So a waiting process reads the clock every TICK_S seconds, and a longer time between two readings counts as
@@ -7,14 +7,23 @@ COUNTED_S. While a machine is suspended, its monotonic clock stops anyway.
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 TICK_S = 0.1
 """Seconds between readings of the clock."""
 COUNTED_S = 0.3
 """The most seconds that count between two readings; above TICK_S, so that a busy machine does not count as a pause."""
+PROCESSOR_TICK_S = 0.02
+"""Seconds between readings of a thread's processor time."""
 
 
 class RunningTime:
@@ -45,3 +54,90 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(b") ")[2][:1] in (b"T", b"t")
+
+
+class OutOfProcessorTime(BaseException):
+    """A call has used up its processor time. Not an Exception, so that a library's `except Exception` lets it pass."""
+
+
+def within(seconds: float, call: Callable[..., Result], *arguments: Any) -> Result:
+    """Returns what the call returns. The call runs in a thread of its own, which is abandoned when the time is over.
+
+    Args:
+        seconds: the time limit; time in which this process is stopped does not count.
+        call: the function to call.
+        arguments: its arguments.
+
+    Raises:
+        TimeoutError: the call has not returned in time. What the call raises is raised, too.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"within {seconds:g} s", daemon=True).start()
+    clock = RunningTime()
+    while not wait([future], timeout=TICK_S).done:
+        if clock() >= seconds:
+            raise TimeoutError(f"no answer in {seconds:g} s")
+    return future.result()
+
+
+def within_processor_time(seconds: float, call: Callable[..., Result], *arguments: Any) -> Result:
+    """Returns what the call returns, and ends it once this thread has used up that processor time in it.
+
+    It works in every thread and without signals: a second thread reads the clock and makes the interpreter raise
+    OutOfProcessorTime here. So only Python code is ended, not a single long operation of the interpreter, such as
+    a product of huge numbers. A busy machine and a stopped process use up no time.
+
+    Args:
+        seconds: of processor time of this thread.
+        call: the function to call; it should change nothing that must not be left half done.
+        arguments: its arguments.
+
+    Raises:
+        OutOfProcessorTime: the time is used up. What the call raises is raised, too.
+    """
+    thread_id, clock = threading.get_ident(), _clock_of_this_thread()
+    end, lock, is_over = clock() + seconds, threading.Lock(), threading.Event()
+
+    def watch() -> None:
+        # Again and again, since a library may swallow it (a bare `except`, a `__del__`).
+        while not is_over.wait(PROCESSOR_TICK_S):
+            if clock() >= end:
+                with lock:
+                    if not is_over.is_set():
+                        _raise_in(thread_id, OutOfProcessorTime)
+
+    def finish() -> None:
+        with lock:
+            is_over.set()
+        _raise_in(thread_id, None)  # what was sent and has not arrived
+
+    threading.Thread(target=watch, name=f"within {seconds:g} s of processor time", daemon=True).start()
+    try:
+        try:
+            return call(*arguments)
+        finally:
+            finish()
+    except OutOfProcessorTime:
+        finish()  # it may have arrived in the first one
+        raise
+
+
+def _clock_of_this_thread() -> Callable[[], float]:
+    """A clock of this thread's processor time, in seconds, for every thread; of the process's where there is none."""
+    if hasattr(time, "pthread_getcpuclockid"):
+        clock_id = time.pthread_getcpuclockid(threading.get_ident())
+        return lambda: time.clock_gettime(clock_id)
+    return time.process_time
+
+
+def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
+    """Raises the exception in a thread before its next instruction; None takes back one that has not arrived."""
+    pointer = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), pointer)

@@ -76,7 +76,7 @@ def test_on_this_machine_all_works(tmp_path: Path) -> None:
 def test_ctrl_c_ends_it_soon_and_leaves_nothing(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    event = {"at": "rlft.commands.doctor.supervise:Child.rows", "call": 1, "do": "interrupt", "later": 0.5}
+    event = {"at": "rlft.commands.doctor.supervise:rows_of", "call": 1, "do": "interrupt", "later": 0.5}
     started = start_fresh("doctor", cwd=tmp_path, events=[event], variables={**OFFLINE, "TMPDIR": str(temporary)})
     assert happens(lambda: any(temporary.iterdir()), within_s=60)
     begin = time.monotonic()

@@ -26,8 +26,8 @@ from rlft.config.compose import compose
 from rlft.config.overrides import parse
 from rlft.runs import run_folder
 from rlft.system.interrupt import EXIT_CODE, Interrupt
+from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.member import MemberError, MemberSpec
-from rlft.system.process.processes import LocalProcesses
 from rlft.types import UserError
 
 

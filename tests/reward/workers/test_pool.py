@@ -10,6 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from reward_groups import make_group
+
+from rlft.reward.workers import pool
+from rlft.reward.workers.pool import RewardError, WorkerPool
+from rlft.reward.workers.worker import Task
+from rlft.system.process.child import Child
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -104,7 +110,7 @@ def test_an_idle_worker_that_is_killed_is_replaced_without_blame(parent):
     body = """
     import psutil, time
     for child in psutil.Process().children():
-        if "spawn_main" in " ".join(child.cmdline()):
+        if "rlft-reward-worker" in " ".join(child.cmdline()):
             child.kill()
     time.sleep(0.2)
     print(score("abc"), flush=True)
@@ -114,9 +120,11 @@ def test_an_idle_worker_that_is_killed_is_replaced_without_blame(parent):
     assert out == "[[3.0]]\n", err
 
 
-def test_a_script_without_a_main_guard_is_told_and_does_not_hang(tmp_path):
+def test_a_script_needs_no_main_guard(tmp_path):
     script = tmp_path / "unguarded.py"
-    script.write_text(textwrap.dedent(SCRIPT).replace('if __name__ == "__main__":', "if True:").replace("BODY", "pass"))
+    script.write_text(
+        textwrap.dedent(SCRIPT).replace('if __name__ == "__main__":', "if True:").replace("BODY", "print(score('abc'))")
+    )
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
     run = subprocess.run(
         [sys.executable, str(script)],
@@ -125,6 +133,13 @@ def test_a_script_without_a_main_guard_is_told_and_does_not_hang(tmp_path):
         text=True,
         timeout=30,
     )
-    assert run.returncode == 1
-    # Not the last line for certain: a worker may still be writing its own traceback.
-    assert "before their first task; see their output above; a script that scores needs an `if __name__" in run.stderr
+    assert (run.returncode, run.stdout, run.stderr) == (0, "up\n[[3.0]]\n", "")
+
+
+def test_workers_that_cannot_start_end_the_run(monkeypatch):
+    monkeypatch.setattr(pool, "RewardWorker", lambda specs, timeout_s: Child("no worker", "sys:exit", ()))
+    unable = WorkerPool([], 2, 1.0)
+    task = Task(key=0, group=make_group(["abc"]), rewards=())
+    with pytest.raises(RewardError, match=r"^3 reward workers in a row ended with exit code 1 before"):
+        list(unable.run([task], lambda reply: False))
+    unable.close()

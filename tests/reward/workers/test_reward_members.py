@@ -18,7 +18,7 @@ from rlft.reward.workers.pool import RewardError
 from rlft.reward.workers.reward_members import RewardMembers, reward_specs
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.scorer import Scorer, specs
-from rlft.system.process.processes import LocalProcesses, ProcessMember
+from rlft.system.process.launcher import LocalProcesses, ProcessMember
 from rlft.types import Group, Scores
 
 TIMEOUT_S = 0.4
@@ -131,9 +131,8 @@ def test_a_member_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     scorer = make(used, on_error="stop", timeout_s=2.0, answer_s=1.0)
     assert scorer([group(["abc"])]).total.tolist() == [[3.0]]
     member = launcher.started[-1]
-    [worker] = [
-        child.pid for child in psutil.Process(member.pid).children() if "spawn_main" in " ".join(child.cmdline())
-    ]
+    children = psutil.Process(member.pid).children()
+    [worker] = [child.pid for child in children if "rlft-reward-worker" in child.cmdline()]
     diary.unlink()
 
     def disturb() -> None:

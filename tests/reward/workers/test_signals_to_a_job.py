@@ -28,7 +28,7 @@ LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
 SCRIPT = """
 import json, signal, sys
 from reward_groups import make_group
-from rlft.system import signals
+from rlft.system.process import signals
 from rlft.reward.workers.scorer import Scorer
 from rlft.reward.workers.reward_spec import specs
 from rlft.reward.workers.worker import Task
@@ -90,7 +90,7 @@ class Job:
         time.sleep(0.1)
 
     def workers(self) -> set[int]:
-        return {p.pid for p in self.everybody() if "spawn_main" in _command(p)}
+        return {p.pid for p in self.everybody() if "rlft-reward-worker" in _command(p)}
 
     def runs_programs(self, number: int) -> bool:
         """Whether so many programs are at work in their sandboxes."""

@@ -19,7 +19,7 @@ import ray_driver
 from cluster_members import SPEC
 from run_processes import happens
 
-from rlft.system.process import ray_own_gpu, ray_session
+from rlft.system.process import ray_session
 from rlft.system.process.member import MemberError
 from rlft.system.process.ray_actors import RayActors, RayMember, how_it_died
 from rlft.system.process.ray_session import RaySession
@@ -151,29 +151,29 @@ def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayAc
     member.call("facts").result(ANSWER_S)
     assert member.place is not None
     node = member.place.node
-    holders = [ray_own_gpu.reserve("1", node)]
+    holders = [ray_session.reserve("1", node)]
     assert holders[0] is not None
     other = launcher.start(replace(SPEC, name="calculator-5", gpus=1.0))
     assert other.call("facts").result(ANSWER_S)["gpus"] == "0"
     with pytest.raises(UserError, match=r"^cluster\.address: GPU 0 .* is not free: in 2 s Ray has given out no GPU"):
-        ray_own_gpu.reserve("0", node, 2.0)
+        ray_session.reserve("0", node, 2.0)
     other.kill()
     # What was started for nothing has ended: the other GPU is free again.
     with pytest.raises(UserError, match=r"GPU GPU-8a .* is not free: in 12 s Ray has given out only 0 here"):
-        ray_own_gpu.reserve("GPU-8a", node, 12.0)
-    holders.append(ray_own_gpu.reserve("0", node))
+        ray_session.reserve("GPU-8a", node, 12.0)
+    holders.append(ray_session.reserve("0", node))
     assert holders[1] is not None
 
 
 def test_a_machine_without_gpus_for_the_cluster_keeps_its_own(launcher: RayActors) -> None:
-    assert ray_own_gpu.reserve("0", launcher.node) is None
+    assert ray_session.reserve("0", launcher.node) is None
 
 
 def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:
-    job = {ray_own_gpu.JOB: "{}", "CUDA_VISIBLE_DEVICES": "0"}
-    assert ray_own_gpu.is_of_a_job(job)
-    assert not ray_own_gpu.is_of_a_job({**job, ray_own_gpu.SEES_ALL: "1"})
-    assert not ray_own_gpu.is_of_a_job({"CUDA_VISIBLE_DEVICES": "0"})
+    job = {ray_session.JOB: "{}", "CUDA_VISIBLE_DEVICES": "0"}
+    assert ray_session.is_of_a_job(job)
+    assert not ray_session.is_of_a_job({**job, ray_session.SEES_ALL: "1"})
+    assert not ray_session.is_of_a_job({"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_a_joined_cluster_stays_up_and_the_runs_actors_end(

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlft.system.process.time_limit import OutOfProcessorTime, within, within_processor_time
+from rlft.system.process.running_time import OutOfProcessorTime, within, within_processor_time
 
 
 def test_what_comes_back_in_time_is_returned_or_raised() -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rlft.system import progress
-from rlft.system.progress import CHECKED, with_progress
+from rlft.system.terminal import CHECKED, EVERY_S, with_progress
 
 
 def clock_of(seconds: float) -> Callable[[], float]:
@@ -38,8 +37,5 @@ def test_a_line_now_and_then_says_how_much_is_done_and_how_long_it_still_takes(
 
 
 def test_what_takes_a_few_seconds_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        len(list(with_progress(range(4 * CHECKED), "x", 4 * CHECKED, clock=clock_of(progress.EVERY_S / 5))))
-        == 4 * CHECKED
-    )
+    assert len(list(with_progress(range(4 * CHECKED), "x", 4 * CHECKED, clock=clock_of(EVERY_S / 5)))) == 4 * CHECKED
     assert capsys.readouterr().err == ""

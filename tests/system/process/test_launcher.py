@@ -18,8 +18,8 @@ import pytest
 from cluster_members import SPEC
 from run_processes import happens
 
+from rlft.system.process.launcher import LocalProcesses, ProcessMember
 from rlft.system.process.member import MemberError, last_lines
-from rlft.system.process.processes import LocalProcesses, ProcessMember
 from rlft.types import UserError
 
 ANSWER_S = 30.0

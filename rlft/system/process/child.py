@@ -1,0 +1,371 @@
+"""Python processes that end with this one: how they are started, given work within limits, and ended.
+
+Reward workers, environments' workers, members of a cluster and the checks of `rlft doctor` are such processes. The
+kernel ends each of them with the thread that started it: start it in one that lives as long as it is needed.
+multiprocessing is not used: it would import the run's main module again, and starts a helper process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, Protocol, TypeVar
+
+from rlft.system.process import signals
+from rlft.system.process.running_time import TICK_S, RunningTime, is_stopped
+
+BOOT = """
+import ctypes, importlib, json, os, signal, sys
+with open(int(sys.argv.pop(1))) as start:
+    parent, path, module, function = json.load(start)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # it ends with its parent
+if os.getppid() != parent:
+    os._exit(1)
+sys.path[:] = path
+getattr(importlib.import_module(module), function)()
+"""
+"""The program of a process, whose first argument is the descriptor of a pipe; the others are its own."""
+READY = "ready"
+"""The first message of a child that is one of several (`Children`)."""
+START_LIMIT_S = 300.0
+STOPPED_LIMIT_S = 300.0
+"""Seconds that a child may be stopped (SIGSTOP) while this process goes on, before another one gets its work."""
+MAX_FAILED_STARTS = 3  # in a row, without a successful one in between
+GRACE_S = 1.0  # added to a worker's own limit, which reports more: the parent's is for code that ignores signals
+END_S = 10.0
+"""Seconds that the system may take to end a process that was killed."""
+EXIT_S = 1.0
+"""Seconds that a child which has closed its connection may take to end by itself, so that its exit code is known."""
+
+
+class Process(Protocol):
+    """The part of `subprocess.Popen` that a child needs."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def start_python(
+    target: str,
+    words: Sequence[str] = (),
+    *,
+    descriptors: Sequence[int] = (),
+    output: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+) -> subprocess.Popen[bytes]:
+    """A Python process that calls a function without arguments, and ends with the thread that has started it.
+
+    Args:
+        target: the function, as `module:function`.
+        words: its command line, sys.argv[1:].
+        descriptors: open files that it inherits.
+        output: descriptor of the file for what it prints; None for the output of this process.
+        environment: environment variables, in addition to those of this process.
+        cwd: its folder; None for that of this process.
+    """
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "w") as start:
+        json.dump([os.getpid(), [*map(str, sys.path)], *target.split(":")], start)
+        start.flush()
+        return subprocess.Popen(
+            [sys.executable, "-c", BOOT, str(reading), *words],
+            pass_fds=(reading, *descriptors),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **(environment or {})},
+            cwd=cwd,
+        )
+
+
+def start_server(
+    name: str, descriptors: Sequence[int], output: int | None, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """The process of a `Child`, which serves the first of these descriptors."""
+    words = [name, str(descriptors[0])]
+    return start_python(f"{__name__}:main", words, descriptors=descriptors, output=output, environment=environment)
+
+
+Start = Callable[[str, Sequence[int], int | None, Mapping[str, str]], Process]
+"""Starts a process like `start_server`."""
+
+
+class Child:
+    """A process that serves one connection, shielded from signals to the whole job.
+
+    It leads a process group, with which it is ended: whatever it has started ends with it.
+
+    Args:
+        name: what it is; shown in its command line.
+        target: `module:function`, called in the process with its end of the connection and the arguments.
+        arguments: they are pickled, and should be small, because sending them may wait for the process.
+        descriptors: open files that it inherits.
+        output: descriptor of the file for what it prints; None for the output of this process.
+        environment: environment variables, in addition to those of this process.
+        start: starts the process; tests fork it instead.
+
+    Attributes:
+        connection: our end of the connection.
+        left_s: seconds that its work, or its start, may still take, counted while both it and this process run.
+        stopped_s: seconds for which only the child has been stopped.
+        is_ready: whether it has sent READY.
+        is_busy: whether it has work that it has not answered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        arguments: Sequence[Any],
+        *,
+        descriptors: Sequence[int] = (),
+        output: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        start: Start = start_server,
+    ) -> None:
+        # Pickled first: an argument that cannot be pickled starts no process.
+        message = pickle.dumps((target, tuple(arguments)), pickle.HIGHEST_PROTOCOL)
+        ours, theirs = socket.socketpair()
+        # A signal to the whole job while Python starts would end it: the mask is inherited until it handles them.
+        with theirs, signals.blocked():
+            self._process = start(name, (theirs.fileno(), *descriptors), output, environment or {})
+        self.connection = Connection(ours.detach())
+        self.left_s, self.stopped_s = START_LIMIT_S, 0.0
+        self.is_ready = self.is_busy = False
+        with contextlib.suppress(OSError):  # it has died already, which is noticed when it is waited for
+            self.connection.send_bytes(message)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, message: bytes, limit_s: float) -> bool:
+        """Sends pickled work, which may take `limit_s`; returns False if the child has died while it was idle."""
+        try:
+            self.connection.send_bytes(message)
+        except OSError:
+            return False
+        self.left_s, self.stopped_s, self.is_busy = limit_s, 0.0, True
+        return True
+
+    def receive(self) -> Any:
+        """What it has sent; `Ended`, after ending it, if there is nothing or it is not readable."""
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+            if self.connection.poll():
+                message = self.connection.recv()
+                self.is_busy = False
+                return message
+        was_stopped = self.stopped_s > STOPPED_LIMIT_S
+        is_late = self.left_s <= 0 and not was_stopped and self.is_alive()
+        if not is_late and not was_stopped:
+            self.wait(EXIT_S)
+        self.end()
+        return Ended(how=self.how_it_ended(), is_late=is_late, was_stopped=was_stopped)
+
+    def how_it_ended(self) -> str:
+        """The meaning of its exit code, as the end of a sentence."""
+        return how_it_ended(self._process.poll())
+
+    def kill(self) -> None:
+        """Ends it and everything that it has started by SIGKILL, without waiting for the end."""
+        if self.is_alive():
+            kill_group(self._process.pid)
+            self._process.kill()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it has ended, at most `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def end(self) -> None:
+        """Ends it, whatever it is doing, and the connection. Safe to call twice."""
+        self.kill()
+        self.wait(END_S)
+        self.connection.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A child has ended instead of answering.
+
+    Attributes:
+        how: the end of a sentence, such as "was killed by SIGSEGV".
+        is_late: whether it was ended because its time limit had passed.
+        was_stopped: whether it was ended because somebody had stopped it and not continued it.
+    """
+
+    how: str
+    is_late: bool
+    was_stopped: bool
+
+
+class Beside(Protocol):
+    """What else a thread does while it waits for children."""
+
+    def fileno(self) -> int:
+        """A file descriptor that can be read when there is something to do."""
+        ...
+
+    def attend(self) -> None:
+        """Does it, while the time of the children goes on."""
+        ...
+
+
+AnyChild = TypeVar("AnyChild", bound=Child)
+
+
+def wait_for(children: Sequence[AnyChild], clock: RunningTime, beside: Beside | None = None) -> list[AnyChild]:
+    """Waits a moment; returns the children that have sent something, have died or are out of time."""
+    left_s = min((child.left_s for child in children), default=0.0)
+    waited: list[Any] = [*(child.connection for child in children), *([] if beside is None else [beside])]
+    readable = wait(waited, timeout=max(0.0, min(left_s, TICK_S)))
+    passed = clock.since_last()
+    for child in children:
+        if is_stopped(child.pid):
+            child.stopped_s += passed
+        else:
+            child.left_s -= passed
+            child.stopped_s = 0.0
+    if beside is not None and beside in readable:
+        beside.attend()
+    return [
+        child
+        for child in children
+        if child.connection in readable
+        or child.left_s <= 0
+        or child.stopped_s > STOPPED_LIMIT_S
+        or not child.is_alive()
+    ]
+
+
+class Children(Generic[AnyChild]):
+    """Several children, each of which answers one message at a time; their first message is READY.
+
+    There are no threads: the calling thread sends work and waits with deadlines. So it is known at once which work a
+    dead child had, and a killed one cannot leave a lock taken. Make it where the children are used.
+
+    Args:
+        start: starts one.
+        number: how many there are.
+        what: what they are, such as "reward workers".
+        error: makes the exception for children that cannot start, of its text.
+    """
+
+    def __init__(
+        self, start: Callable[[], AnyChild], number: int, what: str, error: Callable[[str], Exception]
+    ) -> None:
+        self._start, self._what, self._error = start, what, error
+        self._failed_starts = 0
+        self._clock = RunningTime()
+        self.all = [start() for _ in range(number)]
+        atexit.register(self.close)
+
+    def begin(self) -> None:
+        """Replaces children that an interrupted wait has left busy or ended; the time before is not counted."""
+        for child in [child for child in self.all if child.is_busy or child.connection.closed]:
+            self.replace(child)
+        self._clock.since_last()
+
+    def answers(self, beside: Beside | None = None) -> Iterator[tuple[AnyChild, Any]]:
+        """Waits a moment for children that are busy or start: (child, its answer, or `Ended`).
+
+        Whoever gets `Ended` replaces the child. One that has ended before it was ready is replaced here.
+
+        Raises:
+            Exception: children cannot start, by `error`.
+        """
+        for child in wait_for(
+            [child for child in self.all if child.is_busy or not child.is_ready], self._clock, beside
+        ):
+            answer = child.receive()
+            if child.is_ready:
+                yield child, answer
+            elif isinstance(answer, Ended):
+                self._failed_starts += not answer.was_stopped
+                if self._failed_starts == MAX_FAILED_STARTS:
+                    how = "took too long to start" if answer.is_late else f"{answer.how} before their first task"
+                    raise self._error(f"{MAX_FAILED_STARTS} {self._what} in a row {how}; see their output above")
+                self.replace(child)
+            elif answer != READY:
+                raise self._error(f"cannot be started in its {self._what} ({answer}); repair it")
+            else:
+                child.is_ready, self._failed_starts = True, 0
+
+    def replace(self, child: AnyChild) -> AnyChild:
+        """Ends a child, and starts another one in its place."""
+        child.end()
+        self.all[self.all.index(child)] = new = self._start()
+        return new
+
+    def close(self) -> None:
+        """Ends the children, whatever they are doing. Safe to call twice."""
+        atexit.unregister(self.close)
+        for child in self.all:
+            child.end()
+        self.all = []
+
+
+def main() -> None:
+    """The process of a child, whose command line is its name and the descriptor of its end of the connection."""
+    serve(Connection(int(sys.argv[2])))
+
+
+def serve(connection: Connection) -> None:
+    """Calls the child's function, until the parent closes its end of the connection or dies; then ends the process."""
+    signals.outlive()
+    os.setpgid(0, 0)
+    with contextlib.suppress(EOFError, ConnectionError):
+        target, arguments = pickle.loads(connection.recv_bytes())
+        function_of(target)(connection, *arguments)
+    end_group()
+
+
+def end_group() -> None:
+    """Ends this process and all that it has started; threads and exit handlers of libraries may hang."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def kill_group(pid: int) -> None:
+    """Ends all processes of the group that this process leads, those that it has started included, if it leads one."""
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def function_of(target: str) -> Callable[..., Any]:
+    """The callable that `package.module:callable` names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def how_it_ended(exitcode: int | None) -> str:
+    """The meaning of an exit code, as the end of a sentence.
+
+    >>> how_it_ended(3), how_it_ended(-11)
+    ('ended with exit code 3', 'was killed by SIGSEGV')
+    """
+    if exitcode is not None and exitcode < 0:
+        cause = ", perhaps by the system for want of memory" if exitcode == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-exitcode).name}{cause}"
+    return f"ended with exit code {exitcode}"
