@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.batch import collate
 from rlft.config.schema import AlarmsConfig, FreshnessConfig, OverlapConfig, RunConfig
 from rlft.data.prompts import PromptSet, left_out
@@ -67,7 +67,7 @@ class State:
     """
 
     step: int
-    algorithm: Algorithm
+    algorithm: Objective
 
 
 class Session(RunShell):
