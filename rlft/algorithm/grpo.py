@@ -74,9 +74,8 @@ class GRPO(RatioObjective):
     supervision: Supervision
     std: Std
     eps: NonNegativeFloat
-    # The defaults are those of runs that began before these keys existed.
-    credit_span: CreditSpan = CreditSpan.trajectory
-    reward_aggregation: RewardAggregation = RewardAggregation.sum_then_normalize
+    credit_span: CreditSpan
+    reward_aggregation: RewardAggregation
 
     def __post_init__(self) -> None:
         super().__post_init__()

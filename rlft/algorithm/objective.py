@@ -131,7 +131,7 @@ class Objective(ABC):
     mismatch: Mismatch
     mismatch_low: NonNegativeFloat
     mismatch_high: PositiveFloat
-    off_policy_limit: PositiveFloat | None = None  # runs that began before this key existed have no limit
+    off_policy_limit: PositiveFloat | None
 
     def __post_init__(self) -> None:
         if not self.mismatch_low <= 1 <= self.mismatch_high:
@@ -447,9 +447,8 @@ class RatioObjective(Objective):
     clip_low: Fraction
     clip_high: NonNegativeFloat
     dual_clip: PositiveFloat | None
-    # Runs that began before these keys existed have no surrogate that reads them.
-    tau_positive: PositiveFloat = 1.0
-    tau_negative: PositiveFloat = 1.05
+    tau_positive: PositiveFloat
+    tau_negative: PositiveFloat
 
     def __post_init__(self) -> None:
         super().__post_init__()

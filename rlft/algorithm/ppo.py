@@ -99,7 +99,7 @@ class PPO(RatioObjective):
     value_coef: NonNegativeFloat
     value_clip: PositiveFloat | None
     ptx_coef: NonNegativeFloat
-    credit_span: CreditSpan = CreditSpan.trajectory  # as in runs that began before this key existed
+    credit_span: CreditSpan
 
     @property
     def needs_values(self) -> bool:

@@ -145,7 +145,7 @@ class Session(RunShell):
             return
         config = self.roles.adapter_config()
         self._previous = Adapter(version=saved.step - 1, weights=saved.tensors["sampler"], config=config)
-        if len(values["scores"] or ()) == self.freshness.num_tokens:  # older versions compared fewer in 16 bits
+        if len(values["scores"] or ()) == self.freshness.num_tokens:  # another device may have compared fewer
             self.freshness.history[saved.step - 1] = values["scores"]
 
     def rehearse(self, step: int) -> None:
