@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlft.algorithm.protocol import Algorithm
+    from rlft.algorithm.objective import Objective
 
 __version__ = "0.1.0"
 __all__ = ["load_algorithm", "main"]
@@ -21,7 +21,7 @@ def main() -> None:
     cli.main()
 
 
-def load_algorithm(name: str, **overrides: Any) -> Algorithm:
+def load_algorithm(name: str, **overrides: Any) -> Objective:
     """The algorithm of configs/algorithm/<name>.yaml with these keys overridden; needs no model.
 
     >>> load_algorithm("grpo", clip_high=0.28).clip_high

@@ -45,7 +45,6 @@ from rlft.config import catalog
 from rlft.config import compose as config
 from rlft.config import overrides as command_line
 from rlft.config.flat import flatten
-from rlft.config.schema import ADDED_KEYS
 from rlft.logger.jsonl import EVALUATIONS, METRICS, read_lines
 from rlft.logger.text import duration
 from rlft.runs import run_folder
@@ -452,7 +451,7 @@ def changed_keys(job: Job) -> list[str]:
         return []
     saved = run_folder.read(job.folder)
     saved.pop(run_folder.ORIGIN, None)
-    before, now = {**ADDED_KEYS, **flatten(saved)}, {**ADDED_KEYS, **flatten(job.config)}
+    before, now = flatten(saved), flatten(job.config)
     absent = object()
     return [
         f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}"

@@ -63,6 +63,7 @@ def make_up(
     """The folder of a finished run of `job`: an evaluation before and after every step."""
     job.folder.mkdir(parents=True)
     origin = {"origin": {"torch": "2.13.0", "commit": "abc123"} | ({"trl": trl} if trl else {})}
+    origin["origin"]["whole"] = True  # as the last key of a file that was written to its end
     (job.folder / "config.yaml").write_text(yaml.safe_dump({**job.config, **origin}))
     metrics = [
         {"step": step, "reward/mean": 0.5, "time/step": seconds, "memory/peak_bytes": peak}

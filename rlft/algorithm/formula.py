@@ -1,4 +1,4 @@
-"""The loss of an algorithm as formulas: the lines of its family's docstring that apply with its keys.
+"""The loss of an algorithm as formulas: the lines of docstrings that apply with its keys.
 
 The docstring of a family's module has definitions, indented by four spaces, among them the loss `L`:
 
@@ -10,15 +10,16 @@ The docstring of a family's module has definitions, indented by four spaces, amo
 
 The right-hand side is Python code of keys, symbols and other definitions. A line that begins with + or - continues the
 definition above. A condition joins `key=value`, `key=value|value`, `key!=value` and `key > number` with `and`.
-Definitions that L does not use, directly or indirectly, are left out, so that they need no condition.
+What L uses, directly or indirectly, and the module does not define, is defined by the modules of the classes that its
+class builds on (objective.py has what all families share). What L does not use is left out.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -71,10 +72,10 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """The part of a docstring that applies to an algorithm.
+    """The definitions that apply to an algorithm.
 
     Attributes:
-        lines: definitions `name = ...`, each on one line, in the order of the docstring.
+        lines: definitions `name = ...`, each on one line, in the order of the docstrings.
         symbols: `{name: its meaning}` of the symbols in the lines.
     """
 
@@ -82,7 +83,7 @@ class Formula:
     symbols: Mapping[str, str]
 
 
-def formula_of(algorithm: Any, keys: Mapping[str, Any]) -> Formula | None:
+def formula_of(algorithm: type, keys: Mapping[str, Any]) -> Formula | None:
     """The loss of an algorithm as formulas; None where its module states none.
 
     Args:
@@ -90,41 +91,77 @@ def formula_of(algorithm: Any, keys: Mapping[str, Any]) -> Formula | None:
         keys: {key: value} of the algorithm.
 
     Raises:
-        ValueError: the docstring of the module breaks the rules above.
+        ValueError: a docstring breaks the rules above.
     """
-    return formula(sys.modules[algorithm.__module__].__doc__ or "", keys)
+    return formula(docstrings_of(algorithm), keys)
 
 
-def formula(docstring: str, keys: Mapping[str, Any]) -> Formula | None:
-    """Like `formula_of`, from the docstring of the module."""
+def docstrings_of(algorithm: type) -> list[str]:
+    """The docstrings of the modules of a class and of the classes that it builds on, nearest first."""
+    return [
+        sys.modules[module].__doc__ or "" for module in dict.fromkeys(base.__module__ for base in algorithm.__mro__)
+    ]
+
+
+def formula(docstrings: Sequence[str], keys: Mapping[str, Any]) -> Formula | None:
+    """Like `formula_of`, from docstrings; the first states L, and a name means what the first that defines it says."""
+    definitions: dict[str, list[_Definition]] = {}
+    symbols = dict(SYMBOLS)
+    for docstring in docstrings:
+        of_docstring, own_symbols = _read(docstring)
+        definitions = definitions | {name: of_docstring[name] for name in of_docstring if name not in definitions}
+        symbols = own_symbols | symbols
+        if LOSS not in definitions:
+            return None
     lines: dict[str, str] = {}
-    for name, line in _applying_definitions(docstring.splitlines(), keys):
-        if name in lines:
-            raise ValueError(f"{name} has two definitions with these keys: {lines[name]!r} and {line!r}")
-        lines[name] = line
-    if LOSS not in lines:
-        return None
-    used = _names_used(lines)
-    own_symbols = {match["name"]: match["meaning"] for match in map(_SYMBOL.fullmatch, docstring.splitlines()) if match}
-    symbols = {name: meaning for name, meaning in {**SYMBOLS, **own_symbols}.items() if name in used}
-    return Formula(lines=tuple(line for name, line in lines.items() if name in used), symbols=symbols)
+    used: set[str] = set()
+    waiting = [LOSS]
+    while waiting:
+        name = waiting.pop()
+        if name not in used:
+            used.add(name)
+            applying = [each.line(keys) for each in definitions.get(name, []) if _holds(each.condition, keys)]
+            if len(applying) > 1:
+                raise ValueError(f"{name} has two definitions with these keys: {applying[0]!r} and {applying[1]!r}")
+            if applying:
+                lines[name] = applying[0]
+                waiting += _NAME.findall(applying[0])
+    return Formula(
+        lines=tuple(lines[name] for name in definitions if name in lines),
+        symbols={name: meaning for name, meaning in symbols.items() if name in used},
+    )
 
 
-def _applying_definitions(docstring: list[str], keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, whole definition) of those whose condition holds, each with the further terms whose condition holds."""
-    name = line = ""
-    for docstring_line in docstring:
-        definition, term = _DEFINITION.fullmatch(docstring_line), _TERM.fullmatch(docstring_line)
-        if term is not None:
-            line += f" {term['value']}" if name and _holds(term["condition"], keys) else ""
+@dataclass(slots=True)
+class _Definition:
+    """One definition of a name: its first line, its further terms, each with its condition."""
+
+    value: str
+    condition: str | None
+    terms: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def line(self, keys: Mapping[str, Any]) -> str:
+        return " ".join([self.value, *(term for term, condition in self.terms if _holds(condition, keys))])
+
+
+def _read(docstring: str) -> tuple[dict[str, list[_Definition]], dict[str, str]]:
+    """({name: its definitions; none of a symbol}, {symbol: its meaning}) of a docstring."""
+    definitions: dict[str, list[_Definition]] = {}
+    symbols: dict[str, str] = {}
+    current: _Definition | None = None
+    for line in docstring.splitlines():
+        if (term := _TERM.fullmatch(line)) is not None:
+            if current is not None:
+                current.terms.append((term["value"], term["condition"]))
             continue
-        if name:
-            yield name, line
-        name = line = ""
-        if definition is not None and _holds(definition["condition"], keys):
-            name, line = definition["name"], f"{definition['head']} = {definition['value']}"
-    if name:
-        yield name, line
+        current = None
+        if (match := _DEFINITION.fullmatch(line)) is not None:
+            current = _Definition(f"{match['head']} = {match['value']}", match["condition"])
+            definitions.setdefault(match["name"], []).append(current)
+        elif (symbol := _SYMBOL.fullmatch(line)) is not None:
+            symbols[symbol["name"]] = symbol["meaning"]
+            definitions.setdefault(symbol["name"], [])
+    return definitions, symbols
 
 
 def _holds(condition: str | None, keys: Mapping[str, Any]) -> bool:
@@ -147,15 +184,3 @@ def _word(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return words[value]
     return str(value.value if isinstance(value, Enum) else value)
-
-
-def _names_used(lines: Mapping[str, str]) -> set[str]:
-    """Every name that the loss uses, directly or through other definitions."""
-    names: set[str] = set()
-    waiting = [LOSS]
-    while waiting:
-        name = waiting.pop()
-        if name not in names:
-            names.add(name)
-            waiting += _NAME.findall(lines.get(name, ""))
-    return names

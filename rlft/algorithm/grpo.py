@@ -3,48 +3,12 @@
 Dr. GRPO, GSPO, GSPO-token, DAPO, CISPO, SAPO, GMPO, GDPO and GRPO with process rewards are the same class with other
 keys: see configs/algorithm/.
 
-The complete loss of an update, with the keys of configs/algorithm/grpo.yaml; a line applies where its `if` holds.
-`rlft algorithms <name>` prints the lines that apply to an algorithm. The symbols of all families are in formula.py.
+The loss of an update, with the keys of configs/algorithm/grpo.yaml; formula.py says how to read it. What is not
+defined here is in objective.py; `rlft algorithms <name>` prints all lines that apply to an algorithm.
 
     L = agg(w * m * S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
       - entropy_coef * agg(H)                                       if entropy_coef > 0
-
-    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
-    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
-    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
-    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
-
-    S = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)       if surrogate=clipped and dual_clip=null
-    S = -max(C, dual_clip * min(A, 0))                              if surrogate=clipped and dual_clip!=null
-    S = -r * A                                                      if surrogate=importance
-    S = -A * lp                                                     if surrogate=policy_gradient
-    S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
-    S = -gate(tau_positive) * max(A, 0) - gate(tau_negative) * min(A, 0)    if surrogate=sapo
-    S = -s_high * max(A, 0) - s_low * min(A, 0)                     if surrogate=gmpo
-    C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
-    gate(x) = 4 / x * sigmoid(x * (r - 1))
-    s_high = exp(mean_t(min(lp - lp_old, clip_high)))
-    s_low = exp(mean_t(max(lp - lp_old, -clip_low)))
-    r = exp(lp - lp_old)                                            if ratio=token
-    r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
-    r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
-
-    w = 1                                                           if mismatch=off|auto
-    w = min(v, mismatch_high)           if mismatch=token_truncate|sequence_truncate|sequence_product_truncate
-    w = v * within(v, mismatch_low, mismatch_high)      if mismatch=token_mask|sequence_mask|sequence_product_mask
-    v = exp(lp_old - lp_smp)                                        if mismatch=token_truncate|token_mask
-    v = exp(mean_t(lp_old - lp_smp))                                if mismatch=sequence_truncate|sequence_mask
-    v = exp(sum_t(lp_old - lp_smp))     if mismatch=sequence_product_truncate|sequence_product_mask
-    m = 1                                                           if off_policy_limit=null
-    m = max(A >= 0, mean_t(lp_smp - lp) <= off_policy_limit)        if off_policy_limit!=null
-
-    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
-    KL = d                                                          if kl_estimator=k1
-    KL = d ** 2 / 2                                                 if kl_estimator=k2
-    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
-    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
-    d = lp - lp_ref
 
 Credit: the advantage A of all tokens of a completion is its score normalised among its siblings, exactly 0 in a group
 of equal scores. With process rewards, or rewards of turns, a token has the sum of the normalised scores of the steps
@@ -59,14 +23,6 @@ that end at or after it, in its turn or in the whole trajectory. Several rewards
     z(x) = (x - mean_group(x)) / (std_all(x) + eps)                 if std=batch
     z(x) = x - mean_group(x)                                        if std=none
     Z = sum_k(weight_k * z(reward_k))
-
-    R = reward + sum_t(step)
-      - kl_coef * sum_t(KL_old)                                     if kl_coef > 0 and kl_in=reward
-
-    KL_old = d_old                                                  if kl_estimator=auto|k1
-    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
-    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
-    d_old = lp_old - lp_ref
 
 Differences from the paper: the KL coefficient is 0 by default (in the paper 0.04); the standard deviation is that of a
 sample, with eps added (the paper does not specify it); a correction for the generator/trainer gap can be switched on;
@@ -118,9 +74,8 @@ class GRPO(RatioObjective):
     supervision: Supervision
     std: Std
     eps: NonNegativeFloat
-    # The defaults are those of runs that began before these keys existed.
-    credit_span: CreditSpan = CreditSpan.trajectory
-    reward_aggregation: RewardAggregation = RewardAggregation.sum_then_normalize
+    credit_span: CreditSpan
+    reward_aggregation: RewardAggregation
 
     def __post_init__(self) -> None:
         super().__post_init__()

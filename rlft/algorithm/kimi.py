@@ -1,25 +1,13 @@
 """Kimi k1.5: mirror descent, a squared log-ratio in place of a clip. arXiv 2501.12599, section 2.3.
 
-The complete loss of an update, with the keys of configs/algorithm/kimi.yaml; a line applies where its `if` holds.
-`rlft algorithms <name>` prints the lines that apply to an algorithm. The symbols of all families are in formula.py.
+The loss of an update, with the keys of configs/algorithm/kimi.yaml; formula.py says how to read it. What is not
+defined here is in objective.py; `rlft algorithms <name>` prints all lines that apply to an algorithm.
 
     L = agg(S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
       - entropy_coef * agg(H)                                       if entropy_coef > 0
 
-    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
-    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
-    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
-    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
-
     S = -A * lp + tau / 2 * sum_t(lp - lp_old) ** 2 / n
-
-    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
-    KL = d                                                          if kl_estimator=k1
-    KL = d ** 2 / 2                                                 if kl_estimator=k2
-    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
-    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
-    d = lp - lp_ref
 
 Credit: the advantage A of all tokens of a completion is its score minus its group's baseline. Summed over a
 completion, S is then -(R - b) log pi(o) + tau / 2 (log pi / pi_old (o))^2.
@@ -27,14 +15,6 @@ completion, S is then -(R - b) log pi(o) + tau / 2 (log pi / pi_old (o))^2.
     A = R - b
     b = mean_group(R)                                               if baseline=mean
     b = tau * log(mean_group(exp(R / tau)))                         if baseline=soft
-
-    R = reward + sum_t(step)
-      - kl_coef * sum_t(KL_old)                                     if kl_coef > 0 and kl_in=reward
-
-    KL_old = d_old                                                  if kl_estimator=auto|k1
-    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
-    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
-    d_old = lp_old - lp_ref
 
 Symbols of this family:
 

@@ -3,6 +3,54 @@
 A family (grpo, reinforce, ppo, kimi, opd) computes advantages in `credit`; an algorithm is a YAML file of a family.
 `Objective` leaves the policy term open; `RatioObjective` has the surrogates made of ratios and log-probs, and is the
 base class of all families but Kimi's.
+
+What the losses of the families have in common, as formula.py reads it. Of a policy term made of ratios:
+
+    S = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)       if surrogate=clipped and dual_clip=null
+    S = -max(C, dual_clip * min(A, 0))                              if surrogate=clipped and dual_clip!=null
+    S = -r * A                                                      if surrogate=importance
+    S = -A * lp                                                     if surrogate=policy_gradient
+    S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
+    S = -gate(tau_positive) * max(A, 0) - gate(tau_negative) * min(A, 0)    if surrogate=sapo
+    S = -s_high * max(A, 0) - s_low * min(A, 0)                     if surrogate=gmpo
+    C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+    gate(x) = 4 / x * sigmoid(x * (r - 1))
+    s_high = exp(mean_t(min(lp - lp_old, clip_high)))
+    s_low = exp(mean_t(max(lp - lp_old, -clip_low)))
+    r = exp(lp - lp_old)                                            if ratio=token
+    r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
+    r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
+
+Weights for the mismatch between engine and trainer, and for lag; means; the KL term; scores of completions:
+
+    w = 1                                                           if mismatch=off|auto
+    w = min(v, mismatch_high)           if mismatch=token_truncate|sequence_truncate|sequence_product_truncate
+    w = v * within(v, mismatch_low, mismatch_high)      if mismatch=token_mask|sequence_mask|sequence_product_mask
+    v = exp(lp_old - lp_smp)                                        if mismatch=token_truncate|token_mask
+    v = exp(mean_t(lp_old - lp_smp))                                if mismatch=sequence_truncate|sequence_mask
+    v = exp(sum_t(lp_old - lp_smp))     if mismatch=sequence_product_truncate|sequence_product_mask
+    m = 1                                                           if off_policy_limit=null
+    m = max(A >= 0, mean_t(lp_smp - lp) <= off_policy_limit)        if off_policy_limit!=null
+
+    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
+    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
+    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
+    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
+
+    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
+    KL = d                                                          if kl_estimator=k1
+    KL = d ** 2 / 2                                                 if kl_estimator=k2
+    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
+    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
+    d = lp - lp_ref
+
+    R = reward + sum_t(step)
+      - kl_coef * sum_t(KL_old)                                     if kl_coef > 0 and kl_in=reward
+
+    KL_old = d_old                                                  if kl_estimator=auto|k1
+    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
+    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
+    d_old = lp_old - lp_ref
 """
 
 from __future__ import annotations
@@ -83,7 +131,7 @@ class Objective(ABC):
     mismatch: Mismatch
     mismatch_low: NonNegativeFloat
     mismatch_high: PositiveFloat
-    off_policy_limit: PositiveFloat | None = None  # runs that began before this key existed have no limit
+    off_policy_limit: PositiveFloat | None
 
     def __post_init__(self) -> None:
         if not self.mismatch_low <= 1 <= self.mismatch_high:
@@ -399,9 +447,8 @@ class RatioObjective(Objective):
     clip_low: Fraction
     clip_high: NonNegativeFloat
     dual_clip: PositiveFloat | None
-    # Runs that began before these keys existed have no surrogate that reads them.
-    tau_positive: PositiveFloat = 1.0
-    tau_negative: PositiveFloat = 1.05
+    tau_positive: PositiveFloat
+    tau_negative: PositiveFloat
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,50 +3,14 @@
 PPO with a penalty instead of the clip, PPO with pretraining text, and A2C (arXiv 1602.01783) are the same class with
 other keys: see configs/algorithm/.
 
-The complete loss of an update, with the keys of configs/algorithm/ppo.yaml; a line applies where its `if` holds.
-`rlft algorithms <name>` prints the lines that apply to an algorithm. The symbols of all families are in formula.py.
+The loss of an update, with the keys of configs/algorithm/ppo.yaml; formula.py says how to read it. What is not
+defined here is in objective.py; `rlft algorithms <name>` prints all lines that apply to an algorithm.
 
     L = agg(w * m * S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
       - entropy_coef * agg(H)                                       if entropy_coef > 0
       + value_coef * agg(E)
       - ptx_coef * mean_text(lp_text)                               if ptx_coef > 0
-
-    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
-    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
-    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
-    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
-
-    S = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)       if surrogate=clipped and dual_clip=null
-    S = -max(C, dual_clip * min(A, 0))                              if surrogate=clipped and dual_clip!=null
-    S = -r * A                                                      if surrogate=importance
-    S = -A * lp                                                     if surrogate=policy_gradient
-    S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
-    S = -gate(tau_positive) * max(A, 0) - gate(tau_negative) * min(A, 0)    if surrogate=sapo
-    S = -s_high * max(A, 0) - s_low * min(A, 0)                     if surrogate=gmpo
-    C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
-    gate(x) = 4 / x * sigmoid(x * (r - 1))
-    s_high = exp(mean_t(min(lp - lp_old, clip_high)))
-    s_low = exp(mean_t(max(lp - lp_old, -clip_low)))
-    r = exp(lp - lp_old)                                            if ratio=token
-    r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
-    r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
-
-    w = 1                                                           if mismatch=off|auto
-    w = min(v, mismatch_high)           if mismatch=token_truncate|sequence_truncate|sequence_product_truncate
-    w = v * within(v, mismatch_low, mismatch_high)      if mismatch=token_mask|sequence_mask|sequence_product_mask
-    v = exp(lp_old - lp_smp)                                        if mismatch=token_truncate|token_mask
-    v = exp(mean_t(lp_old - lp_smp))                                if mismatch=sequence_truncate|sequence_mask
-    v = exp(sum_t(lp_old - lp_smp))     if mismatch=sequence_product_truncate|sequence_product_mask
-    m = 1                                                           if off_policy_limit=null
-    m = max(A >= 0, mean_t(lp_smp - lp) <= off_policy_limit)        if off_policy_limit!=null
-
-    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
-    KL = d                                                          if kl_estimator=k1
-    KL = d ** 2 / 2                                                 if kl_estimator=k2
-    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
-    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
-    d = lp - lp_ref
 
     E = (V - G) ** 2 / (2 * s ** 2)                                 if value_clip=null
     E = max((V - G) ** 2, (V_clipped - G) ** 2) / (2 * s ** 2)      if value_clip!=null
@@ -74,11 +38,6 @@ separate episode, with the rewards of its own steps and, at its end, the reward 
       - kl_coef * KL_old                                            if kl_coef > 0 and kl_in=reward
     at_last(x) = at_last_token(x)                                   if credit_span=trajectory
     at_last(x) = at_turn_ends(x)                                    if credit_span=turn
-
-    KL_old = d_old                                                  if kl_estimator=auto|k1
-    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
-    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
-    d_old = lp_old - lp_ref
 
 Symbols of this family:
 
@@ -140,7 +99,7 @@ class PPO(RatioObjective):
     value_coef: NonNegativeFloat
     value_clip: PositiveFloat | None
     ptx_coef: NonNegativeFloat
-    credit_span: CreditSpan = CreditSpan.trajectory  # as in runs that began before this key existed
+    credit_span: CreditSpan
 
     @property
     def needs_values(self) -> bool:

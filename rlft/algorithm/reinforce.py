@@ -2,48 +2,12 @@
 
 RLOO and REINFORCE++ are the same class with other keys: see configs/algorithm/.
 
-The complete loss of an update, with the keys of configs/algorithm/reinforce.yaml; a line applies where its `if` holds.
-`rlft algorithms <name>` prints the lines that apply to an algorithm. The symbols of all families are in formula.py.
+The loss of an update, with the keys of configs/algorithm/reinforce.yaml; formula.py says how to read it. What is not
+defined here is in objective.py; `rlft algorithms <name>` prints all lines that apply to an algorithm.
 
     L = agg(w * m * S)
       + kl_coef * agg(KL)                                           if kl_coef > 0 and kl_in=loss
       - entropy_coef * agg(H)                                       if entropy_coef > 0
-
-    agg(x) = sum_i(sum_t(x)) / N                                    if aggregate=token_mean
-    agg(x) = sum_i(mean_t(x)) / B                                   if aggregate=sequence_mean_token_mean
-    agg(x) = sum_i(sum_t(x)) / B                                    if aggregate=sequence_mean_token_sum
-    agg(x) = sum_i(sum_t(x)) / (B * T_max)                          if aggregate=constant
-
-    S = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)       if surrogate=clipped and dual_clip=null
-    S = -max(C, dual_clip * min(A, 0))                              if surrogate=clipped and dual_clip!=null
-    S = -r * A                                                      if surrogate=importance
-    S = -A * lp                                                     if surrogate=policy_gradient
-    S = -stop(clip(r, 1 - clip_low, 1 + clip_high)) * A * lp        if surrogate=cispo
-    S = -gate(tau_positive) * max(A, 0) - gate(tau_negative) * min(A, 0)    if surrogate=sapo
-    S = -s_high * max(A, 0) - s_low * min(A, 0)                     if surrogate=gmpo
-    C = min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
-    gate(x) = 4 / x * sigmoid(x * (r - 1))
-    s_high = exp(mean_t(min(lp - lp_old, clip_high)))
-    s_low = exp(mean_t(max(lp - lp_old, -clip_low)))
-    r = exp(lp - lp_old)                                            if ratio=token
-    r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
-    r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
-
-    w = 1                                                           if mismatch=off|auto
-    w = min(v, mismatch_high)           if mismatch=token_truncate|sequence_truncate|sequence_product_truncate
-    w = v * within(v, mismatch_low, mismatch_high)      if mismatch=token_mask|sequence_mask|sequence_product_mask
-    v = exp(lp_old - lp_smp)                                        if mismatch=token_truncate|token_mask
-    v = exp(mean_t(lp_old - lp_smp))                                if mismatch=sequence_truncate|sequence_mask
-    v = exp(sum_t(lp_old - lp_smp))     if mismatch=sequence_product_truncate|sequence_product_mask
-    m = 1                                                           if off_policy_limit=null
-    m = max(A >= 0, mean_t(lp_smp - lp) <= off_policy_limit)        if off_policy_limit!=null
-
-    KL = exp(-d) - 1 + d                                            if kl_to=reference and kl_estimator=auto|k3
-    KL = d                                                          if kl_estimator=k1
-    KL = d ** 2 / 2                                                 if kl_estimator=k2
-    KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
-    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
-    d = lp - lp_ref
 
 Credit: the advantage A of a token is the return from that token on, or the score of the whole completion, minus a
 baseline: the mean return of whole completions.
@@ -63,14 +27,6 @@ baseline: the mean return of whole completions.
 
     reward_t = at_last_token(reward) + step
       - kl_coef * KL_old                                            if kl_coef > 0 and kl_in=reward
-
-    R = reward + sum_t(step)
-      - kl_coef * sum_t(KL_old)                                     if kl_coef > 0 and kl_in=reward
-
-    KL_old = d_old                                                  if kl_estimator=auto|k1
-    KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
-    KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
-    d_old = lp_old - lp_ref
 
 Differences from the paper: a baseline may be computed from the batch or from siblings, a KL to the reference may be
 part of the reward, and the loss of REINFORCE++ has PPO's clip.

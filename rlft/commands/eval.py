@@ -11,7 +11,7 @@ from rlft.commands.arguments import check_names_a_model, of_a_run
 from rlft.commands.launch import import_libraries
 from rlft.config import command as verbs
 from rlft.config.compose import USUAL, changed, compose
-from rlft.config.schema import ADDED_KEYS, RunConfig
+from rlft.config.schema import RunConfig
 from rlft.config.token_budget import resolved
 from rlft.plan.train_checks import check_config
 from rlft.runs import references
@@ -29,14 +29,21 @@ Samples the held-out split and prints mean@k and pass@k with standard errors; ev
   rlft eval model.path=embedded:tiny-arithmetic data=arithmetic generation.max_tokens=48"""
 
 
-NO_TEACHER = {key: unset for key, unset in ADDED_KEYS.items() if key.startswith("snapshot.teacher")}
-"""{key of a teacher: its value without one}. An evaluation uses no teacher, whose folder may no longer exist."""
+NO_TEACHER = {
+    "teacher": "none",
+    "teacher_hint": None,
+    "teacher_engine": "transformers",
+    "teacher_dtype": None,
+    "teacher_quantization": None,
+    "teacher_gpu_memory_utilization": 0.3,
+}
+"""{key of `snapshot`: its value without a teacher}. An evaluation uses none, and its folder may no longer exist."""
 
 OF_TRAINING = (
     "steps", "num_prompts", "epochs", "minibatches", "group_size", "prompts_per_step", "name", "hydra", "rollouts",
     "trainer", "algorithm", "critic", "checkpoint", "logger", "alarms", "dynamic_sampling", "reward_model", "pretrain",
     "token_values", "cluster", "overlap", "eval.every", "eval.kl_base", "eval.num_examples",
-    *NO_TEACHER,
+    *(f"snapshot.{key}" for key in NO_TEACHER),
 )  # fmt: skip
 """Keys and sections that an evaluation does not read."""
 
@@ -125,7 +132,7 @@ def as_evaluation(plain: dict[str, Any]) -> dict[str, Any]:
         "scoring": False,
     }
     evaluation = {**plain["eval"], "every": 1, "kl_base": False}
-    snapshot = {**plain["snapshot"], **{key.removeprefix("snapshot."): unset for key, unset in NO_TEACHER.items()}}
+    snapshot = {**plain["snapshot"], **NO_TEACHER}
     return {**plain, "logger": {}, "resume": None, "cluster": cluster, "eval": evaluation, "snapshot": snapshot}
 
 

@@ -34,6 +34,7 @@ from rlft.plan.startup_table import slow_dtype
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs import run_folder, run_status
+from rlft.runs.config_file import FORMAT
 from rlft.runs.next_steps import after_sampling
 from rlft.runs.run_status import PROGRESS
 from rlft.system.disk import writing
@@ -42,7 +43,6 @@ from rlft.system.memory import keep_blocks
 from rlft.system.out_of_memory import Doing, explained
 from rlft.system.seeds import sampling_seeds
 from rlft.system.terminal import program, resuming, say, show
-from rlft.system.versions import FORMAT, problem_of_format
 from rlft.types import Generator, Group, Scores, UserError
 
 SAMPLES = "samples.jsonl"
@@ -91,11 +91,10 @@ def read_progress(folder: Path) -> dict[str, Any]:
         return dict(NOTHING_DONE)
     except run_status.UNREADABLE:
         state = None
-    newer = problem_of_format(state)
-    if newer is None and isinstance(state, dict) and _is_progress(state):
+    if isinstance(state, dict) and _is_progress(state):
         return {name: state[name] for name in NOTHING_DONE}
-    remedy = "update rlft" if newer else "restore the file from a copy, or start a new run"
-    raise UserError("resume", f"{PROGRESS} in that folder {newer or 'is damaged'}", got=folder, remedy=remedy)
+    remedy = "restore the file from a copy, or start a new run"
+    raise UserError("resume", f"{PROGRESS} in that folder is damaged", got=folder, remedy=remedy)
 
 
 def _is_progress(state: Mapping[str, Any]) -> bool:

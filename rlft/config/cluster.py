@@ -12,7 +12,7 @@ from rlft.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Runs begun before there was this section have its defaults: one process does all."""
+    """The `cluster` section. The defaults: one process does all."""
 
     kind: typing.Literal["local", "ray"] = "local"
     address: str | None = None
@@ -42,7 +42,7 @@ def kept_lanes(cluster: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
     """The plain section with a number instead of `lanes: auto`, unless one process does all.
 
     Args:
-        before: the section of the run that is resumed, empty if that run had none; None for a new run.
+        before: the section of the run that is resumed; None for a new run.
     """
     if cluster.get("lanes", "auto") != "auto":
         return dict(cluster)

@@ -21,7 +21,7 @@ from rlft.config import catalog, sampling_keys, suggest
 from rlft.config import command as verbs
 from rlft.config.instantiate import from_mapping
 from rlft.config.instantiate import unknown_key as unknown_in_section
-from rlft.config.schema import ADDED_KEYS, Root, RunConfig
+from rlft.config.schema import Root, RunConfig
 from rlft.config.token_budget import resolved
 from rlft.types import UserError, lone_surrogate
 
@@ -334,7 +334,7 @@ def changed(
                     result[key].setdefault(engine, section[engine])
             else:
                 result[key] = section
-        elif OmegaConf.select(result, key, default=_MISSING) is _MISSING and not _was_added(key, config):
+        elif OmegaConf.select(result, key, default=_MISSING) is _MISSING:
             known = [name for name in suggest.known_keys(verb) if _has(result, name)]
             refused = unknown_key(key, verb, known, got=override.partition("=")[2] or "nothing")
             raise _with_keys_of_section(refused, config, verb) if _is_of_another_library(key, verb) else refused
@@ -348,11 +348,6 @@ def changed(
             except Exception as error:
                 raise refusal(error, verb, key) or error from None
     return plain(result)
-
-
-def _was_added(key: str, config: Mapping[str, Any]) -> bool:
-    """Whether the run is older than this key, but has the key's section."""
-    return key in ADDED_KEYS and isinstance(config.get(key.partition(".")[0]), Mapping)
 
 
 def _rank(key: str, verb: str) -> int:

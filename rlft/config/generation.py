@@ -46,9 +46,9 @@ class GenerationConfig:
     top_p: PositiveFraction
     top_k: NonNegativeInt
     engines: Mapping[str, Any]
-    min_p: Decay = 0.0  # runs begun before this key and the next two existed have none of them
-    stop: Sequence[str | int] = ()
-    include_stop_str_in_output: bool = False
+    min_p: Decay
+    stop: Sequence[str | int]
+    include_stop_str_in_output: bool
 
     def __post_init__(self) -> None:
         if any(stop == "" for stop in self.stop):

@@ -65,7 +65,7 @@ class ModelConfig:
     gradient_checkpointing: bool | Literal["auto"]
     quantization: Quantization | None
     trust_remote_code: bool
-    kernels: KernelChoice = KernelChoice.auto  # runs begun before this key or the next one existed have none
+    kernels: KernelChoice = KernelChoice.auto
     date: str = "auto"
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class LoraSettings:
     dropout: Decay
     target_modules: str | Sequence[str]
     path: str | None
-    use_rslora: bool = False  # runs begun before these two keys existed have neither
+    use_rslora: bool = False
     use_dora: bool = False
 
     @property
@@ -132,7 +132,7 @@ class SnapshotConfig:
     refresh_every: NonNegativeInt
     ema_decay: PositiveFraction | None
     old: Old
-    teacher: str = "none"  # runs begun before these keys existed have none of them
+    teacher: str = "none"
     teacher_hint: str | None = None
     teacher_engine: Literal["transformers", "vllm"] = "transformers"
     teacher_dtype: str | None = None

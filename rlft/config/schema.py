@@ -26,39 +26,6 @@ from rlft.config.model import (
 )
 from rlft.config.trainer import CheckpointConfig, TrainerConfig
 
-ADDED_KEYS: Mapping[str, Any] = {
-    "generation.min_p": 0.0,
-    "generation.stop": [],
-    "generation.include_stop_str_in_output": False,
-    "generation.vllm.share_base": "auto",
-    "generation.vllm.weights": "adapter",
-    "generation.vllm.batch_invariant": False,
-    "lora.use_rslora": False,
-    "lora.use_dora": False,
-    "checkpoint.on_signal": "step",
-    "model.kernels": "auto",
-    "algorithm.off_policy_limit": None,
-    "algorithm.credit_span": "trajectory",
-    "algorithm.reward_aggregation": "sum_then_normalize",
-    "algorithm.tau_positive": 1.0,
-    "algorithm.tau_negative": 1.05,
-    "alarms.sampler_kl": 0.1,
-    "alarms.effective_samples": 0.3,
-    "rollouts.every": 1,
-    "rollouts.keep": None,
-    "cluster.shard_base": False,
-    "data.allow_unscorable": False,
-    "model.date": "auto",
-    "reward.choice.reference_is": "auto",
-    "snapshot.teacher": "none",
-    "snapshot.teacher_hint": None,
-    "snapshot.teacher_engine": "transformers",
-    "snapshot.teacher_dtype": None,
-    "snapshot.teacher_quantization": None,
-    "snapshot.teacher_gpu_memory_utilization": 0.3,
-}
-"""{key: value} of keys that configs of older runs lack, with the values that those runs used."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsConfig:
@@ -125,8 +92,8 @@ class AlarmsConfig:
     value_loss: PositiveFloat | None
     grad_norm: PositiveFloat | None
     constant_reward: PositiveInt | None
-    sampler_kl: PositiveFloat | None = 0.1  # configs of older runs lack this key and the next
-    effective_samples: Fraction | None = 0.3
+    sampler_kl: PositiveFloat | None
+    effective_samples: Fraction | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +186,8 @@ class RunConfig(SamplingRoot):
     pretrain: PretrainConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
-    alarms: AlarmsConfig | None = None  # None for a run that was started before this section existed
-    token_values: TokenValuesConfig | None = None  # as `alarms`
+    alarms: AlarmsConfig | None
+    token_values: TokenValuesConfig | None
     rollouts: RolloutsConfig
     algorithm: Mapping[str, Any]
     logger: Mapping[str, Any]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.config.schema import RunConfig
 from rlft.loop.base_loading import layers_of_rank, load_for_training, load_teacher
 from rlft.loop.session import critic_source, update_settings
@@ -91,7 +91,7 @@ class RankWorker:
             return {name: values[rows] for name, values in self._trainer.annotations(batch, inert_B).items()}
 
     def update(
-        self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int, texts: list[Batch]
+        self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int, texts: list[Batch]
     ) -> list[UpdateRecord]:
         """Computes this rank's part of all updates of a step.
 
@@ -109,7 +109,7 @@ class RankWorker:
         """Moves the snapshots that are due after `step` steps."""
         self._trainer.roles.refresh(step)
 
-    def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
+    def rehearse(self, algorithm: Objective, micro: Batch) -> None:
         with self._exchanging():
             self._trainer.rehearse(algorithm, micro)
 

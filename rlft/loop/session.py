@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.batch import collate
 from rlft.config.schema import AlarmsConfig, FreshnessConfig, OverlapConfig, RunConfig
 from rlft.data.prompts import PromptSet, left_out
@@ -67,7 +67,7 @@ class State:
     """
 
     step: int
-    algorithm: Algorithm
+    algorithm: Objective
 
 
 class Session(RunShell):
@@ -145,7 +145,7 @@ class Session(RunShell):
             return
         config = self.roles.adapter_config()
         self._previous = Adapter(version=saved.step - 1, weights=saved.tensors["sampler"], config=config)
-        if len(values["scores"] or ()) == self.freshness.num_tokens:  # older versions compared fewer in 16 bits
+        if len(values["scores"] or ()) == self.freshness.num_tokens:  # another device may have compared fewer
             self.freshness.history[saved.step - 1] = values["scores"]
 
     def rehearse(self, step: int) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.config.generation import section_of
 from rlft.config.model import ANSWER, CriticKind, teacher_settings
 from rlft.config.model_paths import is_adapter, resolve_path
@@ -22,7 +22,7 @@ from rlft.types import UserError
 
 
 def check_roles(
-    config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, RewardSpec], *, trains: bool = True
+    config: RunConfig, algorithm: Objective, rewards: Mapping[str, RewardSpec], *, trains: bool = True
 ) -> None:
     """Checks that the config has all roles that the algorithm needs, and no role that it does not use.
 
@@ -46,7 +46,7 @@ def check_roles(
     _reward_model(config, rewards, learned)
 
 
-def _reference(config: RunConfig, algorithm: Algorithm) -> None:
+def _reference(config: RunConfig, algorithm: Objective) -> None:
     snapshot = config.snapshot
     if algorithm.needs_reference and snapshot.reference == "none":
         raise UserError(
@@ -85,7 +85,7 @@ def _reference(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def _teacher(config: RunConfig, algorithm: Algorithm) -> None:
+def _teacher(config: RunConfig, algorithm: Objective) -> None:
     snapshot = config.snapshot
     if algorithm.needs_teacher and snapshot.teacher == "none":
         raise UserError(
@@ -199,7 +199,7 @@ def _teacher_engine(config: RunConfig) -> None:
         )
 
 
-def _steps(config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, RewardSpec]) -> None:
+def _steps(config: RunConfig, algorithm: Objective, rewards: Mapping[str, RewardSpec]) -> None:
     engine = config.generation.engines.get(section_of(config.generation.engine))
     environment = environment_of(config)
     if (engine is not None and engine.rewards_turns) or (environment is not None and environment.rewards_turns):
@@ -213,7 +213,7 @@ def _steps(config: RunConfig, algorithm: Algorithm, rewards: Mapping[str, Reward
         )
 
 
-def _text(config: RunConfig, algorithm: Algorithm) -> None:
+def _text(config: RunConfig, algorithm: Objective) -> None:
     """Text that the algorithm does not use is allowed: its loss is measured, but not trained on."""
     if algorithm.needs_text and config.pretrain.path is None:
         raise UserError(
@@ -225,7 +225,7 @@ def _text(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def _critic(config: RunConfig, algorithm: Algorithm) -> None:
+def _critic(config: RunConfig, algorithm: Objective) -> None:
     critic = config.critic
     if algorithm.needs_values and critic.kind is CriticKind.none:
         raise UserError(

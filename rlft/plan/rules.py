@@ -32,13 +32,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedConfig
 
-    from rlft.algorithm.protocol import Algorithm
-
 
 BYTES_OF_16_BITS = 2
 
 
-def check(config: RunConfig, algorithm: Algorithm, *, trains: bool = True) -> None:
+def check(config: RunConfig, algorithm: Objective, *, trains: bool = True) -> None:
     """Checks the rules that need no rewards, model config or data; rules for roles are in `rlft.plan.roles`.
 
     Args:
@@ -71,7 +69,7 @@ def check_name(name: str) -> None:
         raise UserError("name", problem, got=name or "nothing", remedy="leave out slashes, for instance name=first_try")
 
 
-def _sizes(config: RunConfig, algorithm: Algorithm) -> None:
+def _sizes(config: RunConfig, algorithm: Objective) -> None:
     if config.group_size < algorithm.min_group_size:
         raise UserError(
             "group_size",
@@ -111,7 +109,7 @@ def _sizes(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def _weights(config: RunConfig, algorithm: Algorithm) -> None:
+def _weights(config: RunConfig, algorithm: Objective) -> None:
     rewards = config.reward
     if not rewards or not all(isinstance(keys, Mapping) and keys.get("weight") == 0 for keys in rewards.values()):
         return
@@ -129,7 +127,7 @@ def _reward_coef(config: RunConfig) -> float:
     return config.algorithm.get("reward_coef", 0)
 
 
-def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
+def _sampling(config: RunConfig, algorithm: Objective) -> None:
     generation = config.generation
     if generation.temperature == 0:
         raise UserError(
@@ -164,7 +162,7 @@ def _sampling(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def _overlap(config: RunConfig, algorithm: Algorithm) -> None:
+def _overlap(config: RunConfig, algorithm: Objective) -> None:
     """Refuses overlap.lag where no importance weights correct for the older policy."""
     if not config.overlap.lag:
         return
@@ -264,7 +262,7 @@ def check_apart(config: RunConfig, engine: str) -> None:
     separate.on_gpus(config.cluster.gpus_per_engine)
 
 
-def _resampling(config: RunConfig, algorithm: Algorithm) -> None:
+def _resampling(config: RunConfig, algorithm: Objective) -> None:
     if config.dynamic_sampling.max_rounds and algorithm.needs_teacher and not _reward_coef(config):
         raise UserError(
             "dynamic_sampling.max_rounds",
@@ -407,7 +405,7 @@ def no_head(engine: Engine) -> str:
     return f"{engine.title} serves no adapters of {HEAD}"
 
 
-def warnings(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
+def warnings(config: RunConfig, algorithm: Objective) -> tuple[str, ...]:
     """Warnings about valid settings that are usually mistakes, which the run prints at its start."""
     texts = [*algorithm.warnings]
     if (
@@ -685,11 +683,11 @@ def choose_engine(
     return name, reason
 
 
-def resolve_mismatch(config: RunConfig, algorithm: Algorithm, engine: str, *, itemsize: int) -> Algorithm:
+def resolve_mismatch(config: RunConfig, algorithm: Objective, engine: str, *, itemsize: int) -> Objective:
     """The algorithm with `algorithm.mismatch: auto` resolved for this engine.
 
     It is off where sampling is distorted, which a correction cannot undo, and with `snapshot.old: sampled`, which takes
-    the engine's log-probs for the trainer's. An algorithm from outside may have no such key.
+    the engine's log-probs for the trainer's.
 
     Args:
         config: the typed config.
@@ -697,8 +695,6 @@ def resolve_mismatch(config: RunConfig, algorithm: Algorithm, engine: str, *, it
         engine: the name of the engine that samples.
         itemsize: bytes of a weight of the trainer's base.
     """
-    if not isinstance(algorithm, Objective):
-        return algorithm
     generation, chosen = config.generation, config.generation.named(engine)
     differs = chosen.rounds_apart and (itemsize <= BYTES_OF_16_BITS or chosen.rounds)
     undistorted = generation.top_p == 1 and generation.top_k == 0 and config.snapshot.old != "sampled"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.config.compose import build
 from rlft.config.instantiate import instantiate
 from rlft.config.schema import RunConfig
@@ -21,7 +21,7 @@ from rlft.reward.workers.reward_spec import specs
 from rlft.types import Logger
 
 
-def check_config(plain: Mapping[str, Any], *, trains: bool = True) -> tuple[RunConfig, Algorithm, tuple[Logger, ...]]:
+def check_config(plain: Mapping[str, Any], *, trains: bool = True) -> tuple[RunConfig, Objective, tuple[Logger, ...]]:
     """The typed config, its algorithm and loggers, after every rule that needs neither libraries nor files' contents.
 
     Raises:
@@ -36,7 +36,7 @@ def check_config(plain: Mapping[str, Any], *, trains: bool = True) -> tuple[RunC
     return config, algorithm, loggers
 
 
-def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Algorithm, tuple[Logger, ...]]:
+def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
     """The algorithm and the loggers, after every rule that needs neither model nor data."""
     algorithm = instantiate(config.algorithm, "algorithm")
     rules.check(config, algorithm, trains=trains)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.config.generation import AUTO, section_of
 from rlft.config.instantiate import instantiate
 from rlft.config.model import CriticKind, ModelConfig, Old, SnapshotConfig, teacher_settings
@@ -72,7 +72,7 @@ class TrainPlan(Plan):
     """The plan of `rlft train`; `held_out` is None without evaluations, `pretrain_text` without a pretraining loss."""
 
     config: RunConfig
-    algorithm: Algorithm
+    algorithm: Objective
     engine: str
     engine_reason: str
     train_prompts: PromptSet

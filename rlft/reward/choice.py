@@ -110,7 +110,7 @@ class Choice(AnswerKeys):
 
     ignore_case: bool
     choices_field: str | None
-    reference_is: ReferenceIs = ReferenceIs.auto  # configs begun before this key existed have none
+    reference_is: ReferenceIs = ReferenceIs.auto
 
     def __call__(self, group: Group) -> list[float]:
         choices = self._choices(group.prompt)

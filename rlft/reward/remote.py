@@ -90,7 +90,7 @@ class ServerKeys:
     retries: NonNegativeInt
     backoff: NonNegativeFloat
     concurrency: PositiveInt
-    try_first: bool = True  # with a default, since configs of older runs lack it
+    try_first: bool = True
 
     def __post_init__(self) -> None:
         check_url(self.url)

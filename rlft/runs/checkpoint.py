@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlft.runs.config_file import FORMAT, KEY, NewerError, check_format
 from rlft.system.disk import BLOCK, writing
 from rlft.system.files import becoming
-from rlft.system.versions import FORMAT, KEY, problem_of_format
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -212,11 +212,11 @@ def find_damage(folder: Path) -> str | None:
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     try:
-        newer = problem_of_format(json.loads((folder / STATE).read_bytes()))
+        check_format(json.loads((folder / STATE).read_bytes()))
+    except NewerError as error:
+        raise UserError("checkpoint", f"its {STATE} {error}", got=folder, remedy="update rlft") from None
     except (ValueError, RecursionError):
         return f"{STATE} is not JSON"
-    if newer:
-        raise UserError("checkpoint", f"its {STATE} {newer}", got=folder, remedy="update rlft")
     return None
 
 

@@ -20,16 +20,14 @@ from rlft.config import command as verbs
 from rlft.config import generation as engines
 from rlft.config.cluster import kept_lanes
 from rlft.config.flat import flatten
-from rlft.config.schema import ADDED_KEYS
 from rlft.runs import checkpoint, paths, run_status
-from rlft.runs.config_file import CONFIG, ORIGIN, WHOLE, whole_config
+from rlft.runs.config_file import CONFIG, FORMAT, KEY, ORIGIN, WHOLE, NewerError, whole_config
 from rlft.runs.run_status import FILE as STATUS
 from rlft.runs.run_status import LOCK
 from rlft.system import locks
 from rlft.system.disk import writing
 from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming, say
-from rlft.system.versions import FORMAT, KEY, NewerError
 from rlft.tokens.chat_template import AUTO_DATE, today
 from rlft.types import UserError
 
@@ -297,7 +295,7 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuses a config that differs from that of the run in this folder, in a key that may not change."""
     saved = read(folder)
     saved.pop(ORIGIN, None)
-    before, now = {**ADDED_KEYS, **flatten(saved)}, {**ADDED_KEYS, **flatten(config)}
+    before, now = flatten(saved), flatten(config)
     free = {*FREE, *verbs.named(saved["verb"]).free_keys, *engines.free_keys(saved.get("generation", {}))}
     free -= set() if before.get("trainer.schedule") == "constant" else {"steps"}
     changed = [

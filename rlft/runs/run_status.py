@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from rlft.runs.config_file import FORMAT
 from rlft.system import locks
 from rlft.system.disk import DiskError
 from rlft.system.files import write_atomically
-from rlft.system.versions import FORMAT, problem_of_format
 
 FILE = "status.json"
 PROGRESS = "progress.json"
@@ -108,19 +108,14 @@ def _written_in_place(file: Path, content: bytes) -> bool:
 def read(folder: Path) -> tuple[Status, str]:
     """(status, reason): why the run stopped or its status is unknown; "" for any other status.
 
-    A run whose file says running, but whose lock no process holds, was killed. A run without the file, which older
-    versions did not write, is finished if no process holds its lock.
+    A run whose file says running, but whose lock no process holds, was killed.
     """
     held = locks.is_held(folder / LOCK)
     if held:
         return Status.running, ""
     try:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        if newer := problem_of_format(content):
-            return Status.unknown, f"{FILE} {newer}"
         status, reason = Status(content["status"]), str(content.get("reason", ""))
-    except FileNotFoundError:
-        return Status.finished, ""
     except OSError as error:
         return Status.unknown, f"{FILE} cannot be read ({error.strerror})"
     except UNREADABLE:
@@ -131,7 +126,7 @@ def read(folder: Path) -> tuple[Status, str]:
 
 
 def error(folder: Path) -> str | None:
-    """The class of the error that stopped a run; None if none did, or an older version did not write it."""
+    """The class of the error that stopped a run; None if none did."""
     try:
         return str(json.loads((folder / FILE).read_text(encoding="utf-8"))["error"])
     except UNREADABLE:
@@ -139,7 +134,7 @@ def error(folder: Path) -> str | None:
 
 
 def num_steps(folder: Path) -> int | None:
-    """Number of steps of the whole run; None if an older version did not write it."""
+    """Number of steps of the whole run; None if the file cannot be read."""
     try:
         return int(json.loads((folder / FILE).read_text(encoding="utf-8"))["steps"])
     except UNREADABLE:

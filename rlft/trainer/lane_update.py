@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.batch import select
 from rlft.model.roles import Roles
 from rlft.system.seeds import derive
@@ -94,7 +94,7 @@ class Gradients:
 def update_in_lanes(
     roles: Roles,
     optimizers: Mapping[str, Optimizer],
-    algorithm: Algorithm,
+    algorithm: Objective,
     batch: Batch,
     inert_B: Tensor,
     step: int,
@@ -178,7 +178,7 @@ class Work:
 
 def work_of(
     roles: Roles,
-    algorithm: Algorithm,
+    algorithm: Objective,
     batch: Batch,
     rows: Tensor,
     inert_B: Tensor,
@@ -211,7 +211,7 @@ def work_of(
 
 
 def passes_of(
-    work: Work, lane: int, roles: Roles, algorithm: Algorithm, settings: UpdateSettings
+    work: Work, lane: int, roles: Roles, algorithm: Objective, settings: UpdateSettings
 ) -> Iterator[Measured]:
     """Runs forward and backward through a lane's rows, and adds to the existing gradients."""
     step, update = work.at

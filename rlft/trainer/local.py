@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.config.trainer import TrainerConfig
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
@@ -86,13 +86,13 @@ class LocalTrainer:
         live = (~inert_B).nonzero()[:, 0]
         return divide(batch, live, self.share.lanes, shared_prompts=self.roles.forward.packed).rows
 
-    def update(self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
+    def update(self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
         if self.share is None:
             return update(self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, self.text)
         return metrics_of([self.update_lanes(algorithm, batch, inert_B, step, self.text)])
 
     def update_lanes(
-        self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int, text: UpdateText | None
+        self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int, text: UpdateText | None
     ) -> list[UpdateRecord]:
         """Does all updates of the step, for the lanes of this process."""
         assert self.share is not None, "only passes that are divided have lanes"
@@ -121,7 +121,7 @@ class LocalTrainer:
     def policy_learns(self, step: int) -> bool:
         return policy_learns(self.roles, self.settings, step)
 
-    def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
+    def rehearse(self, algorithm: Objective, micro: Batch) -> None:
         roles = self.roles
         if roles.snapshot.teacher != "none":  # no other role's pass takes more than the policy's own
             no_row_inert = torch.zeros(len(micro.rewards), dtype=torch.bool)

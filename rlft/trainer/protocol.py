@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.types import Adapter, Batch, Rollouts
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Trainer(Protocol):
         """
         ...
 
-    def update(self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
+    def update(self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
         """All updates of the step that follows `step` finished steps; returns their mean metrics."""
         ...
 
@@ -76,7 +76,7 @@ class Trainer(Protocol):
         """False in the first steps, in which only the critic learns."""
         ...
 
-    def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
+    def rehearse(self, algorithm: Objective, micro: Batch) -> None:
         """Runs a teacher's pass, and forward and backward, of one micro-batch, and leaves no trace.
 
         Gradients are dropped, and no stream of random numbers moves on.

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.trainer.lane_update import metrics_of
@@ -95,7 +95,7 @@ class RankedTrainer:
 
         return self._without_losing_a_step(together)
 
-    def update(self, algorithm: Algorithm, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
+    def update(self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
         local, texts = self._local, self._texts(algorithm, step)
         shared_batch, start_state = self._launcher.share(batch), local.state()
 
@@ -116,7 +116,7 @@ class RankedTrainer:
             self._recover(error)  # when the ranks meet again, all get the state that rank 0 has now
         return metrics
 
-    def rehearse(self, algorithm: Algorithm, micro: Batch) -> None:
+    def rehearse(self, algorithm: Objective, micro: Batch) -> None:
         def together() -> None:
             self._call("rehearse", algorithm, micro)
             self._local.rehearse(algorithm, micro)
@@ -269,7 +269,7 @@ class RankedTrainer:
             if time.monotonic() - self._first_error_at >= patience:
                 raise RanksError(f"{name} failed: {type(error).__name__}: {error}") from error
 
-    def _texts(self, algorithm: Algorithm, step: int) -> list[Batch]:
+    def _texts(self, algorithm: Objective, step: int) -> list[Batch]:
         """The text of each update of a step, for ranks that have none."""
         text, settings = self._local.text, self._local.settings
         if not algorithm.needs_text or text is None or not self.policy_learns(step):

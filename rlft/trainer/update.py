@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.batch import select
 from rlft.model.critic import CRITIC
 from rlft.model.roles import POLICY, Roles
@@ -62,7 +62,7 @@ class UpdateText(Protocol):
 def update(
     roles: Roles,
     optimizers: Mapping[str, Optimizer],
-    algorithm: Algorithm,
+    algorithm: Objective,
     batch: Batch,
     inert_B: Tensor,
     step: int,
@@ -119,7 +119,7 @@ def policy_learns(roles: Roles, settings: UpdateSettings, step: int) -> bool:
 
 
 def backward(
-    roles: Roles, algorithm: Algorithm, micro: Batch, scale: LossScale, policy_learns: bool
+    roles: Roles, algorithm: Objective, micro: Batch, scale: LossScale, policy_learns: bool
 ) -> Mapping[str, Tensor]:
     """Adds a micro-batch's gradients to the critic's and, if it learns, to the policy's; returns the loss's metrics.
 
@@ -145,7 +145,7 @@ def backward(
 
 
 def text_backward(
-    roles: Roles, algorithm: Algorithm, text: Batch, token_budget: int, rows: Tensor | None = None
+    roles: Roles, algorithm: Objective, text: Batch, token_budget: int, rows: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Adds the gradient of an update's pretraining text to the policy's; returns its loss.
 

@@ -104,8 +104,8 @@ def stated(algorithm: Any) -> Formula:
     return loss
 
 
-def docstring_of(family: str) -> str:
-    docstring = import_module(f"rlft.algorithm.{family}").__doc__
+def docstring_of(module: str) -> str:
+    docstring = import_module(f"rlft.algorithm.{module}").__doc__
     assert docstring is not None
     return docstring
 
@@ -349,12 +349,12 @@ def test_the_printed_loss_is_the_computed_one_with_every_choice(make, agrees, fa
     agrees(make(family, **keys))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_line_of_a_docstring_is_left_untried(make, family):
-    """The settings above print every definition and every term that the family's file has."""
-    lines = [line for line in docstring_of(family).splitlines() if re.match(r" {4}(\w+(\(x\))? = |  [+-] )", line)]
-    assert len(lines) > 15
-    made = [make(family, **keys) for of, keys in SETTINGS if of == family]
+@pytest.mark.parametrize("module", [*FAMILIES, "objective"])
+def test_no_line_of_a_docstring_is_left_untried(make, module):
+    """The settings above print every definition and every term of the families and of what they share."""
+    lines = [line for line in docstring_of(module).splitlines() if re.match(r" {4}(\w+(\(x\))? = |  [+-] )", line)]
+    assert len(lines) > 5
+    made = [make(family, **keys) for family, keys in SETTINGS if module in (family, "objective")]
     printed = " ".join(line for algorithm in made for line in stated(algorithm).lines)
     for line in lines:
         assert line.partition("  if ")[0].strip() in printed, line
@@ -372,15 +372,15 @@ def test_every_name_in_a_formula_is_a_key_another_line_or_explained(make, family
             assert loss.symbols.keys() <= names, keys
 
 
-def test_what_families_share_they_state_in_the_same_lines():
-    """A loss stands whole in each file, so a line may stand in several; of one name and condition it is the same."""
-    shared: dict[tuple[str, str], str] = {}
+def test_a_family_does_not_repeat_what_it_builds_on():
+    """Only the terms of its loss L, which stands whole in its module."""
+
+    def lines_in(module: str) -> set[str]:
+        return set(re.findall(r"(?m)^ {4}((?!L )\w+(?:\(x\))? = .+)$", docstring_of(module)))
+
     for family in FAMILIES:
-        for line in docstring_of(family).splitlines():
-            match = re.fullmatch(r" {4}(\w+(?:\(x\))?) = (.+?)(?: +if (.+))?", line)
-            if match and match[3] and match[1] in ("agg(x)", "S", "r", "w", "v", "KL", "KL_old"):
-                assert shared.setdefault((match[1], match[3]), match[2]) == match[2], line
-    assert len(shared) == 4 + 7 + 3 + 3 + 3 + 5 + 3
+        assert not lines_in(family) & lines_in("objective")
+    assert not lines_in("opd") & lines_in("grpo")
 
 
 OTHER_VALUES = {"n_steps": 2, "eps": 0.1, "clip_low": 0.1}
@@ -412,15 +412,28 @@ def test_what_kl_coef_adds_is_printed_where_it_is_on(make):
 
 
 def test_a_docstring_without_a_loss_states_none():
-    assert formula("Prose.\n\n    S = r * A\n", {}) is None
-    assert formula("", {}) is None
+    assert formula(["Prose.\n\n    S = r * A\n"], {}) is None
+    assert formula([""], {}) is None
 
 
 def test_lines_that_contradict_each_other_and_unknown_keys_are_errors():
     with pytest.raises(ValueError, match="L has two definitions"):
-        formula("A.\n\nB.\n\n    L = a\n    L = b    if tau > 0\n", {"tau": 1.0})
+        formula(["A.\n\nB.\n\n    L = a\n    L = b    if tau > 0\n"], {"tau": 1.0})
     with pytest.raises(ValueError, match="'tua > 0' is no condition on one of the keys tau"):
-        formula("A.\n\n    L = a    if tua > 0\n", {"tau": 1.0})
+        formula(["A.\n\n    L = a    if tua > 0\n"], {"tau": 1.0})
+
+
+def test_what_a_docstring_does_not_define_is_that_of_the_next_and_of_the_nearest_only():
+    base = (
+        "B.\n\n    L = never\n    a = near + far\n    near = 1\n    far = 2    if key_that_is_not_there=1\n    x = 3\n"
+    )
+    loss = formula(["A.\n\n    L = a + x\n    near = 4\n    far: explained\n", base], {})
+    assert loss is not None
+    assert (loss.lines, dict(loss.symbols)) == (
+        ("L = a + x", "near = 4", "a = near + far", "x = 3"),
+        {"far": "explained"},
+    )
+    assert formula(["A.\n\n    a = 1\n", base], {}) is None
 
 
 def test_conditions_read_words_as_yaml_writes_them():
@@ -429,7 +442,7 @@ def test_conditions_read_words_as_yaml_writes_them():
         ({"x": None, "y": True, "z": "k2"}, "L = a + b - d"),
         ({"x": 2, "y": False, "z": "k3"}, "L = a + c"),
     ):
-        loss = formula(doc, keys)
+        loss = formula([doc], keys)
         assert loss is not None
         assert loss.lines == (line,)
 

@@ -191,7 +191,8 @@ def test_algorithms_of_the_users_own_folder_are_listed_and_shown(
     assert listed["wider"]["paper"] == listed["grpo"]["paper"]
 
     page = as_json(f"--config-dir={mine}", "mine")
-    assert page["loss"]["lines"] == ["L = agg(-lp * A) + bonus * agg(H)", "A = scaled(reward)"]
+    of_grpo = "agg(x) = sum_i(mean_t(x)) / B"
+    assert page["loss"]["lines"] == ["L = agg(-lp * A) + bonus * agg(H)", "A = scaled(reward)", of_grpo]
     assert page["loss"]["symbols"]["scaled"] == "x times ten"
     keys = {key["key"]: key for key in page["keys"]}
     assert (keys["bonus"]["value"], keys["bonus"]["comments"]) == (0.5, ["more"])

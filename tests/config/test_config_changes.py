@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rlft.config.compose import changed, compose
-from rlft.config.schema import ADDED_KEYS
 from rlft.runs import run_folder
 from rlft.types import UserError
 
@@ -56,15 +55,6 @@ def test_what_is_not_there_is_refused(override: str, verb: str, message: str) ->
     assert str(refused.value).startswith(message)
 
 
-def test_a_run_from_before_a_key_can_be_told_it_and_goes_on_with_its_default(tmp_path: Path) -> None:
-    older = {**PLAIN, "lora": {k: v for k, v in PLAIN["lora"].items() if not k.startswith("use_")}}
-    assert changed(older, ["lora.use_rslora=true"], None)["lora"]["use_rslora"] is True
-    run_folder.start(tmp_path, older, {})
-    run_folder.check_same_config(tmp_path, PLAIN)
-    with pytest.raises(UserError, match=r"lora\.use_rslora: False -> True"):
-        run_folder.check_same_config(tmp_path, {**PLAIN, "lora": {**PLAIN["lora"], "use_rslora": True}})
-
-
 @pytest.mark.parametrize("began", ["snapshot.teacher_fingerprint", "teacher_fingerprint"])
 def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began: str, tmp_path: Path) -> None:
     """An adapter's fingerprint and that of a separate model have names of their own."""
@@ -79,9 +69,3 @@ def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began
             run_folder.check_resume(tmp_path, now, fingerprints)
     with pytest.raises(UserError, match=r"snapshot\.teacher: here -> base"):
         run_folder.check_resume(tmp_path, base, {})
-
-
-@pytest.mark.parametrize("key", ADDED_KEYS)
-def test_the_defaults_of_keys_that_were_added_are_what_older_runs_did(key: str) -> None:
-    plain = compose(["reward=[choice]"]) if key.startswith("reward.choice.") else PLAIN
-    assert run_folder.flatten(plain)[key] == ADDED_KEYS[key]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rlft import cli
 from rlft.config.compose import build, compose
@@ -214,20 +213,3 @@ def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_s
     assert "alarm/constant_reward_exact_match" in found[0][2]
     assert "alarm/no_signal" in found[0][2], "hints that say what is wrong are marked, too"
     assert not found[0][0]
-
-
-def test_a_run_that_was_begun_before_there_were_alarms_goes_on_without(tmp_path: Path) -> None:
-    words = [
-        "train", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=8",
-        "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=0", "model.device=cpu",
-        "scoring.workers=0", "logger=[jsonl]", "alarms.constant_reward=1", "steps=1",
-    ]  # fmt: skip
-    folder = tmp_path / "old"
-    assert cli.run([*words, f"hydra.run.dir={folder}"]) == 0
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    del config["alarms"]
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    assert cli.run(["resume", str(folder), "steps=2"]) == 0
-    first, second = lines(folder / "metrics.jsonl")
-    assert any(name.startswith("alarm/constant") for name in first)
-    assert not any(name.startswith("alarm/constant") for name in second)

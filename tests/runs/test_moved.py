@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rlft import cli
 from rlft.runs import run_folder
@@ -121,15 +120,6 @@ def test_a_pipeline_that_is_repeated_after_it_was_moved_finds_its_stages_finishe
     for name in (str(moved), str(moved.resolve())):
         assert cli.run([*words, f"adapter={name}/{FIRST}"]) == 0
         assert "finished already, with the same config and inputs" in capsys.readouterr().err
-
-
-def test_a_run_of_an_older_version_has_its_paths_as_they_were_typed(built: Path, tmp_path: Path) -> None:
-    config = yaml.safe_load((built / "work" / "pipe" / "4-train" / "config.yaml").read_text())
-    del config["origin"]["format"], config["origin"]["whole"]
-    relative = config["origin"].pop("paths")["lora.path"]["relative"]
-    assert relative == f"../{FIRST}/checkpoints/step_000001/policy"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    assert run_folder.read(tmp_path) == config
 
 
 def test_a_path_that_was_changed_by_hand_is_what_it_was_changed_to(built: Path, tmp_path: Path) -> None:

@@ -65,17 +65,13 @@ def test_one_that_was_killed_is_known_by_its_lock(tmp_path: Path) -> None:
 
 
 DAMAGED = (Status.unknown, "status.json is damaged")
-NEWER = (Status.unknown, "status.json was written by a newer rlft (format 2, this one reads up to 1)")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (None, (Status.finished, "")),  # an older version's
-        ('{"status": "interrupted"}', (Status.interrupted, "")),  # one's that wrote no format
+        (None, (Status.unknown, "status.json cannot be read (No such file or directory)")),
         *((text, DAMAGED) for text in ("", "[]", '{"status": "asleep"}', '{"reason": "x"}', '{"status": "fin')),
-        ('{"format": 2, "status": "asleep"}', NEWER),
-        ('{"format": 2, "status": "finished"}', NEWER),
     ],
 )
 def test_what_says_nothing_is_told_apart_from_what_is_damaged(

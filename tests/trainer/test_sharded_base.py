@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 import rlft
-from rlft.algorithm.protocol import Algorithm
+from rlft.algorithm.objective import Objective
 from rlft.config.model import KernelChoice
 from rlft.config.schema import RunConfig
 from rlft.loop import rank_worker
@@ -127,7 +127,7 @@ def opened(
     return open_one
 
 
-def train(trainer: LocalTrainer, algorithm: Algorithm, batches: list[Batch]) -> Trained:
+def train(trainer: LocalTrainer, algorithm: Objective, batches: list[Batch]) -> Trained:
     """Steps as a rank makes them."""
     share = trainer.share
     assert share is not None

@@ -68,12 +68,12 @@ def resume(folder: Path, changes: Sequence[str]) -> None:
 CHANGED = [key for key in record.MAY_CHANGE if key != "hydra.sweep.dir"]
 
 
-def _at_its_start(folder: Path, start: str | None) -> Path:
+def _at_its_start(folder: Path, start: str) -> Path:
     """Changes to the directory in which a study was begun, if it is another; returns the study's folder from there.
 
     The study's words, and the configs of its runs, have paths that are relative to it.
     """
-    if start is None or not Path(start).is_dir() or Path(start).samefile(Path.cwd()):
+    if not Path(start).is_dir() or Path(start).samefile(Path.cwd()):
         return Path(os.path.relpath(folder))
     folder = folder.resolve()
     os.chdir(start)

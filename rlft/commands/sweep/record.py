@@ -14,7 +14,6 @@ from rlft.commands.sweep.config import key_of
 from rlft.commands.sweep.space import changes_no_number
 from rlft.config.flat import flatten
 from rlft.config.overrides import CONFIG_DIR, Arguments
-from rlft.config.schema import ADDED_KEYS
 from rlft.runs import paths, run_folder
 from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming
@@ -36,7 +35,7 @@ class StudyRecord:
         verb: of its runs.
         options: words such as -m and --config-dir.
         words: the overrides.
-        start: the directory that relative paths in them are read from; None in a study of an older version.
+        start: the directory that relative paths in them are read from.
         configs: the configs of its corners with full keys: that of the first, and of each other what differs from it.
         fingerprints: of what each of the corners reads that are planned.
     """
@@ -44,7 +43,7 @@ class StudyRecord:
     verb: str
     options: Sequence[str]
     words: Sequence[str]
-    start: str | None = None
+    start: str
     configs: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     fingerprints: Sequence[Mapping[str, str]] = field(default_factory=tuple)
 
@@ -93,7 +92,7 @@ def read(folder: Path) -> StudyRecord:
             verb=str(content["verb"]),
             options=list(content["options"]),
             words=list(content["words"]),
-            start=content.get("start"),
+            start=content["start"],
             configs=[dict(config) for config in content.get("configs", ())],
             fingerprints=[dict(of_corner) for of_corner in content.get("fingerprints", ())],
         )
@@ -145,7 +144,7 @@ def _check_same_configs(folder: Path, before: StudyRecord, now: StudyRecord) -> 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any], verb: str) -> Iterator[str]:
     """The keys that differ and matter to a trial."""
     for key in {**old, **new}:
-        before, after = (config.get(key, ADDED_KEYS.get(key)) for config in (old, new))
+        before, after = (config.get(key) for config in (old, new))
         free = key in MAY_CHANGE or (changes_no_number(key, verb) and key.partition(".")[0] != "cluster")
         if before != after and not free and not paths.same_path(before, after):
             yield key

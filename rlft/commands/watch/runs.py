@@ -22,12 +22,12 @@ from rlft.logger.console import open_terminal
 from rlft.logger.jsonl import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, told_on_stderr
 from rlft.logger.text import visible
 from rlft.runs import run_status
+from rlft.runs.config_file import NewerError
 from rlft.runs.naming import named_folder, run_folders
 from rlft.runs.run_folder import CONFIG, whole_config
 from rlft.runs.run_status import Status
 from rlft.system.disk import size_text
 from rlft.system.terminal import Say, say
-from rlft.system.versions import NewerError
 from rlft.types import UserError
 
 USAGE = """\

@@ -54,7 +54,7 @@ class VLLM(Engine):
     sleep: bool
     enforce_eager: bool
     options: Mapping[str, Any]
-    share_base: ShareBase = "auto"  # runs begun before this key and the next two existed have none of them
+    share_base: ShareBase = "auto"
     weights: Literal["adapter", "merged"] = "adapter"
     batch_invariant: bool = False
 

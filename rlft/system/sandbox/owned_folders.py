@@ -15,10 +15,8 @@ from pathlib import Path
 
 from rlft.system import locks
 
-PREFIX = "rlft-sandbox-"
-OWNED = f"{PREFIX}owned-"
-ABANDONED_S = 3600.0  # for a folder without a lock, as older versions made them
-ABANDONED_WITHOUT_LOCKS_S = 7 * 24 * ABANDONED_S
+OWNED = "rlft-sandbox-owned-"
+ABANDONED_WITHOUT_LOCKS_S = 7 * 24 * 3600.0
 
 
 @contextlib.contextmanager
@@ -37,11 +35,11 @@ def owned_folder() -> Iterator[Path]:
 
 def sweep() -> None:
     """Removes this user's folders whose owner is dead."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{OWNED}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
             age = time.time() - status.st_mtime
-            if status.st_uid != os.geteuid() or not (folder.name.startswith(OWNED) or age > ABANDONED_S):
+            if status.st_uid != os.geteuid():
                 continue
             descriptor, taken = _lock(folder)
             if descriptor is None:

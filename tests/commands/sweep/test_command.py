@@ -253,7 +253,7 @@ def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
 
 
 def begun(**config: Any) -> record.StudyRecord:
-    return record.StudyRecord(verb="train", options=(), words=(), configs=[{"trainer.lr": 1e-4, **config}])
+    return record.StudyRecord(verb="train", options=(), words=(), start=".", configs=[{"trainer.lr": 1e-4, **config}])
 
 
 def keep(folder: Path, now: record.StudyRecord) -> None:

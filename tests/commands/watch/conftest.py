@@ -56,7 +56,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         (folder / "rollouts").mkdir(parents=True)
         group_name = "other" if name == "other" else "made"
         plain = compose(["+recipe=grpo_arithmetic", f"name={group_name}", f"seed={seed}", f"trainer.lr={lr}"])
-        (folder / "config.yaml").write_text(yaml.safe_dump(plain | {"origin": {"commit": "abc"}}))
+        (folder / "config.yaml").write_text(yaml.safe_dump(plain | {"origin": {"commit": "abc", "whole": True}}))
         metrics, evaluations = [], []
         for step in range(1, steps + 1):
             rising = 1 - 1 / (1 + step / 20)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlft.system.sandbox.owned_folders import ABANDONED_S, ABANDONED_WITHOUT_LOCKS_S, OWNED, owned_folder, sweep
+from rlft.system.sandbox.owned_folders import ABANDONED_WITHOUT_LOCKS_S, OWNED, owned_folder, sweep
 
 REPOSITORY = Path(__file__).parents[3]
 OWNER = """
@@ -51,16 +51,6 @@ def test_a_killed_owners_folder_is_swept_and_a_living_ones_is_not(temporary):
         assert (folder / "tests.py").exists()
         sweep()
         assert list(temporary.iterdir()) == []
-
-
-def test_folders_of_older_versions_have_an_hour(temporary):
-    old, young, other = (temporary / name for name in ("rlft-sandbox-abc", "rlft-sandbox-def", "mine"))
-    for folder in (old, young, other):
-        folder.mkdir()
-    for folder in (old, other):
-        os.utime(folder, (0, time.time() - ABANDONED_S - 1))
-    sweep()
-    assert sorted(temporary.iterdir()) == [other, young]
 
 
 def test_a_link_is_not_followed(temporary):
