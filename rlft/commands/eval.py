@@ -199,7 +199,7 @@ def write(folder: Path, evaluation: Evaluation, groups: Sequence[Group], scores:
                 }
             )
     write_atomically(file, map(encode, lines))
-    interrupt.keeps(f"every completion is in {file}")
+    interrupt.set_interrupt_message(f"every completion is in {file}")
     return file
 
 

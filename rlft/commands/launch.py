@@ -65,7 +65,7 @@ def launch(
         say(f"note: {disk_note}")
     try:
         with ExitStack() as stack:
-            interrupt.keeps(f"go on from what is saved with: {resuming(folder)}")
+            interrupt.set_interrupt_message(f"go on from what is saved with: {resuming(folder)}")
             stack.enter_context(disk.explained(resuming(folder), folder))
             stack.enter_context(run_folder.held(folder))
             run_folder.go_on(folder, plain)
@@ -82,7 +82,7 @@ def launch(
         saved_text = "saved" if outcome.step else "before the first one"
         say(f"stopped after step {outcome.step}, {saved_text}; go on with: {resuming(folder)}")
         raise Reported
-    interrupt.keeps(f"the run is finished and saved in {folder}")
+    interrupt.set_interrupt_message(f"the run is finished and saved in {folder}")
     if shared_engines is None and plan.has_page:
         (verb.closing or last_page)(plan, folder)
 

@@ -56,18 +56,18 @@ class Order:
         return number != signal.SIGINT and now - first_at < self.SAME_S
 
 
-_kept = "nothing was begun"
+_message = "nothing was begun"
 
 
-def keeps(what: str) -> None:
+def set_interrupt_message(what: str) -> None:
     """Sets the text that an interruption prints: what is kept, or that nothing was written."""
-    global _kept
-    _kept = what
+    global _message
+    _message = what
 
 
 def line() -> str:
     """The line that is printed when a verb is interrupted."""
-    return f"rlft: interrupted: {_kept}"
+    return f"rlft: interrupted: {_message}"
 
 
 @contextlib.contextmanager
@@ -75,9 +75,9 @@ def ends_promptly(what: str) -> Iterator[None]:
     """Makes the first signal raise KeyboardInterrupt, and ends the process soon even if that is swallowed.
 
     Args:
-        what: the text about what is kept, as in `keeps`.
+        what: the text about what is kept, as in `set_interrupt_message`.
     """
-    keeps(what)
+    set_interrupt_message(what)
     if threading.current_thread() is not threading.main_thread():
         yield
         return

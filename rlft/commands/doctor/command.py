@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.arguments import only_overrides
-from rlft.commands.doctor.checks import CHECKS, TRIAL
 from rlft.commands.doctor.row import Row, Status
-from rlft.commands.doctor.settings import Settings
-from rlft.commands.doctor.supervise import OUTPUT, Check, Subject, run_checks
+from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, Subject, run_checks
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
 from rlft.config.overrides import Arguments
@@ -43,6 +41,25 @@ Every row is ok, slow, wrong or skipped, with what to do. The exit code is 1 if 
   rlft doctor
   rlft doctor +recipe=grpo_gsm8k generation=vllm
   rlft doctor model.path=<folder> model.dtype=float32"""
+
+PACKAGE = "rlft.commands.doctor"
+TRIAL = f"{PACKAGE}.trial:Trial"
+
+CHECKS = (
+    Check(name="versions", function=f"{PACKAGE}.versions:rows", limit_s=60),
+    Check(name="machine", function=f"{PACKAGE}.machine:rows", limit_s=60),
+    Check(name="hub", function=f"{PACKAGE}.machine:hub_rows", limit_s=20),
+    Check(name="sandbox", function=f"{PACKAGE}.machine:sandbox_rows", limit_s=60),
+    Check(name="model", function=f"{PACKAGE}.engine:model_rows", limit_s=120),
+    Check(name="engine", function=f"{PACKAGE}.engine:engine_rows", limit_s=300),
+    Check(name="step", function=f"{PACKAGE}.speed:step_rows", limit_s=180),
+    Check(name="memory plan", function=f"{PACKAGE}.speed:memory_rows", limit_s=30),
+    Check(name="log-prob gap", function=f"{PACKAGE}.engine:gap_rows", limit_s=60),
+    Check(name="adapter swap", function=f"{PACKAGE}.engine:swap_rows", limit_s=60),
+    # The engine's GPU memory is certain to be free only once its process has ended.
+    Check(name="kernels", function=f"{PACKAGE}.kernels:kernel_rows", limit_s=120, fresh=True),
+)
+"""The time limits of `versions` and `kernels` include the start of a process, which imports torch."""
 
 VERB = "train"
 TAKEN = ("seed", "token_budget", "model", "lora", "generation", "freshness", "trainer", "alarms")
@@ -76,7 +93,7 @@ def command(arguments: list[str]) -> int:
 
 def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, opens: str = TRIAL) -> int:
     """Runs the checks on the trial that `opens` makes from these settings, prints their rows; returns the exit code."""
-    interrupt.keeps("nothing is kept of the checks")
+    interrupt.set_interrupt_message("nothing is kept of the checks")
     with owned_folder() as folder:
         subject = Subject(opens=opens, settings=settings, folder=folder)
         rows = [row for _, row in run_checks(checks, subject, tell)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +44,28 @@ class Check:
     function: str
     limit_s: float
     fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of a trial.
+
+    Attributes:
+        plain: the composed config, with the user's sections in it.
+        typed: the keys that the user has typed, whose values the trial keeps.
+        rewards: the user's `reward` section; the trial computes none of these rewards.
+        runs: the folder in which the user's runs would be.
+    """
+
+    plain: dict[str, Any]
+    typed: frozenset[str]
+    rewards: Mapping[str, Any]
+    runs: Path
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether the model is made for the trial, because the user has named none."""
+        return "model.path" not in self.typed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlft.batch import collate
 from rlft.commands.doctor.arithmetic import peak_rate
 from rlft.commands.doctor.row import NotReadyError
-from rlft.commands.doctor.settings import Settings
+from rlft.commands.doctor.supervise import Settings
 from rlft.commands.doctor.work import SIZES, Work, make_model, write_prompts
 from rlft.config.schema import RunConfig
 from rlft.config.token_budget import resolved

@@ -462,6 +462,6 @@ def _becoming(out: Path) -> Iterator[Path]:
             yield temporary
             for path in temporary.rglob("*"):
                 set_usual_mode(path, temporary)
-        interrupt.keeps(f"exported to {out}")
+        interrupt.set_interrupt_message(f"exported to {out}")
     finally:
         os.close(handle)

@@ -181,14 +181,16 @@ def push(request: Push, folder: Path, say: Callable[[str], None]) -> str:
         not_pushed = f"what would go to {target}: {size}, by {commands}"
         raise PushError(f"not pushed: {request.problem}; {folder} is kept; {not_pushed}")
     say(f"pushing {size} to {target}")
-    interrupt.keeps(f"{folder} is exported, and perhaps not all of it is on the hub; `{command}` uploads the rest")
+    interrupt.set_interrupt_message(
+        f"{folder} is exported, and perhaps not all of it is on the hub; `{command}` uploads the rest"
+    )
     try:
         with limited_waits(UPLOAD_SECONDS):
             address = request.api.create_repo(target.repo_id, private=target.private, exist_ok=True)
             request.api.upload_folder(repo_id=target.repo_id, folder_path=folder, commit_message="Exported by rlft")
     except Exception as error:  # whatever went wrong, the folder is complete and the command is known
         raise PushError(f"not pushed to {target}: {short(error)}; {folder} is kept; try `{command}`") from error
-    interrupt.keeps(f"{folder} is exported and pushed to {target.repo_id}")
+    interrupt.set_interrupt_message(f"{folder} is exported and pushed to {target.repo_id}")
     return str(address)
 
 

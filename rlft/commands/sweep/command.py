@@ -268,7 +268,7 @@ def _run(checked: Checked, study: Study) -> None:
     from rlft.commands.sweep.parallel import run_in_parallel
 
     parsed, again = checked.parsed, f"resume the sweep with: {resuming(study.folder)}"
-    interrupt.keeps(again)
+    interrupt.set_interrupt_message(again)
     try:
         if checked.parallel and checked.cluster is not None:
             on_gpus = are_on_gpus(checked.plains)
@@ -276,7 +276,7 @@ def _run(checked: Checked, study: Study) -> None:
         else:
             run_in_process(study, checked.space, checked.verb, parsed.config_dir)
     except KeyboardInterrupt as interruption:
-        interrupt.keeps(again)
+        interrupt.set_interrupt_message(again)
         if isinstance(interruption, interrupt.Reported):  # which ends without another line
             say(again)
         raise

@@ -75,7 +75,7 @@ def report(arguments: Sequence[str]) -> Path:
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, text)
-    interrupt.keeps(f"the report is {out}")
+    interrupt.set_interrupt_message(f"the report is {out}")
     return out
 
 

@@ -20,12 +20,11 @@ from rlft import cli
 from rlft.batch import collate
 from rlft.commands.doctor import command as doctor
 from rlft.commands.doctor import engine, kernels, machine, speed, versions
-from rlft.commands.doctor.checks import CHECKS
+from rlft.commands.doctor.command import CHECKS
 from rlft.commands.doctor.engine import Gap
 from rlft.commands.doctor.machine import Cuda, Gpu
 from rlft.commands.doctor.row import Row, Status
-from rlft.commands.doctor.settings import Settings
-from rlft.commands.doctor.supervise import Check, Subject, run_checks
+from rlft.commands.doctor.supervise import Check, Settings, Subject, run_checks
 from rlft.commands.doctor.trial import Trial, alternating, with_values
 from rlft.config.compose import compose
 from rlft.generation.adapter_files import PREFIX, memory_folder
