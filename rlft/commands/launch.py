@@ -84,7 +84,7 @@ def launch(
         raise Reported
     interrupt.set_interrupt_message(f"the run is finished and saved in {folder}")
     if shared_engines is None and plan.has_page:
-        (verb.closing or last_page)(plan, folder)
+        (verb.print_summary or last_page)(plan, folder)
 
 
 def stopped_at_once(folder: Path) -> str:

@@ -15,7 +15,7 @@ TRAIN = Verb(
     check=late("rlft.plan.train_checks:check_config"),
     make_plan=late("rlft.plan.train_plan:make_plan"),
     run=late("rlft.commands.train:run"),
-    closing=late("rlft.commands.train:closing"),
+    print_summary=late("rlft.commands.train:print_run_summary"),
     headline=Headline(label="reward", metric="reward/mean"),
     has_policy=True,
     free_keys=(
@@ -47,7 +47,7 @@ SFT = Verb(
     check=late("rlft.plan.sft_checks:check_config"),
     make_plan=late("rlft.plan.sft_plan:make_plan"),
     run=late("rlft.commands.sft:run"),
-    closing=late("rlft.commands.policy_page:print_policy_page"),
+    print_summary=late("rlft.commands.policy_page:print_policy_summary"),
     has_policy=True,
     free_keys=("demonstrations.path",),
 )
@@ -60,7 +60,7 @@ RM = Verb(
     check=late("rlft.plan.preference_checks:check_config"),
     make_plan=late("rlft.plan.preference_plan:make_plan"),
     run=late("rlft.commands.preferences:run"),
-    closing=late("rlft.commands.preferences:print_reward_page"),
+    print_summary=late("rlft.commands.preferences:print_reward_summary"),
     lora_roles=("reward", "policy"),
     free_keys=("preferences.path", "replay.path"),
 )
@@ -73,7 +73,7 @@ DPO = Verb(
     check=late("rlft.plan.preference_checks:check_config"),
     make_plan=late("rlft.plan.preference_plan:make_plan"),
     run=late("rlft.commands.preferences:run"),
-    closing=late("rlft.commands.policy_page:print_policy_page"),
+    print_summary=late("rlft.commands.policy_page:print_policy_summary"),
     has_policy=True,
     free_keys=("preferences.path",),
 )
@@ -88,7 +88,7 @@ SAMPLE = Verb(
     run=late("rlft.commands.sample:run"),
     steps_done=late("rlft.commands.sample:steps_done"),
     stopped=late("rlft.commands.sample:stopped"),
-    closing=late("rlft.commands.sample:closing"),
+    print_summary=late("rlft.commands.sample:print_run_summary"),
     compose=late("rlft.runs.like:composed_like_a_run"),
     headline=None,
     free_keys=("num_prompts", "environment.workers", "environment.port"),

@@ -8,7 +8,7 @@ from rlft.plan.run_plan import Plan
 from rlft.system.terminal import command_line, override, overrides, program
 
 
-def print_policy_page(plan: Plan, folder: Path) -> None:
+def print_policy_summary(plan: Plan, folder: Path) -> None:
     """Prints the page of this run, whose plan is that of `rlft sft` or `dpo`."""
     from rlft.logger.summary import print_summary
 

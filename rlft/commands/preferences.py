@@ -240,7 +240,7 @@ def run(plan: PreferencePlan, folder: Path, engines: Engines, say: Say) -> Outco
     return train_supervised(plan, folder, lambda stack: open_task(plan, stack), say)
 
 
-def print_reward_page(plan: PreferencePlan, folder: Path) -> None:
+def print_reward_summary(plan: PreferencePlan, folder: Path) -> None:
     """Prints the page at the end of a run of `rlft rm`."""
     from rlft.logger.summary import print_summary
 

@@ -276,7 +276,7 @@ def steps_done(folder: Path, plan: SamplePlan) -> int:
     return step
 
 
-def closing(plan: SamplePlan, folder: Path) -> None:
+def print_run_summary(plan: SamplePlan, folder: Path) -> None:
     """Prints what was sampled and kept, and the commands that learn from it."""
     from rich.table import Table
     from rich.text import Text

@@ -24,7 +24,7 @@ def run(plan: TrainPlan, folder: Path, engines: Engines, say: Callable[[str], No
         return session.outcome_of(lambda: train(session).step)
 
 
-def closing(plan: TrainPlan, folder: Path) -> None:
+def print_run_summary(plan: TrainPlan, folder: Path) -> None:
     """Prints the page at the end of a run."""
     from rlft.logger.summary import print_summary
 

@@ -66,7 +66,7 @@ class Verb:
         compose: (arguments) -> the config if words such as run=<run> determine it, else None.
         steps_done: (folder, plan) -> number of saved steps. None means those of the newest undamaged checkpoint.
         stopped: (folder) -> the message about a run that was stopped inside a step. None means the usual one.
-        closing: (plan, folder); prints the page at the end. None means the curves and the last evaluation.
+        print_summary: (plan, folder); prints the page at the end. None means the curves and the last evaluation.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Verb:
     compose: Step | None = None
     steps_done: Step | None = None
     stopped: Step | None = None
-    closing: Step | None = None
+    print_summary: Step | None = None
 
 
 class UnknownVerbError(UserError):

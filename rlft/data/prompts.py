@@ -122,7 +122,7 @@ def scan(
         _check_ids(prompts, split)
     kept_in_memory: list[Prompt] = []
     kept, num_tokens, digest = array("I"), array("I"), hashlib.sha256()
-    empty, long = Noted(), Noted()
+    empty, long = LengthTally(), LengthTally()
     progress = with_progress(
         tokenised(prompts, tokenizer, style, shown), f"data: tokenising the {split} prompts", len(prompts)
     )
@@ -156,7 +156,7 @@ def scan(
 
 
 @dataclass(slots=True)
-class Noted:
+class LengthTally:
     """A count of prompts of some kind, with the first one's id and length, and the longest one's length."""
 
     number: int = 0
@@ -339,7 +339,7 @@ def _check_ids(prompts: Sequence[Prompt], split: Split) -> None:
         )
 
 
-def _no_tokens(empty: Noted, number: int, split: Split) -> UserError:
+def _no_tokens(empty: LengthTally, number: int, split: Split) -> UserError:
     return UserError(
         "data",
         f"{empty.number} of {number} {split} prompts have no token, so nothing can be predicted from them",
@@ -348,7 +348,7 @@ def _no_tokens(empty: Noted, number: int, split: Split) -> UserError:
     )
 
 
-def _over_limit(long: Noted, number: int, limit: int, over_limit: str, split: Split) -> UserError:
+def _over_limit(long: LengthTally, number: int, limit: int, over_limit: str, split: Split) -> UserError:
     raised = f"raise prompts.max_tokens (the longest has {long.most_tokens})"
     return UserError(
         "prompts.max_tokens",

@@ -25,7 +25,7 @@ from rlft.plan.run_plan import Plan
 from rlft.plan.sample_checks import check_config, lora_of, uses_of
 from rlft.plan.servers import check_servers
 from rlft.plan.shown import shown_in_prompts
-from rlft.reward.workers.reward_spec import examined, specs
+from rlft.reward.workers.reward_spec import check_with_rewards, specs
 from rlft.types import Prompt, Split, UserError
 
 
@@ -119,7 +119,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SamplePlan
     prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
     rules.check_metadata(rewards, prompts.prompts[0])
     texts = untokenised(prompts)
-    data_notes = (*examined(rewards, texts), *check_references(config, rewards, texts, tokenizer, ends))
+    data_notes = (*check_with_rewards(rewards, texts), *check_references(config, rewards, texts, tokenizer, ends))
     check_servers(rewards, prompts.prompts[0])
     return SamplePlan(
         config=config,

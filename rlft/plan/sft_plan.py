@@ -32,7 +32,7 @@ from rlft.plan.sampling_shapes import of_evaluation
 from rlft.plan.servers import check_servers
 from rlft.plan.sft_checks import check_config, check_trainable, uses_of
 from rlft.plan.startup_table import Facts, TableRow
-from rlft.reward.workers.reward_spec import examined, notes, specs
+from rlft.reward.workers.reward_spec import check_with_rewards, notes, specs
 from rlft.types import Split
 
 
@@ -158,7 +158,7 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True) -> SftPlan:
         rules.check_metadata(rewards, held_out.prompts[0])
         texts = untokenised(held_out)
         said = check_references(config, rewards, texts, tokenizer, ends)
-        data_notes = (*notes(rewards), *examined(rewards, texts), *said)
+        data_notes = (*notes(rewards), *check_with_rewards(rewards, texts), *said)
         check_servers(rewards, held_out.prompts[0])
     if config.lora is not None:
         rules.check_targets(config.lora, config.model, model_config)

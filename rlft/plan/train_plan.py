@@ -57,7 +57,7 @@ from rlft.plan.teachers import (
     missing_engine,
 )
 from rlft.plan.train_checks import check_config
-from rlft.reward.workers.reward_spec import examined, notes, specs
+from rlft.reward.workers.reward_spec import check_with_rewards, notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
@@ -335,7 +335,10 @@ def make_plan(plain: Mapping[str, Any], *, runs_here: bool = True, trains: bool 
         held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
     rules.check_metadata(rewards, train_prompts.prompts[0])
     all_prompts = joined(untokenised(train_prompts), untokenised(held_out) if held_out else ())
-    data_notes = [*examined(rewards, all_prompts), *check_references(config, rewards, all_prompts, tokenizer, ends)]
+    data_notes = [
+        *check_with_rewards(rewards, all_prompts),
+        *check_references(config, rewards, all_prompts, tokenizer, ends),
+    ]
     check_servers(rewards, train_prompts.prompts[0])
     rules.check_fresh_prompts(config, len(train_prompts.prompts))
     pretrain_text = scan_pretrain_text(config, tokenizer)

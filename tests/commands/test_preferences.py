@@ -1,16 +1,409 @@
-"""Which rankings are rehearsed before the first update of `rlft rm` and `rlft dpo`."""
+"""Learning from rankings: what a step learns by either head, what is measured, kept and rehearsed."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from rlft.commands.preferences import LOGPROBS, PreferenceTask
-from rlft.data.examples import RankedTokens
+from rlft.commands.preferences import (
+    BIAS,
+    LOGPROBS,
+    REFERENCE_LOGPROBS,
+    REWARD,
+    PreferenceTask,
+)
+from rlft.config.compose import compose
+from rlft.data.examples import RankedTokens, Rankings
+from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
+from rlft.model.roles import POLICY, REFERENCE, Roles
+from rlft.model.rows import rows_of
+from rlft.plan.preference_checks import check_config
+from rlft.plan.preference_plan import PreferencePlan
+from rlft.runs import checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on GPT-2
+
+P, Q = (5, 6, 7), (9, 10)
+# Best first, ids under 60: a pair, three ranked ones of another prompt, and a pair of the first prompt once more.
+RANKINGS = (
+    RankedTokens(prompt=P, completions=((20, 21, 2), (22, 2)), scores=(1.0, 0.0)),
+    RankedTokens(prompt=Q, completions=((30, 2), (31, 32, 33, 2), (34,)), scores=(3.0, 1.0, 0.5)),
+    RankedTokens(prompt=P, completions=((23, 2), (20, 21, 2)), scores=(1.0, 0.0)),
+)
+FINGERPRINTS = {"preferences_fingerprint": "p", "base_fingerprint": "b"}
 
 
+def rankings(found: Sequence[RankedTokens]) -> Rankings:
+    return Rankings(rankings=tuple(found), fingerprint="", note=None)
+
+
+def plan(
+    verb: str,
+    *keys: str,
+    train: Sequence[RankedTokens] = RANKINGS,
+    reference: str | None = None,
+    replay: Sequence[RankedTokens] | None = None,
+) -> PreferencePlan:
+    """reference: a folder's place in `Roles`; None: the one that the config means."""
+    if not any(key.startswith("rankings_per_step=") for key in keys):
+        keys = (*keys, f"rankings_per_step={len(train)}")
+    config, loss, _ = check_config(compose(["preferences.path=embedded:arithmetic-preferences", *keys], verb=verb))
+    return PreferencePlan(
+        config=config,
+        plain={},
+        engine=None,
+        train=rankings(train),
+        held_out=rankings(RANKINGS[:2]),
+        loss=loss,
+        reference=reference or ("base" if loss.needs_reference else "none"),
+        replay=None if replay is None else rankings(replay),
+        fingerprints=FINGERPRINTS,
+    )
+
+
+@pytest.fixture
+def roles(make_roles: Callable[..., Roles], make_double: Callable[[], Backbone]) -> Roles:
+    """A policy that is not its base, and a reward's adapter and head, not all zeros, on a model of float64."""
+    made = make_roles(noise=0.05, backbone=make_double())
+    made.add_scalar_role(REWARD, None, "lora.path", learns=True)
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in made.named_parameters(REWARD):
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return made
+
+
+def logprob(roles: Roles, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+    """Of the completion, summed over its tokens, by the plainest forward there is and the role that is active."""
+    ids = torch.tensor([[*prompt, *completion]])
+    logits = roles.backbone.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).sum()
+
+
+def logprobs(roles: Roles, ranking: RankedTokens) -> Tensor:
+    return torch.stack([logprob(roles, ranking.prompt, completion) for completion in ranking.completions])
+
+
+def by_reference(roles: Roles, ranking: RankedTokens, role: str | None = None) -> Tensor:
+    with torch.no_grad(), roles.using(role):
+        return logprobs(roles, ranking)
+
+
+def score(roles: Roles, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+    """The head at the last token, by the plainest forward there is; the role is the active one."""
+    hidden = roles.backbone.model.base_model(input_ids=torch.tensor([[*prompt, *completion]])).last_hidden_state
+    return roles.heads[REWARD](hidden[0, -1])
+
+
+# -- an update ---------------------------------------------------------------------------------------------------------
+def mean_loss(leads_of: Callable[[RankedTokens], Sequence[Tensor]]) -> Tensor:
+    """-log sigmoid of the lead of each pair's better one: mean over the pairs of a ranking, then over rankings."""
+    leads = [torch.stack(list(leads_of(ranking))) for ranking in RANKINGS]
+    return torch.stack([torch.log1p(torch.exp(-leads_N)).mean() for leads_N in leads]).mean()
+
+
+def pairs(values: Sequence[Any] | Tensor) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(len(values)) for j in range(i + 1, len(values))]
+
+
+def dpo_by_hand(roles: Roles, beta: float, role: str | None = None) -> Tensor:
+    """Of beta times the difference of log-ratios."""
+
+    def leads(ranking: RankedTokens) -> list[Tensor]:
+        ratios = logprobs(roles, ranking) - by_reference(roles, ranking, role)
+        return [beta * (ratios[i] - ratios[j]) for i, j in pairs(ratios)]
+
+    return mean_loss(leads)
+
+
+def simpo_by_hand(roles: Roles, beta: float, gamma: float) -> Tensor:
+    def leads(ranking: RankedTokens) -> list[Tensor]:
+        rewards = beta * logprobs(roles, ranking) / torch.tensor([len(c) for c in ranking.completions])
+        return [rewards[i] - rewards[j] - gamma for i, j in pairs(rewards)]
+
+    return mean_loss(leads)
+
+
+def rm_by_hand(roles: Roles, margin: float) -> Tensor:
+    """Of s_better - s_worse - margin x difference of ranks."""
+
+    def leads(ranking: RankedTokens) -> list[Tensor]:
+        s, ranks = [score(roles, ranking.prompt, completion) for completion in ranking.completions], ranking.scores
+        return [s[i] - s[j] - margin * (ranks[i] - ranks[j]) for i, j in pairs(s)]
+
+    return mean_loss(leads)
+
+
+@pytest.mark.parametrize(
+    ("words", "by_hand"),
+    [
+        (("dpo", "loss.beta=0.7"), lambda roles: dpo_by_hand(roles, 0.7)),
+        (("dpo", "loss=simpo", "loss.beta=3", "loss.gamma=0.4"), lambda roles: simpo_by_hand(roles, 3.0, 0.4)),
+        (("rm",), lambda roles: rm_by_hand(roles, 0.0)),
+        (("rm", "margin=0.3"), lambda roles: rm_by_hand(roles, 0.3)),
+    ],
+    ids=["dpo", "simpo", "rm", "rm with a margin"],
+)
+def test_a_steps_gradient_is_that_of_the_loss_by_hand_whatever_the_token_budget(
+    words: tuple[str, ...], by_hand: Callable[[Roles], Tensor], roles: Roles
+) -> None:
+    task = PreferenceTask(plan(*words), roles)
+    by_name = dict(task.parameters())
+    with roles.learning(task.role):
+        loss = by_hand(roles)
+        expected = dict(zip(by_name, torch.autograd.grad(loss, list(by_name.values())), strict=True))
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for token_budget in (1, 17, 40, 10**6):
+        task = PreferenceTask(plan(*words), roles)
+        task.config = replace(task.config, token_budget=token_budget)
+        metrics = task.backward(0)
+        assert metrics["loss/total"] == pytest.approx(loss.item(), rel=1e-9)
+        assert [name for name, _ in task.parameters()] == list(expected)
+        for name, parameter in task.parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad / largest, expected[name] / largest, rtol=1e-9, atol=1e-9)
+            parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    ("verb", "trained", "parts"),
+    [
+        # The first prompt's rows are one group, also across rankings: 3 + 3 + 2 + 2 + 3, the second's 2 + 2 + 4 + 1.
+        ("dpo", 22, {22: [3], 21: [2, 1]}),
+        # Each row is a token longer: 3 + 4 + 3, 2 + 3 + 5 + 2, 3 + 3 + 4; in all 17 of the first prompt and 12.
+        ("rm", 29, {1: [1, 1, 1], 21: [1, 1, 1], 22: [2, 1], 28: [2, 1], 29: [3]}),
+    ],
+)
+def test_a_token_budget_parts_rankings_but_tears_none_and_a_prompt_is_read_once(
+    verb: str, trained: int, parts: dict[int, list[int]], roles: Roles
+) -> None:
+    task = PreferenceTask(plan(verb), roles)
+    assert task.backward(0)["tokens/trained"] == trained
+    for token_budget, sizes in parts.items():
+        task.config = replace(task.config, token_budget=token_budget)
+        assert [len(part) for part in task.micro_batches(RANKINGS)] == sizes
+
+
+def test_completions_of_one_prompt_are_a_group_even_in_two_rankings() -> None:
+    assert [(group, completion) for group, _, completion in rows_of(RANKINGS)] == [
+        (0, (20, 21, 2)), (0, (22, 2)), (1, (30, 2)), (1, (31, 32, 33, 2)), (1, (34,)), (0, (23, 2)), (0, (20, 21, 2)),
+    ]  # fmt: skip
+
+
+def test_metrics_are_means_over_rankings_of_means_over_pairs(roles: Roles) -> None:
+    task = PreferenceTask(plan("dpo", "loss.beta=0.7"), roles)
+    metrics = task.backward(0)
+    with torch.no_grad():
+        own = [logprobs(roles, ranking) for ranking in RANKINGS]
+    ratios = [0.7 * (found - by_reference(roles, ranking)) for found, ranking in zip(own, RANKINGS, strict=True)]
+    sizes = [torch.tensor([len(completion) for completion in r.completions]) for r in RANKINGS]
+
+    def mean(values: Sequence[Tensor], end: int) -> float:
+        each = [sum(v[pair[end]].item() for pair in pairs(v)) / len(pairs(v)) for v in values]
+        return sum(each) / len(each)
+
+    per_token = [found / size for found, size in zip(own, sizes, strict=True)]
+    assert metrics["pairs/chosen_reward"] == pytest.approx(mean(ratios, 0), rel=1e-9)
+    assert metrics["pairs/rejected_reward"] == pytest.approx(mean(ratios, 1), rel=1e-9)
+    assert metrics["pairs/margin"] == pytest.approx(mean(ratios, 0) - mean(ratios, 1), rel=1e-9)
+    assert metrics["pairs/chosen_logprob"] == pytest.approx(mean(per_token, 0), rel=1e-9)
+    assert metrics["pairs/rejected_logprob"] == pytest.approx(mean(per_token, 1), rel=1e-9)
+    assert metrics["loss/sft"] == pytest.approx(-sum(found[0].item() for found in per_token) / 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("verb", ["dpo", "rm"])
+def test_a_policy_that_is_its_reference_and_a_head_of_zeros_are_right_by_half_and_lose_log_2(
+    verb: str, make_roles: Callable[..., Roles], make_double: Any
+) -> None:
+    made = make_roles(backbone=make_double())
+    made.add_scalar_role(REWARD, None, "lora.path", learns=True)
+    task = PreferenceTask(plan(verb), made)
+    evaluation = task.evaluate(0)
+    assert (evaluation.accuracy, evaluation.accuracy_se) == (0.5, 0.0)
+    assert evaluation.metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-12)
+    metrics = task.backward(0)
+    assert metrics["loss/total"] == pytest.approx(math.log(2), abs=1e-12)
+    assert metrics["accuracy/pairs"] == 0.5
+
+
+def test_an_evaluation_measures_the_held_out_rankings_as_an_update_does(roles: Roles) -> None:
+    evaluated = PreferenceTask(plan("dpo"), roles).evaluate(3).metrics
+    trained = PreferenceTask(plan("dpo", train=RANKINGS[:2]), roles).backward(0)
+    names = {f"eval/{name.removeprefix('pairs/')}": name for name in trained}
+    names |= {"eval/pairs": "accuracy/pairs", "eval/loss": "loss/total"}
+    assert evaluated.keys() - names.keys() == {"eval/pairs_se"}
+    for name in evaluated.keys() & names.keys():
+        assert evaluated[name] == pytest.approx(trained[names[name]], rel=1e-9), name
+
+
+def test_the_evaluation_is_of_the_held_out_rankings_without_a_margin(roles: Roles) -> None:
+    task = PreferenceTask(plan("rm", "margin=5"), roles)
+    with roles.learning(REWARD):
+        s = [[score(roles, r.prompt, c).item() for c in r.completions] for r in RANKINGS[:2]]
+    found = task.evaluate(7).metrics
+    leads = [[scores[i] - scores[j] for i, j in pairs(scores)] for scores in s]
+    right = [sum(lead > 0 for lead in of_one) / len(of_one) for of_one in leads]
+    losses = [sum(math.log1p(math.exp(-lead)) for lead in of_one) / len(of_one) for of_one in leads]
+    assert found["eval/pairs"] == pytest.approx(sum(right) / 2, abs=1e-12)
+    assert found["eval/loss"] == pytest.approx(sum(losses) / 2, rel=1e-9)
+    assert found["eval/score_best"] == pytest.approx((s[0][0] + s[1][0]) / 2, rel=1e-9)
+    assert found["eval/score_worst"] == pytest.approx((s[0][1] + s[1][2]) / 2, rel=1e-9)
+
+
+# -- the reference -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The roles of all passes without gradient, in order."""
+    found: list[str | None] = []
+    computed = PreferenceTask._values_by
+
+    def counted(self: PreferenceTask, role: str | None, rows: Sequence[RankedTokens]) -> Tensor:
+        found.extend([role] * len(rows))
+        return computed(self, role, rows)
+
+    monkeypatch.setattr(PreferenceTask, "_values_by", counted)
+    return found
+
+
+def test_log_probs_by_the_reference_are_computed_once_for_each_ranking(roles: Roles, passes: list[str | None]) -> None:
+    task = PreferenceTask(plan("dpo", "rankings_per_step=1"), roles)
+    for step in range(9):  # three passes over three rankings
+        task.backward(step)
+    assert passes == [None] * 3
+    for _ in range(2):
+        task.evaluate(0)
+    # The two held-out rankings once by the reference, and by the policy at each evaluation.
+    assert passes[3:] == [None, None, POLICY, POLICY, POLICY, POLICY]
+    for i, known in task.known.items():
+        assert known == pytest.approx(by_reference(roles, RANKINGS[i]).tolist(), rel=1e-12)
+
+
+def test_a_loss_without_a_reference_computes_none(roles: Roles, passes: list[str | None]) -> None:
+    task = PreferenceTask(plan("dpo", "loss=orpo"), roles)
+    task.backward(0)
+    task.rehearse()
+    assert passes == []
+    assert task.saved(1, {}, {}).tensors == {}
+
+
+def test_a_rehearsal_leaves_no_log_probs_behind(roles: Roles) -> None:
+    """They would be those of another micro-batch, in their last bits."""
+    task = PreferenceTask(plan("dpo"), roles)
+    task.rehearse()
+    assert task.known == {}
+
+
+def test_the_reference_may_be_an_adapter(
+    make_roles: Callable[..., Roles], make_double: Callable[[], Backbone], tmp_path: Path
+) -> None:
+    sft = make_roles(noise=0.1, backbone=make_double())
+    saved = checkpoint.Checkpoint(
+        step=1, adapters={POLICY: sft.weights(POLICY)}, adapter_config=sft.adapter_config(), optimizer={}, state={}
+    )
+    folder = str(checkpoint.save(tmp_path, saved, keep=1) / POLICY)
+    roles = make_roles(noise=0.05, backbone=make_double(), reference=folder)
+    task = PreferenceTask(plan("dpo", "loss.beta=0.7", reference=folder), roles)
+    assert task.backward(0)["loss/total"] == pytest.approx(dpo_by_hand(roles, 0.7, REFERENCE).item(), rel=1e-9)
+    assert dpo_by_hand(roles, 0.7, REFERENCE).item() != pytest.approx(dpo_by_hand(roles, 0.7).item(), rel=1e-3)
+
+
+def test_a_checkpoint_has_them_to_the_last_bit_and_those_of_another_reference_are_not_used(roles: Roles) -> None:
+    task = PreferenceTask(plan("dpo", "rankings_per_step=2"), roles)
+    task.backward(0)
+    assert len(task.known) == 2
+    saved = task.saved(1, {}, {"seed": 0})
+    again = PreferenceTask(plan("dpo", "rankings_per_step=2"), roles)
+    again.restore(saved)
+    assert again.known == task.known
+    assert again.saved(1, {}, {"seed": 0}).tensors.keys() == {REFERENCE_LOGPROBS}
+    for changed in ("preferences_fingerprint", "base_fingerprint"):
+        other = replace(plan("dpo", "rankings_per_step=2"), fingerprints={**FINGERPRINTS, changed: "other"})
+        fork = PreferenceTask(other, roles)
+        fork.restore(saved)
+        assert fork.known == {}
+
+
+# -- centring ----------------------------------------------------------------------------------------------------------
+def best_scores(roles: Roles, head: dict[str, Tensor]) -> list[float]:
+    """Of the held-out rankings' best completions, with this head."""
+    running = roles.heads[REWARD].weights()
+    roles.heads[REWARD].restore(head)
+    with roles.learning(REWARD), torch.no_grad():
+        found = [score(roles, r.prompt, r.completions[0]).item() for r in RANKINGS[:2]]
+    roles.heads[REWARD].restore(running)
+    return found
+
+
+def test_the_saved_head_gives_the_best_held_out_completions_a_mean_of_0(roles: Roles) -> None:
+    centred = dict(PreferenceTask(plan("rm"), roles).saved(1, {}, {}).heads[REWARD])
+    plain = dict(PreferenceTask(plan("rm", "center=false"), roles).saved(1, {}, {}).heads[REWARD])
+    assert sum(best_scores(roles, centred)) / 2 == pytest.approx(0, abs=1e-12)
+    assert abs(sum(best_scores(roles, plain)) / 2) > 1e-3
+    assert plain["bias"].tolist() == [0.0]
+    assert torch.equal(centred["weight"], plain["weight"])
+
+
+def test_centring_changes_nothing_that_is_learned(roles: Roles) -> None:
+    """The bias is no parameter of the run, it is 0 in it, and 0 again after a resume from a centred checkpoint."""
+    task = PreferenceTask(plan("rm"), roles)
+    before = {name: p.detach().clone() for name, p in roles.named_parameters(REWARD)}
+    saved = task.saved(1, {}, {})
+    assert saved.heads[REWARD]["bias"].item() != 0
+    assert before[BIAS].item() == 0
+    task.restore(saved)
+    for name, parameter in roles.named_parameters(REWARD):
+        assert torch.equal(parameter, before[name]), name
+    assert BIAS not in dict(task.parameters())
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+EARLIER = tuple(RankedTokens(prompt=(50 + i,), completions=((1,), (2,)), scores=(1.0, 0.0)) for i in range(6))
+NEW = tuple(RankedTokens(prompt=(20 + i,), completions=((1,), (2,)), scores=(1.0, 0.0)) for i in range(12))
+
+
+def at(made: PreferencePlan, step: int) -> list[RankedTokens]:
+    """The rankings of the update after `step` steps."""
+    return [*(made.train.rankings[i] for i in made.positions(step)), *made.replayed(step)]
+
+
+@pytest.mark.parametrize(
+    ("size", "fraction", "num_replayed"),
+    [(10, 0.1, 1), (10, 0.25, 2), (10, 0.35, 4), (4, 0.1, 0), (4, 0.5, 2), (4, 0.0, 0), (4, 0.9, 3), (1, 0.9, 0)],
+)
+def test_of_an_update_this_share_is_replayed_and_one_ranking_at_least_is_new(
+    size: int, fraction: float, num_replayed: int
+) -> None:
+    # Rounded to the nearest: 10 x 0.25 = 2.5 and 10 x 0.35 = 3.5 go to the even one.
+    made = plan("rm", f"rankings_per_step={size}", f"replay.fraction={fraction}", train=NEW, replay=EARLIER)
+    for step in range(5):
+        found = at(made, step)
+        assert len(found) == size
+        assert sum(r in EARLIER for r in found) == num_replayed
+        assert at(made, step) == found
+    assert made.num_steps == max(1, 12 // (size - num_replayed))
+
+
+def test_without_replay_all_rankings_are_new() -> None:
+    made = plan("rm", "rankings_per_step=4", "replay.fraction=0.5", train=NEW)
+    passed = [ranking for step in range(3) for ranking in at(made, step)]
+    assert set(passed) == set(NEW)
+    assert made.num_steps == 3
+
+
+def test_replayed_rankings_repeat_where_they_are_few() -> None:
+    made = plan("rm", "rankings_per_step=8", "replay.fraction=0.5", train=NEW, replay=EARLIER[:1])
+    assert [r in EARLIER for r in at(made, 0)] == [False] * 4 + [True] * 4
+
+
+# -- rehearsals --------------------------------------------------------------------------------------------------------
 def largest_part(rankings: list[RankedTokens], token_budget: int, per_step: int, *, packed: bool) -> list[RankedTokens]:
     """The rehearsed micro-batch of a policy that learns from these rankings."""
     task = object.__new__(PreferenceTask)  # without a model

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from rlft import cli
-from rlft.algorithm.preference.bradley_terry import BradleyTerry
-from rlft.commands.preferences import BIAS, REWARD, PreferenceTask, open_task
-from rlft.config.compose import build, compose
-from rlft.config.schema import RmConfig
-from rlft.data.examples import RankedTokens, Rankings
+from rlft.commands.preferences import REWARD, open_task
+from rlft.config.compose import compose
+from rlft.data.examples import RankedTokens
 from rlft.loop.engines import Engines
 from rlft.loop.session import open_session
-from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
-from rlft.model.rows import rows_of
-from rlft.plan.preference_plan import PreferencePlan
 from rlft.plan.preference_plan import make_plan as make_rm_plan
 from rlft.plan.train_plan import make_plan
 from rlft.runs import checkpoint
@@ -35,202 +27,6 @@ from rlft.runs.references import resolved
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on GPT-2
-
-P, Q = (5, 6, 7), (9, 10)
-# Best first, ids under 60: a pair, three ranked ones of another prompt, and a pair of the first prompt once more.
-RANKINGS = (
-    RankedTokens(prompt=P, completions=((20, 21, 2), (22, 2)), scores=(1.0, 0.0)),
-    RankedTokens(prompt=Q, completions=((30, 2), (31, 32, 33, 2), (34,)), scores=(3.0, 1.0, 0.5)),
-    RankedTokens(prompt=P, completions=((23, 2), (20, 21, 2)), scores=(1.0, 0.0)),
-)
-
-
-def rankings(found: Sequence[RankedTokens]) -> Rankings:
-    return Rankings(rankings=tuple(found), fingerprint="", note=None)
-
-
-def plan(
-    *keys: str, train: Sequence[RankedTokens] = RANKINGS, replay: Sequence[RankedTokens] | None = None
-) -> PreferencePlan:
-    fixed = ["preferences.path=unread"]
-    if not any(key.startswith("rankings_per_step=") for key in keys):
-        fixed.append(f"rankings_per_step={len(train)}")
-    config = build(compose([*fixed, *keys], verb="rm"), RmConfig, "rm")
-    return PreferencePlan(
-        config=config,
-        loss=BradleyTerry(margin=config.margin),
-        plain={},
-        engine=None,
-        train=rankings(train),
-        held_out=rankings(RANKINGS[:2]),
-        replay=None if replay is None else rankings(replay),
-        loggers=(),
-        fingerprints={},
-        notes=(),
-    )
-
-
-@pytest.fixture
-def roles(make_roles: Callable[..., Roles], make_double: Callable[[], Backbone]) -> Roles:
-    """A reward's adapter and head, not all zeros, on a model of float64."""
-    made = make_roles(backbone=make_double())
-    made.add_scalar_role(REWARD, None, "lora.path", learns=True)
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in made.named_parameters(REWARD):
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return made
-
-
-def score(roles: Roles, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
-    """The head at the last token, by the plainest forward there is; the role is the active one."""
-    hidden = roles.backbone.model.base_model(input_ids=torch.tensor([[*prompt, *completion]])).last_hidden_state
-    return roles.heads[REWARD](hidden[0, -1])
-
-
-# -- a step ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("margin", [0.0, 0.3])
-def test_a_steps_gradient_is_that_of_the_mean_over_rankings_of_the_mean_over_pairs(roles: Roles, margin: float) -> None:
-    """-log sigmoid(s_better - s_worse - margin x difference of ranks): of the second ranking's three pairs the mean."""
-    by_name = [(name, p) for name, p in roles.named_parameters(REWARD) if name != BIAS]
-    with roles.learning(REWARD):
-        losses = []
-        for ranking in RANKINGS:
-            s = [score(roles, ranking.prompt, completion) for completion in ranking.completions]
-            pairs = [(i, j) for i in range(len(s)) for j in range(i + 1, len(s))]
-            leads = [s[i] - s[j] - margin * (ranking.scores[i] - ranking.scores[j]) for i, j in pairs]
-            losses.append(torch.stack([torch.log1p(torch.exp(-lead)) for lead in leads]).mean())
-        loss = torch.stack(losses).mean()
-        expected = dict(
-            zip([name for name, _ in by_name], torch.autograd.grad(loss, [p for _, p in by_name]), strict=True)
-        )
-    largest = max(g.abs().max() for g in expected.values())
-    for token_budget in (1, 17, 40, 10**6):
-        task = PreferenceTask(plan(f"margin={margin}", f"token_budget={max(token_budget, 2000)}"), roles)
-        task.config = replace(task.config, token_budget=token_budget)
-        metrics = task.backward(0)
-        assert metrics["loss/total"] == pytest.approx(loss.item(), rel=1e-9)
-        assert [name for name, _ in task.parameters()] == list(expected)
-        for name, parameter in task.parameters():
-            assert parameter.grad is not None
-            torch.testing.assert_close(parameter.grad / largest, expected[name] / largest, rtol=1e-9, atol=1e-9)
-            parameter.grad = None
-
-
-def test_a_token_budget_parts_rankings_but_tears_none(roles: Roles) -> None:
-    """Each row is a token longer than it is, and a prompt is read once: 3 + 4 + 3 tokens, 2 + 3 + 5 + 2, 3 + 3 + 4."""
-    task = PreferenceTask(plan(), roles)
-
-    def parts(token_budget: int) -> list[int]:
-        task.config = replace(task.config, token_budget=token_budget)
-        return [len(part) for part in task.micro_batches(RANKINGS)]
-
-    assert parts(1) == [1, 1, 1]
-    assert parts(22) == [2, 1]
-    assert parts(21) == [1, 1, 1]
-    assert parts(29) == [3]  # the first prompt's rows are one group: 3 + 4 + 3 + 3 + 4 and the second's 12
-    assert parts(28) == [2, 1]
-
-
-def test_completions_of_one_prompt_are_a_group_even_in_two_rankings() -> None:
-    assert [(group, completion) for group, _, completion in rows_of(RANKINGS)] == [
-        (0, (20, 21, 2)), (0, (22, 2)), (1, (30, 2)), (1, (31, 32, 33, 2)), (1, (34,)), (0, (23, 2)), (0, (20, 21, 2)),
-    ]  # fmt: skip
-
-
-def test_a_head_of_zeros_is_right_by_half_and_loses_log_2(make_roles: Callable[..., Roles], make_double: Any) -> None:
-    made = make_roles(backbone=make_double())
-    made.add_scalar_role(REWARD, None, "lora.path", learns=True)
-    task = PreferenceTask(plan(), made)
-    evaluation = task.evaluate(0)
-    assert (evaluation.accuracy, evaluation.accuracy_se) == (0.5, 0.0)
-    assert evaluation.metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-12)
-    assert task.backward(0)["accuracy/pairs"] == 0.5
-
-
-def test_the_evaluation_is_of_the_held_out_rankings_without_a_margin(roles: Roles) -> None:
-    task = PreferenceTask(plan("margin=5"), roles)
-    with roles.learning(REWARD):
-        s = [[score(roles, r.prompt, c).item() for c in r.completions] for r in RANKINGS[:2]]
-    found = task.evaluate(7).metrics
-    pairs = [[s[0][0] - s[0][1]], [s[1][0] - s[1][1], s[1][0] - s[1][2], s[1][1] - s[1][2]]]
-    right = [sum(lead > 0 for lead in leads) / len(leads) for leads in pairs]
-    losses = [sum(math.log1p(math.exp(-lead)) for lead in leads) / len(leads) for leads in pairs]
-    assert found["eval/pairs"] == pytest.approx(sum(right) / 2, abs=1e-12)
-    assert found["eval/loss"] == pytest.approx(sum(losses) / 2, rel=1e-9)
-    assert found["eval/score_best"] == pytest.approx((s[0][0] + s[1][0]) / 2, rel=1e-9)
-    assert found["eval/score_worst"] == pytest.approx((s[0][1] + s[1][2]) / 2, rel=1e-9)
-
-
-# -- centring ----------------------------------------------------------------------------------------------------------
-def best_scores(roles: Roles, head: dict[str, Tensor]) -> list[float]:
-    """Of the held-out rankings' best completions, with this head."""
-    running = roles.heads[REWARD].weights()
-    roles.heads[REWARD].restore(head)
-    with roles.learning(REWARD), torch.no_grad():
-        found = [score(roles, r.prompt, r.completions[0]).item() for r in RANKINGS[:2]]
-    roles.heads[REWARD].restore(running)
-    return found
-
-
-def test_the_saved_head_gives_the_best_held_out_completions_a_mean_of_0(roles: Roles) -> None:
-    centred = dict(PreferenceTask(plan(), roles).saved(1, {}, {}).heads[REWARD])
-    plain = dict(PreferenceTask(plan("center=false"), roles).saved(1, {}, {}).heads[REWARD])
-    assert sum(best_scores(roles, centred)) / 2 == pytest.approx(0, abs=1e-12)
-    assert abs(sum(best_scores(roles, plain)) / 2) > 1e-3
-    assert plain["bias"].tolist() == [0.0]
-    assert torch.equal(centred["weight"], plain["weight"])
-
-
-def test_centring_changes_nothing_that_is_learned(roles: Roles) -> None:
-    """The bias is no parameter of the run, it is 0 in it, and 0 again after a resume from a centred checkpoint."""
-    task = PreferenceTask(plan(), roles)
-    before = {name: p.detach().clone() for name, p in roles.named_parameters(REWARD)}
-    saved = task.saved(1, {}, {})
-    assert saved.heads[REWARD]["bias"].item() != 0
-    assert before[BIAS].item() == 0
-    task.restore(saved)
-    for name, parameter in roles.named_parameters(REWARD):
-        assert torch.equal(parameter, before[name]), name
-    assert BIAS not in dict(task.parameters())
-
-
-# -- replay ------------------------------------------------------------------------------------------------------------
-EARLIER = tuple(RankedTokens(prompt=(50 + i,), completions=((1,), (2,)), scores=(1.0, 0.0)) for i in range(6))
-NEW = tuple(RankedTokens(prompt=(20 + i,), completions=((1,), (2,)), scores=(1.0, 0.0)) for i in range(12))
-
-
-def at(made: PreferencePlan, step: int) -> list[RankedTokens]:
-    """The rankings of the update after `step` steps."""
-    return [*(made.train.rankings[i] for i in made.positions(step)), *made.replayed(step)]
-
-
-@pytest.mark.parametrize(
-    ("size", "fraction", "num_replayed"),
-    [(10, 0.1, 1), (10, 0.25, 2), (10, 0.35, 4), (4, 0.1, 0), (4, 0.5, 2), (4, 0.0, 0), (4, 0.9, 3), (1, 0.9, 0)],
-)
-def test_of_an_update_this_share_is_replayed_and_one_ranking_at_least_is_new(
-    size: int, fraction: float, num_replayed: int
-) -> None:
-    # Rounded to the nearest: 10 x 0.25 = 2.5 and 10 x 0.35 = 3.5 go to the even one.
-    made = plan(f"rankings_per_step={size}", f"replay.fraction={fraction}", train=NEW, replay=EARLIER)
-    for step in range(5):
-        found = at(made, step)
-        assert len(found) == size
-        assert sum(r in EARLIER for r in found) == num_replayed
-        assert at(made, step) == found
-    assert made.num_steps == max(1, 12 // (size - num_replayed))
-
-
-def test_without_replay_all_rankings_are_new() -> None:
-    made = plan("rankings_per_step=4", "replay.fraction=0.5", train=NEW)
-    passed = [ranking for step in range(3) for ranking in at(made, step)]
-    assert set(passed) == set(NEW)
-    assert made.num_steps == 3
-
-
-def test_replayed_rankings_repeat_where_they_are_few() -> None:
-    made = plan("rankings_per_step=8", "replay.fraction=0.5", train=NEW, replay=EARLIER[:1])
-    assert [r in EARLIER for r in at(made, 0)] == [False] * 4 + [True] * 4
 
 
 def write_pairs(file: Path, numbers: Sequence[int]) -> Path:

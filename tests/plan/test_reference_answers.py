@@ -16,7 +16,7 @@ from rlft.plan import reference_answers as references
 from rlft.plan.reference_answers import check_references
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
-from rlft.reward.workers.reward_spec import examined, specs
+from rlft.reward.workers.reward_spec import check_with_rewards, specs
 from rlft.reward.workers.worker import Cause, Failure
 from rlft.tokens.ends import turn_ends
 from rlft.types import Prompt, Split, UserError
@@ -37,7 +37,7 @@ def notes(prompts, *words, tokenizer=None, limit_s=20.0):
     config = from_mapping(RunConfig, plain, "")
     tokenizer = tokenizer or family_tokenizer("qwen2.5")
     found = check_references(config, specs(config.reward), prompts, tokenizer, turn_ends(tokenizer, "chat"), limit_s)
-    return [*examined(specs(config.reward), prompts), *found]
+    return [*check_with_rewards(specs(config.reward), prompts), *found]
 
 
 @pytest.mark.parametrize(

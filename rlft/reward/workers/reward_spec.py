@@ -118,7 +118,7 @@ def notes(rewards: Mapping[str, RewardSpec]) -> tuple[str, ...]:
     return tuple(note for spec in rewards.values() if (note := spec.note()) is not None)
 
 
-def examined(rewards: Mapping[str, RewardSpec], prompts: Sequence[Prompt]) -> tuple[str, ...]:
+def check_with_rewards(rewards: Mapping[str, RewardSpec], prompts: Sequence[Prompt]) -> tuple[str, ...]:
     """What these rewards report about the data before a run; UserError if one of them cannot score these prompts."""
     return tuple(note for spec in rewards.values() if (note := spec.examine(prompts)) is not None)
 
