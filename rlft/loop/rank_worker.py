@@ -82,28 +82,28 @@ class RankWorker:
         self._trainer.share = Share(lanes=self._lanes, rank=self._rank, ranks=meeting.ranks, exchange=self._exchange)
         self._trainer.restore(state)
 
-    def annotate(self, batch: Batch, inert_B: Tensor) -> dict[str, Tensor]:
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> dict[str, Tensor]:
         """{field: values `[N, T]`} for the rows of this rank's lanes, one lane after the other."""
-        rows_of_lane, share = self._trainer.rows_of_lanes(batch, inert_B), self._trainer.share
+        rows_of_lane, share = self._trainer.rows_of_lanes(batch, zero_gradient_B), self._trainer.share
         assert share is not None, "it has joined"
         rows = torch.cat([rows_of_lane[lane] for lane in share.mine])
         with self._exchanging():
-            return {name: values[rows] for name, values in self._trainer.annotations(batch, inert_B).items()}
+            return {name: values[rows] for name, values in self._trainer.annotations(batch, zero_gradient_B).items()}
 
     def update(
-        self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int, texts: list[Batch]
+        self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int, texts: list[Batch]
     ) -> list[UpdateRecord]:
         """Computes this rank's part of all updates of a step.
 
         Args:
             algorithm: the algorithm.
             batch: the step's batch after credit.
-            inert_B: bool `[B]`, rows that contribute nothing.
+            zero_gradient_B: bool `[B]`, rows that contribute nothing.
             step: number of finished steps.
             texts: the text of each update, where the algorithm needs pretraining text; else empty.
         """
         with self._exchanging():
-            return self._trainer.update_lanes(algorithm, batch, inert_B, step, DrawnText(texts))
+            return self._trainer.update_lanes(algorithm, batch, zero_gradient_B, step, DrawnText(texts))
 
     def refresh(self, step: int) -> None:
         """Moves the snapshots that are due after `step` steps."""

@@ -234,14 +234,16 @@ class Session(RunShell):
         return replace(batch, teacher_prompts=teacher_prompts(rollouts.groups, hint, self.backbone.tokenizer, style))
 
     # -- what happens after a step -------------------------------------------------------------------------------------
-    def inspect(self, clock: Clock, step: int, rollouts: Rollouts, batch: Batch, inert_B: Tensor) -> Inspection | None:
+    def inspect(
+        self, clock: Clock, step: int, rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor
+    ) -> Inspection | None:
         """Opens an inspection before the update of step `step`; None if its tokens are not inspected or not written."""
         settings = self.config.token_values
         if settings is None or not settings.every or step % settings.every or not self.config.rollouts.writes(step):
             return None
         with clock("inspect"):
             starts = [len(rollout.prompt.token_ids) for group in rollouts.groups for rollout in group.rollouts]
-            return Inspection(self.roles, batch, starts, inert_B, settings.groups, self.backbone.decode_all)
+            return Inspection(self.roles, batch, starts, zero_gradient_B, settings.groups, self.backbone.decode_all)
 
     def inspected(self, clock: Clock, inspection: Inspection | None) -> dict[int, TokenValues]:
         """Finishes the inspection after the update: {row: its tokens' values}, empty without an inspection."""

@@ -277,17 +277,17 @@ class Roles:
         self.restore_role(target, self.weights(source))
 
     # -- passes without gradient -------------------------------------------------------------------------------------
-    def annotate(self, batch: Batch, inert_B: Tensor, *, needs_old: bool, teacher_top_k: int = 0) -> Batch:
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor, *, needs_old: bool, teacher_top_k: int = 0) -> Batch:
         """Adds old, reference and teacher log-probs and old values as far as needed, with one pass for each role.
 
         Args:
             batch: the rows.
-            inert_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
+            zero_gradient_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
             needs_old: whether `snapshot.old: auto` has to recompute old log-probs; otherwise the loss takes those of
                 the current policy, detached, at no cost.
             teacher_top_k: number of the teacher's most likely tokens whose log-probs are added, too.
         """
-        parts = self.forward.micro_batches(batch, (~inert_B).nonzero()[:, 0], self.token_budget)
+        parts = self.forward.micro_batches(batch, (~zero_gradient_B).nonzero()[:, 0], self.token_budget)
         fields = self.annotations(batch, parts, needs_old=needs_old, teacher_top_k=teacher_top_k)
         return replace(batch, **fields) if fields else batch
 

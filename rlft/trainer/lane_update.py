@@ -96,7 +96,7 @@ def update_in_lanes(
     optimizers: Mapping[str, Optimizer],
     algorithm: Objective,
     batch: Batch,
-    inert_B: Tensor,
+    zero_gradient_B: Tensor,
     step: int,
     settings: UpdateSettings,
     text: UpdateText | None,
@@ -122,7 +122,7 @@ def update_in_lanes(
     try:
         with roles.training():
             for i, rows in enumerate(minibatches(batch, settings.epochs, settings.minibatches, order)):
-                work = work_of(roles, algorithm, batch, rows, inert_B, (step, i), settings, text, share.lanes)
+                work = work_of(roles, algorithm, batch, rows, zero_gradient_B, (step, i), settings, text, share.lanes)
                 lanes_with_rows = work.lanes
                 passes: dict[int, list[Measured]] = {}
                 buffers: dict[int, Tensor] = {}
@@ -181,7 +181,7 @@ def work_of(
     algorithm: Objective,
     batch: Batch,
     rows: Tensor,
-    inert_B: Tensor,
+    zero_gradient_B: Tensor,
     at: tuple[int, int],
     settings: UpdateSettings,
     text: UpdateText | None,
@@ -191,7 +191,7 @@ def work_of(
     (step, update), shared_prompts = at, roles.forward.packed
     learns = policy_learns(roles, settings, step)
     scale = loss_scale(select(batch, rows), settings.max_completion_tokens, roles)
-    live = rows[~inert_B[rows]]
+    live = rows[~zero_gradient_B[rows]]
     text_batch = text_division = None
     if algorithm.needs_text and learns:
         assert text is not None, "plan/roles.py refuses algorithms that need text without any"

@@ -59,15 +59,17 @@ class LocalTrainer:
         self.text, self.reward_training = text, reward_training
         self.share, self.base = share, base
 
-    def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
         if self.share is None:
-            return self.roles.annotate(batch, inert_B, needs_old=self.needs_old, teacher_top_k=self.teacher_top_k)
-        return replace(batch, **self.annotations(batch, inert_B))
+            return self.roles.annotate(
+                batch, zero_gradient_B, needs_old=self.needs_old, teacher_top_k=self.teacher_top_k
+            )
+        return replace(batch, **self.annotations(batch, zero_gradient_B))
 
-    def annotations(self, batch: Batch, inert_B: Tensor) -> dict[str, Tensor]:
+    def annotations(self, batch: Batch, zero_gradient_B: Tensor) -> dict[str, Tensor]:
         """{field: float32 `[B, T]`} with values in the rows of this process's lanes, and 0 in the others."""
         assert self.share is not None, "only passes that are divided have lanes"
-        roles, rows_of = self.roles, self.rows_of_lanes(batch, inert_B)
+        roles, rows_of = self.roles, self.rows_of_lanes(batch, zero_gradient_B)
         parts = [
             part
             for lane in self.share.mine
@@ -80,24 +82,35 @@ class LocalTrainer:
         """Inside, this process does its part of passes in which all ranks take part."""
         return sharded_base.passes(self.base, None if self.share is None else self.share.exchange)
 
-    def rows_of_lanes(self, batch: Batch, inert_B: Tensor) -> tuple[Tensor, ...]:
+    def rows_of_lanes(self, batch: Batch, zero_gradient_B: Tensor) -> tuple[Tensor, ...]:
         """Indices of the rows that each lane annotates."""
         assert self.share is not None, "only passes that are divided have lanes"
-        live = (~inert_B).nonzero()[:, 0]
+        live = (~zero_gradient_B).nonzero()[:, 0]
         return divide(batch, live, self.share.lanes, shared_prompts=self.roles.forward.packed).rows
 
-    def update(self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
+    def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
         if self.share is None:
-            return update(self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, self.text)
-        return metrics_of([self.update_lanes(algorithm, batch, inert_B, step, self.text)])
+            return update(
+                self.roles, self.optimizers, algorithm, batch, zero_gradient_B, step, self.settings, self.text
+            )
+        return metrics_of([self.update_lanes(algorithm, batch, zero_gradient_B, step, self.text)])
 
     def update_lanes(
-        self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int, text: UpdateText | None
+        self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int, text: UpdateText | None
     ) -> list[UpdateRecord]:
         """Does all updates of the step, for the lanes of this process."""
         assert self.share is not None, "only passes that are divided have lanes"
         return update_in_lanes(
-            self.roles, self.optimizers, algorithm, batch, inert_B, step, self.settings, text, self.share, self.base
+            self.roles,
+            self.optimizers,
+            algorithm,
+            batch,
+            zero_gradient_B,
+            step,
+            self.settings,
+            text,
+            self.share,
+            self.base,
         )
 
     def publish(self, version: int) -> Adapter:
@@ -124,9 +137,9 @@ class LocalTrainer:
     def rehearse(self, algorithm: Objective, micro: Batch) -> None:
         roles = self.roles
         if roles.snapshot.teacher != "none":  # no other role's pass takes more than the policy's own
-            no_row_inert = torch.zeros(len(micro.rewards), dtype=torch.bool)
+            none_zero = torch.zeros(len(micro.rewards), dtype=torch.bool)
             with self.passes():
-                micro = roles.annotate(micro, no_row_inert, needs_old=False, teacher_top_k=self.teacher_top_k)
+                micro = roles.annotate(micro, none_zero, needs_old=False, teacher_top_k=self.teacher_top_k)
         scale = loss_scale(micro, self.settings.max_completion_tokens, roles)
         with torch.random.fork_rng(), roles.training(), self.passes():
             backward(roles, algorithm, roles.to_device(micro), scale, policy_learns=True)

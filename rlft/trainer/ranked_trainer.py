@@ -79,14 +79,14 @@ class RankedTrainer:
         self._share = local.share = Share(lanes=lanes, rank=0, ranks=1 + len(specs))
 
     # -- what ranks do together ----------------------------------------------------------------------------------------
-    def annotate(self, batch: Batch, inert_B: Tensor) -> Batch:
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
         local, share = self._local, self._share
         shared_batch = self._launcher.share(batch)
 
         def together() -> Batch:
-            self._call("annotate", shared_batch, inert_B)
-            fields = local.annotations(batch, inert_B)
-            rows_of = local.rows_of_lanes(batch, inert_B)
+            self._call("annotate", shared_batch, zero_gradient_B)
+            fields = local.annotations(batch, zero_gradient_B)
+            rows_of = local.rows_of_lanes(batch, zero_gradient_B)
             for rank, values in enumerate(self._answers("annotate"), start=1):
                 rows = torch.cat([rows_of[lane] for lane in range(share.lanes) if share.owner(lane) == rank])
                 for name, values_NT in values.items():
@@ -95,13 +95,13 @@ class RankedTrainer:
 
         return self._without_losing_a_step(together)
 
-    def update(self, algorithm: Objective, batch: Batch, inert_B: Tensor, step: int) -> dict[str, float]:
+    def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
         local, texts = self._local, self._texts(algorithm, step)
         shared_batch, start_state = self._launcher.share(batch), local.state()
 
         def together() -> dict[str, float]:
-            self._call("update", algorithm, shared_batch, inert_B, step, texts)
-            records = local.update_lanes(algorithm, batch, inert_B, step, local.text)
+            self._call("update", algorithm, shared_batch, zero_gradient_B, step, texts)
+            records = local.update_lanes(algorithm, batch, zero_gradient_B, step, local.text)
             return metrics_of([records, *self._answers("update")])
 
         return self._without_losing_a_step(together, start_state)

@@ -64,7 +64,7 @@ def update(
     optimizers: Mapping[str, Optimizer],
     algorithm: Objective,
     batch: Batch,
-    inert_B: Tensor,
+    zero_gradient_B: Tensor,
     step: int,
     settings: UpdateSettings,
     text: UpdateText | None = None,
@@ -76,7 +76,7 @@ def update(
         optimizers: {role: optimizer} for every role that learns.
         algorithm: the algorithm whose loss is minimised.
         batch: `[B, T]`, with advantages.
-        inert_B: bool `[B]`, rows that add nothing to the gradient and are not forwarded.
+        zero_gradient_B: bool `[B]`, rows that add nothing to the gradient and are not forwarded.
         step: number of finished steps.
         settings: how the batch is divided into updates, and the schedule.
         text: gives each update's text, if the algorithm needs text.
@@ -87,7 +87,7 @@ def update(
     with roles.training():
         for i, rows in enumerate(minibatches(batch, settings.epochs, settings.minibatches, order)):
             scale = loss_scale(select(batch, rows), settings.max_completion_tokens, roles)
-            live = rows[~inert_B[rows]]
+            live = rows[~zero_gradient_B[rows]]
             share = int(batch.loss_mask[live].sum()) / scale.num_tokens
             for part in roles.forward.micro_batches(batch, live, settings.token_budget):
                 micro = roles.to_device(select(batch, part))

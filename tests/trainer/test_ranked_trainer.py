@@ -167,9 +167,9 @@ def train(trainer: Trainer, case: str, batches: list[Batch]) -> Trained:
         algorithm = rlft.load_algorithm(CASES[case][0], **(IN_LOSS if "in the loss" in case else {}))
         if "with a hint" in case:
             batch = replace(batch, teacher_prompts=hinted(batch))
-        inert_B = algorithm.inert(batch)
-        credited = algorithm.credit(trainer.annotate(batch, inert_B))
-        metrics.append(trainer.update(algorithm, credited, inert_B, step))
+        zero_gradient_B = algorithm.zero_gradient_rows(batch)
+        credited = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
+        metrics.append(trainer.update(algorithm, credited, zero_gradient_B, step))
         trainer.publish(step + 1)
         trainer.refresh(step + 1, Rollouts(groups=[], scores=Scores(total=torch.zeros(0), by_reward={}), num_sampled=0))
         state = trainer.state()
@@ -259,12 +259,12 @@ def test_ranks_without_rows_wait_for_the_others(
 ) -> None:
     """One live row in all: three lanes, and so one rank of two, have nothing to do."""
     algorithm, batch = rlft.load_algorithm("grpo"), batches[0]
-    inert_B = torch.ones(12, dtype=torch.bool)
-    inert_B[0] = False
+    zero_gradient_B = torch.ones(12, dtype=torch.bool)
+    zero_gradient_B[0] = False
 
     def one_update(trainer: Trainer) -> tuple[dict[str, float], TrainerState]:
-        credited = algorithm.credit(trainer.annotate(batch, inert_B))
-        return trainer.update(algorithm, credited, inert_B, 0), trainer.state()
+        credited = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
+        return trainer.update(algorithm, credited, zero_gradient_B, 0), trainer.state()
 
     with opened(make_config(GRPO), texts) as (trainer, _):
         expected, state = one_update(trainer)

@@ -133,10 +133,10 @@ def train(trainer: LocalTrainer, algorithm: Objective, batches: list[Batch]) -> 
     assert share is not None
     metrics = []
     for step, batch in enumerate(batches):
-        inert_B = torch.zeros(12, dtype=torch.bool)
-        inert_B[1:] = step == 1  # one lane has a row, the others and their ranks have none
-        credited = algorithm.credit(replace(batch, **summed(trainer.annotations(batch, inert_B), share)))
-        records = trainer.update_lanes(algorithm, credited, inert_B, step, None)
+        zero_gradient_B = torch.zeros(12, dtype=torch.bool)
+        zero_gradient_B[1:] = step == 1  # one lane has a row, the others and their ranks have none
+        credited = algorithm.credit(replace(batch, **summed(trainer.annotations(batch, zero_gradient_B), share)))
+        records = trainer.update_lanes(algorithm, credited, zero_gradient_B, step, None)
         metrics += [dict(record.optimizers) for record in records]
         trainer.roles.refresh(step + 1)
     state = trainer.state()

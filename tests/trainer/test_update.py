@@ -55,8 +55,8 @@ class Bench:
         }
         self.optimizer = self.optimizers[POLICY]
 
-    def update(self, batch, inert, step):
-        return update(self.roles, self.optimizers, self.algorithm, batch, inert, step, self.settings, self.text)
+    def update(self, batch, zero_rows, step):
+        return update(self.roles, self.optimizers, self.algorithm, batch, zero_rows, step, self.settings, self.text)
 
 
 class Text:
@@ -146,7 +146,7 @@ def test_every_token_budget_gives_the_gradient_and_the_loss_of_the_whole_batch(
     )
     for budget in BUDGETS:
         run = session(roles, algorithm, token_budget=budget)
-        metrics = run.update(batch, algorithm.inert(batch), 0)
+        metrics = run.update(batch, algorithm.zero_gradient_rows(batch), 0)
         (gradients,) = run.optimizer.gradients
         close(gradients, expected, 1e-9)
         assert metrics["loss/total"] == pytest.approx(loss.total.item(), rel=1e-9)
@@ -174,8 +174,8 @@ def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if
     algorithm = rlft.load_algorithm("grpo", aggregate="token_mean")
     roles = make_roles(noise=0.02, backbone=double)
     batch = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=True))
-    inert = algorithm.inert(batch)
-    assert inert.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    zero_rows = algorithm.zero_gradient_rows(batch)
+    assert zero_rows.tolist() == [False] * 3 + [True] * 3 + [False] * 3
     forwarded, call = [], Forward.__call__
 
     def spy(self, part, *args, **kwargs):
@@ -184,7 +184,7 @@ def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if
 
     monkeypatch.setattr(Forward, "__call__", spy)
     results = []
-    for rows in (inert, NOBODY):
+    for rows in (zero_rows, NOBODY):
         forwarded.clear()
         run = session(roles, algorithm, token_budget=30)
         metrics = run.update(batch, rows, 0)
@@ -200,9 +200,9 @@ def test_what_metrics_say_of_tokens_is_of_the_forwarded_tokens(session, make_rol
     # The sampled log-probs are -1, old those of the policy: the mean gap over groups 0 and 2 is what must come out.
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02)
     batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    inert = algorithm.inert(batch)
-    gap = (batch.old_logprobs + 1).abs()[~inert][batch.loss_mask[~inert]]
-    metrics = session(roles, algorithm).update(batch, inert, 0)
+    zero_rows = algorithm.zero_gradient_rows(batch)
+    gap = (batch.old_logprobs + 1).abs()[~zero_rows][batch.loss_mask[~zero_rows]]
+    metrics = session(roles, algorithm).update(batch, zero_rows, 0)
     assert metrics["sampler/logprob_gap_mean"] == pytest.approx(gap.mean().item(), rel=1e-5)
     assert metrics["sampler/logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-5)
 
@@ -678,7 +678,7 @@ def test_a_critics_gradient_that_is_not_a_number_stops_before_it_reaches_its_wei
 # -- the ledger --------------------------------------------------------------------------------------------------------
 def test_packed_rows_waste_nothing_and_train_each_prompt_once(session, make_roles, batch):
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
-    metrics = session(roles, algorithm).update(algorithm.credit(batch), algorithm.inert(batch), 0)
+    metrics = session(roles, algorithm).update(algorithm.credit(batch), algorithm.zero_gradient_rows(batch), 0)
     # Groups 0 and 2: prompts 4 + 3, completions 3 + 4 + 2 and 7 + 2 + 0. (A masked token is in the network too.)
     assert metrics["tokens/trained"] == 7 + 9 + 9
     assert metrics["waste/padding_fraction"] == 0
