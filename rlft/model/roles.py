@@ -383,9 +383,8 @@ class Roles:
 
     def logprobs(self, batch: Batch, role: str | None) -> Tensor:
         """float32 `[B, T]` of every row by this role (None: the bare base), without gradient or dropout."""
-        all_rows = torch.arange(len(batch.rewards))
-        parts = list(self._parts(batch, self.forward.micro_batches(batch, all_rows, self.token_budget)))
-        return self._without_gradient(batch, parts, role, {"old_logprobs"})["old_logprobs"]
+        with torch.no_grad(), self.using(role):
+            return self.forward.logprobs(batch, self.token_budget, self.temperature)
 
     def scalars(self, role: str, batch: Batch) -> Tensor:
         """The role's head at each completion token `[B, T]`; a role with an adapter must be the active one."""
@@ -416,7 +415,7 @@ class Roles:
         if weights != "apart":
             selection.add_up(self.model, SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
 
-    def lend_sums(self) -> None:
+    def share_merged_weights(self) -> None:
         """Lets the policy learn with the sampler's sums while their weights are the same (`LoraLinear.lend`).
 
         Call it only after the freshness check, in which the policy's passes must not depend on the sampler's weights.

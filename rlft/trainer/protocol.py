@@ -56,7 +56,7 @@ class Trainer(Protocol):
         """The policy's log-probs (temperature 1) of every token but the first, for the freshness check."""
         ...
 
-    def engine_verified(self) -> None:
+    def after_freshness_check(self) -> None:
         """Called once the engine has proven that it has what was published last."""
         ...
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from rlft.algorithm.objective import Objective
 from rlft.system.process.member import Launcher, Member, MemberError, MemberSpec, last_lines
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.trainer.lane_update import metrics_of
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.protocol import TrainerState
-from rlft.trainer.ranks import Exchange, Meeting, RanksError, Share, open_store
+from rlft.trainer.ranks import Exchange, LaneShare, RanksError, Rendezvous, open_store
+from rlft.trainer.update import step_metrics
 from rlft.types import Adapter, Batch, Rollouts, UserError
 
 MOST_FAILURES = 3
@@ -73,10 +73,10 @@ class RankedTrainer:
         self._pending: dict[Member, Future[Any]] = {}
         self._exchange: Exchange | None = None
         self._store: Any = None
-        self._num_meetings = self._num_failures = 0
+        self._num_rendezvous = self._num_failures = 0
         self._first_error_at: float | None = None
         self._limit = timeout  # seconds, for what is waited for now
-        self._share = local.share = Share(lanes=lanes, rank=0, ranks=1 + len(specs))
+        self._share = local.share = LaneShare(lanes=lanes, rank=0, ranks=1 + len(specs))
 
     # -- what ranks do together ----------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
@@ -101,8 +101,8 @@ class RankedTrainer:
 
         def together() -> dict[str, float]:
             self._call("update", algorithm, shared_batch, zero_gradient_B, step, texts)
-            records = local.update_lanes(algorithm, batch, zero_gradient_B, step, local.text)
-            return metrics_of([records, *self._answers("update")])
+            records = local.update_lanes(algorithm, batch, zero_gradient_B, step)
+            return step_metrics([records, *self._answers("update")])
 
         return self._without_losing_a_step(together, start_state)
 
@@ -152,8 +152,8 @@ class RankedTrainer:
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         return self._local.score(sequences)
 
-    def engine_verified(self) -> None:
-        self._local.engine_verified()
+    def after_freshness_check(self) -> None:
+        self._local.after_freshness_check()
 
     def policy_learns(self, step: int) -> bool:
         return self._local.policy_learns(step)
@@ -194,17 +194,17 @@ class RankedTrainer:
         self._answers("start", max(START_S, self._timeout))
         if self._store is None:
             self._store = open_store(self._host)
-        self._num_meetings += 1
-        meeting = Meeting(
+        self._num_rendezvous += 1
+        rendezvous = Rendezvous(
             host=self._host,
             port=self._store.port,
-            name=str(self._num_meetings),
+            name=str(self._num_rendezvous),
             ranks=self._share.ranks,
             timeout=self._timeout,
         )
-        self._call("join", meeting, self._launcher.share(on_cpu(self._local.state())))
+        self._call("join", rendezvous, self._launcher.share(on_cpu(self._local.state())))
         device = self._local.roles.backbone.device
-        self._exchange = Exchange(meeting, 0, device, self._watch)
+        self._exchange = Exchange(rendezvous, 0, device, self._watch)
         self._local.share = replace(self._share, exchange=self._exchange)
         self._answers("join")
 

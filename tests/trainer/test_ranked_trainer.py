@@ -24,11 +24,11 @@ from rlft.loop.rank_worker import opened_trainer
 from rlft.loop.shell import deterministic_on_cpu
 from rlft.model.packing import prompt_lengths
 from rlft.system.process.member import MemberError, MemberSpec
-from rlft.trainer import lane_update, ranked_trainer
+from rlft.trainer import ranked_trainer
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.protocol import Trainer, TrainerState
 from rlft.trainer.ranked_trainer import RankedTrainer, RankError
-from rlft.trainer.ranks import Exchange, Share
+from rlft.trainer.ranks import Exchange, LaneShare
 from rlft.types import Batch, Rollouts, Scores, UserError
 
 LANES, STEPS = 4, 3
@@ -143,7 +143,7 @@ def opened(
     with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, **alike) as local:
         local.text = texts
         if launcher is None:
-            local.share = Share(lanes=LANES)
+            local.share = LaneShare(lanes=LANES)
             yield local, local
             return
         specs = specs_of(config, ranks)
@@ -278,7 +278,7 @@ def test_ranks_without_rows_wait_for_the_others(
 # -- a rank that dies --------------------------------------------------------------------------------------------------
 POINTS = {
     "annotate": (LocalTrainer, "annotations", 2),
-    "update": (lane_update, "passes_of", 10),  # two lanes of rank 0, four updates a step: in the second step
+    "update": (LocalTrainer, "_passes", 10),  # two lanes of rank 0, four updates a step: in the second step
     "reduce": (Exchange, "broadcast", 20),
     "publish": (LocalTrainer, "publish", 2),
     "checkpoint": (LocalTrainer, "digest", 2),
